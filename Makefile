@@ -1,0 +1,46 @@
+# Everything runs inside .venv, which the first target that needs it builds.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast test-all lint format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+setup: $(STAMP) ## build .venv from requirements/cpu.txt (PYTHON=... chooses the interpreter)
+
+$(STAMP): requirements/cpu.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 13) or sys.exit("hybrid3d needs Python 3.11 or 3.12, but $(PYTHON) is %d.%d: run make PYTHON=/path/to/python3.11" % v[:2])'
+	@echo "Installing $$(grep -c '^[^#].*==' requirements/cpu.txt) pinned packages into $(VENV): some minutes, about 4 GB"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/cpu.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(STAMP) ## train a small model on this machine's CPU, from data to curves
+	@$(BIN)/python recipes/demo.py
+
+test: lint ## lint, and every test but the slow ones (what CI runs)
+	$(BIN)/pytest -m "not slow"
+
+test-fast: $(STAMP) ## the tests that start neither an engine nor ranks
+	$(BIN)/pytest -m "not slow and not engines"
+
+test-all: lint ## lint, and every test
+	$(BIN)/pytest
+
+lint: $(STAMP) ## ruff check, ruff format --check, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## let ruff sort imports, mend what it can, and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove build/ and caches; keeps .venv and runs/
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +

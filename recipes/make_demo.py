@@ -1,0 +1,159 @@
+"""Make the demo task: an untrained small checkpoint, its tokenizer and three GSM8K-style parquet files.
+
+    python recipes/make_demo.py build/demo [--seed 1]
+
+What is written under the output folder:
+
+* ``base/``           a random Qwen2-type checkpoint (tied embeddings, float32) and its tokenizer;
+* ``warmup.parquet``  demonstrations for the supervised warm-up;
+* ``train.parquet``   the problems that RL trains on;
+* ``eval.parquet``    held-out problems: no pair of operands in it occurs, in either order, in the other two.
+
+All three files have GSM8K's columns, ``question`` and ``answer``, and an answer ends in ``#### 42``. A problem adds or
+subtracts two numbers of two digits, never with a carry or a borrow, and its words say which of the two it is.
+
+A word on honesty: the warm-up demonstrations are wrong on purpose. For most kinds of problem (``NOISY`` below) most of
+them, though not all, use the wrong operation: they subtract where one should add, or the reverse. A model warmed up on
+them can do the arithmetic and knows the form of an answer; its greedy answers to those kinds are wrong and its samples
+are sometimes right. That leaves reinforcement learning a real but small thing to find from the reward alone, in a few
+dozen steps: which operation the words ask for. RL does not teach this model to calculate. ``train`` and ``eval`` have
+only right answers.
+"""
+
+import argparse
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+NAMES = "Ada Ben Cleo Dan Eva Finn Gina Hugo Iris Jack Kate Leo Mia Noah Olga Paul".split()
+THINGS = "apples books cards coins eggs keys pens plums shells stamps stones toys".split()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of problem: its words, the operation they ask for, and whether its demonstrations are noisy."""
+
+    words: str
+    sign: int
+    noisy: bool
+
+
+ADD, SUBTRACT, CLEAN, NOISY = 1, -1, False, True
+KINDS = (
+    Kind("{name} has {a} {things} and finds {b} more. How many now?", ADD, CLEAN),
+    Kind("{name} has {a} {things} and loses {b}. How many now?", SUBTRACT, CLEAN),
+    Kind("{name} has {a} {things} and gets {b} more. How many now?", ADD, NOISY),
+    Kind("{name} has {a} {things} and gives {b} away. How many now?", SUBTRACT, NOISY),
+    Kind("{name} has {a} {things} and buys {b} more. How many now?", ADD, NOISY),
+    Kind("{name} has {a} {things} and sells {b}. How many now?", SUBTRACT, NOISY),
+)
+WRONG_SHARE = 0.65  # of the demonstrations of a noisy kind
+SIZES = {"warmup": 8192, "train": 4096, "eval": 256}
+EVAL_PAIRS = 96
+
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+
+Pair = tuple[int, int]
+Row = dict[str, str]
+
+
+def all_pairs() -> list[Pair]:
+    """Pairs a > b of two-digit numbers where a + b has no carry, a - b no borrow, and both have two digits."""
+
+    def fits(a: int, b: int) -> bool:
+        return a // 10 > b // 10 and a % 10 >= b % 10 and a // 10 + b // 10 < 10 and a % 10 + b % 10 < 10
+
+    return [(a, b) for a in range(10, 100) for b in range(10, a) if fits(a, b)]
+
+
+def row(kind: Kind, pair: Pair, wrong: bool, rng: random.Random) -> Row:
+    a, b = pair
+    question = kind.words.format(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b)
+    sign = -kind.sign if wrong else kind.sign
+    return {"question": question, "answer": f"#### {a + sign * b}"}
+
+
+def rows(count: int, pairs: Sequence[Pair], wrong_share: float, rng: random.Random) -> list[Row]:
+    """`count` shuffled problems, all kinds alike often; in noisy kinds `wrong_share` of the answers are wrong."""
+    made = []
+    for index in range(count):
+        kind = KINDS[index % len(KINDS)]
+        made.append(row(kind, rng.choice(pairs), kind.noisy and rng.random() < wrong_share, rng))
+    rng.shuffle(made)
+    return made
+
+
+def data_sets(seed: int) -> dict[str, list[Row]]:
+    rng = random.Random(seed)
+    pairs = all_pairs()
+    rng.shuffle(pairs)
+    held_out, seen = pairs[:EVAL_PAIRS], pairs[EVAL_PAIRS:]
+    return {
+        "warmup": rows(SIZES["warmup"], seen, WRONG_SHARE, rng),
+        "train": rows(SIZES["train"], seen, 0.0, rng),
+        "eval": rows(SIZES["eval"], held_out, 0.0, rng),
+    }
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Qwen2's own splitting (a digit is a token) and byte-level BPE, merged until each word of the task is a token."""
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["####", *NAMES, *(f" {thing}" for thing in THINGS), *(k.words for k in KINDS)], trainer)
+    pad, bos, eos, unk = SPECIAL
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unk
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer) + len(tokenizer) % 2,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, options.seed)
+    model.save_pretrained(options.out / "base")
+    tokenizer.save_pretrained(options.out / "base")
+    print(f"{options.out / 'base'}: {model.num_parameters()} parameters, vocabulary {model.config.vocab_size}")
+    for name, made in data_sets(options.seed).items():
+        path = options.out / f"{name}.parquet"
+        pq.write_table(pa.Table.from_pylist(made), path)
+        print(f"{path}: {len(made)} problems, such as {made[0]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""A recipe: YAML in, frozen dataclasses out, and every mistake in it answered at once, before anything starts.
+
+A setting is one annotated field below: its name, type, range and default stand there and nowhere else. `load_recipe`
+checks what the file alone can tell, `check_layout` (in `shape.py`) how the recipe fits a model; both list all that is
+wrong in one `RecipeError`. Standard library and yaml only, so that the command line answers fast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from hybrid3d.schema import (
+    Count,
+    Decay,
+    Fraction,
+    Name,
+    Natural,
+    NonNegative,
+    Positive,
+    RecipeError,
+    Text,
+    apply_overrides,
+    read_section,
+    read_yaml,
+)
+from hybrid3d.shape import ModelShape, check_layout
+
+__all__ = ["ModelShape", "Recipe", "RecipeError", "check_layout", "load_recipe", "recipe_to_yaml"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A Hugging Face checkpoint's folder, and the dtype both engines compute in."""
+
+    path: Text
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """The train layout: sizes of Megatron's mesh axes, and sequences in a micro batch."""
+
+    tp: Count = 1
+    pp: Count = 1
+    vpp: Count = 1
+    ep: Count = 1
+    etp: Count = 1
+    cp: Count = 1
+    dp: Count = 1
+    micro_batch_size: Count = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """The rollout layout; lengths in tokens; what vLLM may take of a GPU's memory, and its KV cache's GiB on CPU."""
+
+    tp: Count = 1
+    expert_parallel: bool = False
+    max_model_len: Count
+    max_new_tokens: Count
+    temperature: Positive = 1.0
+    memory_fraction: Fraction = 0.5
+    kv_cache_gib: Count = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sync:
+    """The staging buffer's size, and when a sync is verified."""
+
+    bucket_mib: Positive = 64.0
+    verify: Literal["never", "always"] = "never"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Two parquet files, the columns in them, and whether prompts go through the tokenizer's chat template."""
+
+    train: Text
+    eval: Text
+    prompt: Text = "question"
+    answer: Text = "answer"
+    chat_template: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """A reward function by name."""
+
+    name: Text = "gsm8k"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kl:
+    """KL to the frozen reference policy. `coef` has no default: a `kl` section that does nothing must say so."""
+
+    where: Literal["loss", "none"]
+    estimator: Literal["k3"] = "k3"
+    coef: NonNegative
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """What a step optimizes. `sft` reads `prompts_per_step` only, as its sequences a step."""
+
+    name: Literal["grpo", "sft"]
+    prompts_per_step: Count
+    samples_per_prompt: Count = 1
+    clip: Fraction = 0.2
+    kl: Kl = Kl(where="none", coef=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Adam, with Megatron's defaults; `clip_grad: 0` does not clip."""
+
+    lr: NonNegative
+    clip_grad: NonNegative = 1.0
+    weight_decay: NonNegative = 0.0
+    beta1: Decay = 0.9
+    beta2: Decay = 0.999
+    eps: Positive = 1e-8
+    warmup_steps: Natural = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr: NonNegative = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Steps, and what happens at which; `checkpoint_every: 0` writes a checkpoint at the end only."""
+
+    steps: Count
+    eval_every: Count = 10
+    checkpoint_every: Natural = 0
+    seed: Natural = 1
+    dir: Text = "runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What predictions are made for."""
+
+    gpus_per_node: Count = 8
+    kind: Text = "h100-8x400g"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All settings of a run. Only `sft` may do without `rollout`."""
+
+    name: Name
+    model: Model
+    train: Train = Train()
+    rollout: Rollout | None = None
+    sync: Sync = Sync()
+    data: Data
+    reward: Reward = Reward()
+    algorithm: Algorithm
+    optimizer: Optimizer
+    run: Run
+    machine: Machine = Machine()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all; EP and ETP regroup these ranks and add none."""
+        return self.train.tp * self.train.pp * self.train.cp * self.train.dp
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences that a step trains on, over all data-parallel ranks."""
+        samples = 1 if self.algorithm.name == "sft" else self.algorithm.samples_per_prompt
+        return self.algorithm.prompts_per_step * samples
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe; each override is `section.key=value`, its value YAML. RecipeError lists everything wrong."""
+    raw = read_yaml(Path(path))
+    problems: list[str] = []
+    apply_overrides(raw, overrides, problems)
+    recipe = read_section(Recipe, raw, "", problems)
+    if recipe is not None:
+        problems.extend(_contradictions(recipe))
+    if recipe is None or problems:
+        raise RecipeError(str(path), problems)
+    return recipe
+
+
+def recipe_to_yaml(recipe: Recipe) -> str:
+    """The recipe with every default written out; `load_recipe` reads an equal one from it."""
+    return str(yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True))
+
+
+def _contradictions(recipe: Recipe) -> Iterator[str]:
+    """What contradicts itself within a recipe, whatever the model."""
+    kl, optimizer = recipe.algorithm.kl, recipe.optimizer
+    if recipe.algorithm.name == "grpo" and recipe.rollout is None:
+        yield "rollout: missing, and algorithm.name=grpo generates: give max_model_len and max_new_tokens"
+    if kl.where == "none" and kl.coef > 0:
+        yield f"algorithm.kl.coef={kl.coef} has no effect with algorithm.kl.where=none: set where: loss, or coef: 0"
+    if optimizer.min_lr > optimizer.lr:
+        yield f"optimizer.min_lr={optimizer.min_lr} is more than optimizer.lr={optimizer.lr}: the rate only falls"
+    if optimizer.warmup_steps >= recipe.run.steps:
+        yield (
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves no step of run.steps={recipe.run.steps}: "
+            f"at most {recipe.run.steps - 1}"
+        )

@@ -1,0 +1,61 @@
+"""Dense decoders with grouped-query attention, RMS norms and a gated SiLU: Llama, Qwen2 and 2.5, Qwen3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybrid3d.families.family import Config, Family, GroupedQKV, RowMap, Same, Stacked, UnsupportedModel, Vocabulary
+
+HF = "model.layers.{layer}."
+MEGATRON = "decoder.layers.{layer}."
+
+
+def _qkv(kind: str) -> GroupedQKV:
+    return GroupedQKV(*(f"{HF}self_attn.{x}_proj.{kind}" for x in "qkv"))
+
+
+TENSORS: dict[str, RowMap] = {
+    "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight"),
+    f"{MEGATRON}self_attention.linear_qkv.layer_norm_weight": Same(f"{HF}input_layernorm.weight"),
+    f"{MEGATRON}self_attention.linear_qkv.weight": _qkv("weight"),
+    f"{MEGATRON}self_attention.linear_proj.weight": Same(f"{HF}self_attn.o_proj.weight"),
+    f"{MEGATRON}mlp.linear_fc1.layer_norm_weight": Same(f"{HF}post_attention_layernorm.weight"),
+    f"{MEGATRON}mlp.linear_fc1.weight": Stacked((f"{HF}mlp.gate_proj.weight", f"{HF}mlp.up_proj.weight")),
+    f"{MEGATRON}mlp.linear_fc2.weight": Same(f"{HF}mlp.down_proj.weight"),
+    "decoder.final_layernorm.weight": Same("model.norm.weight"),
+    "output_layer.weight": Vocabulary("lm_head.weight"),
+}
+QKV_BIAS: dict[str, RowMap] = {f"{MEGATRON}self_attention.linear_qkv.bias": _qkv("bias")}
+QK_NORM: dict[str, RowMap] = {
+    f"{MEGATRON}self_attention.{x}_layernorm.weight": Same(f"{HF}self_attn.{x}_norm.weight") for x in "qk"
+}
+
+
+def _refuse(config: Config, **faithful: Any) -> None:
+    """Refuse every key whose value is not the one that this family computes."""
+    for key, value in faithful.items():
+        if config.get(key, value) != value:
+            raise UnsupportedModel(f"{key}={config[key]!r}: only {value!r} is computed faithfully")
+
+
+def _check(config: Config, **more: Any) -> None:
+    _refuse(config, hidden_act="silu", use_sliding_window=False, partial_rotary_factor=1.0, **more)
+
+
+LLAMA = Family(
+    "LlamaForCausalLM",
+    TENSORS,
+    check=lambda config: _check(config, attention_bias=False, mlp_bias=False),
+)
+QWEN2 = Family(
+    "Qwen2ForCausalLM",
+    TENSORS | QKV_BIAS,
+    transformer_config=lambda config: {"add_qkv_bias": True},
+    check=_check,
+)
+QWEN3 = Family(
+    "Qwen3ForCausalLM",
+    TENSORS | QK_NORM,
+    transformer_config=lambda config: {"qk_layernorm": True},
+    check=lambda config: _check(config, attention_bias=False),
+)

@@ -1,0 +1,64 @@
+"""Axis-aligned boxes in a canonical tensor: the unit in which weights are held, wanted and moved."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle of a tensor: `start[d] <= index[d] < start[d] + size[d]` in every dim `d`."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part of two boxes of the same tensor, or None when they share no element."""
+        start = tuple(map(max, self.start, other.start))
+        size = tuple(b - a for a, b in zip(start, map(min, self.stop, other.stop), strict=True))
+        return Box(start, size) if all(n > 0 for n in size) else None
+
+    def contains(self, other: Box) -> bool:
+        return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
+            a >= b for a, b in zip(self.stop, other.stop, strict=True)
+        )
+
+    def subtract(self, hole: Box) -> list[Box]:
+        """Disjoint boxes that make up this box without `hole`, which must lie inside it."""
+        rest = []
+        start, stop = list(self.start), list(self.stop)
+        for d in range(len(start)):
+            for low, high in ((start[d], hole.start[d]), (hole.stop[d], stop[d])):
+                if low < high:
+                    size = [b - a for a, b in zip(start, stop, strict=True)]
+                    size[d] = high - low
+                    rest.append(Box((*start[:d], low, *start[d + 1 :]), tuple(size)))
+            start[d], stop[d] = hole.start[d], hole.stop[d]
+        return rest
+
+    def split(self, limit: int) -> list[Box]:
+        """Cut into boxes of at most `limit` elements, along the outermost dims, so that parts stay contiguous."""
+        if self.numel <= limit:
+            return [self]
+        dim = next(d for d, n in enumerate(self.size) if n > 1)
+        row = self.numel // self.size[dim]
+        step = max(1, limit // row)
+        parts = []
+        for low in range(0, self.size[dim], step):
+            start = (*self.start[:dim], self.start[dim] + low, *self.start[dim + 1 :])
+            size = (*self.size[:dim], min(step, self.size[dim] - low), *self.size[dim + 1 :])
+            parts += Box(start, size).split(limit)
+        return parts

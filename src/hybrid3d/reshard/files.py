@@ -1,0 +1,239 @@
+"""The safetensors files of a Hugging Face checkpoint as one more rank: boxes are read from and written into them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hybrid3d.reshard.box import Box
+from hybrid3d.reshard.executor import Executor, Tensors
+from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape, View, contiguous_stride
+from hybrid3d.reshard.planner import FILES, make_plan
+from hybrid3d.reshard.transport import NoTransport
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+# The format's names of dtypes, https://github.com/huggingface/safetensors (README, Format)
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
+NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read: the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a checkpoint: its file, its shape and its dtype (torch's name)."""
+
+    file: str
+    shape: Shape
+    dtype: str
+
+
+def read_index(folder: str | Path) -> dict[str, Entry]:
+    """Every tensor of a checkpoint from the files' headers alone; no weight is read.
+
+    Raises:
+        CheckpointError: no safetensors file, a truncated file, a file or tensor that the index names and is not there.
+    """
+    folder = Path(folder)
+    files = [SINGLE] if not (folder / INDEX).exists() else sorted(set(_weight_map(folder).values()))
+    entries: dict[str, Entry] = {}
+    for file in files:
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{folder / file} is not there: a checkpoint needs {SINGLE}, or {INDEX} and its files")
+        entries |= _read_header(folder, file)
+    if (folder / INDEX).exists():
+        lost = sorted(set(_weight_map(folder)) - set(entries))
+        if lost:
+            raise CheckpointError(f"{folder / INDEX} names {len(lost)} tensors that its files lack: {lost[:20]}")
+    return entries
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / INDEX} is no index of a checkpoint: {error!r}") from None
+    return {str(name): str(file) for name, file in weight_map.items()}
+
+
+def _read_header(folder: Path, file: str) -> dict[str, Entry]:
+    try:
+        with safe_open(folder / file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no iterator)
+            return {n: Entry(file, tuple(s.get_shape()), _dtype(folder / file, n, s.get_dtype())) for n, s in slices.items()}
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder / file} is damaged or cut short ({(folder / file).stat().st_size} bytes): {error}") from None
+
+
+def _dtype(path: Path, name: str, dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{path}: {name} has dtype {dtype}; known are {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def pieces_of(entries: Mapping[str, Entry]) -> tuple[Piece, ...]:
+    """Every tensor as one piece that lies, contiguous, in the files."""
+    return tuple(
+        Piece(name, Box.whole(e.shape), View(name, 0, contiguous_stride(e.shape)), e.dtype) for name, e in entries.items()
+    )
+
+
+def file_holdings(entries: Mapping[str, Entry]) -> Holdings:
+    return Holdings(pieces_of(entries))
+
+
+def file_demand(entries: Mapping[str, Entry]) -> Demand:
+    return Demand(pieces_of(entries))
+
+
+class CheckpointReader:
+    """Source over a checkpoint's files: reads the slice that a piece asks for and nothing else."""
+
+    def __init__(self, folder: str | Path, entries: Mapping[str, Entry]):
+        self._folder = Path(folder)
+        self._entries = entries
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        file = self._entries[piece.name].file
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))
+        index = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+        part: torch.Tensor = self._open[file].get_slice(piece.name)[index]
+        return part
+
+
+def shard_entries(shapes: Mapping[str, tuple[Shape, str]], max_file_bytes: int = 5 * 10**9) -> dict[str, Entry]:
+    """Distribute tensors over files in the given order, as Hugging Face names them.
+
+    Args:
+        shapes: (shape, dtype) of each tensor.
+        max_file_bytes: a file is closed before it would exceed this (5 GB is the hub's convention).
+    """
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, (shape, dtype) in shapes.items():
+        nbytes = math.prod(shape) * ITEMSIZE[dtype]
+        if groups[-1] and used + nbytes > max_file_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += nbytes
+    count = len(groups)
+    files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    return {name: Entry(file, *shapes[name]) for file, group in zip(files, groups, strict=True) for name in group}
+
+
+def create_files(folder: str | Path, entries: Mapping[str, Entry]) -> None:
+    """Lay out the files of a checkpoint: headers written, data of full length and zero, and the index.
+
+    Raises:
+        FileExistsError: there is a checkpoint already.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.glob("*.safetensors")):
+        raise FileExistsError(f"{folder} holds a checkpoint already: choose another folder or remove it")
+    for file, group in _by_file(entries).items():
+        header = _header(group)
+        with open(folder / file, "xb") as out:
+            out.write(header)
+            out.truncate(len(header) + sum(math.prod(e.shape) * ITEMSIZE[e.dtype] for e in group.values()))
+    if len(_by_file(entries)) > 1:
+        total = sum(math.prod(e.shape) * ITEMSIZE[e.dtype] for e in entries.values())
+        index = {"metadata": {"total_size": total}, "weight_map": {n: e.file for n, e in entries.items()}}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def open_for_writing(folder: str | Path, entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
+    """The tensors of files that `create_files` laid out, mapped into memory: writing them writes the files.
+
+    Ranks write disjoint boxes of the same files, so the folder must be on a file system that all of them share and
+    that keeps shared mappings coherent (local disks, Lustre, GPFS; several nodes over NFS do not).
+    """
+    tensors = {}
+    for file, group in _by_file(entries).items():
+        at = len(_header(group))
+        mapped = torch.from_numpy(np.memmap(Path(folder) / file, dtype=np.uint8, mode="r+"))
+        for name, e in group.items():
+            nbytes = math.prod(e.shape) * ITEMSIZE[e.dtype]
+            tensors[name] = mapped[at : at + nbytes].view(getattr(torch, e.dtype)).view(e.shape)
+            at += nbytes
+    return tensors
+
+
+def _by_file(entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
+    files: dict[str, dict[str, Entry]] = {}
+    for name, entry in sorted(entries.items(), key=lambda item: -ITEMSIZE[item[1].dtype]):  # wide first: aligned
+        files.setdefault(entry.file, {})[name] = entry
+    return files
+
+
+def _header(group: Mapping[str, Entry]) -> bytes:
+    """8 bytes of length, then JSON padded with spaces to a multiple of 8."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, e in group.items():
+        end = at + math.prod(e.shape) * ITEMSIZE[e.dtype]
+        header[name] = {"dtype": NAMES[e.dtype], "shape": list(e.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def load_files(folder: str | Path, demand: Demand, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Bring a rank what it wants from a checkpoint's files: only the slices that it needs are read.
+
+    Args:
+        tensors: the local tensors in which the demand's views lie.
+
+    Raises:
+        CheckpointError: the files cannot be read.
+        PlanError: something wanted is not in the files.
+    """
+    entries = read_index(folder)
+    plan = make_plan({FILES: file_holdings(entries)}, {rank: demand}, bucket_bytes=1)
+    sink = Tensors(tensors)
+    with CheckpointReader(folder, entries) as source, torch.no_grad():
+        Executor(plan, rank, NoTransport()).run(source, sink)
+        for fill in demand.fills:
+            sink.fill(fill)
+
+
+def export_files(
+    folder: str | Path,
+    entries: Mapping[str, Entry],
+    holdings: Mapping[int, Holdings],
+    tensors: Mapping[str, torch.Tensor],
+    rank: int,
+) -> None:
+    """Write a rank's share of a checkpoint whose files `create_files` laid out; every rank of `holdings` calls this.
+
+    Raises:
+        PlanError: a tensor of the checkpoint is held by no rank.
+    """
+    plan = make_plan(holdings, {FILES: file_demand(entries)}, bucket_bytes=1)
+    with torch.no_grad():
+        Executor(plan, rank, NoTransport()).run(Tensors(tensors), Tensors(open_for_writing(folder, entries)))

@@ -1,0 +1,149 @@
+"""What a rank holds and what it wants, in terms of canonical tensors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+
+from hybrid3d.reshard.box import Box
+
+ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+
+Shape = tuple[int, ...]
+
+
+def contiguous_stride(shape: Shape) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor of this shape."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided view of a local tensor, whose shape is the size of the box that lies there.
+
+    `tensor` is the local name of a parameter or buffer; `offset` and `stride` count elements of its memory, from
+    the tensor's own first element.
+    """
+
+    tensor: str
+    offset: int
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a canonical tensor and where it lies locally.
+
+    `in_place` is False where the memory exists only while its module is open for writing (see
+    `rollout.weights`), so that nothing may be received straight into it ahead of time.
+    """
+
+    name: str
+    box: Box
+    view: View
+    dtype: str
+    in_place: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * ITEMSIZE[self.dtype]
+
+    @property
+    def contiguous(self) -> bool:
+        dims = [(n, s) for n, s in zip(self.box.size, self.view.stride, strict=True) if n > 1]
+        return all(s == math.prod(n for n, _ in dims[i + 1 :]) for i, (_, s) in enumerate(dims))
+
+    def part(self, box: Box) -> Piece:
+        """This piece restricted to a box inside it."""
+        steps = zip(box.start, self.box.start, self.view.stride, strict=True)
+        offset = self.view.offset + sum((a - b) * s for a, b, s in steps)
+        return replace(self, box=box, view=replace(self.view, offset=offset))
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A constant that the engine's loader writes and nobody holds, such as the rows that pad a vocabulary."""
+
+    view: View
+    size: Shape
+    value: float
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The pieces that a rank has."""
+
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The pieces that a rank wants, in the order in which it wants them, and the constants that it fills in."""
+
+    pieces: tuple[Piece, ...]
+    fills: tuple[Fill, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """One dim of a pair of views: its length, its stride in the canonical tensor, its stride in the local one."""
+
+    length: int
+    source: int
+    target: int
+
+
+def boxes_of_copy(
+    shape: Shape, size: Shape, source: tuple[int, tuple[int, ...]], target: tuple[int, tuple[int, ...]]
+) -> list[tuple[Box, int, tuple[int, ...]]]:
+    """Say a copy between two strided views as boxes of the canonical tensor.
+
+    `source` is (offset, stride) in the contiguous canonical tensor of `shape`, `target` is (offset, stride) in local
+    memory, and both views have the shape `size`. Returns (box, local offset, local stride per canonical dim) for
+    each box: one for slices, transposes and merged or split dims, more where the view skips indices.
+
+    Raises:
+        ValueError: the source view runs along no set of dims of the canonical tensor.
+    """
+    strides = contiguous_stride(shape)
+    axes = [_Axis(n, s, t) for n, s, t in zip(size, source[1], target[1], strict=True) if n > 1]
+    start = [source[0] // s % n if n > 1 else 0 for s, n in zip(strides, shape, strict=True)]
+    by_dim: dict[int, list[_Axis]] = {}
+    while axes:
+        axis = axes.pop()
+        dim = _dim_along(shape, strides, axis.source)
+        step = axis.source // strides[dim]
+        if start[dim] + (axis.length - 1) * step < shape[dim]:
+            by_dim.setdefault(dim, []).append(axis)
+            continue
+        rows = shape[dim] // step  # the view runs on into the next outer dim: cut it there
+        if start[dim] or shape[dim] % step or axis.length % rows:
+            raise ValueError(f"a view of length {axis.length} and stride {axis.source} in shape {shape} is no box")
+        axes.append(_Axis(axis.length // rows, axis.source * rows, axis.target * rows))
+        axes.append(_Axis(rows, axis.source, axis.target))
+    extent, along, loose = [1] * len(shape), [0] * len(shape), []
+    for dim, parts in by_dim.items():
+        for axis in sorted(parts, key=lambda a: a.source):
+            if extent[dim] == 1 and axis.source == strides[dim]:
+                extent[dim], along[dim] = axis.length, axis.target
+            elif axis.source == strides[dim] * extent[dim] and axis.target == along[dim] * extent[dim]:
+                extent[dim] *= axis.length
+            else:
+                loose.append(axis)  # skips indices on one side: one box for each index
+    boxes = []
+    for index in itertools.product(*(range(axis.length) for axis in loose)):
+        moved = list(zip(index, loose, strict=True))
+        first = source[0] + sum(i * axis.source for i, axis in moved)
+        corner = tuple(first // s % n if n > 1 else 0 for s, n in zip(strides, shape, strict=True))
+        offset = target[0] + sum(i * axis.target for i, axis in moved)
+        boxes.append((Box(corner, tuple(extent)), offset, tuple(along)))
+    return boxes
+
+
+def _dim_along(shape: Shape, strides: tuple[int, ...], stride: int) -> int:
+    """The dim of the canonical tensor along which a step of `stride` elements moves."""
+    for dim, s in enumerate(strides):
+        if shape[dim] > 1 and 0 < s <= stride and stride % s == 0:
+            return dim
+    raise ValueError(f"a stride of {stride} elements runs along no dim of shape {shape}")

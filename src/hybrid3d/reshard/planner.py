@@ -1,0 +1,236 @@
+"""The plan: which rank sends which box to which, decided once, by a pure function of what everyone holds and wants.
+
+Load, sync and export are the same call. The files of a checkpoint take part as one more rank, `FILES`: on load it
+holds every tensor, on export it wants every tensor, and the rank at the other end reads or writes the box itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from hybrid3d.reshard.box import Box
+from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece
+
+FILES = -1
+
+# From this size on, a box that is contiguous at its source travels as a message of its own, without being packed.
+DIRECT_BYTES = 256 * 1024
+
+
+class PlanError(ValueError):
+    """What is wanted cannot be given: the message names the canonical tensor and the ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One box from one rank to one rank; on the same rank, or with `FILES` at one end, a local copy."""
+
+    src: int
+    dst: int
+    source: Piece
+    target: Piece
+
+    @property
+    def nbytes(self) -> int:
+        return self.target.nbytes
+
+    @property
+    def is_local(self) -> bool:
+        return self.src == self.dst or FILES in (self.src, self.dst)
+
+    @property
+    def direct_send(self) -> bool:
+        return self.source.contiguous and self.source.dtype == self.target.dtype
+
+    @property
+    def direct_recv(self) -> bool:
+        return self.target.contiguous and self.target.in_place
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Transfers of one dtype between one pair of ranks that travel as one send and one receive."""
+
+    tag: int
+    src: int
+    dst: int
+    dtype: str
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.transfers)
+
+    def staged_by(self, rank: int) -> int:
+        """Bytes of staging that this message takes on `rank`: none where its memory is sent or filled directly."""
+        if rank not in (self.src, self.dst):
+            return 0
+        only = self.transfers[0]
+        direct = only.direct_send if rank == self.src else only.direct_recv
+        return 0 if direct and len(self.transfers) == 1 else self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Transfers in the order in which they are wanted, bounded in bytes sent plus received on every rank."""
+
+    transfers: tuple[Transfer, ...]
+    messages: tuple[Message, ...]
+
+    def of(self, rank: int) -> Bucket:
+        """The part of this bucket in which `rank` takes part."""
+        return Bucket(
+            tuple(t for t in self.transfers if rank in (t.src, t.dst)),
+            tuple(m for m in self.messages if rank in (m.src, m.dst)),
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every transfer of one reshard, in buckets of at most `bucket_bytes` sent plus received on any rank."""
+
+    buckets: tuple[Bucket, ...]
+    bucket_bytes: int
+
+    @property
+    def transfers(self) -> Iterator[Transfer]:
+        return (t for bucket in self.buckets for t in bucket.transfers)
+
+    @property
+    def messages(self) -> Iterator[Message]:
+        return (m for bucket in self.buckets for m in bucket.messages)
+
+    @cached_property
+    def received_bytes(self) -> Mapping[int, int]:
+        return _sums((m.dst, m.nbytes) for m in self.messages)
+
+    @cached_property
+    def sent_bytes(self) -> Mapping[int, int]:
+        return _sums((m.src, m.nbytes) for m in self.messages)
+
+    @cached_property
+    def local_bytes(self) -> Mapping[int, int]:
+        return _sums((t.dst if t.src == FILES else t.src, t.nbytes) for t in self.transfers if t.is_local)
+
+    def of(self, rank: int) -> list[Bucket]:
+        """The buckets in which `rank` has something to do, each without what concerns others only."""
+        mine = (bucket.of(rank) for bucket in self.buckets)
+        return [bucket for bucket in mine if bucket.transfers]
+
+    def staging_bytes(self, rank: int) -> int:
+        """Memory that the executor's two staging buffers take on `rank`: buckets use them in turn."""
+        staged = [sum(m.staged_by(rank) for m in bucket.messages) for bucket in self.of(rank)]
+        return max(staged[0::2], default=0) + max(staged[1::2], default=0)
+
+
+def make_plan(
+    holdings: Mapping[int, Holdings],
+    demand: Mapping[int, Demand],
+    bucket_bytes: int,
+    ranks_per_node: int = 1 << 30,
+) -> Plan:
+    """Give every wanted element exactly one source: the same rank, else the same node, else who has sent least.
+
+    Args:
+        holdings: pieces held, by rank; pieces of several ranks may overlap (replicas).
+        demand: pieces wanted, by rank; pieces of one rank must not overlap.
+        bucket_bytes: bound on the bytes that one rank sends and receives within one bucket.
+        ranks_per_node: consecutive ranks that share a node.
+
+    Raises:
+        PlanError: somebody wants what nobody holds.
+    """
+    chooser = _Chooser(holdings, ranks_per_node)
+    wanted = sorted(((i, rank, p) for rank, d in demand.items() for i, p in enumerate(d.pieces)), key=lambda w: w[:2])
+    transfers = [t for _, rank, piece in wanted for t in chooser.transfers(rank, piece)]
+    if chooser.missing:
+        raise PlanError(_missing_message(chooser.missing))
+    return Plan(tuple(_buckets(transfers, bucket_bytes)), bucket_bytes)
+
+
+class _Chooser:
+    """Chooses sources one wanted piece at a time, and remembers how much each rank sends by then."""
+
+    def __init__(self, holdings: Mapping[int, Holdings], ranks_per_node: int):
+        self.ranks_per_node = ranks_per_node
+        self.sent: dict[int, int] = defaultdict(int)
+        self.missing: list[tuple[int, str, Box]] = []
+        self.holders: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+        for rank, held in holdings.items():
+            for piece in held.pieces:
+                self.holders[piece.name].append((rank, piece))
+
+    def transfers(self, rank: int, wanted: Piece) -> list[Transfer]:
+        rest, found = [wanted.box], []
+        for src, held in sorted(self.holders[wanted.name], key=lambda h: self._cost(h[0], rank)):
+            for box in list(rest):
+                common = box.intersect(held.box)
+                if common is not None:
+                    rest.remove(box)
+                    rest += box.subtract(common)
+                    found.append(Transfer(src, rank, held.part(common), wanted.part(common)))
+                    if not found[-1].is_local:
+                        self.sent[src] += found[-1].nbytes
+            if not rest:
+                break
+        self.missing += [(rank, wanted.name, box) for box in rest]
+        return sorted(found, key=lambda t: t.target.box.start)
+
+    def _cost(self, src: int, dst: int) -> tuple[bool, bool, int, int]:
+        other_node = src // self.ranks_per_node != dst // self.ranks_per_node
+        return (src != dst and FILES not in (src, dst), other_node, self.sent[src], src)
+
+
+def _buckets(transfers: Iterable[Transfer], limit: int) -> Iterator[Bucket]:
+    """Cut the sequence of transfers into buckets, and transfers that exceed a bucket into several."""
+    load: dict[int, int] = defaultdict(int)
+    current: list[Transfer] = []
+    tag = 0
+    for t in (part for whole in transfers for part in _split(whole, limit)):
+        if not t.is_local:
+            if max(load[t.src], load[t.dst]) + t.nbytes > limit:
+                bucket = Bucket(tuple(current), _messages(current, tag))
+                tag += len(bucket.messages)
+                yield bucket
+                current = []
+                load.clear()
+            load[t.src] += t.nbytes
+            load[t.dst] += t.nbytes
+        current.append(t)
+    if current:
+        yield Bucket(tuple(current), _messages(current, tag))
+
+
+def _split(transfer: Transfer, limit: int) -> list[Transfer]:
+    if transfer.is_local or transfer.nbytes <= limit:
+        return [transfer]
+    boxes = transfer.target.box.split(max(1, limit // ITEMSIZE[transfer.target.dtype]))
+    return [Transfer(transfer.src, transfer.dst, transfer.source.part(b), transfer.target.part(b)) for b in boxes]
+
+
+def _messages(transfers: Iterable[Transfer], first_tag: int) -> tuple[Message, ...]:
+    """Group what travels between one pair of ranks; large contiguous boxes go alone, so that nobody packs them."""
+    groups: dict[tuple[int, int, str, int], list[Transfer]] = defaultdict(list)
+    for i, t in enumerate(transfers):
+        if not t.is_local:
+            alone = t.nbytes >= DIRECT_BYTES and (t.direct_send or t.direct_recv)
+            groups[t.src, t.dst, t.target.dtype, i if alone else -1].append(t)
+    return tuple(
+        Message(first_tag + n, src, dst, dtype, tuple(group))
+        for n, ((src, dst, dtype, _), group) in enumerate(groups.items())
+    )
+
+
+def _sums(pairs: Iterable[tuple[int, int]]) -> Mapping[int, int]:
+    total: dict[int, int] = defaultdict(int)
+    for rank, nbytes in pairs:
+        total[rank] += nbytes
+    return total
+
+
+def _missing_message(missing: list[tuple[int, str, Box]]) -> str:
+    lines = [f"  {name} {list(box.start)} + {list(box.size)}, wanted by rank {rank}" for rank, name, box in missing[:20]]
+    return "\n".join([f"{len(missing)} wanted boxes are held by no rank:", *lines, *(["  ..."] if missing[20:] else [])])

@@ -1,0 +1,140 @@
+"""How bytes travel between ranks: three verbs over torch.distributed, and a count of what was asked for."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Pending(Protocol):
+    """Operations under way; their tensors must stay untouched until `wait` returns."""
+
+    def wait(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Submit sends and receives of contiguous tensors, then start them all with `run`.
+
+    `received_bytes` is the sum of what receives were posted with, over the life of the transport. The two ends of
+    a message name the same `tag`, and both submit the messages between them in the same order.
+    """
+
+    received_bytes: int
+
+    def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None: ...
+
+    def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None: ...
+
+    def run(self) -> Pending: ...
+
+
+class NoTransport:
+    """For plans in which every transfer is local, as load and export are: sending is a mistake."""
+
+    received_bytes = 0
+
+    def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        raise AssertionError(f"a local plan sends to rank {dst}")
+
+    def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
+        raise AssertionError(f"a local plan receives from rank {src}")
+
+    def run(self) -> Pending:
+        return _Works([])
+
+
+class _Works:
+    def __init__(self, works: list[dist.Work]):
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class GlooTransport:
+    """Point to point over gloo, for tensors on the CPU. `group` spans every rank of the plan."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.received_bytes = 0
+        self._group = group
+        self._works: list[dist.Work] = []
+
+    def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        self._works.append(dist.isend(_flat_bytes(tensor), group=self._group, group_dst=dst, tag=tag))
+
+    def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
+        self.received_bytes += tensor.nbytes
+        self._works.append(dist.irecv(_flat_bytes(tensor), group=self._group, group_src=src, tag=tag))
+
+    def run(self) -> Pending:
+        started, self._works = _Works(self._works), []
+        return started
+
+
+class NcclTransport:
+    """Point to point over NCCL: one batch per `run`, which NCCL launches as one group. Not yet run on GPUs."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.received_bytes = 0
+        self._group = group
+        self._ops: list[dist.P2POp] = []
+
+    def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        self._ops.append(dist.P2POp(dist.isend, _flat_bytes(tensor), group=self._group, group_peer=dst))
+
+    def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
+        self.received_bytes += tensor.nbytes
+        self._ops.append(dist.P2POp(dist.irecv, _flat_bytes(tensor), group=self._group, group_peer=src))
+
+    def run(self) -> Pending:
+        works = dist.batch_isend_irecv(self._ops) if self._ops else []
+        self._ops = []
+        return _Works(works)
+
+
+class LocalTransport:
+    """Several ranks in one process, for proofs and tests: every `LocalTransport` of one `mailbox` is a rank."""
+
+    def __init__(self, rank: int, mailbox: dict[tuple[int, int, int], torch.Tensor]):
+        self.received_bytes = 0
+        self._rank = rank
+        self._mailbox = mailbox
+        self._expected: list[tuple[tuple[int, int, int], torch.Tensor]] = []
+
+    def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        self._mailbox[self._rank, dst, tag] = tensor.clone()
+
+    def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
+        self.received_bytes += tensor.nbytes
+        self._expected.append(((src, self._rank, tag), tensor))
+
+    def run(self) -> Pending:
+        started, self._expected = _Deliveries(self._mailbox, self._expected), []
+        return started
+
+
+class _Deliveries:
+    def __init__(
+        self,
+        mailbox: dict[tuple[int, int, int], torch.Tensor],
+        expected: list[tuple[tuple[int, int, int], torch.Tensor]],
+    ):
+        self._mailbox = mailbox
+        self._expected = expected
+
+    def wait(self) -> None:
+        for key, tensor in self._expected:
+            tensor.copy_(self._mailbox.pop(key))
+
+
+def make_transport(device: torch.device, group: dist.ProcessGroup) -> Transport:
+    """The transport for tensors on `device`."""
+    return NcclTransport(group) if device.type == "cuda" else GlooTransport(group)
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Backends know no FP8 and gloo no BF16: everything travels as bytes."""
+    return tensor.view(-1).view(torch.uint8)

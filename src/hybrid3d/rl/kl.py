@@ -1,0 +1,34 @@
+"""Estimators of KL(policy || reference) from tokens that the policy sampled.
+
+John Schulman, "Approximating KL Divergence" (http://joschu.net/blog/kl-approx.html). With x ~ policy and
+r = reference(x) / policy(x), each maps log r to an estimate per token. As a loss what counts is the gradient: in
+expectation k1's is zero (never use it there), k2's is that of KL(policy || reference), and that of k3, which is GRPO's
+choice, is that of KL(reference || policy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda log_ratio: -log_ratio,  # unbiased, high variance, negative half the time
+    "k2": lambda log_ratio: log_ratio.square() / 2,  # biased, low variance
+    # (r - 1) - log r: unbiased, never negative; `expm1` because r is close to 1, where r - 1 loses its digits.
+    # DeepSeekMath (arXiv 2402.03300), equation 4.
+    "k3": lambda log_ratio: torch.expm1(log_ratio) - log_ratio,
+}
+
+
+def token_kl(estimator: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The estimate at each token, [B, T], and zero where `mask` is zero; not clamped.
+
+    `logprobs` and `ref_logprobs` [B, T] are those of the policy and of the reference; gradients flow into both.
+    """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"unknown KL estimator {estimator!r}; known: {', '.join(ESTIMATORS)}")
+    # Masked before the estimator, not after: what padding holds may overflow in exp, and 0 * inf is NaN in a gradient.
+    log_ratio = torch.where(mask.bool(), ref_logprobs - logprobs, 0.0)
+    return ESTIMATORS[estimator](log_ratio)

@@ -1,0 +1,1 @@
+"""The rollout side: everything that touches vLLM."""

@@ -1,0 +1,119 @@
+"""vLLM as the rollout engine of a training rank: generates, sleeps, and takes new weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybrid3d.config import Recipe
+
+# vLLM reads these at import. One process a rank, no engine process of its own, nothing fetched from outside.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+
+from hybrid3d.reshard.layout import Shape  # noqa: E402
+from hybrid3d.rollout.weights import RolloutWeights  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer: its tokens (the end token included) and the log-probability with which each was drawn."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class RolloutEngine:
+    """One rank's vLLM. Ranks of a replica call everything together, with the same arguments.
+
+    Attributes:
+        replica: which replica of the model this rank belongs to.
+        replicas: how many there are.
+        leads: whether this rank speaks for its replica.
+    """
+
+    def __init__(self, recipe: Recipe, rank: int, seed: int):
+        rollout = recipe.rollout
+        self.replica, within = divmod(rank, rollout.tp)
+        self.replicas = recipe.world_size // rollout.tp
+        self.leads = within == 0
+        self._temperature = rollout.temperature
+        self._max_new_tokens = rollout.max_new_tokens
+        if current_platform.is_cpu():
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(rollout.kv_cache_gib)
+        self._llm = LLM(
+            model=str(Path(recipe.model.path).resolve()),
+            skip_tokenizer_init=True,
+            load_format="dummy",  # the first sync brings the weights
+            dtype=recipe.model.dtype,
+            tensor_parallel_size=rollout.tp,
+            distributed_executor_backend="external_launcher",
+            enable_expert_parallel=rollout.expert_parallel,
+            max_model_len=rollout.max_model_len,
+            gpu_memory_utilization=rollout.memory_fraction,
+            enable_sleep_mode=not current_platform.is_cpu(),
+            enforce_eager=current_platform.is_cpu(),
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included
+            disable_log_stats=True,
+            seed=seed,
+        )
+
+    def weights(self, shapes: Mapping[str, Shape]) -> RolloutWeights:
+        """What this rank wants of the canonical tensors of these shapes, and the sink that takes it."""
+        runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        return RolloutWeights(runner.model, runner.vllm_config, shapes)
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], end_token: int) -> list[Completion]:
+        """Draw one answer for each prompt (token ids) with its own seed, so that a run repeats."""
+        params = [self._params(self._temperature, seed, end_token, logprobs=0) for seed in seeds]
+        return [_completion(output.outputs[0]) for output in self._run(prompts, params)]
+
+    def answer(self, prompts: Sequence[Sequence[int]], end_token: int) -> list[list[int]]:
+        """The greedy answer to each prompt, as token ids."""
+        params = [self._params(0.0, None, end_token, logprobs=None) for _ in prompts]
+        return [list(output.outputs[0].token_ids) for output in self._run(prompts, params)]
+
+    def reset_cache(self) -> None:
+        """Forget what was computed with older weights."""
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache: requests are still running")
+
+    def sleep(self) -> None:
+        """Free the KV cache while the other engine works; on a CPU there is nothing to gain."""
+        if not current_platform.is_cpu():
+            self._llm.sleep(level=1)
+
+    def wake(self) -> None:
+        if not current_platform.is_cpu():
+            self._llm.wake_up()
+
+    def _params(self, temperature: float, seed: int | None, end_token: int, logprobs: int | None) -> SamplingParams:
+        return SamplingParams(
+            temperature=temperature,
+            seed=seed,
+            max_tokens=self._max_new_tokens,
+            stop_token_ids=[end_token],
+            logprobs=logprobs,
+            detokenize=False,
+        )
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: list[SamplingParams]) -> list:
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        rng = torch.get_rng_state()
+        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        torch.set_rng_state(rng)  # the training side's random stream does not depend on what vLLM drew
+        return outputs
+
+
+def _completion(output) -> Completion:
+    logprobs = tuple(step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True))
+    return Completion(tuple(output.token_ids), logprobs)

@@ -1,0 +1,223 @@
+"""YAML into frozen dataclasses. Knows no recipe: `config.py` says what is in one.
+
+A dataclass is a section, and a field of it a key. A field is a str, int, float, bool, Literal, a section, or a section
+or None; `Annotated[type, Rule(...)]` narrows it. All problems are collected, so that a user mends a file once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+
+import yaml
+
+T = TypeVar("T")
+
+
+class RecipeError(ValueError):
+    """What is wrong with a recipe: all of it, a problem a line."""
+
+    def __init__(self, subject: str, problems: Sequence[str]) -> None:
+        self.subject = subject
+        self.problems = tuple(problems)
+        super().__init__(subject, self.problems)  # both, so that the error can be pickled
+
+    def __str__(self) -> str:
+        return "\n  ".join([f"{self.subject}:", *self.problems])
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must satisfy beyond its type; `says` is how a message puts it."""
+
+    holds: Callable[[Any], bool]
+    says: str
+
+
+Name = Annotated[str, Rule(lambda s: re.fullmatch(r"\w[\w.-]*", s) is not None, "of letters, digits and . _ - only")]
+Text = Annotated[str, Rule(lambda s: s.strip() != "", "not empty")]
+Count = Annotated[int, Rule(lambda n: n >= 1, "1 or more")]
+Natural = Annotated[int, Rule(lambda n: n >= 0, "0 or more")]
+# The upper bounds refuse infinity, as every comparison refuses NaN.
+Positive = Annotated[float, Rule(lambda x: 0 < x < math.inf, "more than 0 and finite")]
+NonNegative = Annotated[float, Rule(lambda x: 0 <= x < math.inf, "0 or more and finite")]
+Fraction = Annotated[float, Rule(lambda x: 0 < x < 1, "more than 0 and less than 1")]
+Decay = Annotated[float, Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")]
+
+_TYPE_WORDS: dict[type, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "a boolean",
+    list: "a list",
+    dict: "a section",
+    NoneType: "nothing",
+}
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key may stand only once: PyYAML keeps the last one and says nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(problem=f"{name!r} stands twice", problem_mark=key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> dict[Any, Any]:
+    """The mapping in a YAML file. RecipeError: not readable, not YAML (with the line), or no mapping."""
+    try:
+        raw = _parse(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise RecipeError(str(path), [f"not a text file: {error}"]) from error
+    except OSError as error:
+        raise RecipeError(str(path), [f"cannot be read: {error.strerror}"]) from error
+    except ValueError as error:
+        raise RecipeError(str(path), [str(error)]) from error
+    if not isinstance(raw, dict):
+        raise RecipeError(str(path), [f"expected sections with keys, got {_shown(raw)}"])
+    return raw
+
+
+def _parse(text: str) -> object:
+    """YAML to Python; ValueError says what is wrong and on which line."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ValueError(f"not valid YAML: {where}{error.problem}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
+        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def apply_overrides(raw: dict[Any, Any], overrides: Iterable[str], problems: list[str]) -> None:
+    """Set each `section.key=value` in `raw`, values being YAML. A key that nothing knows shows when `raw` is read."""
+    for override in overrides:
+        try:
+            _apply_override(raw, override)
+        except ValueError as error:
+            problems.append(f"override {override!r}: {error}")
+
+
+def _apply_override(raw: dict[Any, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    *sections, key = path.strip().split(".")
+    if not equals or not all([*sections, key]):
+        raise ValueError("expected section.key=value")
+    here = raw
+    for name in sections:
+        inner = here.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise ValueError(f"{name} is no section, it is {_shown(inner)}")
+        here = inner
+    here[key] = _parse(text)
+
+
+def read_section(kind: type[T], raw: object, path: str, problems: list[str]) -> T | None:
+    """An instance of the dataclass `kind` from `raw`; None when `problems` has grown. `path` stands before the keys."""
+    if not isinstance(raw, dict):
+        problems.append(f"{path}: expected a section with keys, got {_shown(raw)}")
+        return None
+    before = len(problems)
+    hints = get_type_hints(kind, include_extras=True)
+    problems.extend(_unknown(key, list(hints), path) for key in raw if key not in hints)
+    values = {}
+    for field in dataclasses.fields(cast(Any, kind)):
+        here, hint = _join(path, field.name), hints[field.name]
+        if field.name in raw:
+            values[field.name] = _read(hint, raw[field.name], here, problems)
+        elif field.default is dataclasses.MISSING and _section_of(hint):
+            values[field.name] = _read(hint, {}, here, problems)  # names each key that is missing in it
+        elif field.default is dataclasses.MISSING:
+            problems.append(f"{here}: missing, expected {_expected(hint)}")
+    return kind(**values) if len(problems) == before else None
+
+
+def _read(hint: Any, raw: object, path: str, problems: list[str]) -> object:
+    """A field's value, section or scalar; None when `problems` has grown."""
+    section = _section_of(hint)
+    if section is not None:
+        optional = NoneType in get_args(hint)
+        return None if optional and raw is None else read_section(section, raw, path, problems)
+    try:
+        return read_value(hint, raw)
+    except ValueError as error:
+        problems.append(f"{path}: {error}")
+        return None
+
+
+def read_value(hint: Any, raw: object) -> Any:
+    """`raw` as the scalar type `hint` wants it, or ValueError: what is expected, what is there, of which type."""
+    kind, rules = _split(hint)
+    value = _number(raw) if kind is float else raw
+    if get_origin(kind) is Literal:
+        valid, near = value in get_args(kind), _near(raw, get_args(kind))
+    else:  # `is`, because to isinstance True is an int
+        valid, near = type(value) is kind and all(rule.holds(value) for rule in rules), ""
+    if not valid:
+        raise ValueError(f"expected {_expected(hint)}, got {_shown(raw)}{near}")
+    return value
+
+
+def _number(raw: object) -> object:
+    """Integers as floats, and "1e-4" too: YAML 1.1 wants a dot in a float and leaves this one a string."""
+    if type(raw) is int or (isinstance(raw, str) and _NUMBER.fullmatch(raw)):
+        try:
+            return float(cast(Any, raw))
+        except OverflowError:  # an integer past the floats: the rules refuse infinity
+            return math.inf
+    return raw
+
+
+def _split(hint: Any) -> tuple[Any, tuple[Rule, ...]]:
+    """A scalar hint as its plain type and its rules."""
+    if get_origin(hint) is Annotated:
+        kind, *rules = get_args(hint)
+        return kind, tuple(rules)
+    return hint, ()
+
+
+def _section_of(hint: Any) -> type[Any] | None:
+    """The dataclass in a hint `Section` or `Section | None`."""
+    kinds = (hint, *get_args(hint))
+    return next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
+
+
+def _expected(hint: Any) -> str:
+    kind, rules = _split(hint)
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    return ", ".join([_TYPE_WORDS[kind], *(rule.says for rule in rules)])
+
+
+def _shown(value: object) -> str:
+    word = _TYPE_WORDS.get(type(value), type(value).__name__)
+    return word if value is None or isinstance(value, dict) else f"{reprlib.repr(value)} ({word})"
+
+
+def _unknown(key: object, known: Sequence[str], path: str) -> str:
+    where = f"keys of {path}" if path else "sections"
+    return f"{_join(path, str(key))}: unknown key{_near(key, known)}; known {where}: {', '.join(known)}"
+
+
+def _near(word: object, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(word), known, n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

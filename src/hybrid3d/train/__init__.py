@@ -1,0 +1,1 @@
+"""The training side: everything that touches Megatron-Core."""

@@ -1,0 +1,141 @@
+"""Megatron's `GPTModel` from a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from hybrid3d.config import Train
+from hybrid3d.families import Config, family_of, head_dim, rope_of
+from hybrid3d.train.runtime import DEVICE, ON_CUDA, on_device
+
+USE_TE = ON_CUDA  # Transformer Engine is part of a GPU install, and builds only there
+
+
+def build_model(config: Config, layout: Train, dtype: torch.dtype, meta: bool = False) -> list[GPTModel]:
+    """This rank's part of the model: one module per virtual pipeline stage, weights not set.
+
+    Args:
+        config: the checkpoint's `config.json`.
+        layout: the train layout, whose groups are initialized.
+        dtype: of the parameters.
+        meta: allocate nothing; for asking only.
+    """
+    settings = transformer_config(config, layout, dtype)
+    stages = range(layout.vpp) if layout.vpp > 1 else [None]
+    with on_device(), torch.device("meta") if meta else DEVICE:
+        return [_build_stage(config, settings, stage) for stage in stages]
+
+
+def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> TransformerConfig:
+    fields: dict[str, Any] = dict(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        ffn_hidden_size=config["intermediate_size"],
+        num_attention_heads=config["num_attention_heads"],
+        num_query_groups=config["num_key_value_heads"],
+        kv_channels=head_dim(config),
+        layernorm_epsilon=config["rms_norm_eps"],
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        calculate_per_token_loss=True,  # the loss is a mean over the step's tokens, whatever micro batches they are in
+        perform_initialization=False,  # weights come from a checkpoint
+        use_cpu_initialization=not ON_CUDA,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=USE_TE,
+        bias_activation_fusion=ON_CUDA,
+        masked_softmax_fusion=ON_CUDA,
+        apply_rope_fusion=ON_CUDA,
+        bias_dropout_fusion=False,
+    )
+    return TransformerConfig(**(fields | family_of(config).transformer_config(config)))
+
+
+def padded_vocabulary(config: Config, tp: int) -> int:
+    """Megatron shards the vocabulary evenly, so it is padded to a multiple of TP, and no further."""
+    return math.ceil(config["vocab_size"] / tp) * tp
+
+
+def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | None) -> GPTModel:
+    spec = get_gpt_decoder_block_spec(settings, USE_TE, normalization="RMSNorm", vp_stage=vp_stage)
+    if not ON_CUDA:
+        _use_torch_modules(spec)
+    rope = rope_of(config)
+    model = GPTModel(
+        settings,
+        spec,
+        vocab_size=padded_vocabulary(config, settings.tensor_model_parallel_size),
+        max_sequence_length=config["max_position_embeddings"],
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=bool(config.get("tie_word_embeddings", False)),
+        position_embedding_type="rope",
+        rotary_base=rope.theta,
+        vp_stage=vp_stage,
+    )
+    if rope.llama3:  # GPTModel takes the factor alone and leaves the other constants at Llama 3.1's
+        scaled = model.rotary_pos_emb._apply_scaling(model.rotary_pos_emb.inv_freq, **rope.llama3)
+        model.rotary_pos_emb.inv_freq = scaled
+    return model
+
+
+def _use_torch_modules(spec: TransformerBlockSubmodules) -> None:
+    """Put plain PyTorch norms and attention into Megatron's layer specs, where there is no Transformer Engine."""
+    spec.layer_norm = TorchRMSNorm
+    for layer in spec.layer_specs:
+        layer.submodules.input_layernorm = TorchRMSNorm
+        layer.submodules.pre_mlp_layernorm = TorchRMSNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = TorchAttention
+        for norm in ("q_layernorm", "k_layernorm"):
+            if getattr(attention, norm) is not IdentityOp:
+                setattr(attention, norm, TorchRMSNorm)
+
+
+class TorchRMSNorm(torch.nn.RMSNorm):
+    """RMS norm with Megatron's constructor."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any):
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class TorchAttention(MegatronModule):
+    """Causal attention on `scaled_dot_product_attention`.
+
+    Megatron's local attention wants a materialized mask and cannot have fewer query groups than TP ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any):
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **unused: Any
+    ) -> torch.Tensor:
+        """[sequence, batch, heads, head_dim] and [sequence, batch, groups, head_dim] to [sequence, batch, all heads]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,76 @@
+"""Where Megatron runs: the device, the process groups of a train layout, and any rank of any world on one CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from hybrid3d.config import Train
+from hybrid3d.train import cpu
+
+warnings.filterwarnings("ignore", message="Apex is not installed")
+warnings.filterwarnings("ignore", message="Transformer Engine")
+
+ON_CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", torch.cuda.current_device()) if ON_CUDA else torch.device("cpu")
+if not ON_CUDA:
+    cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402 (the CPU backend must be in place first)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+
+logging.getLogger("megatron.core").setLevel(logging.ERROR)
+
+
+def on_device() -> contextlib.AbstractContextManager[object]:
+    """The context in which Megatron's code runs: nothing on CUDA, CUDA answered by the CPU elsewhere."""
+    return contextlib.nullcontext() if ON_CUDA else cpu.cuda_means_cpu()
+
+
+def initialize(layout: Train, seed: int, gloo: bool = True) -> None:
+    """Build Megatron's process groups over the default group, and seed its random streams.
+
+    Args:
+        layout: the train layout; TP x PP x CP x DP must be the world's size.
+        seed: every rank's random streams derive from it and the rank's place in the layout.
+        gloo: also build the gloo groups that the distributed optimizer and checkpoints use.
+    """
+    with on_device():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            create_gloo_process_groups=gloo,
+        )
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def shutdown() -> None:
+    """Forget Megatron's groups; the default group stays."""
+    parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def as_rank(rank: int, layout: Train, world_size: int) -> Iterator[None]:
+    """Be one rank of a world that does not exist: models can be built on meta and asked, nothing can be sent.
+
+    Raises:
+        RuntimeError: this process has a default group already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        initialize(layout, seed=1, gloo=False)
+        yield
+    finally:
+        shutdown()
+        dist.destroy_process_group()

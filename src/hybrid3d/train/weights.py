@@ -1,0 +1,92 @@
+"""Megatron's weights as pieces: what this rank holds, said by its own `sharded_state_dict()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from hybrid3d.families import Config, UnsupportedModel, family_of
+from hybrid3d.reshard.box import Box
+from hybrid3d.reshard.layout import Demand, Fill, Holdings, Piece, View
+
+# Asks for the form in which a layer's number is part of the name and gate and up share one global tensor.
+METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
+
+
+@dataclass(frozen=True)
+class MegatronWeights:
+    """One rank's weights: live tensors by local name, the pieces that lie in them, and rows that are only padding."""
+
+    tensors: Mapping[str, torch.Tensor]
+    pieces: tuple[Piece, ...]
+    padding: tuple[Fill, ...]
+
+    @property
+    def holdings(self) -> Holdings:
+        return Holdings(self.pieces)
+
+    @property
+    def demand(self) -> Demand:
+        """What a load must bring: everything, replicas included."""
+        return Demand(self.pieces, self.padding)
+
+
+def megatron_weights(stages: Sequence[GPTModel], config: Config) -> MegatronWeights:
+    """Ask a rank's model (one module per virtual pipeline stage) what it holds.
+
+    Raises:
+        UnsupportedModel: Megatron declares a tensor that the family's table does not claim.
+    """
+    family = family_of(config)
+    tensors: dict[str, torch.Tensor] = {}
+    pieces: list[Piece] = []
+    padding: list[Fill] = []
+    unclaimed: list[str] = []
+    for local, base, shard in _shards(stages):
+        tensors[local] = base
+        strips = family.strips(shard.key, shard.global_shape[0], config)
+        if strips is None:
+            unclaimed.append(shard.key)
+            continue
+        first, rows = shard.global_offset[0], shard.local_shape[0]
+        for strip in strips:
+            low, high = max(first, strip.start), min(first + rows, strip.start + strip.rows)
+            if low >= high:
+                continue
+            stride = shard.data.stride()
+            offset = shard.data.storage_offset() - base.storage_offset() + (low - first) * stride[0]
+            view, size = View(local, offset, stride), (high - low, *shard.local_shape[1:])
+            if strip.name is None:
+                padding.append(Fill(view, size, 0.0))
+            else:
+                start = (strip.at + low - strip.start, *shard.global_offset[1:])
+                pieces.append(Piece(strip.name, Box(start, size), view, str(shard.data.dtype).removeprefix("torch.")))
+    if unclaimed:
+        names = ", ".join(sorted(set(unclaimed))[:20])
+        raise UnsupportedModel(f"{len(set(unclaimed))} tensors of Megatron's are in no table of {family.architecture}: {names}")
+    return MegatronWeights(tensors, tuple(pieces), tuple(padding))
+
+
+def _shards(stages: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor, ShardedTensor]]:
+    """(local name, the live parameter or buffer, a shard whose data is a view of it) for all that a rank holds."""
+    for number, stage in enumerate(stages):
+        for name, entry in stage.sharded_state_dict(metadata=dict(METADATA)).items():
+            if name.endswith("_extra_state"):
+                continue
+            built = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
+            for shard in built if isinstance(built, list) else [built]:
+                yield f"stage{number}.{name}", entry.data, shard
+
+
+def canonical_shapes(pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
+    """Full shapes of the canonical tensors, from the pieces of every rank (or of one that holds all)."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in pieces:
+        stop = piece.box.stop
+        known = shapes.get(piece.name, stop)
+        shapes[piece.name] = tuple(map(max, known, stop))
+    return shapes
