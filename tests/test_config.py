@@ -1,4 +1,4 @@
-"""Recipes: what loads, and what each mistake is answered with. Messages are part of the product, so they are exact."""
+"""Recipes: what loads, and what each mistake is answered with. Messages are part of the product: they are exact."""
 
 import pickle
 import subprocess
@@ -6,24 +6,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import yaml
 
 import hybrid3d
-from hybrid3d.config import (
-    Kl,
-    Machine,
-    ModelShape,
-    Recipe,
-    RecipeError,
-    Rollout,
-    Train,
-    check_layout,
-    load_recipe,
-    recipe_to_yaml,
-)
+from hybrid3d.config import Kl, Machine, Recipe, RecipeError, Rollout, Train, load_recipe, recipe_to_yaml
 
 # The recipe of the design's contracts, letter by letter.
 DEMO = """\
@@ -48,18 +37,6 @@ algorithm: {name: sft, prompts_per_step: 64}
 optimizer: {lr: 0.001}
 run: {steps: 200}
 """
-
-# A 4-layer Qwen2-type model: 4 query heads, 2 key-value heads.
-SHAPE = ModelShape(
-    num_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    hidden_size=128,
-    intermediate_size=256,
-    vocab_size=500,
-    max_position_embeddings=512,
-)
 
 
 @pytest.fixture
@@ -179,6 +156,12 @@ def test_overrides_are_yaml_and_may_add_a_section(load: Any) -> None:
     assert (recipe.name, recipe.run.dir) == ("other", "a=b")
 
 
+def test_overrides_fill_a_section_that_is_null(load: Any) -> None:
+    """As `recipe_to_yaml` writes the rollout of a recipe that has none."""
+    overrides = ["rollout.max_model_len=9", "rollout.max_new_tokens=3"]
+    assert load(recipe_to_yaml(load(SFT)), overrides).rollout == Rollout(max_model_len=9, max_new_tokens=3)
+
+
 def test_a_later_override_wins(load: Any) -> None:
     assert load(DEMO, ["train.tp=1", "train.tp=4"]).train.tp == 4
 
@@ -217,7 +200,8 @@ def test_every_problem_in_one_message(load: Any, tmp_path: Path) -> None:
         [
             f"{tmp_path / 'recipe.yaml'}:",
             "model.path: missing, expected a string, not empty",
-            "train.ttp: unknown key, did you mean tp?; known keys of train: tp, pp, vpp, ep, etp, cp, dp, micro_batch_size",
+            "train.ttp: unknown key, did you mean tp?; "
+            "known keys of train: tp, pp, vpp, ep, etp, cp, dp, micro_batch_size",
             "train.pp: expected an integer, 1 or more, got 0 (an integer)",
             "data.columns: unknown key; known keys of data: train, eval, prompt, answer, chat_template",
             "reward.name: expected a string, not empty, got ' ' (a string)",
@@ -385,221 +369,3 @@ def test_unknown_keys_that_are_not_strings(load: Any) -> None:
     assert problems(load, text=SFT.replace("{steps: 200}", "{steps: 200, 7: 8}")) == [
         "run.7: unknown key; known keys of run: steps, eval_every, checkpoint_every, seed, dir"
     ]
-
-
-# ---- the model's shape
-
-CONFIG: dict[str, object] = {
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "vocab_size": 500,
-    "max_position_embeddings": 512,
-    "model_type": "qwen2",
-}
-
-
-def test_shape_from_config() -> None:
-    assert ModelShape.from_config(CONFIG) == SHAPE
-    assert ModelShape.from_config({**CONFIG, "head_dim": None}) == SHAPE
-    assert ModelShape.from_config({**CONFIG, "head_dim": 64}) == replace(SHAPE, head_dim=64)
-    without_groups = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"}
-    assert ModelShape.from_config(without_groups) == replace(SHAPE, num_key_value_heads=4)
-
-
-def test_shape_from_a_broken_config() -> None:
-    broken = {**CONFIG, "num_attention_heads": 3, "vocab_size": "many", "num_key_value_heads": 0}
-    del broken["num_hidden_layers"]
-    with pytest.raises(RecipeError) as caught:
-        ModelShape.from_config(broken)
-    assert list(caught.value.problems) == [
-        "head_dim: missing, and num_attention_heads=3 does not divide hidden_size=128",
-        "num_hidden_layers: missing",
-        "num_key_value_heads: expected an integer, 1 or more, got 0 (an integer)",
-        "vocab_size: expected an integer, 1 or more, got 'many' (a string)",
-    ]
-
-
-# ---- recipe against model
-
-
-def misfits(
-    load: Any, *overrides: str, shape: ModelShape = SHAPE, device: Literal["cpu", "cuda"] = "cpu", text: str = DEMO
-) -> list[str]:
-    """The problems of `check_layout`; none is an empty list."""
-    try:
-        check_layout(load(text, overrides), shape, device=device)
-    except RecipeError as error:
-        assert str(error).startswith("recipe ")
-        return list(error.problems)
-    return []
-
-
-def test_the_demo_fits(load: Any) -> None:
-    assert misfits(load) == []
-    assert misfits(load, "train.micro_batch_size=64", text=SFT) == []
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["train.tp=4", "train.pp=1"],  # more ranks than key-value heads, which vLLM and Megatron replicate
-        ["train.tp=4", "train.pp=1", "rollout.tp=4"],
-        ["train.tp=1", "train.pp=4", "rollout.tp=1"],
-        ["train.tp=1", "train.dp=4", "train.pp=1"],
-        ["train.vpp=2"],
-        ["rollout.max_new_tokens=255"],
-        ["rollout.max_model_len=512"],
-        ["algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=4"],
-    ],
-)
-def test_layouts_that_fit(load: Any, overrides: list[str]) -> None:
-    assert misfits(load, *overrides) == []
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (
-            ["train.tp=3", "rollout.tp=1"],
-            [
-                "train.tp=3 does not divide num_attention_heads=4: nearest valid values of train.tp are 2, 4",
-                "train.tp=3 and num_key_value_heads=2: one must divide the other: "
-                "nearest valid values of train.tp are 2, 4",
-                "train.tp=3 does not divide intermediate_size=256: nearest valid values of train.tp are 2, 4",
-            ],
-        ),
-        (
-            ["train.pp=3"],
-            ["train.pp=3 does not divide num_hidden_layers=4: nearest valid values of train.pp are 2, 4"],
-        ),
-        (
-            ["train.pp=8"],
-            ["train.pp=8 does not divide num_hidden_layers=4: nearest valid value of train.pp is 4"],
-        ),
-        (
-            ["train.vpp=3", "algorithm.prompts_per_step=64"],
-            [
-                "train.vpp=3 does not divide num_hidden_layers/train.pp=4/2=2: nearest valid value of train.vpp is 2",
-            ],
-        ),
-        (
-            ["train.pp=1", "train.vpp=2"],
-            ["train.vpp=2 interleaves pipeline stages, and train.pp=1 has one: set train.vpp=1, or train.pp=2"],
-        ),
-        (
-            ["train.ep=2", "train.etp=3", "train.cp=2"],
-            [
-                "train.ep=2 shards experts, and the model families of this version have none: the only valid value is 1",
-                "train.etp=3 shards experts, and the model families of this version have none: the only valid value is 1",
-                "train.cp=2 shards sequences, which this version does not: the only valid value is 1",
-            ],
-        ),
-        (
-            ["rollout.expert_parallel=true"],
-            [
-                "rollout.expert_parallel=true shards experts, and the model families of this version have none: "
-                "the only valid value is false",
-            ],
-        ),
-        (
-            ["train.pp=1", "rollout.tp=4"],
-            ["rollout.tp=4 does not divide the train.tp*pp*cp*dp=2 ranks: nearest valid value of rollout.tp is 2"],
-        ),
-        (
-            ["rollout.max_new_tokens=256"],
-            ["rollout.max_new_tokens=256 leaves no room for a prompt in rollout.max_model_len=256: at most 255"],
-        ),
-        (
-            ["rollout.max_model_len=513"],
-            ["rollout.max_model_len=513 is more than max_position_embeddings=512: at most 512"],
-        ),
-        (
-            ["algorithm.samples_per_prompt=1"],
-            ["algorithm.samples_per_prompt=1: grpo compares samples of one prompt, so it needs 2 or more"],
-        ),
-        (
-            ["algorithm.prompts_per_step=33"],
-            [
-                "algorithm.prompts_per_step=33 is no multiple of the rollout replicas, ranks/rollout.tp=4/2=2: "
-                "nearest valid values of algorithm.prompts_per_step are 32, 34",
-            ],
-        ),
-        (
-            # 32 * 8 = 256 is no multiple of 24: 3 prompts are, and 2 replicas need an even number of them.
-            ["train.micro_batch_size=24"],
-            [
-                "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences, no multiple of "
-                "train.dp*train.micro_batch_size=1*24=24: nearest valid values of algorithm.prompts_per_step are 30, 36",
-            ],
-        ),
-        (
-            # Interleaved stages want micro batches in rounds of pp=2: 34 * 8 = 272 sequences make 17 micro batches of 16.
-            ["train.vpp=2", "train.micro_batch_size=16", "algorithm.prompts_per_step=34"],
-            [
-                "algorithm.prompts_per_step=34 of 8 samples each is 272 sequences, no multiple of "
-                "train.dp*train.micro_batch_size*train.pp=1*16*2=32: "
-                "nearest valid values of algorithm.prompts_per_step are 32, 36",
-            ],
-        ),
-        (
-            ["train.dp=2", "train.micro_batch_size=1024"],
-            [
-                "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences, no multiple of "
-                "train.dp*train.micro_batch_size=2*1024=2048: "
-                "nearest valid value of algorithm.prompts_per_step is 256",
-            ],
-        ),
-    ],
-)
-def test_layouts_that_do_not_fit(load: Any, overrides: list[str], expected: list[str]) -> None:
-    assert misfits(load, *overrides) == expected
-
-
-def test_offered_values_keep_every_rule_of_their_key(load: Any) -> None:
-    """6 and 12 divide the 12 heads, but not the intermediate size, so they are not offered."""
-    shape = replace(SHAPE, num_attention_heads=12, num_key_value_heads=4)
-    assert misfits(load, "train.tp=5", "train.pp=1", "rollout.tp=1", shape=shape) == [
-        "train.tp=5 does not divide num_attention_heads=12: nearest valid value of train.tp is 4",
-        "train.tp=5 and num_key_value_heads=4: one must divide the other: nearest valid value of train.tp is 4",
-        "train.tp=5 does not divide intermediate_size=256: nearest valid value of train.tp is 4",
-    ]
-
-
-def test_the_vocabulary_as_vllm_pads_it(load: Any) -> None:
-    """500 pads to 512, which 3 ranks cannot share; 570 pads to 576 = 3 x 192, and they can."""
-    shape = replace(SHAPE, num_attention_heads=6, num_key_value_heads=3, intermediate_size=192, hidden_size=192)
-    overrides = ["train.tp=3", "train.pp=1", "rollout.tp=3"]
-    assert misfits(load, *overrides, shape=shape) == [
-        "rollout.tp=3 does not divide vocab_size=500 as vLLM pads it, 512: nearest valid value of rollout.tp is 1"
-    ]
-    assert misfits(load, *overrides, shape=replace(shape, vocab_size=570)) == []
-
-
-@pytest.mark.parametrize("head_dim", [16, 40, 120])
-def test_head_dims_that_vllm_refuses_on_cpu(load: Any, head_dim: int) -> None:
-    shape = replace(SHAPE, head_dim=head_dim)
-    near = {16: "value of head_dim is 32", 40: "values of head_dim are 32, 64", 120: "values of head_dim are 112, 128"}
-    assert misfits(load, shape=shape) == [
-        f"head_dim={head_dim} is not supported by vLLM's attention on CPU: nearest valid {near[head_dim]}"
-    ]
-    assert misfits(load, shape=shape, device="cuda") == []
-    assert misfits(load, shape=shape, text=SFT) == []
-
-
-def test_sft_asks_nothing_of_replicas_or_samples(load: Any) -> None:
-    overrides = ["algorithm.name=sft", "train.micro_batch_size=3", "algorithm.prompts_per_step=33"]
-    assert misfits(load, *overrides) == []
-    assert misfits(load, *overrides[:2]) == [
-        "algorithm.prompts_per_step=32 is no multiple of train.dp*train.micro_batch_size=1*3=3: "
-        "nearest valid values of algorithm.prompts_per_step are 30, 33"
-    ]
-
-
-def test_every_misfit_in_one_message(load: Any) -> None:
-    with pytest.raises(RecipeError) as caught:
-        check_layout(load(DEMO, ["train.ep=2", "train.pp=3", "rollout.max_model_len=600"]), SHAPE, device="cpu")
-    assert str(caught.value).splitlines()[0] == "recipe demo-cpu does not fit its model:"
-    assert [line.split("=")[0] for line in caught.value.problems] == ["train.ep", "train.pp", "rollout.max_model_len"]

@@ -90,9 +90,10 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """A reward function by name."""
+    """A reward function by name; `shuffle` deals rewards out at random within a step, as a control experiment."""
 
     name: Text = "gsm8k"
+    shuffle: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

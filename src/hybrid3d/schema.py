@@ -120,10 +120,11 @@ def _apply_override(raw: dict[Any, Any], override: str) -> None:
         raise ValueError("expected section.key=value")
     here = raw
     for name in sections:
-        inner = here.setdefault(name, {})
-        if not isinstance(inner, dict):
-            raise ValueError(f"{name} is no section, it is {_shown(inner)}")
-        here = inner
+        if here.get(name) is None:  # absent, or `rollout: null`
+            here[name] = {}
+        if not isinstance(here[name], dict):
+            raise ValueError(f"{name} is no section, it is {_shown(here[name])}")
+        here = here[name]
     here[key] = _parse(text)
 
 

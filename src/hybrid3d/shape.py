@@ -74,9 +74,9 @@ def check_layout(recipe: Recipe, model: ModelShape, *, device: Literal["cpu", "c
     """
     problems = [*_not_yet(recipe), *_train_layout(recipe, model)]
     ranks = None if problems else recipe.world_size
-    problems += _rollout_layout(recipe, model, device, ranks)
+    problems += _rollout_layout(recipe, model, ranks)
     replicas = ranks // recipe.rollout.tp if ranks and recipe.rollout and not problems else None
-    problems += [*_lengths(recipe, model), *_batch(recipe, replicas)]
+    problems += [*_rollout_limits(recipe, model, device), *_batch(recipe, replicas)]
     if problems:
         raise RecipeError(f"recipe {recipe.name} does not fit its model", problems)
 
@@ -106,7 +106,7 @@ def _train_layout(recipe: Recipe, model: ModelShape) -> Iterator[str]:
         yield f"train.vpp={vpp} interleaves pipeline stages, and train.pp=1 has one: set train.vpp=1, or train.pp=2"
 
 
-def _rollout_layout(recipe: Recipe, model: ModelShape, device: str, ranks: int | None) -> Iterator[str]:
+def _rollout_layout(recipe: Recipe, model: ModelShape, ranks: int | None) -> Iterator[str]:
     if recipe.rollout is None:
         return
     padded = math.ceil(model.vocab_size / _VOCAB_PADDING) * _VOCAB_PADDING
@@ -116,14 +116,14 @@ def _rollout_layout(recipe: Recipe, model: ModelShape, device: str, ranks: int |
         Rule(lambda n: padded % n == 0, f"does not divide vocab_size={model.vocab_size} as vLLM pads it, {padded}"),
     ]
     yield from _broken("rollout.tp", recipe.rollout.tp, rules, range(1, model.num_attention_heads + 1))
+
+
+def _rollout_limits(recipe: Recipe, model: ModelShape, device: str) -> Iterator[str]:
+    if recipe.rollout is None:
+        return
     if device == "cpu":
         attention = Rule(lambda n: n in _CPU_HEAD_DIMS, "is not supported by vLLM's attention on CPU")
         yield from _broken("head_dim", model.head_dim, [attention], _CPU_HEAD_DIMS)
-
-
-def _lengths(recipe: Recipe, model: ModelShape) -> Iterator[str]:
-    if recipe.rollout is None:
-        return
     total, new, limit = recipe.rollout.max_model_len, recipe.rollout.max_new_tokens, model.max_position_embeddings
     if new >= total:
         yield (

@@ -16,6 +16,9 @@ from typing import Any, Protocol, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+# What pyarrow raises at files that are cut short or damaged; the last where a name or a string is no UTF-8.
+_UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
+
 
 class DataError(ValueError):
     """A data file that cannot be used as it is."""
@@ -140,7 +143,7 @@ def check_columns(path: str | Path, columns: Sequence[str]) -> int:
     try:
         with pq.ParquetFile(path) as file:
             schema, rows = file.schema_arrow, int(file.metadata.num_rows)
-    except (OSError, pa.ArrowException) as error:
+    except _UNREADABLE as error:
         raise DataError(f"{path}: {_reason(error)}") from error
     for column in columns:
         if column not in schema.names:
@@ -160,7 +163,7 @@ def read_columns(path: str | Path, columns: Sequence[str]) -> list[list[str]]:
         with pq.ParquetFile(path) as file:  # not `read_table`, which finds more columns in folders named `key=value`
             table = file.read(columns=list(columns))
         texts: list[list[str | None]] = [table.column(column).to_pylist() for column in columns]
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise DataError(f"{path}: {_reason(error)}") from error
     for column, values in zip(columns, texts, strict=True):
         for row, value in enumerate(values):

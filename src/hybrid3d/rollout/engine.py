@@ -19,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # noqa: E402
 
 from hybrid3d.reshard.layout import Shape  # noqa: E402
 from hybrid3d.rollout.weights import RolloutWeights  # noqa: E402
@@ -41,8 +42,14 @@ class RolloutEngine:
         leads: whether this rank speaks for its replica.
     """
 
-    def __init__(self, recipe: Recipe, rank: int, seed: int):
+    def __init__(self, recipe: Recipe, rank: int, ident: str):
+        """Start vLLM with dummy weights: the first sync brings the real ones.
+
+        Args:
+            ident: a name that no other run on this machine has, for vLLM's shared memory.
+        """
         rollout = recipe.rollout
+        assert rollout is not None, "checked when the recipe was read"
         self.replica, within = divmod(rank, rollout.tp)
         self.replicas = recipe.world_size // rollout.tp
         self.leads = within == 0
@@ -50,10 +57,11 @@ class RolloutEngine:
         self._max_new_tokens = rollout.max_new_tokens
         if current_platform.is_cpu():
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(rollout.kv_cache_gib)
+            _name_shared_memory(ident)
         self._llm = LLM(
             model=str(Path(recipe.model.path).resolve()),
             skip_tokenizer_init=True,
-            load_format="dummy",  # the first sync brings the weights
+            load_format="dummy",
             dtype=recipe.model.dtype,
             tensor_parallel_size=rollout.tp,
             distributed_executor_backend="external_launcher",
@@ -64,7 +72,7 @@ class RolloutEngine:
             enforce_eager=current_platform.is_cpu(),
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included
             disable_log_stats=True,
-            seed=seed,
+            seed=recipe.run.seed,
         )
 
     def weights(self, shapes: Mapping[str, Shape]) -> RolloutWeights:
@@ -86,6 +94,10 @@ class RolloutEngine:
         """Forget what was computed with older weights."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: requests are still running")
+
+    def close(self) -> None:
+        """Shut vLLM down; it takes torch's default process group with it, so every rank must be done with that."""
+        self._llm.llm_engine.engine_core.shutdown()
 
     def sleep(self) -> None:
         """Free the KV cache while the other engine works; on a CPU there is nothing to gain."""
@@ -112,6 +124,21 @@ class RolloutEngine:
         outputs = self._llm.generate(requests, params, use_tqdm=False)
         torch.set_rng_state(rng)  # the training side's random stream does not depend on what vLLM drew
         return outputs
+
+
+def _name_shared_memory(ident: str) -> None:
+    """Have vLLM's CPU workers name their shared memory after this run.
+
+    They take the last part of their init method, which is the same for every run under an external launcher: two
+    runs would share segments, and stale ones of a run that died would stop the next.
+    """
+    init = ExecutorWithExternalLauncher._distributed_args
+
+    def named(self: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
+        method, rank, local_rank = init(self)
+        return f"{method}:{ident}", rank, local_rank
+
+    ExecutorWithExternalLauncher._distributed_args = named
 
 
 def _completion(output) -> Completion:

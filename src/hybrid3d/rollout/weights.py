@@ -60,6 +60,15 @@ class RolloutWeights:
         order = lambda entry: self._unit_of[entry.view.tensor]  # noqa: E731
         return Demand(tuple(sorted(demand.pieces, key=order)), demand.fills)
 
+    @property
+    def largest_unit_bytes(self) -> int:
+        """Bytes of the largest unit's weights: opening takes at most this much memory besides the live weights."""
+        sizes: dict[int, int] = {}
+        for piece in self.demand.pieces:
+            unit = self._unit_of[piece.view.tensor]
+            sizes[unit] = sizes.get(unit, 0) + piece.nbytes
+        return max(sizes.values())
+
     def begin(self) -> None:
         """Expect all of the demand; what was live stays until a unit is opened."""
         self._left = dict.fromkeys(range(len(self._units)), 0)

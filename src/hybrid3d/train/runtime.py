@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -12,9 +11,6 @@ import torch.distributed as dist
 
 from hybrid3d.config import Train
 from hybrid3d.train import cpu
-
-warnings.filterwarnings("ignore", message="Apex is not installed")
-warnings.filterwarnings("ignore", message="Transformer Engine")
 
 ON_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if ON_CUDA else torch.device("cpu")

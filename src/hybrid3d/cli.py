@@ -1,0 +1,154 @@
+"""The command line: `hybrid3d train | eval | export | plan`.
+
+Exit codes: 0 done, 2 a mistake of the user's (found before ranks start), 1 the run failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from hybrid3d import __version__, ranks
+from hybrid3d.config import Recipe, RecipeError, load_recipe
+from hybrid3d.run_folder import RunFolder
+
+DONE, FAILED, MISTAKE = 0, 1, 2
+
+# The launcher has checked everything already for the ranks that it starts
+CHECKED = "HYBRID3D_CHECKED"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(arguments)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a recipe's paths are local: nothing is looked up elsewhere
+    from hybrid3d.preflight import USER_MISTAKES
+
+    try:
+        return int(options.run(options, arguments))
+    except USER_MISTAKES as error:
+        if not ranks.under_launcher() or ranks.environment_rank() == 0:
+            Console(stderr=True).print(f"{error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        return MISTAKE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hybrid3d", description=__doc__.split("\n")[0])
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a recipe, or resume its run")
+    train.add_argument("recipe", help="a recipe's YAML file")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the recipe's")
+    train.set_defaults(run=_train)
+
+    evaluate = commands.add_parser("eval", help="held-out accuracy of a run's checkpoint")
+    evaluate.add_argument("folder", metavar="RUN", help="a run's folder")
+    evaluate.add_argument("--step", type=int, help="the checkpoint after this many updates (default: the last)")
+    evaluate.set_defaults(run=_evaluate)
+
+    export = commands.add_parser("export", help="write a run's checkpoint as a Hugging Face checkpoint")
+    export.add_argument("folder", metavar="RUN", help="a run's folder")
+    export.add_argument("out", metavar="OUT", help="the folder to write")
+    export.add_argument("--step", type=int, help="the checkpoint after this many updates (default: the last)")
+    export.set_defaults(run=_export)
+
+    plan = commands.add_parser("plan", help="what every sync of a recipe will move, without starting ranks")
+    plan.add_argument("recipe", help="a recipe's YAML file")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the recipe's")
+    plan.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    plan.set_defaults(run=_plan)
+    return parser
+
+
+def _train(options: argparse.Namespace, arguments: list[str]) -> int:
+    recipe = load_recipe(options.recipe, options.overrides)
+    folder = RunFolder.of(recipe)
+    if CHECKED not in os.environ:
+        from hybrid3d.preflight import check_run
+
+        check_run(recipe)
+    if ranks.under_launcher():
+        from hybrid3d import tasks
+        from hybrid3d.worker import run_rank
+
+        return run_rank(folder, lambda rank, console: tasks.train(recipe, folder, rank, console))
+    console = Console()
+    code = _launch(arguments, recipe, folder, console)
+    if code == DONE:
+        _say_where(folder, console)
+    return code
+
+
+def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
+    recipe, folder, step = _finished(options)
+    if recipe.rollout is None:
+        raise RecipeError(recipe.name, ["the run has no `rollout` section: there is nothing to generate with"])
+    if not ranks.under_launcher():
+        return _launch(arguments, recipe, folder, Console())
+    from hybrid3d import tasks
+    from hybrid3d.worker import run_rank
+
+    return run_rank(folder, lambda rank, console: tasks.evaluate(recipe, folder, step, rank, console))
+
+
+def _export(options: argparse.Namespace, arguments: list[str]) -> int:
+    recipe, folder, step = _finished(options)
+    out = Path(options.out)
+    if CHECKED not in os.environ and out.exists() and any(out.iterdir()):
+        raise RecipeError(f"export to {out}", ["the folder is not empty: choose another, or remove it"])
+    if not ranks.under_launcher():
+        return _launch(arguments, recipe, folder, Console())
+    from hybrid3d import tasks
+    from hybrid3d.worker import run_rank
+
+    return run_rank(folder, lambda rank, console: tasks.export(recipe, folder, step, out, rank, console))
+
+
+def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
+    from hybrid3d.preflight import check_model
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    if recipe.rollout is None:
+        raise RecipeError(recipe.name, ["the recipe has no `rollout` section: there is no sync to plan"])
+    config = check_model(recipe)
+    from hybrid3d.planning import page_of, plan_of
+
+    numbers = plan_of(recipe, config)
+    if options.json:
+        print(json.dumps(numbers, indent=2))
+    else:
+        Console().print(page_of(recipe, numbers))
+    return DONE
+
+
+def _finished(options: argparse.Namespace) -> tuple[Recipe, RunFolder, int]:
+    """A run's recipe, its folder, and the checkpoint asked for."""
+    from hybrid3d.run_folder import find_step
+
+    folder = RunFolder(Path(options.folder))
+    if not folder.recipe.exists():
+        raise RecipeError(str(folder.path), ["no run's folder: it has no recipe.yaml"])
+    return load_recipe(folder.recipe), folder, find_step(folder, options.step)
+
+
+def _launch(arguments: list[str], recipe: Recipe, folder: RunFolder, console: Console) -> int:
+    from hybrid3d.launcher import check_devices, launch
+
+    check_devices(recipe)
+    os.environ[CHECKED] = "1"
+    return launch(arguments, recipe.world_size, folder, console)
+
+
+def _say_where(folder: RunFolder, console: Console) -> None:
+    from hybrid3d.run_folder import checkpoint_folder, steps_in
+
+    last = checkpoint_folder(folder, steps_in(folder)[-1])
+    console.print(f"\ncheckpoint  {last}", f"metrics     {folder.metrics}", f"curves      {folder.curves}", sep="\n")
+    console.print(f"evaluate    hybrid3d eval {folder.path}", f"export      hybrid3d export {folder.path} OUT", sep="\n")

@@ -1,0 +1,38 @@
+"""Both engines in one process: the default way to run, one process per GPU and no server between them."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from hybrid3d import ranks
+from hybrid3d.config import Recipe
+from hybrid3d.inputs import read_config, read_data, read_tokenizer
+from hybrid3d.rollout.engine import RolloutEngine
+from hybrid3d.rollouts import Rollouts
+from hybrid3d.sync import WeightSync
+from hybrid3d.train.policy import Policy
+
+
+class Colocated:
+    """One rank's policy and rollout engine, and what runs between them.
+
+    Attributes:
+        policy: the trained model.
+        engine: vLLM, in the same process.
+        sync: brings the policy's weights to the engine.
+        rollouts: draws samples and measures accuracy with the weights that the engine has.
+    """
+
+    def __init__(self, recipe: Recipe, rank: int, trainable: bool = True):
+        self.config = read_config(recipe.model.path)
+        self.tokenizer = read_tokenizer(recipe)
+        self.policy = Policy(self.config, recipe, rank, trainable)
+        self.engine = RolloutEngine(recipe, rank, ranks.ident())
+        self.sync = WeightSync(recipe, self.policy.weights, self.engine, rank)
+        train, held_out = read_data(recipe, self.config, self.tokenizer)
+        self.rollouts = Rollouts(recipe, self.engine, self.tokenizer, train, held_out)
+
+    def close(self) -> None:
+        """Every rank calls this when it is done; the default process group is gone afterwards."""
+        dist.barrier()
+        self.engine.close()

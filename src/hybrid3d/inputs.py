@@ -1,0 +1,58 @@
+"""What a recipe points at, besides weights: the checkpoint's config and tokenizer, and the data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from hybrid3d.config import Recipe
+from hybrid3d.families import Config
+from hybrid3d.reshard.files import CheckpointError
+from hybrid3d.rl.data import DataError, PromptData
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """A checkpoint's `config.json`; CheckpointError where it cannot be read."""
+    path = Path(folder) / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    return config
+
+
+def read_tokenizer(recipe: Recipe) -> Any:
+    """The checkpoint's tokenizer, with an end and a padding token; CheckpointError where there is none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{recipe.model.path} has no tokenizer that loads: {str(error).splitlines()[0]}") from None
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"the tokenizer of {recipe.model.path} has no EOS token: answers would never end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # padding is masked out, so any token will do
+    return tokenizer
+
+
+def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptData, PromptData]:
+    """The training and the held-out prompts; DataError where a file, a column or a row cannot be used."""
+    rollout, data = recipe.rollout, recipe.data
+    limit = rollout.max_model_len - rollout.max_new_tokens if rollout else config["max_position_embeddings"]
+
+    def read(path: str) -> PromptData:
+        return PromptData.read(
+            path,
+            tokenizer,
+            prompt=data.prompt,
+            answer=data.answer,
+            chat_template=data.chat_template,
+            max_prompt_tokens=limit,
+            seed=recipe.run.seed,
+        )
+
+    return read(data.train), read(data.eval)

@@ -1,0 +1,77 @@
+"""Starts the ranks of a run on this machine, as `torchrun` does, and reports in one message why they failed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import uuid
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from hybrid3d import ranks
+from hybrid3d.config import Recipe, RecipeError
+from hybrid3d.run_folder import RunFolder
+
+
+def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Console) -> int:
+    """Run `hybrid3d ARGUMENTS` as `world_size` ranks on this machine; 0, or 1 when one of them failed."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is ours to make
+    logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
+    ident = f"hybrid3d-{uuid.uuid4().hex[:12]}"
+    os.environ[ranks.IDENT] = ident
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        run_id=ident,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "hybrid3d", *arguments)
+        return 0
+    except ChildFailedError as error:
+        console.print(failure_message(folder, error.failures), style="red", highlight=False, markup=False)
+        return 1
+    finally:
+        ranks.remove_shared_memory(ident)
+
+
+def check_devices(recipe: Recipe) -> None:
+    """A launch on this machine alone needs a GPU for every rank, where there are GPUs at all."""
+    gpus = torch.cuda.device_count()
+    if gpus and recipe.world_size > gpus:
+        problem = f"train.tp x pp x cp x dp = {recipe.world_size} ranks exceed this machine's {gpus} GPUs"
+        raise RecipeError(recipe.name, [f"{problem}: start it with torchrun or srun on several"])
+
+
+def failure_message(folder: RunFolder, failures: dict[int, Any]) -> str:
+    """The first cause: a rank's own error before a lost peer's, and a rank that was killed before both.
+
+    Args:
+        failures: what the launcher saw of each rank that ended badly: `exitcode`, negative for a signal.
+    """
+    reasons = [json.loads(path.read_text()) for path in sorted(folder.logs.glob("rank-*.failure"))]
+    own = sorted((r for r in reasons if not r["peer"]), key=lambda r: r["time"])
+    killed = {rank: -f.exitcode for rank, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
+    if own:
+        rank, reason = own[0]["rank"], own[0]["reason"]
+    elif killed:
+        rank, number = next(iter(killed.items()))
+        reason = f"killed by {signal.Signals(number).name}"
+    elif reasons:
+        first = min(reasons, key=lambda r: r["time"])
+        rank, reason = first["rank"], first["reason"]
+    else:
+        rank, failure = next(iter(failures.items()))
+        reason = f"ended with exit code {failure.exitcode}"
+    return f"rank {rank} failed: {reason}\nits log: {folder.log_of(rank)}"

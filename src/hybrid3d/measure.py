@@ -1,0 +1,76 @@
+"""From what each rank measured to a row of metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from hybrid3d import ranks
+from hybrid3d.rollouts import Sample
+from hybrid3d.sync import SyncReport
+
+
+class Clock:
+    """Seconds by phase, as `time/<phase>`, and of the whole step without what only looks at it (`eval`)."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._phases[phase] = time.perf_counter() - start
+
+    def row(self, tokens: int) -> dict[str, float]:
+        step = time.perf_counter() - self._start - self._phases.get("eval", 0.0)
+        phases = {f"time/{phase}": seconds for phase, seconds in self._phases.items()}
+        return {**phases, "time/step": step, "tokens_per_second": tokens / step}
+
+
+@dataclass
+class Measured:
+    """One rank's part of a step's metrics: values that are added over ranks, and values of which the largest counts."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add_sync(self, report: SyncReport) -> None:
+        self.sums |= {
+            "sync/received_bytes": report.received_bytes,
+            "sync/lower_bound_bytes": report.lower_bound_bytes,
+        }
+        self.maxima |= {
+            "sync/seconds": report.seconds,
+            "sync/max_staging_bytes": report.staging_bytes,
+            "sync/max_finalize_bytes": report.finalize_bytes,
+        }
+
+    def over_ranks(self) -> dict[str, float]:
+        """Reduced over all ranks, the same on every rank; ranks may name different keys."""
+        row: dict[str, float] = {}
+        for other in ranks.gather(self):
+            for key, value in other.sums.items():
+                row[key] = row.get(key, 0) + value
+            for key, value in other.maxima.items():
+                row[key] = max(row.get(key, value), value)
+        return row
+
+
+def per_token(row: dict[str, float], tokens: int) -> dict[str, float]:
+    """Turn sums over tokens (of `train/` and `mismatch/kl`) into means."""
+    means = {key: row[key] / tokens for key in row if key.startswith("train/") or key == "mismatch/kl"}
+    return row | means
+
+
+def of_samples(samples: Sequence[Sample]) -> dict[str, float]:
+    """What can be said of a step's samples without a model."""
+    lengths = [len(sample.tokens) for sample in samples]
+    return {
+        "reward/mean": sum(sample.reward for sample in samples) / len(samples),
+        "rollout/response_tokens_mean": sum(lengths) / len(lengths),
+        "rollout/response_tokens_max": max(lengths),
+    }

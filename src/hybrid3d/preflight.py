@@ -1,0 +1,90 @@
+"""What can be known to be wrong before any rank starts, found there and said in one message."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
+from hybrid3d.families import Config, UnsupportedModel, family_of
+from hybrid3d.reshard.files import CheckpointError, Entry, read_index
+from hybrid3d.reshard.layout import Shape
+from hybrid3d.inputs import read_config, read_data, read_tokenizer
+from hybrid3d.rl.data import DataError
+from hybrid3d.rl.rewards import reward_function
+from hybrid3d.run_folder import NoCheckpoint, RunFolder
+
+# What a published checkpoint may carry and no model needs: buffers that are computed.
+COMPUTED = ("*.rotary_emb.inv_freq",)
+
+
+def check_model(recipe: Recipe) -> dict[str, Any]:
+    """The checkpoint's config, known to be of a known family and to fit the recipe's layouts.
+
+    Raises:
+        CheckpointError, UnsupportedModel, RecipeError: with all that is wrong.
+    """
+    config = read_config(recipe.model.path)
+    family_of(config)
+    check_layout(recipe, ModelShape.from_config(config), device="cuda" if torch.cuda.is_available() else "cpu")
+    return config
+
+
+def check_run(recipe: Recipe) -> None:
+    """All that `train` needs: model, weights, data, reward, and a folder that is not another run's.
+
+    Raises:
+        CheckpointError, UnsupportedModel, DataError, RecipeError: with all that is wrong.
+    """
+    config = check_model(recipe)
+    read_data(recipe, config, read_tokenizer(recipe))
+    try:
+        reward_function(recipe.reward.name)
+    except ValueError as error:
+        raise RecipeError(recipe.name, [f"reward.name: {error}"]) from None
+    check_folder(recipe)
+    check_weights(config, recipe)
+
+
+def check_folder(recipe: Recipe) -> None:
+    """A folder that holds a run already must hold this one: it will be resumed."""
+    folder = RunFolder.of(recipe)
+    if not folder.recipe.exists():
+        return
+    before = load_recipe(folder.recipe)
+    if before != recipe:
+        raise RecipeError(
+            recipe.name,
+            [f"{folder.path} holds a run of another recipe ({folder.recipe}): choose another name, or remove the folder"],
+        )
+
+
+def check_weights(config: Config, recipe: Recipe) -> None:
+    """Hold the checkpoint's headers against what Megatron's own model of this config declares."""
+    from hybrid3d.train.probe import expected_shapes
+
+    problems = _differences(expected_shapes(config), read_index(recipe.model.path), config)
+    if problems:
+        shown = "\n".join(f"  {line}" for line in problems[:20])
+        more = f"\n  ... {len(problems)} in all" if len(problems) > 20 else ""
+        raise CheckpointError(f"{recipe.model.path} does not fit its config.json:\n{shown}{more}")
+
+
+def _differences(expected: Mapping[str, Shape], found: Mapping[str, Entry], config: Config) -> list[str]:
+    problems = [f"{name}: missing, shape {list(shape)} expected" for name, shape in expected.items() if name not in found]
+    problems += [
+        f"{name}: shape {list(found[name].shape)}, config.json asks for {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name].shape != shape
+    ]
+    computed = (*COMPUTED, *(["lm_head.weight"] if config.get("tie_word_embeddings") else []))
+    for name in found.keys() - expected.keys():
+        if not any(fnmatch.fnmatch(name, pattern) for pattern in computed):
+            problems.append(f"{name}: belongs to nothing in a {config['architectures'][0]}")
+    return problems
+
+
+USER_MISTAKES = (RecipeError, CheckpointError, DataError, UnsupportedModel, NoCheckpoint)

@@ -1,0 +1,121 @@
+"""A run's folder: the resolved recipe, metrics, samples, events, logs, curves and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybrid3d.config import Recipe, recipe_to_yaml
+
+
+class RunFolder:
+    """Paths of a run, and appending to its records, which rank 0 alone does. See `docs/run-folder.md` for the keys."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.recipe = path / "recipe.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.events = path / "events.jsonl"
+        self.curves = path / "curves.png"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> RunFolder:
+        return cls(Path(recipe.run.dir) / recipe.name)
+
+    def create(self, recipe: Recipe) -> None:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.recipe.write_text(recipe_to_yaml(recipe))
+
+    def log_of(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+    def failure_of(self, rank: int) -> Path:
+        """Where a rank that fails leaves its one-line reason for whoever started it."""
+        return self.logs / f"rank-{rank}.failure"
+
+    def add_metrics(self, row: Mapping[str, float]) -> None:
+        _append(self.metrics, [row])
+
+    def add_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        _append(self.samples, rows)
+
+    def add_event(self, event: str, **fields: Any) -> None:
+        _append(self.events, [{"time": round(time.time(), 3), "event": event, **fields}])
+
+    def read_metrics(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in self.metrics.read_text().splitlines()] if self.metrics.exists() else []
+
+    def truncate(self, step: int) -> None:
+        """Drop what was recorded from `step` on: a resumed run records it again."""
+        for path in (self.metrics, self.samples):
+            if path.exists():
+                lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < step]
+                path.write_text("".join(f"{line}\n" for line in lines))
+
+
+class NoCheckpoint(ValueError):
+    """There is no checkpoint of the step that was asked for: the message lists those that there are."""
+
+
+def checkpoint_folder(folder: RunFolder, updates: int) -> Path:
+    """Where the policy is after so many updates."""
+    return folder.checkpoints / f"step-{updates:06d}"
+
+
+def steps_in(folder: RunFolder) -> list[int]:
+    """Numbers of updates with a complete checkpoint, ascending."""
+    found = (re.fullmatch(r"step-(\d{6,})", entry.name) for entry in folder.checkpoints.glob("step-*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def find_step(folder: RunFolder, step: int | None) -> int:
+    """The step asked for, or the last there is; NoCheckpoint where there is none."""
+    steps = steps_in(folder)
+    if not steps or (step is not None and step not in steps):
+        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise NoCheckpoint(f"{folder.path} has {wanted}; there are: {', '.join(map(str, steps)) or 'none'}")
+    return steps[-1] if step is None else step
+
+
+def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    with open(path, "a") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def draw_curves(folder: RunFolder) -> None:
+    """Reward, held-out accuracy, mismatch and sync over the steps, as one picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = folder.read_metrics()
+    panels = {
+        "reward and held-out accuracy": ("reward/mean", "eval/accuracy"),
+        "loss": ("train/loss",),
+        "train against rollout: largest |difference| of a token's logprob": ("mismatch/logprob_abs_max",),
+        "bytes received by a sync, all ranks": ("sync/received_bytes", "sync/lower_bound_bytes"),
+        "seconds": ("time/step", "time/generate", "time/train", "sync/seconds"),
+    }
+    shown = {title: keys for title, keys in panels.items() if any(key in row for row in rows for key in keys)}
+    figure, axes = pyplot.subplots(len(shown), 1, figsize=(8, 2.6 * len(shown)), sharex=True, squeeze=False)
+    for axis, (title, keys) in zip(axes[:, 0], shown.items(), strict=True):
+        for key in keys:
+            points = [(row["step"], row[key]) for row in rows if key in row]
+            style = "o-" if key == "eval/accuracy" else "--" if key.endswith("lower_bound_bytes") else "-"
+            axis.plot(*zip(*points, strict=True), style, label=key, markersize=4)
+        axis.set_title(title, fontsize=10)
+        axis.set_ylim(bottom=0 if min(row.get(key, 0) for row in rows for key in keys) >= 0 else None)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    axes[-1, 0].set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(folder.curves, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,70 @@
+"""What ranks do for each command, once they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+from rich.console import Console
+
+from hybrid3d.config import Recipe
+from hybrid3d.run_folder import RunFolder, checkpoint_folder, draw_curves
+
+
+def train(recipe: Recipe, folder: RunFolder, rank: int, console: Console | None) -> None:
+    """Train to the end, resuming where the folder's last checkpoint stands."""
+    from hybrid3d.display import Display
+    from hybrid3d.train import runtime
+
+    runtime.initialize(recipe.train, recipe.run.seed)
+    from hybrid3d import trainer
+
+    loop = {"grpo": trainer.train_grpo, "sft": trainer.train_sft}[recipe.algorithm.name]
+    if rank == 0:
+        folder.create(recipe)
+    with Display(recipe.name, recipe.run.steps, console) as display:
+        loop(recipe, folder, rank, display)
+    if rank == 0:
+        draw_curves(folder)
+        folder.add_event("end", step=recipe.run.steps)
+
+
+def evaluate(recipe: Recipe, folder: RunFolder, step: int, rank: int, console: Console | None) -> None:
+    """Held-out accuracy of a checkpoint: greedy answers of vLLM with the checkpoint's weights."""
+    from hybrid3d.train import checkpoint, runtime
+
+    runtime.initialize(recipe.train, recipe.run.seed)
+    from hybrid3d.colocated import Colocated
+
+    run = Colocated(recipe, rank, trainable=False)
+    checkpoint.load_weights(run.policy, checkpoint_folder(folder, step))
+    run.sync.run()
+    accuracy = run.rollouts.accuracy()
+    if console is not None:
+        problems = run.rollouts.held_out_problems
+        console.print(f"step {step}: held-out accuracy {accuracy:.4f} of {problems} problems", highlight=False)
+    run.close()
+
+
+def export(recipe: Recipe, folder: RunFolder, step: int, out: Path, rank: int, console: Console | None) -> None:
+    """Write a checkpoint as Hugging Face files; every rank writes the boxes that it holds."""
+    from hybrid3d import ranks
+    from hybrid3d.inputs import read_config
+    from hybrid3d.exporting import copy_companions, export_entries
+    from hybrid3d.reshard.files import create_files, export_files
+    from hybrid3d.train import checkpoint, runtime
+    from hybrid3d.train.policy import Policy
+
+    runtime.initialize(recipe.train, recipe.run.seed)
+    policy = Policy(read_config(recipe.model.path), recipe, rank, trainable=False)
+    checkpoint.load_weights(policy, checkpoint_folder(folder, step))
+    entries = export_entries(recipe.model.path)
+    if rank == 0:
+        create_files(out, entries)
+        copy_companions(recipe.model.path, out)
+    dist.barrier()
+    holdings = dict(enumerate(ranks.gather(policy.weights.holdings)))
+    export_files(out, entries, holdings, policy.weights.tensors, rank)
+    dist.barrier()
+    if console is not None:
+        console.print(f"wrote {len(entries)} tensors to {out}", highlight=False)

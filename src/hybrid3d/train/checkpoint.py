@@ -1,0 +1,69 @@
+"""Checkpoints by Megatron's `dist_checkpointing`: every rank writes its shards, any rank count reads them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from hybrid3d.train.policy import Policy
+from hybrid3d.train.runtime import on_device
+from hybrid3d.train.weights import METADATA
+
+# The one format of the distributed optimizer that every layout can be loaded from
+OPTIMIZER_METADATA = {
+    **METADATA,
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+}
+
+
+def save(policy: Policy, folder: Path) -> None:
+    """Write the policy, its optimizer and its schedule; the folder appears under its name when it is complete."""
+    partial = folder.with_name(folder.name + ".partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    with on_device():
+        dist_checkpointing.save(_state(policy, is_loading=False), str(partial))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(partial, folder)
+    dist.barrier()
+
+
+def load(policy: Policy, folder: Path) -> None:
+    """Bring the policy, its optimizer and its schedule to where they were when `folder` was saved."""
+    with on_device():
+        state = dist_checkpointing.load(_state(policy, is_loading=True), str(folder))
+        _load_model(policy, state)
+        policy.optimizer.load_state_dict(state["optimizer"])
+        policy.scheduler.load_state_dict(state["scheduler"])
+
+
+def load_weights(policy: Policy, folder: Path) -> None:
+    """Bring only the weights: for a policy that is not trained."""
+    with on_device():
+        _load_model(policy, dist_checkpointing.load(_model_state(policy), str(folder)))
+
+
+def _model_state(policy: Policy) -> dict[str, Any]:
+    return {f"model{n}": s.sharded_state_dict(metadata=dict(METADATA)) for n, s in enumerate(policy.stages)}
+
+
+def _state(policy: Policy, is_loading: bool) -> dict[str, Any]:
+    model = _model_state(policy)
+    shards = model["model0"] if len(model) == 1 else model
+    optimizer = policy.optimizer.sharded_state_dict(shards, is_loading=is_loading, metadata=dict(OPTIMIZER_METADATA))
+    return {**model, "optimizer": optimizer, "scheduler": policy.scheduler.state_dict()}
+
+
+def _load_model(policy: Policy, state: dict[str, Any]) -> None:
+    for number, stage in enumerate(policy.stages):
+        stage.load_state_dict(state[f"model{number}"])

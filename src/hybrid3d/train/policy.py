@@ -1,0 +1,197 @@
+"""The policy that is trained: Megatron's schedules, DDP and distributed optimizer around one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer.module import Float16Module
+
+from hybrid3d.config import Optimizer, Recipe
+from hybrid3d.families import Config
+from hybrid3d.reshard.files import load_files
+from hybrid3d.rl.batch import Batch
+from hybrid3d.train.model import build_model
+from hybrid3d.train.runtime import DEVICE, on_device
+from hybrid3d.train.weights import MegatronWeights, megatron_weights
+
+TokenLoss = Callable[[torch.Tensor, slice], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""From log-probabilities [b, T] of the rows `slice` of the batch to a loss per token [b, T] and sums to report."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one training step did. The sums are over this rank's tokens, and empty where it has no output layer."""
+
+    sums: dict[str, float]
+    grad_norm: float
+    lr: float
+
+
+class Policy:
+    """A model in the train layout. Every rank of the layout calls every method together.
+
+    Attributes:
+        weights: this rank's weights as pieces of canonical tensors.
+        counts: whether this rank's sums count: one rank of each data-parallel replica has the output and speaks.
+    """
+
+    def __init__(self, config: Config, recipe: Recipe, rank: int, trainable: bool = True):
+        self._config = config
+        self._layout = recipe.train
+        self._temperature = recipe.rollout.temperature if recipe.rollout else 1.0
+        dtype = getattr(torch, recipe.model.dtype)
+        self.stages = build_model(config, recipe.train, dtype)
+        self._modules: list[torch.nn.Module] = [
+            Float16Module(stage.config, stage) if dtype is torch.bfloat16 else stage for stage in self.stages
+        ]
+        with on_device():
+            if trainable:
+                self._modules = [self._distributed(module) for module in self._modules]
+            self.weights: MegatronWeights = megatron_weights(self.stages, config)
+            load_files(recipe.model.path, self.weights.demand, self.weights.tensors, rank)
+            if trainable:
+                self.optimizer = get_megatron_optimizer(_optimizer_config(recipe), self._modules)
+                self.scheduler = _scheduler(self.optimizer, recipe.optimizer, recipe.run.steps)
+                self._connect()
+        self.has_output = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self.counts = self.has_output and parallel_state.get_tensor_model_parallel_rank() == 0
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return int(parallel_state.get_data_parallel_rank())
+
+    def logprobs(self, batch: Batch) -> torch.Tensor | None:
+        """Log-probability of every token given those before it, [B, T]; None on ranks without the output layer."""
+        found: dict[int, torch.Tensor] = {}
+
+        def keep(logprobs: torch.Tensor, rows: slice) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            found[rows.start] = logprobs
+            return logprobs, {}
+
+        with torch.no_grad():
+            self._run(batch, keep, forward_only=True)
+        return torch.cat([found[start] for start in sorted(found)]) if found else None
+
+    def train_step(self, batch: Batch, token_loss: TokenLoss) -> StepReport:
+        """One optimizer step on the mean loss over every response token of every data-parallel rank's batch."""
+        for module in self._modules:
+            module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self._run(batch, token_loss, forward_only=False)
+        with on_device():
+            updated, grad_norm, _ = self.optimizer.step()
+        if not updated:
+            raise RuntimeError(f"the optimizer skipped its step: gradient norm {grad_norm}")
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self.scheduler.step(increment=1)
+        sums: dict[str, float] = {}
+        for report in reports:
+            for key, value in report.items():
+                sums[key] = sums.get(key, 0.0) + float(value)
+        return StepReport(sums, float(grad_norm), lr)
+
+    def _run(self, batch: Batch, token_loss: TokenLoss, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+        """Drive the pipeline schedule over the micro batches; per micro batch what `token_loss` reports."""
+        size = self._layout.micro_batch_size
+        batch = batch.to(DEVICE)
+        rows = [slice(start, start + size) for start in range(0, len(batch), size)]
+        positions = torch.arange(batch.tokens.shape[1], device=DEVICE).expand(size, -1)
+
+        def forward_step(micro_batches: Iterator[slice], stage: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            part = next(micro_batches)
+            output = stage(batch.tokens[part], positions, None)
+            return output, partial(self._loss, batch, part, token_loss)
+
+        with on_device():
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[iter(rows) for _ in self._modules] if len(self._modules) > 1 else iter(rows),
+                model=self._modules,
+                num_microbatches=len(rows),
+                seq_length=batch.tokens.shape[1],
+                micro_batch_size=size,
+                forward_only=forward_only,
+            )
+
+    def _loss(
+        self, batch: Batch, rows: slice, token_loss: TokenLoss, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Sum of the loss over a micro batch's tokens and their number: Megatron divides by the global number."""
+        logprobs = self._token_logprobs(logits, batch.tokens[rows])
+        losses, report = token_loss(logprobs, rows)
+        mask = batch.response_mask[rows]
+        total = (losses * mask).sum()
+        return total, mask.sum().int(), {"loss": total.detach(), **report}
+
+    def _token_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """[b, T, vocabulary / TP] logits and [b, T] tokens to [b, T] log-probabilities, 0 at position 0.
+
+        Of the distribution that is sampled from: the temperature is applied, padding of the vocabulary is not in it.
+        """
+        scaled = logits[:, :-1].float() / self._temperature
+        first = parallel_state.get_tensor_model_parallel_rank() * scaled.shape[-1]
+        padding = torch.arange(first, first + scaled.shape[-1], device=scaled.device) >= self._config["vocab_size"]
+        scaled = scaled.masked_fill(padding, float("-inf"))
+        negative = vocab_parallel_cross_entropy(scaled, tokens[:, 1:].contiguous())
+        return torch.nn.functional.pad(-negative, (1, 0))
+
+    def _distributed(self, module: torch.nn.Module) -> DistributedDataParallel:
+        settings = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=False
+        )
+        return DistributedDataParallel(module.config, settings, module)
+
+    def _connect(self) -> None:
+        """Tell the schedules what closes a step: reduction over ranks, and the scale of the loss."""
+        for stage in self.stages:
+            stage.config.finalize_model_grads_func = finalize_model_grads
+            stage.config.grad_scale_func = self.optimizer.scale_loss
+        no_sync = [module.no_sync for module in self._modules]
+        self.stages[0].config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+
+def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
+    settings = recipe.optimizer
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=recipe.model.dtype == "bfloat16",
+        params_dtype=getattr(torch, recipe.model.dtype),
+        use_distributed_optimizer=True,
+    )
+
+
+def _scheduler(optimizer: Any, settings: Optimizer, steps: int) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if settings.warmup_steps else settings.lr,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(steps, settings.warmup_steps + 1),
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+    )

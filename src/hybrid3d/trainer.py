@@ -1,0 +1,148 @@
+"""The training loops: sync, generate, reward, log-probabilities and advantages, update; and again."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from hybrid3d import ranks
+from hybrid3d.colocated import Colocated
+from hybrid3d.config import Recipe
+from hybrid3d.display import Display
+from hybrid3d.inputs import read_config, read_data, read_tokenizer
+from hybrid3d.measure import Clock, Measured, of_samples, per_token
+from hybrid3d.rl.advantages import grpo_advantages
+from hybrid3d.rl.batch import Batch
+from hybrid3d.rl.data import encode_pair
+from hybrid3d.rl.grpo import grpo_loss, mismatch, sft_loss
+from hybrid3d.rollouts import Sample
+from hybrid3d.run_folder import RunFolder, checkpoint_folder, steps_in
+from hybrid3d.train import checkpoint
+from hybrid3d.train.policy import Policy
+
+SAMPLES_KEPT = 4  # a step, in samples.jsonl
+
+
+def train_grpo(recipe: Recipe, folder: RunFolder, rank: int, display: Display) -> None:
+    """GRPO (arXiv 2402.03300). Row s of the metrics tells of the policy after s updates; the last is only measured."""
+    run = Colocated(recipe, rank)
+    policy, kl = run.policy, recipe.algorithm.kl
+    reference = Policy(run.config, recipe, rank, trainable=False) if kl.where == "loss" else None
+    for step in range(_resume(policy, folder, rank, display), recipe.run.steps + 1):
+        clock, measured, row = Clock(), Measured(), {"step": step}
+        with clock("sync"):
+            measured.add_sync(run.sync.run())
+        if step % recipe.run.eval_every == 0 or step == recipe.run.steps:
+            with clock("eval"):
+                row["eval/accuracy"] = run.rollouts.accuracy()
+        run.engine.wake()
+        with clock("generate"):
+            samples = run.rollouts.draw(step)
+        run.engine.sleep()
+        with clock("train"):
+            advantages = grpo_advantages(_rewards(recipe, samples, step), recipe.algorithm.samples_per_prompt)
+            mine = _share(recipe, policy, len(samples))
+            batch = _batch(samples[mine], run.tokenizer.pad_token_id)
+            old = policy.logprobs(batch)
+            ref = reference.logprobs(batch) if reference is not None else None
+            if policy.counts:
+                rollout = batch.align([sample.logprobs for sample in samples[mine]])
+                largest, divergence = mismatch(old, rollout, batch.response_mask)
+                measured.maxima["mismatch/logprob_abs_max"] = largest
+                measured.sums["mismatch/kl"] = divergence
+            if step < recipe.run.steps:
+                loss = grpo_loss(
+                    advantages[mine],
+                    batch.response_mask,
+                    old,
+                    ref,
+                    clip=recipe.algorithm.clip,
+                    kl_estimator=kl.estimator,
+                    kl_coef=kl.coef,
+                )
+                row |= _update(policy, batch, loss, measured)
+        row |= of_samples(samples) | per_token(measured.over_ranks(), sum(len(s.tokens) for s in samples))
+        row |= clock.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
+        _record(folder, rank, display, row, samples)
+        _checkpoint(recipe, policy, folder, rank, display, updates=step + 1)
+    run.close()
+
+
+def train_sft(recipe: Recipe, folder: RunFolder, rank: int, display: Display) -> None:
+    """Supervised: negative log-likelihood of the answers. Row s of the metrics is the loss before update s + 1."""
+    config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
+    policy = Policy(config, recipe, rank)
+    data, _ = read_data(recipe, config, tokenizer)
+    for step in range(_resume(policy, folder, rank, display), recipe.run.steps):
+        clock, measured = Clock(), Measured()
+        examples = data.batch(step, recipe.sequences_per_step)
+        pairs = [encode_pair(tokenizer, example, config["max_position_embeddings"]) for example in examples]
+        mine = pairs[_share(recipe, policy, len(pairs))]
+        batch = Batch.from_sequences([p[0] for p in mine], [p[1] for p in mine], pad_id=tokenizer.pad_token_id)
+        with clock("train"):
+            row = {"step": step} | _update(policy, batch, sft_loss, measured)
+        row |= per_token(measured.over_ranks(), sum(len(tokens) - prompt for tokens, prompt in pairs))
+        row |= clock.row(sum(len(tokens) for tokens, _ in pairs))
+        _record(folder, rank, display, row, [])
+        _checkpoint(recipe, policy, folder, rank, display, updates=step + 1)
+
+
+def _rewards(recipe: Recipe, samples: list[Sample], step: int) -> torch.Tensor:
+    """[B]; with `reward.shuffle`, a control experiment, each sample gets the reward of another."""
+    rewards = [sample.reward for sample in samples]
+    if recipe.reward.shuffle:
+        random.Random(f"{recipe.run.seed}/{step}").shuffle(rewards)
+    return torch.tensor(rewards)
+
+
+def _share(recipe: Recipe, policy: Policy, sequences: int) -> slice:
+    """This data-parallel rank's consecutive rows."""
+    each = sequences // recipe.train.dp
+    return slice(policy.data_parallel_rank * each, (policy.data_parallel_rank + 1) * each)
+
+
+def _batch(samples: list[Sample], pad_id: int) -> Batch:
+    sequences = [sample.prompt_ids + sample.tokens for sample in samples]
+    return Batch.from_sequences(sequences, [len(sample.prompt_ids) for sample in samples], pad_id=pad_id)
+
+
+def _update(policy: Policy, batch: Batch, loss, measured: Measured) -> dict[str, float]:
+    report = policy.train_step(batch, loss)
+    if policy.counts:
+        measured.sums |= {f"train/{key}": value for key, value in report.sums.items()}
+    return {"train/grad_norm": report.grad_norm, "train/lr": report.lr}
+
+
+def _record(folder: RunFolder, rank: int, display: Display, row: dict[str, float], samples: list[Sample]) -> None:
+    display.show(row)
+    if rank == 0:
+        folder.add_metrics(row)
+        kept = samples[:: max(1, len(samples) // SAMPLES_KEPT)][:SAMPLES_KEPT]
+        folder.add_samples(
+            {"step": row["step"], "prompt": s.prompt, "answer": s.answer, "reward": s.reward} for s in kept
+        )
+
+
+def _resume(policy: Policy, folder: RunFolder, rank: int, display: Display) -> int:
+    """Updates that the policy has behind it: those of the folder's last checkpoint, if there is one."""
+    steps = steps_in(folder)
+    if steps:
+        checkpoint.load(policy, checkpoint_folder(folder, steps[-1]))
+        display.say(f"resumed from {checkpoint_folder(folder, steps[-1])}")
+    updates = steps[-1] if steps else 0
+    if rank == 0:
+        folder.truncate(updates)
+        folder.add_event("resume" if steps else "start", step=updates)
+    return updates
+
+
+def _checkpoint(
+    recipe: Recipe, policy: Policy, folder: RunFolder, rank: int, display: Display, updates: int
+) -> None:
+    every = recipe.run.checkpoint_every
+    if updates == recipe.run.steps or (every and updates < recipe.run.steps and updates % every == 0):
+        path = checkpoint_folder(folder, updates)
+        checkpoint.save(policy, path)
+        if rank == 0:
+            folder.add_event("checkpoint", step=updates, path=str(path))

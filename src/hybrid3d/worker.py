@@ -1,0 +1,79 @@
+"""What one rank does from start to end: its log, its task, and its last words when it fails."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+from rich.console import Console
+
+from hybrid3d import ranks
+from hybrid3d.run_folder import RunFolder
+
+Task = Callable[[int, "Console | None"], None]
+"""A rank's work: given its number, and a console where it is the one that speaks."""
+
+
+def run_rank(folder: RunFolder, task: Task) -> int:
+    """Run a task as one rank; 0 when it ended well.
+
+    The rank's own output and that of every library goes to its log. What it fails of is written, in one line, to
+    where the launcher looks; a rank that is not the first to fail mostly fails of its lost peer.
+    """
+    ranks.adopt_slurm()
+    _die_with_parent()
+    rank = ranks.rank()
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    folder.failure_of(rank).unlink(missing_ok=True)
+    console = _redirect(folder.log_of(rank), speaks=rank == 0)
+    try:
+        ranks.start()
+        task(rank, console)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        return 0
+    except Exception as error:  # the boundary of the process: everything is reported, nothing goes on
+        traceback.print_exc()
+        reason = {"rank": rank, "time": time.time(), "peer": _is_lost_peer(error), "reason": _one_line(error)}
+        folder.failure_of(rank).write_text(json.dumps(reason))
+        ranks.remove_shared_memory(ranks.ident())
+        sys.stderr.flush()
+        os._exit(1)  # communication threads may be waiting for ranks that are gone
+
+
+def _redirect(log: Path, speaks: bool) -> Console | None:
+    """Send stdout and stderr, those of C++ included, to the log; the rank that speaks keeps the terminal for itself."""
+    terminal = os.fdopen(os.dup(1), "w") if speaks else None
+    sys.stdout.flush()
+    sys.stderr.flush()
+    opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(opened, 1)
+    os.dup2(opened, 2)
+    os.close(opened)
+    return Console(file=terminal) if terminal else None
+
+
+def _die_with_parent() -> None:
+    """A rank whose launcher is killed must not live on (Linux: prctl PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, dist.DistError) or any(
+        sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "NCCL")
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

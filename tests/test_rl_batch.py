@@ -1,0 +1,112 @@
+"""Padding, masks and splits, on batches small enough to write down."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid3d.rl.batch import Batch
+
+SEQUENCES = [[5, 6, 7], [8, 9], [1, 2, 3, 4], [3]]
+PROMPTS = [2, 1, 1, 1]
+
+
+@pytest.fixture
+def batch() -> Batch:
+    return Batch.from_sequences(SEQUENCES, PROMPTS, pad_id=99, pad_to=3)
+
+
+def test_written_down(batch: Batch) -> None:
+    assert batch.tokens.tolist() == [
+        [5, 6, 7, 99, 99, 99],
+        [8, 9, 99, 99, 99, 99],
+        [1, 2, 3, 4, 99, 99],
+        [3, 99, 99, 99, 99, 99],
+    ]
+    assert batch.response_mask.tolist() == [
+        [0, 0, 1, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0],
+        [0, 1, 1, 1, 0, 0],
+        [0, 0, 0, 0, 0, 0],
+    ]
+    assert batch.prompt_lengths.tolist() == [2, 1, 1, 1]
+    assert batch.lengths.tolist() == [3, 2, 4, 1]
+    assert (batch.tokens.dtype, batch.lengths.dtype) == (torch.int64, torch.int64)
+    assert batch.response_mask.dtype == torch.float32
+    assert batch.response_tokens == 5
+    assert len(batch) == 4
+
+
+@pytest.mark.parametrize(("pad_to", "width"), [(1, 4), (2, 4), (4, 4), (8, 8)])
+def test_width_is_a_multiple(pad_to: int, width: int) -> None:
+    assert Batch.from_sequences(SEQUENCES, PROMPTS, pad_id=0, pad_to=pad_to).tokens.shape == (4, width)
+
+
+def test_split_keeps_order_and_width(batch: Batch) -> None:
+    first, second = batch.split(2)
+    assert first.tokens.tolist() == batch.tokens[:2].tolist()
+    assert second.tokens.tolist() == batch.tokens[2:].tolist()
+    assert second.lengths.tolist() == [4, 1]
+    assert second.prompt_lengths.tolist() == [1, 1]
+    assert (first.response_tokens, second.response_tokens) == (2, 3)
+    assert [len(part) for part in batch.split(4)] == [1, 1, 1, 1]
+    assert batch.split(1)[0].tokens.tolist() == batch.tokens.tolist()
+
+
+@pytest.mark.parametrize("parts", [0, 3, 5, 8])
+def test_split_refuses_unequal_parts(batch: Batch, parts: int) -> None:
+    with pytest.raises(ValueError, match=f"a batch of 4 sequences does not split into {parts} equal micro batches"):
+        batch.split(parts)
+
+
+def test_align_puts_values_at_generated_tokens(batch: Batch) -> None:
+    """Sequence 0 generated its token 2, sequence 1 its token 1, sequence 2 its tokens 1 to 3, sequence 3 none."""
+    assert batch.align([[-0.5], [-1.5], [-2.0, -3.0, -4.0], []]).tolist() == [
+        [0, 0, -0.5, 0, 0, 0],
+        [0, -1.5, 0, 0, 0, 0],
+        [0, -2.0, -3.0, -4.0, 0, 0],
+        [0, 0, 0, 0, 0, 0],
+    ]
+
+
+def test_align_refuses_other_lengths(batch: Batch) -> None:
+    with pytest.raises(ValueError, match=r"values for \[1, 1, 2, 1\] tokens, responses have \[1, 1, 3, 0\]"):
+        batch.align([[0.0], [0.0], [0.0, 0.0], [0.0]])
+
+
+def test_to_moves_every_tensor(batch: Batch) -> None:
+    moved = batch.to("meta")
+    devices = {t.device.type for t in (moved.tokens, moved.prompt_lengths, moved.lengths, moved.response_mask)}
+    assert devices == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("sequences", "prompts", "message"),
+    [
+        ([], [], "a batch of 0 sequences and 0 prompt lengths"),
+        ([[1]], [1, 1], "a batch of 1 sequences and 2 prompt lengths"),
+        ([[1, 2], [1, 2]], [1, 3], "sequence 1 of 2 tokens cannot have a prompt of 3"),
+        ([[1, 2]], [0], "sequence 0 of 2 tokens cannot have a prompt of 0"),
+        ([[]], [0], "sequence 0 of 0 tokens cannot have a prompt of 0"),
+    ],
+)
+def test_what_is_no_batch(sequences: list[list[int]], prompts: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Batch.from_sequences(sequences, prompts, pad_id=0)
+
+
+lengths = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=6)
+
+
+@settings(deadline=None)
+@given(lengths=lengths, pad_to=st.integers(1, 5))
+def test_everything_can_be_read_back(lengths: list[tuple[int, int]], pad_to: int) -> None:
+    """Prompt and response of every sequence, found again through the lengths and through the mask."""
+    sequences = [[100 * row + i + 1 for i in range(p + r)] for row, (p, r) in enumerate(lengths)]
+    batch = Batch.from_sequences(sequences, [p for p, _ in lengths], pad_id=0, pad_to=pad_to)
+    assert batch.tokens.shape[1] % pad_to == 0
+    assert batch.tokens.shape[1] - max(map(len, sequences)) < pad_to
+    for row, (sequence, (prompt, _)) in enumerate(zip(sequences, lengths, strict=True)):
+        assert batch.tokens[row, : batch.lengths[row]].tolist() == sequence
+        assert not batch.tokens[row, batch.lengths[row] :].any()
+        assert batch.tokens[row][batch.response_mask[row] == 1].tolist() == sequence[prompt:]

@@ -1,0 +1,91 @@
+"""KL estimators against a categorical distribution, where every expectation is a finite sum."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid3d.rl.kl import ESTIMATORS, token_kl
+
+ONES = torch.ones(1, 1)
+
+
+def estimate(name: str, policy: float, reference: float) -> float:
+    """The estimate at one token with these probabilities."""
+    return token_kl(name, torch.tensor([[policy]]).log(), torch.tensor([[reference]]).log(), ONES).item()
+
+
+def test_against_numbers_worked_by_hand() -> None:
+    """p = 0.5, reference 0.25: log r = -ln 2 = -0.6931472; k2 = 0.2402265; k3 = 1/2 - 1 + ln 2 = 0.1931472."""
+    assert estimate("k1", 0.5, 0.25) == pytest.approx(0.6931472, abs=1e-6)
+    assert estimate("k2", 0.5, 0.25) == pytest.approx(0.2402265, abs=1e-6)
+    assert estimate("k3", 0.5, 0.25) == pytest.approx(0.1931472, abs=1e-6)
+    # The other way round log r = ln 2, so k3 = 2 - 1 - ln 2.
+    assert estimate("k3", 0.25, 0.5) == pytest.approx(0.3068528, abs=1e-6)
+
+
+def test_k3_keeps_its_digits_where_policies_are_close() -> None:
+    """Two policies 1e-4 apart: x^2/2 + x^3/6 = 5.0001667e-9, which float32's exp(x) - 1 - x gets wrong by half."""
+    value = token_kl("k3", torch.zeros(1, 1), torch.full((1, 1), 1e-4), ONES).item()
+    assert value == pytest.approx(5.0001667e-9, rel=5e-3)
+
+
+@pytest.fixture
+def policies() -> tuple[Tensor, Tensor]:
+    """Logits of a policy, with gradients, and log-probabilities of a reference, over 7 tokens, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, generator=generator, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0)
+    return logits, reference
+
+
+def exact_kl(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p || q) by its definition, from log-probabilities."""
+    return (p.exp() * (p - q)).sum()
+
+
+def expected(name: str, policy: Tensor, reference: Tensor) -> Tensor:
+    """The estimator's expectation over tokens that the policy samples; sampling itself has no gradient."""
+    tokens = token_kl(name, policy[None], reference[None], torch.ones(1, len(policy)))[0]
+    return (policy.exp().detach() * tokens).sum()
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_unbiased(name: str, policies: tuple[Tensor, Tensor]) -> None:
+    logits, reference = policies
+    policy = logits.log_softmax(0)
+    torch.testing.assert_close(expected(name, policy, reference), exact_kl(policy, reference))
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_gradient_in_expectation(name: str, policies: tuple[Tensor, Tensor]) -> None:
+    """What the module says of each as a loss: 0, that of KL(policy || reference), that of KL(reference || policy)."""
+    logits, reference = policies
+    policy = logits.log_softmax(0)
+    target = {"k1": 0 * logits.sum(), "k2": exact_kl(policy, reference), "k3": exact_kl(reference, policy)}[name]
+    (wanted,) = torch.autograd.grad(target, logits, retain_graph=True)
+    (found,) = torch.autograd.grad(expected(name, policy, reference), logits)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("name", list(ESTIMATORS))
+def test_padding_is_zero_in_value_and_gradient_whatever_it_holds(name: str) -> None:
+    logprobs = torch.tensor([[-1.0, -math.inf, math.nan, -1e30]], requires_grad=True)
+    reference = torch.tensor([[-1.5, 0.0, 0.0, 0.0]])
+    values = token_kl(name, logprobs, reference, torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+    assert values[0, 0] > 0
+    assert values[0, 1:].tolist() == [0.0, 0.0, 0.0]
+    (gradient,) = torch.autograd.grad(values.sum(), logprobs)
+    assert gradient[0, 0] != 0
+    assert gradient[0, 1:].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_nothing_is_clamped() -> None:
+    """exp(25) - 1 - 25 = 72004899311.4."""
+    assert token_kl("k3", torch.full((1, 1), -25.0), torch.zeros(1, 1), ONES).item() == pytest.approx(72004899311.4)
+
+
+def test_unknown_estimator() -> None:
+    with pytest.raises(ValueError, match="unknown KL estimator 'k4'; known: k1, k2, k3"):
+        token_kl("k4", ONES, ONES, ONES)

@@ -1,0 +1,273 @@
+"""Recipe against model: layouts that fit, and what each misfit is answered with, to the letter."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
+
+# TP2 x PP2 trains, TP2 x DP2 generates: the layouts of the demo.
+GRPO = """\
+name: demo-cpu
+model: {path: build/demo/model}
+train: {tp: 2, pp: 2}
+rollout: {tp: 2, max_model_len: 256, max_new_tokens: 16}
+data: {train: a.parquet, eval: b.parquet}
+algorithm: {name: grpo, prompts_per_step: 32, samples_per_prompt: 8}
+optimizer: {lr: 0.001}
+run: {steps: 80}
+"""
+
+SFT = """\
+name: warm-up
+model: {path: build/demo/base}
+train: {micro_batch_size: 64}
+data: {train: a.parquet, eval: b.parquet}
+algorithm: {name: sft, prompts_per_step: 64}
+optimizer: {lr: 0.001}
+run: {steps: 200}
+"""
+
+# A 4-layer Qwen2-type model: 4 query heads, 2 key-value heads.
+SHAPE = ModelShape(
+    num_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    hidden_size=128,
+    intermediate_size=256,
+    vocab_size=500,
+    max_position_embeddings=512,
+)
+
+CONFIG: dict[str, object] = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "vocab_size": 500,
+    "max_position_embeddings": 512,
+    "model_type": "qwen2",
+}
+
+
+def test_shape_from_config() -> None:
+    assert ModelShape.from_config(CONFIG) == SHAPE
+    assert ModelShape.from_config({**CONFIG, "head_dim": None}) == SHAPE
+    assert ModelShape.from_config({**CONFIG, "head_dim": 64}) == replace(SHAPE, head_dim=64)
+    without_groups = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"}
+    assert ModelShape.from_config(without_groups) == replace(SHAPE, num_key_value_heads=4)
+
+
+def test_shape_from_a_broken_config() -> None:
+    broken = {**CONFIG, "num_attention_heads": 3, "vocab_size": "many", "num_key_value_heads": 0}
+    del broken["num_hidden_layers"]
+    with pytest.raises(RecipeError) as caught:
+        ModelShape.from_config(broken)
+    assert list(caught.value.problems) == [
+        "head_dim: missing, and num_attention_heads=3 does not divide hidden_size=128",
+        "num_hidden_layers: missing",
+        "num_key_value_heads: expected an integer, 1 or more, got 0 (an integer)",
+        "vocab_size: expected an integer, 1 or more, got 'many' (a string)",
+    ]
+
+
+EXPERTS = "shards experts, and the model families of this version have none"
+
+Misfits = Callable[..., list[str]]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Recipe]:
+    def load_text(*overrides: str, text: str = GRPO) -> Recipe:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text)
+        return load_recipe(path, overrides)
+
+    return load_text
+
+
+@pytest.fixture
+def misfits(load: Callable[..., Recipe]) -> Misfits:
+    """The problems that `check_layout` finds; an empty list is none."""
+
+    def find(
+        *overrides: str, shape: ModelShape = SHAPE, device: Literal["cpu", "cuda"] = "cpu", text: str = GRPO
+    ) -> list[str]:
+        try:
+            check_layout(load(*overrides, text=text), shape, device=device)
+        except RecipeError as error:
+            return list(error.problems)
+        return []
+
+    return find
+
+
+def test_the_demo_fits(misfits: Misfits) -> None:
+    assert misfits() == []
+    assert misfits(text=SFT) == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.tp=4", "train.pp=1"],  # more ranks than key-value heads, which vLLM and Megatron replicate
+        ["train.tp=4", "train.pp=1", "rollout.tp=4"],
+        ["train.tp=1", "train.pp=4", "rollout.tp=1"],
+        ["train.tp=1", "train.dp=4", "train.pp=1"],
+        ["train.vpp=2"],
+        ["rollout.max_new_tokens=255"],
+        ["rollout.max_model_len=512"],
+        ["algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=4"],
+    ],
+)
+def test_layouts_that_fit(misfits: Misfits, overrides: list[str]) -> None:
+    assert misfits(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["train.tp=3", "rollout.tp=1"],
+            [
+                "train.tp=3 does not divide num_attention_heads=4: nearest valid values of train.tp are 2, 4",
+                "train.tp=3 and num_key_value_heads=2: one must divide the other: "
+                "nearest valid values of train.tp are 2, 4",
+                "train.tp=3 does not divide intermediate_size=256: nearest valid values of train.tp are 2, 4",
+            ],
+        ),
+        (
+            ["train.pp=3", "rollout.tp=4"],  # 4 does not divide the 6 ranks, but how many there are is not settled
+            ["train.pp=3 does not divide num_hidden_layers=4: nearest valid values of train.pp are 2, 4"],
+        ),
+        (
+            ["train.pp=8"],
+            ["train.pp=8 does not divide num_hidden_layers=4: nearest valid value of train.pp is 4"],
+        ),
+        (
+            ["train.vpp=3", "algorithm.prompts_per_step=64"],
+            [
+                "train.vpp=3 does not divide num_hidden_layers/train.pp=4/2=2: nearest valid value of train.vpp is 2",
+            ],
+        ),
+        (
+            ["train.pp=1", "train.vpp=2"],
+            ["train.vpp=2 interleaves pipeline stages, and train.pp=1 has one: set train.vpp=1, or train.pp=2"],
+        ),
+        (
+            ["train.ep=2", "train.etp=3", "train.cp=2"],
+            [
+                f"train.ep=2 {EXPERTS}: the only valid value is 1",
+                f"train.etp=3 {EXPERTS}: the only valid value is 1",
+                "train.cp=2 shards sequences, which this version does not: the only valid value is 1",
+            ],
+        ),
+        (
+            ["rollout.expert_parallel=true"],
+            [f"rollout.expert_parallel=true {EXPERTS}: the only valid value is false"],
+        ),
+        (
+            ["train.pp=1", "rollout.tp=4"],
+            ["rollout.tp=4 does not divide the train.tp*pp*cp*dp=2 ranks: nearest valid value of rollout.tp is 2"],
+        ),
+        (
+            ["rollout.max_new_tokens=256"],
+            ["rollout.max_new_tokens=256 leaves no room for a prompt in rollout.max_model_len=256: at most 255"],
+        ),
+        (
+            ["rollout.max_model_len=513"],
+            ["rollout.max_model_len=513 is more than max_position_embeddings=512: at most 512"],
+        ),
+        (
+            ["algorithm.samples_per_prompt=1"],
+            ["algorithm.samples_per_prompt=1: grpo compares samples of one prompt, so it needs 2 or more"],
+        ),
+        (
+            ["algorithm.prompts_per_step=33"],
+            [
+                "algorithm.prompts_per_step=33 is no multiple of the rollout replicas, ranks/rollout.tp=4/2=2: "
+                "nearest valid values of algorithm.prompts_per_step are 32, 34",
+            ],
+        ),
+        (
+            # 32 * 8 = 256 is no multiple of 24: 3 prompts are, and 2 replicas need an even number of them.
+            ["train.micro_batch_size=24"],
+            [
+                "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences, no multiple of "
+                "train.dp*train.micro_batch_size=1*24=24: "
+                "nearest valid values of algorithm.prompts_per_step are 30, 36",
+            ],
+        ),
+        (
+            # Interleaved stages want micro batches in rounds of pp=2, and 34 * 8 = 272 sequences make 17 of 16 each.
+            ["train.vpp=2", "train.micro_batch_size=16", "algorithm.prompts_per_step=34"],
+            [
+                "algorithm.prompts_per_step=34 of 8 samples each is 272 sequences, no multiple of "
+                "train.dp*train.micro_batch_size*train.pp=1*16*2=32: "
+                "nearest valid values of algorithm.prompts_per_step are 32, 36",
+            ],
+        ),
+        (
+            ["train.dp=2", "train.micro_batch_size=1024"],
+            [
+                "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences, no multiple of "
+                "train.dp*train.micro_batch_size=2*1024=2048: "
+                "nearest valid value of algorithm.prompts_per_step is 256",
+            ],
+        ),
+    ],
+)
+def test_layouts_that_do_not_fit(misfits: Misfits, overrides: list[str], expected: list[str]) -> None:
+    assert misfits(*overrides) == expected
+
+
+def test_offered_values_keep_every_rule_of_their_key(misfits: Misfits) -> None:
+    """6 and 12 divide the 12 heads, but not the intermediate size, so they are not offered."""
+    shape = replace(SHAPE, num_attention_heads=12, num_key_value_heads=4)
+    assert misfits("train.tp=5", "train.pp=1", "rollout.tp=1", shape=shape) == [
+        "train.tp=5 does not divide num_attention_heads=12: nearest valid value of train.tp is 4",
+        "train.tp=5 and num_key_value_heads=4: one must divide the other: nearest valid value of train.tp is 4",
+        "train.tp=5 does not divide intermediate_size=256: nearest valid value of train.tp is 4",
+    ]
+
+
+def test_the_vocabulary_as_vllm_pads_it(misfits: Misfits) -> None:
+    """500 pads to 512, which 3 ranks cannot share; 570 pads to 576 = 3 x 192, and they can."""
+    shape = replace(SHAPE, num_attention_heads=6, num_key_value_heads=3, intermediate_size=192, hidden_size=192)
+    overrides = ["train.tp=3", "train.pp=1", "rollout.tp=3"]
+    assert misfits(*overrides, shape=shape) == [
+        "rollout.tp=3 does not divide vocab_size=500 as vLLM pads it, 512: nearest valid value of rollout.tp is 1"
+    ]
+    assert misfits(*overrides, shape=replace(shape, vocab_size=570)) == []
+
+
+@pytest.mark.parametrize("head_dim", [16, 40, 120])
+def test_head_dims_that_vllm_refuses_on_cpu(misfits: Misfits, head_dim: int) -> None:
+    shape = replace(SHAPE, head_dim=head_dim)
+    near = {16: "value of head_dim is 32", 40: "values of head_dim are 32, 64", 120: "values of head_dim are 112, 128"}
+    assert misfits(shape=shape) == [
+        f"head_dim={head_dim} is not supported by vLLM's attention on CPU: nearest valid {near[head_dim]}"
+    ]
+    assert misfits(shape=shape, device="cuda") == []
+    assert misfits(shape=shape, text=SFT) == []
+
+
+def test_sft_asks_nothing_of_replicas_or_samples(misfits: Misfits) -> None:
+    overrides = ["algorithm.name=sft", "train.micro_batch_size=3", "algorithm.prompts_per_step=33"]
+    assert misfits(*overrides) == []
+    assert misfits(*overrides[:2]) == [
+        "algorithm.prompts_per_step=32 is no multiple of train.dp*train.micro_batch_size=1*3=3: "
+        "nearest valid values of algorithm.prompts_per_step are 30, 33"
+    ]
+
+
+def test_every_misfit_in_one_message(load: Callable[..., Recipe]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check_layout(load("train.ep=2", "train.pp=3", "rollout.max_model_len=600"), SHAPE, device="cpu")
+    assert str(caught.value).splitlines()[0] == "recipe demo-cpu does not fit its model:"
+    assert [line.split("=")[0] for line in caught.value.problems] == ["train.ep", "train.pp", "rollout.max_model_len"]
