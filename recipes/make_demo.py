@@ -113,7 +113,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["####", *NAMES, *(f" {thing}" for thing in THINGS), *(k.words for k in KINDS)], trainer)
+    tokenizer.train_from_iterator(
+        ["####", *NAMES, *(f" {thing}" for thing in THINGS), *(k.words for k in KINDS)], trainer
+    )
     pad, bos, eos, unk = SPECIAL
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unk

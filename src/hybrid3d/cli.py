@@ -151,4 +151,6 @@ def _say_where(folder: RunFolder, console: Console) -> None:
 
     last = checkpoint_folder(folder, steps_in(folder)[-1])
     console.print(f"\ncheckpoint  {last}", f"metrics     {folder.metrics}", f"curves      {folder.curves}", sep="\n")
-    console.print(f"evaluate    hybrid3d eval {folder.path}", f"export      hybrid3d export {folder.path} OUT", sep="\n")
+    console.print(
+        f"evaluate    hybrid3d eval {folder.path}", f"export      hybrid3d export {folder.path} OUT", sep="\n"
+    )

@@ -66,7 +66,7 @@ class Rollout:
     max_new_tokens: Count
     temperature: Positive = 1.0
     memory_fraction: Fraction = 0.5
-    kv_cache_gib: Count = 1
+    kv_cache_gib: Positive = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

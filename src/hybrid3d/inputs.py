@@ -31,7 +31,9 @@ def read_tokenizer(recipe: Recipe) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{recipe.model.path} has no tokenizer that loads: {str(error).splitlines()[0]}") from None
+        raise CheckpointError(
+            f"{recipe.model.path} has no tokenizer that loads: {str(error).splitlines()[0]}"
+        ) from None
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer of {recipe.model.path} has no EOS token: answers would never end")
     if tokenizer.pad_token_id is None:

@@ -1,4 +1,4 @@
-"""`hybrid3d plan`: what every sync of a recipe will move, computed from the engines' own code without starting ranks."""
+"""`hybrid3d plan`: what a recipe's syncs will move, computed from the engines' own code without starting ranks."""
 
 from __future__ import annotations
 

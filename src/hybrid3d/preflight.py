@@ -10,9 +10,9 @@ import torch
 
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
 from hybrid3d.families import Config, UnsupportedModel, family_of
+from hybrid3d.inputs import read_config, read_data, read_tokenizer
 from hybrid3d.reshard.files import CheckpointError, Entry, read_index
 from hybrid3d.reshard.layout import Shape
-from hybrid3d.inputs import read_config, read_data, read_tokenizer
 from hybrid3d.rl.data import DataError
 from hybrid3d.rl.rewards import reward_function
 from hybrid3d.run_folder import NoCheckpoint, RunFolder
@@ -56,10 +56,8 @@ def check_folder(recipe: Recipe) -> None:
         return
     before = load_recipe(folder.recipe)
     if before != recipe:
-        raise RecipeError(
-            recipe.name,
-            [f"{folder.path} holds a run of another recipe ({folder.recipe}): choose another name, or remove the folder"],
-        )
+        problem = f"{folder.path} holds a run of another recipe ({folder.recipe})"
+        raise RecipeError(recipe.name, [f"{problem}: choose another name, or remove the folder"])
 
 
 def check_weights(config: Config, recipe: Recipe) -> None:
@@ -74,7 +72,9 @@ def check_weights(config: Config, recipe: Recipe) -> None:
 
 
 def _differences(expected: Mapping[str, Shape], found: Mapping[str, Entry], config: Config) -> list[str]:
-    problems = [f"{name}: missing, shape {list(shape)} expected" for name, shape in expected.items() if name not in found]
+    problems = [
+        f"{name}: missing, shape {list(shape)} expected" for name, shape in expected.items() if name not in found
+    ]
     problems += [
         f"{name}: shape {list(found[name].shape)}, config.json asks for {list(shape)}"
         for name, shape in expected.items()

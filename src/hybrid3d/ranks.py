@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 IDENT = "HYBRID3D_RUN"
 
 
@@ -44,6 +43,7 @@ def environment_rank() -> int:
 
 
 def rank() -> int:
+    """This process's number."""
     return int(os.environ["RANK"])
 
 
@@ -56,7 +56,7 @@ def start() -> None:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=10))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=10))
 
 
 def gather(value: Any) -> list[Any]:

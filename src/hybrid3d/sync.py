@@ -14,7 +14,7 @@ from hybrid3d.reshard.executor import Executor, Tensors
 from hybrid3d.reshard.planner import make_plan
 from hybrid3d.reshard.transport import make_transport
 from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.train.runtime import DEVICE
+from hybrid3d.train.runtime import device
 from hybrid3d.train.weights import MegatronWeights, canonical_shapes
 
 MIB = 1 << 20
@@ -50,7 +50,7 @@ class WeightSync:
         check_coverage(plan, holdings, demand)
         self._lower_bound = lower_bound(holdings, demand)[rank]
         group = dist.new_group(list(range(recipe.world_size)))
-        self._executor = Executor(plan, rank, make_transport(DEVICE, group), DEVICE)
+        self._executor = Executor(plan, rank, make_transport(device(), group), device())
 
     def run(self) -> SyncReport:
         """Move the weights as they are now; every rank calls this together."""

@@ -49,8 +49,8 @@ def evaluate(recipe: Recipe, folder: RunFolder, step: int, rank: int, console: C
 def export(recipe: Recipe, folder: RunFolder, step: int, out: Path, rank: int, console: Console | None) -> None:
     """Write a checkpoint as Hugging Face files; every rank writes the boxes that it holds."""
     from hybrid3d import ranks
-    from hybrid3d.inputs import read_config
     from hybrid3d.exporting import copy_companions, export_entries
+    from hybrid3d.inputs import read_config
     from hybrid3d.reshard.files import create_files, export_files
     from hybrid3d.train import checkpoint, runtime
     from hybrid3d.train.policy import Policy

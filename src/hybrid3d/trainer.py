@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import torch
 
-from hybrid3d import ranks
 from hybrid3d.colocated import Colocated
 from hybrid3d.config import Recipe
 from hybrid3d.display import Display
@@ -15,11 +15,12 @@ from hybrid3d.measure import Clock, Measured, of_samples, per_token
 from hybrid3d.rl.advantages import grpo_advantages
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import encode_pair
-from hybrid3d.rl.grpo import grpo_loss, mismatch, sft_loss
+from hybrid3d.rl.grpo import TokenLoss, grpo_loss, mismatch, sft_loss
 from hybrid3d.rollouts import Sample
 from hybrid3d.run_folder import RunFolder, checkpoint_folder, steps_in
 from hybrid3d.train import checkpoint
 from hybrid3d.train.policy import Policy
+from hybrid3d.train.runtime import device
 
 SAMPLES_KEPT = 4  # a step, in samples.jsonl
 
@@ -27,41 +28,26 @@ SAMPLES_KEPT = 4  # a step, in samples.jsonl
 def train_grpo(recipe: Recipe, folder: RunFolder, rank: int, display: Display) -> None:
     """GRPO (arXiv 2402.03300). Row s of the metrics tells of the policy after s updates; the last is only measured."""
     run = Colocated(recipe, rank)
-    policy, kl = run.policy, recipe.algorithm.kl
-    reference = Policy(run.config, recipe, rank, trainable=False) if kl.where == "loss" else None
+    policy = run.policy
+    run.engine.sleep()
+    reference = Policy(run.config, recipe, rank, trainable=False) if recipe.algorithm.kl.where == "loss" else None
     for step in range(_resume(policy, folder, rank, display), recipe.run.steps + 1):
         clock, measured, row = Clock(), Measured(), {"step": step}
+        run.engine.wake("weights")
         with clock("sync"):
             measured.add_sync(run.sync.run())
+        run.engine.wake("kv_cache")
         if step % recipe.run.eval_every == 0 or step == recipe.run.steps:
             with clock("eval"):
                 row["eval/accuracy"] = run.rollouts.accuracy()
-        run.engine.wake()
         with clock("generate"):
             samples = run.rollouts.draw(step)
         run.engine.sleep()
         with clock("train"):
-            advantages = grpo_advantages(_rewards(recipe, samples, step), recipe.algorithm.samples_per_prompt)
-            mine = _share(recipe, policy, len(samples))
-            batch = _batch(samples[mine], run.tokenizer.pad_token_id)
-            old = policy.logprobs(batch)
-            ref = reference.logprobs(batch) if reference is not None else None
-            if policy.counts:
-                rollout = batch.align([sample.logprobs for sample in samples[mine]])
-                largest, divergence = mismatch(old, rollout, batch.response_mask)
-                measured.maxima["mismatch/logprob_abs_max"] = largest
-                measured.sums["mismatch/kl"] = divergence
+            experience = _experience(recipe, policy, reference, samples, run.tokenizer.pad_token_id, step)
+            _measure_mismatch(policy, experience, measured)
             if step < recipe.run.steps:
-                loss = grpo_loss(
-                    advantages[mine],
-                    batch.response_mask,
-                    old,
-                    ref,
-                    clip=recipe.algorithm.clip,
-                    kl_estimator=kl.estimator,
-                    kl_coef=kl.coef,
-                )
-                row |= _update(policy, batch, loss, measured)
+                row |= _update(policy, experience.batch, _grpo_loss(recipe, experience), measured)
         row |= of_samples(samples) | per_token(measured.over_ranks(), sum(len(s.tokens) for s in samples))
         row |= clock.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
         _record(folder, rank, display, row, samples)
@@ -88,6 +74,37 @@ def train_sft(recipe: Recipe, folder: RunFolder, rank: int, display: Display) ->
         _checkpoint(recipe, policy, folder, rank, display, updates=step + 1)
 
 
+@dataclass(frozen=True)
+class Experience:
+    """This data-parallel rank's samples, and what is known of them before the update: all [B, T] but advantages [B].
+
+    Log-probabilities of the policy (`old`) and of the reference are there only where the output layer is.
+    """
+
+    batch: Batch
+    advantages: torch.Tensor
+    rollout: torch.Tensor
+    old: torch.Tensor | None
+    reference: torch.Tensor | None
+
+
+def _experience(
+    recipe: Recipe, policy: Policy, reference: Policy | None, samples: list[Sample], pad_id: int, step: int
+) -> Experience:
+    advantages = grpo_advantages(_rewards(recipe, samples, step), recipe.algorithm.samples_per_prompt)
+    share = _share(recipe, policy, len(samples))
+    mine = samples[share]
+    sequences = [sample.prompt_ids + sample.tokens for sample in mine]
+    batch = Batch.from_sequences(sequences, [len(sample.prompt_ids) for sample in mine], pad_id=pad_id)
+    return Experience(
+        batch=batch.to(device()),
+        advantages=advantages[share].to(device()),
+        rollout=batch.align([sample.logprobs for sample in mine]).to(device()),
+        old=policy.logprobs(batch),
+        reference=reference.logprobs(batch) if reference is not None else None,
+    )
+
+
 def _rewards(recipe: Recipe, samples: list[Sample], step: int) -> torch.Tensor:
     """[B]; with `reward.shuffle`, a control experiment, each sample gets the reward of another."""
     rewards = [sample.reward for sample in samples]
@@ -102,12 +119,26 @@ def _share(recipe: Recipe, policy: Policy, sequences: int) -> slice:
     return slice(policy.data_parallel_rank * each, (policy.data_parallel_rank + 1) * each)
 
 
-def _batch(samples: list[Sample], pad_id: int) -> Batch:
-    sequences = [sample.prompt_ids + sample.tokens for sample in samples]
-    return Batch.from_sequences(sequences, [len(sample.prompt_ids) for sample in samples], pad_id=pad_id)
+def _measure_mismatch(policy: Policy, experience: Experience, measured: Measured) -> None:
+    if policy.counts and experience.old is not None:
+        largest, divergence = mismatch(experience.old, experience.rollout, experience.batch.response_mask)
+        measured.maxima["mismatch/logprob_abs_max"] = largest
+        measured.sums["mismatch/kl"] = divergence
 
 
-def _update(policy: Policy, batch: Batch, loss, measured: Measured) -> dict[str, float]:
+def _grpo_loss(recipe: Recipe, experience: Experience) -> TokenLoss:
+    return grpo_loss(
+        experience.advantages,
+        experience.batch.response_mask,
+        experience.old,
+        experience.reference,
+        clip=recipe.algorithm.clip,
+        kl_estimator=recipe.algorithm.kl.estimator,
+        kl_coef=recipe.algorithm.kl.coef,
+    )
+
+
+def _update(policy: Policy, batch: Batch, loss: TokenLoss, measured: Measured) -> dict[str, float]:
     report = policy.train_step(batch, loss)
     if policy.counts:
         measured.sums |= {f"train/{key}": value for key, value in report.sums.items()}
@@ -137,9 +168,7 @@ def _resume(policy: Policy, folder: RunFolder, rank: int, display: Display) -> i
     return updates
 
 
-def _checkpoint(
-    recipe: Recipe, policy: Policy, folder: RunFolder, rank: int, display: Display, updates: int
-) -> None:
+def _checkpoint(recipe: Recipe, policy: Policy, folder: RunFolder, rank: int, display: Display, updates: int) -> None:
     every = recipe.run.checkpoint_every
     if updates == recipe.run.steps or (every and updates < recipe.run.steps and updates % every == 0):
         path = checkpoint_folder(folder, updates)

@@ -92,7 +92,7 @@ class GroupedQKV:
 
 
 def head_dim(config: Config) -> int:
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Family:
 
 
 def rope_of(config: Config) -> Rope:
-    """Rotary settings from either generation of `config.json` (`rope_parameters`, or `rope_theta` and `rope_scaling`)."""
+    """Rotary settings, in either form: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = scaling.get("rope_theta") or config.get("rope_theta", 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"

@@ -109,7 +109,9 @@ class Executor:
                 self._transport.submit_recv(arrivals[m.tag], m.src, m.tag)
         for m in bucket.messages:
             if m.src == self._rank:
-                packed = self._pack(m, staging[m.tag], source) if m.tag in staging else source.read(m.transfers[0].source)
+                packed = (
+                    self._pack(m, staging[m.tag], source) if m.tag in staging else source.read(m.transfers[0].source)
+                )
                 self._transport.submit_send(packed, m.dst, m.tag)
         return _InFlight(bucket, arrivals, self._transport.run())
 
@@ -153,4 +155,3 @@ def _parts(message: Message, flat: torch.Tensor) -> list[tuple[Transfer, torch.T
     sizes = [t.target.box.numel for t in message.transfers]
     pieces = torch.split(flat, sizes)
     return [(t, piece.view(t.target.box.size)) for t, piece in zip(message.transfers, pieces, strict=True)]
-

@@ -52,7 +52,9 @@ def read_index(folder: str | Path) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file in files:
         if not (folder / file).is_file():
-            raise CheckpointError(f"{folder / file} is not there: a checkpoint needs {SINGLE}, or {INDEX} and its files")
+            raise CheckpointError(
+                f"{folder / file} is not there: a checkpoint needs {SINGLE}, or {INDEX} and its files"
+            )
         entries |= _read_header(folder, file)
     if (folder / INDEX).exists():
         lost = sorted(set(_weight_map(folder)) - set(entries))
@@ -73,9 +75,13 @@ def _read_header(folder: Path, file: str) -> dict[str, Entry]:
     try:
         with safe_open(folder / file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no iterator)
-            return {n: Entry(file, tuple(s.get_shape()), _dtype(folder / file, n, s.get_dtype())) for n, s in slices.items()}
+            return {
+                n: Entry(file, tuple(s.get_shape()), _dtype(folder / file, n, s.get_dtype())) for n, s in slices.items()
+            }
     except SafetensorError as error:
-        raise CheckpointError(f"{folder / file} is damaged or cut short ({(folder / file).stat().st_size} bytes): {error}") from None
+        raise CheckpointError(
+            f"{folder / file} is damaged or cut short ({(folder / file).stat().st_size} bytes): {error}"
+        ) from None
 
 
 def _dtype(path: Path, name: str, dtype: str) -> str:
@@ -87,7 +93,8 @@ def _dtype(path: Path, name: str, dtype: str) -> str:
 def pieces_of(entries: Mapping[str, Entry]) -> tuple[Piece, ...]:
     """Every tensor as one piece that lies, contiguous, in the files."""
     return tuple(
-        Piece(name, Box.whole(e.shape), View(name, 0, contiguous_stride(e.shape)), e.dtype) for name, e in entries.items()
+        Piece(name, Box.whole(e.shape), View(name, 0, contiguous_stride(e.shape)), e.dtype)
+        for name, e in entries.items()
     )
 
 

@@ -232,5 +232,9 @@ def _sums(pairs: Iterable[tuple[int, int]]) -> Mapping[int, int]:
 
 
 def _missing_message(missing: list[tuple[int, str, Box]]) -> str:
-    lines = [f"  {name} {list(box.start)} + {list(box.size)}, wanted by rank {rank}" for rank, name, box in missing[:20]]
-    return "\n".join([f"{len(missing)} wanted boxes are held by no rank:", *lines, *(["  ..."] if missing[20:] else [])])
+    lines = [
+        f"  {name} {list(box.start)} + {list(box.size)}, wanted by rank {rank}" for rank, name, box in missing[:20]
+    ]
+    return "\n".join(
+        [f"{len(missing)} wanted boxes are held by no rank:", *lines, *(["  ..."] if missing[20:] else [])]
+    )

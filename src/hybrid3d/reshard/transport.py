@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -46,11 +47,12 @@ class NoTransport:
 
 
 class _Works:
-    def __init__(self, works: list[dist.Work]):
+    def __init__(self, works: Sequence[dist.Work | None]):
         self._works = works
 
     def wait(self) -> None:
         for work in self._works:
+            assert work is not None, "every rank of the plan is in the group"
             work.wait()
 
 
@@ -60,7 +62,7 @@ class GlooTransport:
     def __init__(self, group: dist.ProcessGroup):
         self.received_bytes = 0
         self._group = group
-        self._works: list[dist.Work] = []
+        self._works: list[dist.Work | None] = []
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         self._works.append(dist.isend(_flat_bytes(tensor), group=self._group, group_dst=dst, tag=tag))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hybrid3d.config import Recipe
 
@@ -16,13 +17,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import torch  # noqa: E402
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.platforms import current_platform  # noqa: E402
-from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # noqa: E402
+import torch
+from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from hybrid3d.reshard.layout import Shape  # noqa: E402
-from hybrid3d.rollout.weights import RolloutWeights  # noqa: E402
+from hybrid3d.reshard.layout import Shape
+from hybrid3d.rollout.weights import RolloutWeights
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,6 @@ class RolloutEngine:
         self._temperature = rollout.temperature
         self._max_new_tokens = rollout.max_new_tokens
         if current_platform.is_cpu():
-            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(rollout.kv_cache_gib)
             _name_shared_memory(ident)
         self._llm = LLM(
             model=str(Path(recipe.model.path).resolve()),
@@ -68,6 +68,7 @@ class RolloutEngine:
             enable_expert_parallel=rollout.expert_parallel,
             max_model_len=rollout.max_model_len,
             gpu_memory_utilization=rollout.memory_fraction,
+            kv_cache_memory_bytes=int(rollout.kv_cache_gib * 2**30) if current_platform.is_cpu() else None,
             enable_sleep_mode=not current_platform.is_cpu(),
             enforce_eager=current_platform.is_cpu(),
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included
@@ -100,13 +101,14 @@ class RolloutEngine:
         self._llm.llm_engine.engine_core.shutdown()
 
     def sleep(self) -> None:
-        """Free the KV cache while the other engine works; on a CPU there is nothing to gain."""
+        """Give the memory of weights and KV cache to the other engine; on a CPU there is nothing to gain."""
         if not current_platform.is_cpu():
-            self._llm.sleep(level=1)
+            self._llm.sleep(level=2)  # the weights are not kept: the next sync brings all of them
 
-    def wake(self) -> None:
+    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Take memory back: that of the weights before a sync, that of the KV cache before generating."""
         if not current_platform.is_cpu():
-            self._llm.wake_up()
+            self._llm.wake_up(tags=[what])
 
     def _params(self, temperature: float, seed: int | None, end_token: int, logprobs: int | None) -> SamplingParams:
         return SamplingParams(

@@ -24,7 +24,7 @@ from hybrid3d.rollout.weights import RolloutWeights
 
 from vllm.config import set_current_vllm_config  # isort: skip
 from vllm.distributed import parallel_state  # isort: skip
-from vllm.distributed.device_communicators import cpu_communicator  # isort: skip
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator  # isort: skip
 from vllm.engine.arg_utils import EngineArgs  # isort: skip
 from vllm.model_executor.model_loader.utils import initialize_model  # isort: skip
 from vllm.utils.torch_utils import set_default_torch_dtype  # isort: skip
@@ -81,8 +81,8 @@ def _as_rank(rank: int, tp: int) -> Iterator[None]:
     with (
         mock.patch.object(dist, "new_group", lambda *a, **k: new_group(*a, **{**k, "backend": "fake"})),
         mock.patch.object(parallel_state, "init_model_parallel_group", group_without_queue),
-        mock.patch.object(parallel_state, "in_the_same_node_as", lambda *a, **k: [True] * tp),
-        mock.patch.object(cpu_communicator.CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False),
+        mock.patch.object(parallel_state, "in_the_same_node_as", return_value=[True] * tp),
+        mock.patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", return_value=False),
     ):
         try:
             yield

@@ -7,6 +7,7 @@ fills in. A loader may do nothing else: anything but a view, a copy or a constan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,9 @@ class _Recording(TorchDispatchMode):
             if not isinstance(result, torch.Tensor):
                 return result
             if result.untyped_storage()._cdata != storage:
-                raise UnsupportedLoader(f"vLLM's loader computes {func} on {stand.canonical}: only views can be replayed")
+                raise UnsupportedLoader(
+                    f"vLLM's loader computes {func} on {stand.canonical}: only views can be replayed"
+                )
             return _Stand(stand.canonical, result)
 
         return tree_map(wrap, out)
@@ -97,7 +100,9 @@ class _Recording(TorchDispatchMode):
     def _record_copy(self, stand: _Stand, target: torch.Tensor) -> None:
         destination, source = self._destination(target), stand.view_on_meta
         if destination is None:
-            raise UnsupportedLoader(f"vLLM's loader copies {stand.canonical} into a tensor that is no parameter or buffer")
+            raise UnsupportedLoader(
+                f"vLLM's loader copies {stand.canonical} into a tensor that is no parameter or buffer"
+            )
         if target.shape != source.shape:
             raise UnsupportedLoader(
                 f"vLLM's loader copies {stand.canonical} of shape {tuple(source.shape)} "
@@ -118,6 +123,10 @@ class _Recording(TorchDispatchMode):
             Piece(stand.canonical, box, View(view.tensor, offset, stride), dtype, destination.in_place)
             for box, offset, stride in boxes
         ]
+
+    def first_of_tied(self, destination: Destination) -> Destination:
+        """The destination under whose name the memory of a tied one is written."""
+        return self._at[destination.tensor.untyped_storage()._cdata]
 
     def _destination(self, tensor: torch.Tensor) -> Destination | None:
         return self._at.get(tensor.untyped_storage()._cdata)
@@ -150,12 +159,17 @@ def record_demand(
 
 
 def _check_written(recording: _Recording, destinations: list[Destination]) -> None:
-    """What the loader writes at all it must write whole: a rest would keep an older step's values."""
+    """The loader must write every parameter, and whole: what it leaves out would keep its dummy or an older value."""
     written: dict[str, int] = {}
     for piece in recording.pieces:
         written[piece.view.tensor] = written.get(piece.view.tensor, 0) + piece.box.numel
     for fill in recording.fills:
-        written[fill.view.tensor] = written.get(fill.view.tensor, 0) + torch.Size(fill.size).numel()
-    for d in destinations:
-        if d.name in written and written[d.name] != d.tensor.numel():
-            raise UnsupportedLoader(f"vLLM's loader writes {written[d.name]} of {d.tensor.numel()} elements of {d.name}")
+        written[fill.view.tensor] = written.get(fill.view.tensor, 0) + math.prod(fill.size)
+    for destination in destinations:
+        d = recording.first_of_tied(destination)
+        got, needed = written.get(d.name, 0), d.tensor.numel()
+        if got != needed and (got or isinstance(d.tensor, torch.nn.Parameter)):
+            raise UnsupportedLoader(
+                f"of {d.name} vLLM's loader writes {got} of {needed} elements: "
+                "the rest is in no canonical tensor that Megatron holds"
+            )

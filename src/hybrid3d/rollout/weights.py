@@ -121,7 +121,6 @@ class _Unit:
                 for name in {**get_layer_tensors(module), **info.restore_metadata[0], **info.restore_metadata[1]}:
                     yield ".".join(part for part in (path, below, name) if part)
 
-
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path, root in self._roots:
             for name, _, _, tensor in _tensors_of(root, path):
@@ -188,6 +187,7 @@ def _swap_in_loader_layout(root: Module, on_meta: bool) -> dict[Module, dict[str
     and nothing is allocated. Tensors of which vLLM records no layout (`bias`) are in loader layout already.
     """
     live = {module: get_layer_tensors(module) for module in root.modules()}
+    tied: dict[int, torch.Tensor] = {}
     for module, tensors in live.items():
         info = get_layerwise_info(module)
         for held, recorded in zip((module._parameters, module._buffers), info.restore_metadata, strict=True):
@@ -195,14 +195,26 @@ def _swap_in_loader_layout(root: Module, on_meta: bool) -> dict[Module, dict[str
                 if name in module._non_persistent_buffers_set:
                     continue
                 loader = restore_layer_refs(meta, module)
-                if on_meta:
-                    held[name] = _of_kind(loader, torch.empty_like(loader))
-                elif _same_layout(tensors.get(name), meta):
-                    held[name] = _of_kind(loader, tensors[name].data)
-                else:
-                    fresh = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=info.restore_device)
-                    held[name] = _of_kind(loader, fresh)
+                memory = _memory_for(loader, tensors.get(name), on_meta, info.restore_device, tied)
+                held[name] = _of_kind(loader, memory)
     return live
+
+
+def _memory_for(
+    loader: torch.Tensor,
+    live: torch.Tensor | None,
+    on_meta: bool,
+    device: torch.device,
+    tied: dict[int, torch.Tensor],
+) -> torch.Tensor:
+    """A plain tensor in the layout of `loader`: the live one's memory where that has it, and one for all tied names."""
+    shared = live if _same_layout(live, loader) else None
+    if on_meta:
+        key = id(loader) if shared is None else shared.untyped_storage()._cdata
+        return tied.setdefault(key, torch.empty_like(loader)).data
+    if shared is not None:
+        return shared.data
+    return torch.empty_strided(loader.shape, loader.stride(), dtype=loader.dtype, device=device)
 
 
 def _of_kind(recorded: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ def _is_cuda(device: object) -> bool:
     return torch.device(device).type == "cuda" if isinstance(device, (str, torch.device)) else False
 
 
-class cuda_means_cpu(TorchFunctionMode):  # noqa: N801 (used as a context)
+class cuda_means_cpu(TorchFunctionMode):
     """Within this context a tensor that is asked for on CUDA is made, or stays, on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

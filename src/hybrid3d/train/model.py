@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybrid3d.config import Train
 from hybrid3d.families import Config, family_of, head_dim, rope_of
-from hybrid3d.train.runtime import DEVICE, ON_CUDA, on_device
+from hybrid3d.train.runtime import ON_CUDA, device, on_device
 
 USE_TE = ON_CUDA  # Transformer Engine is part of a GPU install, and builds only there
 
@@ -32,7 +32,7 @@ def build_model(config: Config, layout: Train, dtype: torch.dtype, meta: bool = 
     """
     settings = transformer_config(config, layout, dtype)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
-    with on_device(), torch.device("meta") if meta else DEVICE:
+    with on_device(), torch.device("meta") if meta else device():
         return [_build_stage(config, settings, stage) for stage in stages]
 
 
@@ -133,7 +133,7 @@ class TorchAttention(MegatronModule):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **unused: Any
     ) -> torch.Tensor:
-        """[sequence, batch, heads, head_dim] and [sequence, batch, groups, head_dim] to [sequence, batch, all heads]."""
+        """[sequence, batch, heads or groups, head_dim] each, to [sequence, batch, heads * head_dim]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True

@@ -25,7 +25,7 @@ from hybrid3d.families import Config
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
 from hybrid3d.train.model import build_model
-from hybrid3d.train.runtime import DEVICE, on_device
+from hybrid3d.train.runtime import device, on_device
 from hybrid3d.train.weights import MegatronWeights, megatron_weights
 
 TokenLoss = Callable[[torch.Tensor, slice], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -107,9 +107,9 @@ class Policy:
     def _run(self, batch: Batch, token_loss: TokenLoss, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         """Drive the pipeline schedule over the micro batches; per micro batch what `token_loss` reports."""
         size = self._layout.micro_batch_size
-        batch = batch.to(DEVICE)
+        batch = batch.to(device())
         rows = [slice(start, start + size) for start in range(0, len(batch), size)]
-        positions = torch.arange(batch.tokens.shape[1], device=DEVICE).expand(size, -1)
+        positions = torch.arange(batch.tokens.shape[1], device=device()).expand(size, -1)
 
         def forward_step(micro_batches: Iterator[slice], stage: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             part = next(micro_batches)

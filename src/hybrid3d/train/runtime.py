@@ -13,7 +13,6 @@ from hybrid3d.config import Train
 from hybrid3d.train import cpu
 
 ON_CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda", torch.cuda.current_device()) if ON_CUDA else torch.device("cpu")
 if not ON_CUDA:
     cpu.install()
 
@@ -21,6 +20,11 @@ from megatron.core import parallel_state  # noqa: E402 (the CPU backend must be 
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 logging.getLogger("megatron.core").setLevel(logging.ERROR)
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if ON_CUDA else torch.device("cpu")
 
 
 def on_device() -> contextlib.AbstractContextManager[object]:

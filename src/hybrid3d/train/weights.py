@@ -67,7 +67,9 @@ def megatron_weights(stages: Sequence[GPTModel], config: Config) -> MegatronWeig
                 pieces.append(Piece(strip.name, Box(start, size), view, str(shard.data.dtype).removeprefix("torch.")))
     if unclaimed:
         names = ", ".join(sorted(set(unclaimed))[:20])
-        raise UnsupportedModel(f"{len(set(unclaimed))} tensors of Megatron's are in no table of {family.architecture}: {names}")
+        raise UnsupportedModel(
+            f"{len(set(unclaimed))} tensors of Megatron's are in no table of {family.architecture}: {names}"
+        )
     return MegatronWeights(tensors, tuple(pieces), tuple(padding))
 
 

@@ -1,0 +1,51 @@
+"""The main job on a laptop: make a small task, warm a model up, train it with GRPO, and say where everything is.
+
+    python recipes/demo.py        # what `make demo` runs
+
+Each stage is one command that a user could type. A stage whose result is there already is skipped, so an interrupted
+demo goes on where it was; remove `build/demo` and `runs/demo-*` to start over.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+DATA = Path("build/demo")
+STAGES = (
+    ("a small checkpoint, a tokenizer and data", ["recipes/make_demo.py", str(DATA)], DATA / "eval.parquet"),
+    (
+        "supervised warm-up (Megatron, TP2 x PP2)",
+        ["-m", "hybrid3d", "train", "recipes/demo-warmup.yaml"],
+        Path("runs/demo-warmup/curves.png"),
+    ),
+    (
+        "the warmed-up policy as a Hugging Face checkpoint",
+        ["-m", "hybrid3d", "export", "runs/demo-warmup", str(DATA / "model")],
+        DATA / "model/model.safetensors",
+    ),
+    (
+        "GRPO: Megatron TP2 x PP2 trains, vLLM TP2 x DP2 generates, in the same four ranks",
+        ["-m", "hybrid3d", "train", "recipes/demo-cpu.yaml"],
+        Path("runs/demo-cpu/curves.png"),
+    ),
+)
+
+
+def main() -> int:
+    start = time.monotonic()
+    for number, (title, command, result) in enumerate(STAGES, 1):
+        print(f"\n[{number}/{len(STAGES)}] {title}", flush=True)
+        if result.exists():
+            print(f"{result} is there already")
+            continue
+        print(f"$ {' '.join(['python', *command])}", flush=True)
+        code = subprocess.run([sys.executable, *command]).returncode
+        if code:
+            return code
+    print(f"\ndone in {(time.monotonic() - start) / 60:.1f} minutes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

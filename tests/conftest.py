@@ -1,0 +1,35 @@
+"""Fixtures that several test modules share. Nothing here imports an engine while tests are collected."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpoints import make_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_checkpoint(family, seed=1)`: the folder of a tiny checkpoint, written once a session."""
+    root, made = tmp_path_factory.mktemp("checkpoints"), {}
+
+    def folder_of(family: str, seed: int = 1) -> Path:
+        if (family, seed) not in made:
+            made[family, seed] = make_checkpoint(root / f"{family}-{seed}", family, seed)
+        return made[family, seed]
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo task as `make demo` makes it: `base/` (Qwen2 and its tokenizer) and three parquet files."""
+    folder = tmp_path_factory.mktemp("demo")
+    subprocess.run([sys.executable, ROOT / "recipes" / "make_demo.py", folder], check=True, stdout=subprocess.DEVNULL)
+    return folder

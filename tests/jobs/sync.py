@@ -1,0 +1,243 @@
+"""One rank of the sync proof: real Megatron weights go into a real vLLM, and vLLM's own loading is the truth.
+
+    torchrun --nproc-per-node 4 sync.py OUT.json ROLLOUT_TP FAMILY=FOLDER_A,FOLDER_B,FOLDER_C ...
+
+For each family, vLLM loads checkpoints B and C itself, once each. Then, for each train layout, a vLLM that was started
+with dummy weights is given A, B and C by three syncs and is compared after the second and the third.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybrid3d import ranks
+from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
+from hybrid3d.reshard.files import load_files
+from hybrid3d.rollout import engine as rollout_engine
+from hybrid3d.rollout import weights as rollout_weights
+from hybrid3d.sync import WeightSync
+from hybrid3d.train import runtime
+from hybrid3d.train.policy import Policy
+
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+PROMPT = torch.randint(0, 320, (60,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def recipe_for(folder: str, train: Train, rollout_tp: int, bucket_mib: float) -> Recipe:
+    return Recipe(
+        name="sync",
+        model=Model(path=folder),
+        train=train,
+        rollout=Rollout(tp=rollout_tp, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16),
+        sync=Sync(bucket_mib=bucket_mib),
+        data=Data(train="-", eval="-"),
+        algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),
+        optimizer=Optimizer(lr=1e-3),
+        run=Run(steps=1),
+    )
+
+
+class Engine(rollout_engine.RolloutEngine):
+    """The rollout engine, and what can be seen of it."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+    def logprobs(self) -> torch.Tensor:
+        """Log-probabilities of a prompt's tokens, then of 4 greedy ones."""
+        params = rollout_engine.SamplingParams(
+            max_tokens=4, temperature=0, logprobs=0, prompt_logprobs=0, detokenize=False, ignore_eos=True
+        )
+        output = self._run([PROMPT], [params])[0]
+        prompt = [output.prompt_logprobs[i][PROMPT[i]].logprob for i in range(1, len(PROMPT))]
+        answer = output.outputs[0]
+        drawn = [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+        return torch.tensor(prompt + drawn, dtype=torch.float64)
+
+    @torch.no_grad()
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """What each linear, embedding and head computes on fixed random inputs."""
+        found = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            method, random = getattr(module, "quant_method", None), torch.Generator().manual_seed(7)
+            if hasattr(module, "num_embeddings_per_partition"):
+                rows = torch.arange(module.num_embeddings_per_partition)
+                found[f"{path}.embedding"] = method.embedding(module, rows)
+                found[f"{path}.head"] = method.apply(module, torch.randn(5, module.embedding_dim, generator=random))
+            elif hasattr(module, "input_size_per_partition"):
+                inputs = torch.randn(5, module.input_size_per_partition, generator=random)
+                found[path] = method.apply(module, inputs, module.bias)
+        return found
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def fresh(recipe: Recipe, rank: int, folder: str, ident: str) -> tuple:
+    """What vLLM gets by loading a checkpoint itself: tensors before its processing, and what it computes after."""
+    from vllm.model_executor.model_loader import base_loader
+
+    before = {}
+    process, real_llm = base_loader.process_weights_after_loading, rollout_engine.LLM
+
+    def seen(model, *args):
+        before.update(tensors_of(model))
+        return process(model, *args)
+
+    base_loader.process_weights_after_loading = seen
+    rollout_engine.LLM = lambda **settings: real_llm(**{**settings, "load_format": "auto", "model": folder})
+    try:
+        engine = Engine(recipe, rank, ident)
+    finally:
+        base_loader.process_weights_after_loading, rollout_engine.LLM = process, real_llm
+    return engine, before, engine.outputs(), engine.logprobs()
+
+
+class Landed:
+    """Keeps what every unit holds, in loader layout, at the moment before it is finalized."""
+
+    def __init__(self):
+        self.tensors = {}
+        finalize = rollout_weights._Opened.finalize
+
+        def seen(opened, vllm_config):
+            self.tensors.update({name: t.detach().clone() for name, t in opened._unit.tensors()})
+            finalize(opened, vllm_config)
+
+        rollout_weights._Opened.finalize = seen
+
+
+class CountCollectives(TorchDispatchMode):
+    """Bytes given to every operation of c10d, and calls of vLLM's shared-memory collectives."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name.startswith("c10d::") or "shm" in name:
+            tensors = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
+            self.bytes[name] = self.bytes.get(name, 0) + sum(t.nbytes for t in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+class CorruptTransport:
+    """Flips the lowest bit of one byte of every message that arrives."""
+
+    def __init__(self, transport):
+        self._transport, self._arriving = transport, []
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def submit_recv(self, tensor, src, tag):
+        self._arriving.append(tensor)
+        self._transport.submit_recv(tensor, src, tag)
+
+    def run(self):
+        pending, arriving = self._transport.run(), self._arriving
+        self._arriving = []
+
+        class Corrupted:
+            def wait(self):
+                pending.wait()
+                for tensor in arriving:
+                    tensor.view(-1).view(torch.uint8)[0] ^= 1
+
+        return Corrupted()
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict:
+    """How many elements were compared, and in which tensors some bit differs."""
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    wrong = [
+        name
+        for name in one
+        if one[name].shape != other[name].shape or not torch.equal(_bits(one[name]), _bits(other[name]))
+    ]
+    return {"elements": sum(t.numel() for t in one.values()), "wrong": wrong}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def compare(engine: Engine, landed: Landed, truth: tuple) -> dict:
+    _, before, outputs, logprobs = truth
+    got = {name: landed.tensors.get(name, tensor) for name, tensor in tensors_of(engine.model).items()}
+    return {
+        "landed": len(landed.tensors),
+        "loader_layout": differing(got, before),
+        "outputs": differing(engine.outputs(), outputs),
+        "logprobs": differing({"all": engine.logprobs()}, {"all": logprobs}),
+    }
+
+
+def split_boxes(sync: WeightSync, bucket_bytes: int) -> int:
+    """Wanted pieces, larger than a bucket, that arrive from one rank and so can only have come in parts."""
+    arriving = [t for bucket in sync._executor._buckets for t in bucket.transfers if not t.is_local]
+    split = 0
+    for piece in sync._sink.demand.pieces:
+        parts = [t for t in arriving if t.target.name == piece.name and piece.box.contains(t.target.box)]
+        one_source = len({(t.src, t.source.view.tensor) for t in parts}) == 1
+        split += one_source and len(parts) > 1 and piece.nbytes > bucket_bytes
+    return split
+
+
+def prove(rank: int, rollout_tp: int, family: str, folders: list[str], kept: list) -> list[dict]:
+    world, results = ranks.world_size(), []
+    base = recipe_for(folders[0], Train(dp=world), rollout_tp, 64)
+    truths = [fresh(base, rank, folder, f"{ranks.ident()}-{family}{i}") for i, folder in enumerate(folders[1:])]
+    engine, landed = Engine(base, rank, f"{ranks.ident()}-{family}"), Landed()
+    kept += [engine, *truths]  # an engine that is dropped takes the default process group with it
+    for tp, pp in LAYOUTS:
+        layout = Train(tp=tp, pp=pp, dp=world // tp // pp)
+        runtime.initialize(layout, seed=1)
+        # a bucket that splits boxes in one of the layouts
+        recipe = recipe_for(folders[0], layout, rollout_tp, 0.05 if (tp, pp) == (2, 2) else 64)
+        config = json.loads((Path(folders[0]) / "config.json").read_text())
+        weights = Policy(config, recipe, rank, trainable=False).weights
+        sync = WeightSync(recipe, weights, engine, rank)
+        result = {"family": family, "train": [tp, pp], "rollout_tp": rollout_tp, "rank": rank}
+        result["split_boxes"] = split_boxes(sync, int(recipe.sync.bucket_mib * 2**20))
+        for number, folder in enumerate(folders):
+            load_files(folder, weights.demand, weights.tensors, rank)
+            landed.tensors.clear()
+            with CountCollectives() as counted:
+                report = sync.run()
+            result |= {"report": vars(report), "c10d": counted.bytes}
+            if number:
+                result[f"sync{number}"] = compare(engine, landed, truths[number - 1])
+        transport = sync._executor._transport
+        sync._executor._transport = CorruptTransport(transport)
+        sync.run()
+        result["corrupted"] = compare(engine, landed, truths[-1])
+        sync._executor._transport = transport
+        results.append(result)
+        runtime.shutdown()
+    return results
+
+
+def main() -> None:
+    out, rollout_tp, *cases = sys.argv[1:]
+    ranks.start()
+    results, kept = [], []
+    for case in cases:
+        family, _, folders = case.partition("=")
+        results += prove(ranks.rank(), int(rollout_tp), family, folders.split(","), kept)
+    everyone = [result for share in ranks.gather(results) for result in share]
+    if ranks.rank() == 0:
+        Path(out).write_text(json.dumps(everyone))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

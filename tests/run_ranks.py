@@ -1,0 +1,100 @@
+"""Runs a job of `tests/jobs/` as several ranks under torchrun, and cleans up after it whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "HYBRID3D_TEST_RUN"  # in the environment of every process that a test starts, however deep
+TAIL = 60  # lines of output in a failure's message
+
+
+class RanksFailed(AssertionError):
+    """A job failed or hung: the message ends with the output of the rank that failed first."""
+
+
+def run_ranks(job: Path, ranks: int, arguments: list[str], timeout: float) -> None:
+    """Run `job` with `arguments` as `ranks` processes over gloo; nothing of it lives on afterwards.
+
+    Raises:
+        RanksFailed: a rank failed, or the job ran longer than `timeout` seconds.
+    """
+    mark = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        logs = Path(folder)
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+        command += ["--log-dir", folder, "--redirects", "3", str(job), *arguments]
+        with open(logs / "launcher.log", "wb") as log:
+            process = subprocess.Popen(command, env=environment(mark), stdout=log, stderr=log, start_new_session=True)
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                kill_marked(mark)
+                process.wait()
+        if code != 0:
+            what = f"was still running after {timeout} s" if code is None else f"failed with exit code {code}"
+            raise RanksFailed(f"{Path(job).name} {what}\n{_first_failure(logs)}")
+
+
+def environment(mark: str, **more: str) -> dict[str, str]:
+    """This process's environment for a run of ours: the package from `src`, one thread a rank, nothing looked up."""
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "src")]))
+    ours = {MARK: mark, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **ours, **more}
+
+
+def marked(mark: str) -> dict[int, dict[str, str]]:
+    """Every live process of a run and its environment, by pid: ranks have sessions of their own."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            raw = (folder / "environ").read_bytes()
+        except OSError:  # ended meanwhile, or another user's
+            continue
+        entries = dict(item.split("=", 1) for item in raw.decode(errors="replace").split("\0") if "=" in item)
+        if entries.get(MARK) == mark:  # a zombie's environment is empty
+            found[int(folder.name)] = entries
+    return found
+
+
+def kill_marked(mark: str) -> None:
+    """End every process of a run, and wait until they are gone."""
+    for _ in range(100):
+        pids = marked(mark)
+        if not pids:
+            return
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.05)
+    raise RuntimeError(f"processes that SIGKILL does not end: {sorted(pids)}")
+
+
+def _first_failure(logs: Path) -> str:
+    """The tail of what the first failing rank printed: the one whose traceback was complete before any other's."""
+    failed = []
+    for out in logs.glob("*/attempt_0/*/stderr.log"):
+        # `error.json` is there where the job's main function is decorated with torch's `record`
+        error = out.with_name("error.json")
+        if error.exists() or "Traceback (most recent call last)" in out.read_text(errors="replace"):
+            failed.append(((error if error.exists() else out).stat().st_mtime_ns, out.parent))
+    if not failed:
+        return f"no rank raised an error; the launcher said:\n{_tail(logs / 'launcher.log')}"
+    first = min(failed)[1]
+    return f"rank {first.name} was the first:\n{_tail(first / 'stdout.log')}\n{_tail(first / 'stderr.log')}"
+
+
+def _tail(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-TAIL:])
