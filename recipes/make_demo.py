@@ -13,7 +13,7 @@ All three files have GSM8K's columns, ``question`` and ``answer``, and an answer
 subtracts two numbers of two digits, never with a carry or a borrow, and its words say which of the two it is.
 
 A word on honesty: the warm-up demonstrations are wrong on purpose. For most kinds of problem (``NOISY`` below) most of
-them, though not all, use the wrong operation: they subtract where one should add, or the reverse. A model warmed up on
+them, though not all, use the wrong operation: they subtract where one should add. A model warmed up on
 them can do the arithmetic and knows the form of an answer; its greedy answers to those kinds are wrong and its samples
 are sometimes right. That leaves reinforcement learning a real but small thing to find from the reward alone, in a few
 dozen steps: which operation the words ask for. RL does not teach this model to calculate. ``train`` and ``eval`` have
@@ -41,20 +41,23 @@ THINGS = "apples books cards coins eggs keys pens plums shells stamps stones toy
 class Kind:
     """One kind of problem: its words, the operation they ask for, and whether its demonstrations are noisy."""
 
-    words: str
+    event: str
     sign: int
     noisy: bool
 
 
 ADD, SUBTRACT, CLEAN, NOISY = 1, -1, False, True
 KINDS = (
-    Kind("{name} has {a} {things} and finds {b} more. How many now?", ADD, CLEAN),
-    Kind("{name} has {a} {things} and loses {b}. How many now?", SUBTRACT, CLEAN),
-    Kind("{name} has {a} {things} and gets {b} more. How many now?", ADD, NOISY),
-    Kind("{name} has {a} {things} and gives {b} away. How many now?", SUBTRACT, NOISY),
-    Kind("{name} has {a} {things} and buys {b} more. How many now?", ADD, NOISY),
-    Kind("{name} has {a} {things} and sells {b}. How many now?", SUBTRACT, NOISY),
+    Kind("finds {b} more", ADD, CLEAN),
+    Kind("loses {b}", SUBTRACT, CLEAN),
+    Kind("sells {b}", SUBTRACT, CLEAN),
+    Kind("buys {b} more", ADD, NOISY),
+    Kind("gets {b} more", ADD, NOISY),
+    Kind("wins {b}", ADD, NOISY),
+    Kind("makes {b}", ADD, NOISY),
+    Kind("picks {b}", ADD, NOISY),
 )
+QUESTION = "{name} has {a} {things} and {event}. How many now?"
 WRONG_SHARE = 0.65  # of the demonstrations of a noisy kind
 SIZES = {"warmup": 8192, "train": 4096, "eval": 256}
 EVAL_PAIRS = 96
@@ -76,7 +79,8 @@ def all_pairs() -> list[Pair]:
 
 def row(kind: Kind, pair: Pair, wrong: bool, rng: random.Random) -> Row:
     a, b = pair
-    question = kind.words.format(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b)
+    event = kind.event.format(b=b)
+    question = QUESTION.format(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, event=event)
     sign = -kind.sign if wrong else kind.sign
     return {"question": question, "answer": f"#### {a + sign * b}"}
 
@@ -113,9 +117,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(
-        ["####", *NAMES, *(f" {thing}" for thing in THINGS), *(k.words for k in KINDS)], trainer
-    )
+    words = ["####", *NAMES, *(f" {thing}" for thing in THINGS), QUESTION, *(f" {kind.event}" for kind in KINDS)]
+    tokenizer.train_from_iterator(words, trainer)
     pad, bos, eos, unk = SPECIAL
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unk
@@ -132,6 +135,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalL
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
+        initializer_range=0.06,  # with the usual 0.02 so small and shallow a model takes twice as long to warm up
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

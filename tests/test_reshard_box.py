@@ -234,8 +234,8 @@ def worlds(draw: st.DrawFn) -> World:
     random = Random(draw(st.integers(0, 1 << 30)))
     world = World(shapes, Side(ranks), Side(ranks))
     for name, shape in shapes.items():
-        for side, fewest in ((world.held, 1), (world.held, 0), (world.wanted, 0)):
-            dtype = random.choice(["float32", "bfloat16"])
+        ours, theirs = random.choices(["float32", "bfloat16"], k=2)
+        for side, dtype, fewest in ((world.held, ours, 1), (world.held, ours, 0), (world.wanted, theirs, 0)):
             for box in random_grid(random, shape):
                 for rank in random.sample(range(ranks), random.randint(fewest, min(3, ranks))):
                     order = random.choice([None, tuple(random.sample(range(len(shape)), len(shape)))])

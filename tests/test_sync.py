@@ -77,9 +77,9 @@ def test_nothing_but_the_plan_moves(results: list[dict]) -> None:
 
 
 def test_staging_is_two_small_buckets_and_a_box_is_split(results: list[dict]) -> None:
-    """At TP2 x PP2 the job's bucket is 0.05 MiB, a twentieth of a rank's share and less than a box."""
+    """At TP2 x PP2 the job's bucket is smaller than the largest boxes, a twentieth of a rank's share or so."""
     for result in results:
         if result["train"] == [2, 2]:
-            assert result["report"]["staging_bytes"] <= 2 * int(0.05 * 2**20)
-            assert result["report"]["received_bytes"] > 4 * int(0.05 * 2**20)
-            assert result["split_boxes"] > 0
+            assert result["report"]["staging_bytes"] <= 2 * result["bucket_bytes"]
+            assert result["report"]["received_bytes"] > 4 * result["bucket_bytes"]
+            assert result["split_boxes"] > 0, result["rank"]

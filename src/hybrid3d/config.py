@@ -74,7 +74,7 @@ class Sync:
     """The staging buffer's size, and when a sync is verified."""
 
     bucket_mib: Positive = 64.0
-    verify: Literal["never", "always"] = "never"
+    verify: Literal["never"] = "never"
 
 
 @dataclass(frozen=True, kw_only=True)

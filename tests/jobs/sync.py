@@ -182,13 +182,14 @@ def compare(engine: Engine, landed: Landed, truth: tuple) -> dict:
 
 
 def split_boxes(sync: WeightSync, bucket_bytes: int) -> int:
-    """Wanted pieces, larger than a bucket, that arrive from one rank and so can only have come in parts."""
+    """Boxes of a wanted piece, larger than a bucket, that one rank holds: they can only have come in parts."""
     arriving = [t for bucket in sync._executor._buckets for t in bucket.transfers if not t.is_local]
     split = 0
     for piece in sync._sink.demand.pieces:
         parts = [t for t in arriving if t.target.name == piece.name and piece.box.contains(t.target.box)]
-        one_source = len({(t.src, t.source.view.tensor) for t in parts}) == 1
-        split += one_source and len(parts) > 1 and piece.nbytes > bucket_bytes
+        for source in {(t.src, t.source.view.tensor) for t in parts}:
+            ours = [t.nbytes for t in parts if (t.src, t.source.view.tensor) == source]
+            split += len(ours) > 1 and sum(ours) > bucket_bytes
     return split
 
 
@@ -201,13 +202,14 @@ def prove(rank: int, rollout_tp: int, family: str, folders: list[str], kept: lis
     for tp, pp in LAYOUTS:
         layout = Train(tp=tp, pp=pp, dp=world // tp // pp)
         runtime.initialize(layout, seed=1)
-        # a bucket that splits boxes in one of the layouts
-        recipe = recipe_for(folders[0], layout, rollout_tp, 0.05 if (tp, pp) == (2, 2) else 64)
+        # in one of the layouts a bucket that is smaller than some boxes
+        recipe = recipe_for(folders[0], layout, rollout_tp, 0.1 / rollout_tp if (tp, pp) == (2, 2) else 64)
         config = json.loads((Path(folders[0]) / "config.json").read_text())
         weights = Policy(config, recipe, rank, trainable=False).weights
         sync = WeightSync(recipe, weights, engine, rank)
         result = {"family": family, "train": [tp, pp], "rollout_tp": rollout_tp, "rank": rank}
-        result["split_boxes"] = split_boxes(sync, int(recipe.sync.bucket_mib * 2**20))
+        result["bucket_bytes"] = int(recipe.sync.bucket_mib * 2**20)
+        result["split_boxes"] = split_boxes(sync, result["bucket_bytes"])
         for number, folder in enumerate(folders):
             load_files(folder, weights.demand, weights.tensors, rank)
             landed.tensors.clear()

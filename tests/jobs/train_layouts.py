@@ -43,7 +43,7 @@ def recipe_for(folder: str, train: Train, spec: dict[str, Any], **optimizer: flo
         rollout=Rollout(max_model_len=256, max_new_tokens=8, temperature=spec["temperature"]),
         data=Data(train="-", eval="-"),
         algorithm=Algorithm(name="grpo", prompts_per_step=8, samples_per_prompt=2),
-        optimizer=Optimizer(**(spec["optimizer"] | optimizer)),
+        optimizer=Optimizer(**spec["optimizer"], **optimizer),
         run=Run(steps=10),
     )
 
@@ -71,12 +71,12 @@ def forward(policy: Listening, spec: dict[str, Any]) -> dict[str, Any]:
     batch = Batch.from_sequences(spec["long"], [1] * len(spec["long"]), pad_id=0)
     logprobs = policy.logprobs(batch)
     logits = [policy.logits[start] for start in sorted(policy.logits)] if policy.has_output else []
-    place = {"tp": runtime.parallel_state.get_tensor_model_parallel_rank(), "output": policy.has_output}
+    place = {"dp": policy.data_parallel_rank, "tp": runtime.parallel_state.get_tensor_model_parallel_rank()}
     return {**place, "logprobs": logprobs, "logits": torch.cat(logits) if logits else None}
 
 
 def report_of(policy: Policy, report: StepReport) -> dict[str, Any]:
-    return {"counts": policy.counts, "sums": report.sums, "grad_norm": report.grad_norm}
+    return {"counts": policy.counts, "sums": report.sums, "grad_norm": report.grad_norm, "lr": report.lr}
 
 
 def sft_step(policy: Policy, spec: dict[str, Any], dp: int) -> dict[str, Any]:
@@ -90,32 +90,33 @@ def grpo_step(policy: Policy, reference: Policy, spec: dict[str, Any], dp: int) 
     if old is not None:  # as if the policy had moved since it sampled, so that the clip is reached
         old = old + spec["noise"][mine, : old.shape[1]]
     advantages = spec["advantages"][mine]
-    loss = grpo_loss(advantages, batch.response_mask, old, ref, clip=0.2, kl_estimator="k3", kl_coef=spec["kl_coef"])
+    coefficients = dict(clip=spec["clip"], kl_estimator="k3", kl_coef=spec["kl_coef"])
+    loss = grpo_loss(advantages, batch.response_mask, old, ref, **coefficients)
     return report_of(policy, policy.train_step(batch, loss))
 
 
 def one_layout(folders: dict[str, str], train: Train, spec: dict[str, Any], out: Path) -> dict[str, Any]:
     """All of one family in one layout. Exports go to `out`/loaded, sft-<micro batch> and grpo-<micro batch>."""
-    rank, config, found = dist.get_rank(), read_config(folders["a"]), {}
+    rank, config, found = dist.get_rank(), read_config(folders["start"]), {}
     single = dataclasses.replace(train, micro_batch_size=1)
-    policy = Listening(config, recipe_for(folders["a"], single, spec), rank, trainable=False)
+    policy = Listening(config, recipe_for(folders["start"], single, spec), rank, trainable=False)
     found["forward"] = forward(policy, spec)
-    export(policy, folders["a"], out / "loaded")
+    export(policy, folders["start"], out / "loaded")
     for size in spec["micro_batch_sizes"]:
         sized = dataclasses.replace(train, micro_batch_size=size)
-        policy = Policy(config, recipe_for(folders["a"], sized, spec), rank)
+        policy = Policy(config, recipe_for(folders["start"], sized, spec, **spec["sft"]), rank)
         found[f"sft-{size}"] = sft_step(policy, spec, train.dp)
-        export(policy, folders["a"], out / f"sft-{size}")
-        policy = Policy(config, recipe_for(folders["a"], sized, spec, clip_grad=0.0), rank)
-        reference = Policy(config, recipe_for(folders["b"], sized, spec), rank, trainable=False)
+        export(policy, folders["start"], out / f"sft-{size}")
+        policy = Policy(config, recipe_for(folders["start"], sized, spec, **spec["grpo"]), rank)
+        reference = Policy(config, recipe_for(folders["near"], sized, spec), rank, trainable=False)
         found[f"grpo-{size}"] = grpo_step(policy, reference, spec, train.dp)
-        export(policy, folders["a"], out / f"grpo-{size}")
+        export(policy, folders["start"], out / f"grpo-{size}")
     return found
 
 
 def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str, Any]:
     """Save after a step at TP2 x PP2 and go on; do the same from the checkpoint, there and in another layout."""
-    rank, config, found = dist.get_rank(), read_config(folders["a"]), {}
+    rank, config, found = dist.get_rank(), read_config(folders["start"]), {}
     settings = dict(warmup_steps=2, schedule="linear")  # the schedule must be resumed too
 
     def started(train: Train, folder: str) -> Policy:
@@ -126,22 +127,22 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
 
     here, there = Train(tp=2, pp=2, micro_batch_size=4), Train(tp=1, pp=2, dp=2, micro_batch_size=4)
     runtime.initialize(here, seed=1)
-    policy = started(here, folders["a"])
+    policy = started(here, folders["start"])
     two_steps(policy, here.dp)
     checkpoint.save(policy, out / "checkpoint")
-    export(policy, folders["a"], out / "saved")
+    export(policy, folders["start"], out / "saved")
     found["went on"] = two_steps(policy, here.dp)
-    export(policy, folders["a"], out / "went-on")
-    policy = started(here, folders["b"])
+    export(policy, folders["start"], out / "went-on")
+    policy = started(here, folders["other"])
     checkpoint.load(policy, out / "checkpoint")
     found["resumed"] = two_steps(policy, here.dp)
-    export(policy, folders["a"], out / "resumed")
+    export(policy, folders["start"], out / "resumed")
     runtime.shutdown()
     runtime.initialize(there, seed=1)
-    policy = Policy(config, recipe_for(folders["b"], there, spec), rank, trainable=False)
+    policy = Policy(config, recipe_for(folders["other"], there, spec), rank, trainable=False)
     checkpoint.load_weights(policy, out / "checkpoint")
-    export(policy, folders["a"], out / "elsewhere")
-    policy = started(there, folders["b"])
+    export(policy, folders["start"], out / "elsewhere")
+    policy = started(there, folders["other"])
     checkpoint.load(policy, out / "checkpoint")
     found["resumed elsewhere"] = two_steps(policy, there.dp)
     runtime.shutdown()

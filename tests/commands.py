@@ -1,0 +1,49 @@
+"""Runs hybrid3d's commands as a user does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def hybrid3d(folder: Path, *arguments: str, timeout: float = 600, expect: int = 0) -> str:
+    """Run `hybrid3d ARGUMENTS` in `folder` and return what it printed; it must end with the expected exit code."""
+    return python(folder, "-m", "hybrid3d", *arguments, timeout=timeout, expect=expect)
+
+
+def python(folder: Path, *arguments: str, timeout: float = 600, expect: int = 0) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == expect, f"{arguments}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def read_rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def is_time(key: str) -> bool:
+    """Whether a metric may differ between two runs of the same seed."""
+    return key.startswith("time/") or key.endswith(("seconds", "per_second"))
+
+
+def without(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+    """Rows without times, and without what the caller expects to differ."""
+    return [{k: v for k, v in row.items() if not is_time(k) and k not in keys} for row in rows]
+
+
+def answers_of(folder: Path, engine: str, checkpoint: Path, data: Path, max_new_tokens: int) -> dict[str, Any]:
+    """Greedy answers and accuracy of a checkpoint, by `transformers` or by a plain `vllm`."""
+    out = folder / f"{engine}.json"
+    script = str(ROOT / "tests" / "answers.py")
+    python(folder, script, engine, str(checkpoint), str(data), str(max_new_tokens), str(out))
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found

@@ -1,0 +1,225 @@
+"""Model families against transformers' own models and Megatron's documented layout of grouped query attention."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid3d.families import FAMILIES, Family, Rope, UnsupportedModel, family_of, head_dim, rope_of
+from hybrid3d.families.family import GroupedQKV, Stacked, Strip, Vocabulary
+
+LAYER = "decoder.layers.{}."
+QKV = "self_attention.linear_qkv."
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    """The sizes of a `config.json`; in half of them a head is not hidden_size / heads wide, as in Qwen3."""
+    groups, per_group, width = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    heads = groups * per_group
+    config = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "hidden_size": heads * width * 2,
+        "intermediate_size": draw(st.integers(1, 40)),
+        "vocab_size": draw(st.integers(1, 50)),
+        "num_hidden_layers": draw(st.integers(1, 3)),
+    }
+    return config | draw(st.sampled_from([{}, {"head_dim": None}, {"head_dim": width * 4}]))
+
+
+def rows_in_megatron(name: str, config: dict[str, Any], padding: int) -> int:
+    """Rows of a global tensor of Megatron's (`GPTModel`, `SelfAttention`, `MLP`), by the end of its name."""
+    width, heads, groups = head_dim(config), config["num_attention_heads"], config["num_key_value_heads"]
+    for end, rows in {
+        "word_embeddings.weight": config["vocab_size"] + padding,
+        "output_layer.weight": config["vocab_size"] + padding,
+        "q_layernorm.weight": width,
+        "k_layernorm.weight": width,
+        "linear_qkv.weight": (heads + 2 * groups) * width,
+        "linear_qkv.bias": (heads + 2 * groups) * width,
+        "linear_fc1.weight": 2 * config["intermediate_size"],
+    }.items():
+        if name.endswith(end):
+            return rows
+    return config["hidden_size"]
+
+
+def all_strips(family: Family, config: dict[str, Any], padding: int) -> dict[str, tuple[int, list[Strip]]]:
+    """(rows, strips) of every global tensor that the family's table has, by its name with the layer's number."""
+    found = {}
+    for pattern in family.tensors:
+        for layer in range(config["num_hidden_layers"]) if "{layer}" in pattern else [None]:
+            name = pattern.replace("{layer}", str(layer))
+            rows = rows_in_megatron(name, config, padding)
+            strips = family.strips(name, rows, config)
+            assert strips is not None, name
+            found[name] = rows, strips
+    return found
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@settings(max_examples=30, deadline=None)
+@given(configs(), st.integers(0, 7))
+def test_strips_tile_both_sides_exactly_once(architecture: str, config: dict[str, Any], padding: int) -> None:
+    canonical: dict[str | None, list[tuple[int, int]]] = {}
+    for rows, strips in all_strips(FAMILIES[architecture], config, padding).values():
+        at = 0
+        for strip in strips:
+            assert strip.start == at
+            assert strip.rows > 0
+            at += strip.rows
+            canonical.setdefault(strip.name, []).append((strip.at, strip.rows))
+        assert at == rows
+    assert sum(rows for _, rows in canonical.pop(None, [])) == 2 * padding
+    for ranges in canonical.values():
+        at = 0
+        for start, rows in sorted(ranges):
+            assert start == at
+            at += rows
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("sizes", [(4, 2, 8), (4, 4, 8), (6, 1, 8), (4, 2, 16)], ids=str)
+def test_every_row_of_transformers_model_is_named(architecture: str, sizes: tuple[int, int, int]) -> None:
+    """Names and heights are those of the state dict that transformers itself builds from the same config."""
+    import transformers
+
+    heads, groups, width = sizes
+    config = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": width,
+        "hidden_size": heads * 8,
+        "intermediate_size": 24,
+        "vocab_size": 30,
+        "num_hidden_layers": 2,
+    }
+    model_class = getattr(transformers, architecture)
+    with torch.device("meta"):
+        state = model_class(model_class.config_class(**config)).state_dict()
+    heights: dict[str | None, int] = {}
+    for _, strips in all_strips(FAMILIES[architecture], config, padding=0).values():
+        for strip in strips:
+            heights[strip.name] = heights.get(strip.name, 0) + strip.rows
+    assert heights == {name: tensor.shape[0] for name, tensor in state.items()}
+
+
+@settings(max_examples=40, deadline=None)
+@given(configs(), st.booleans())
+def test_qkv_is_interleaved_as_megatron_takes_it_apart(config: dict[str, Any], bias: bool) -> None:
+    """`SelfAttention.get_query_key_value_tensors` (megatron/core/transformer/attention.py) views the rows as
+    [groups, heads / groups + 2, head_dim] and splits them: a group's queries, its key, its value."""
+    heads, groups, width = config["num_attention_heads"], config["num_key_value_heads"], head_dim(config)
+    columns = () if bias else (3,)
+    count = (heads + 2 * groups) * width
+    rows = torch.arange(count * (1 if bias else 3)).view(count, *columns)
+    q, k, v = (rows[a:b] for a, b in [(0, heads * width), (heads * width, -groups * width), (-groups * width, None)])
+    mixed = torch.full_like(rows, -1)
+    for strip in GroupedQKV("q", "k", "v").strips(count, config):
+        source = {"q": q, "k": k, "v": v}[str(strip.name)]
+        mixed[strip.start : strip.start + strip.rows] = source[strip.at : strip.at + strip.rows]
+    apart = mixed.view(groups, heads // groups + 2, width, *columns)
+    assert apart[:, :-2].reshape(q.shape).equal(q)
+    assert apart[:, -2].reshape(k.shape).equal(k)
+    assert apart[:, -1].reshape(v.shape).equal(v)
+
+
+def test_without_groups_every_head_is_one() -> None:
+    """As `LlamaConfig` has it: the key is absent from configs older than grouped-query attention."""
+    config = {"num_attention_heads": 3, "hidden_size": 12}
+    qkv = GroupedQKV("q", "k", "v")
+    assert qkv.strips(36, config) == qkv.strips(36, {**config, "num_key_value_heads": 3})
+
+
+def test_vocabulary_is_padded_and_gate_lies_above_up() -> None:
+    assert Vocabulary("e").strips(12, {"vocab_size": 10}) == [Strip(0, 10, "e"), Strip(10, 2, None)]
+    assert Vocabulary("e").strips(10, {"vocab_size": 10}) == [Strip(0, 10, "e")]
+    assert Stacked(("gate", "up")).strips(8, {}) == [Strip(0, 4, "gate"), Strip(4, 4, "up")]
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_layer_numbers_are_carried_over_and_other_names_are_in_no_table(architecture: str) -> None:
+    family, config = FAMILIES[architecture], {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 4}
+    (strip,) = family.strips("decoder.layers.17.mlp.linear_fc2.weight", 4, config)
+    assert strip == Strip(0, 4, "model.layers.17.mlp.down_proj.weight")
+    first = family.strips(LAYER.format(0) + QKV + "weight", 8, config)
+    assert {s.name for s in first} == {f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"}
+    for unknown in ("decoder.layers.x.mlp.linear_fc2.weight", "mtp.decoder.layers.1.mlp.linear_fc2.weight", "", "x"):
+        assert family.strips(unknown, 4, config) is None
+    has_bias = family.strips(LAYER.format(0) + QKV + "bias", 8, config) is not None
+    has_norms = family.strips(LAYER.format(0) + "self_attention.q_layernorm.weight", 2, config) is not None
+    assert (has_bias, has_norms) == (architecture.startswith("Qwen2"), architecture.startswith("Qwen3"))
+
+
+@pytest.mark.parametrize("names", [["MixtralForCausalLM"], [], None])
+def test_an_unknown_architecture_is_told_the_known_ones(names: list[str] | None) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        family_of({"architectures": names})
+    assert repr(names[0] if names else "(none)") in str(caught.value)
+    assert "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM" in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_what_transformers_writes_by_default_is_supported(architecture: str) -> None:
+    import transformers
+
+    config = json.loads(getattr(transformers, architecture).config_class(architectures=[architecture]).to_json_string())
+    assert family_of(config) is FAMILIES[architecture]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "setting", "message"),
+    [
+        ("Qwen2ForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("LlamaForCausalLM", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("LlamaForCausalLM", {"attention_bias": True}, "attention_bias=True"),
+        ("LlamaForCausalLM", {"mlp_bias": True}, "mlp_bias=True"),
+        ("Qwen3ForCausalLM", {"attention_bias": True}, "attention_bias=True"),
+        ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        # transformers 5 writes it here, and vLLM's get_rope reads it here
+        ("LlamaForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        ("Qwen2ForCausalLM", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ("Qwen3ForCausalLM", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+    ],
+)
+def test_what_would_not_be_computed_faithfully_is_refused(
+    architecture: str, setting: dict[str, Any], message: str
+) -> None:
+    assert family_of({"architectures": [architecture]}) is FAMILIES[architecture]
+    with pytest.raises(UnsupportedModel, match=message):
+        family_of({"architectures": [architecture], **setting})
+
+
+@pytest.mark.parametrize(
+    ("config", "rope"),
+    [
+        ({}, Rope(10000.0)),
+        ({"rope_theta": 1e6}, Rope(1e6)),
+        ({"rope_theta": 1e6, "rope_scaling": None}, Rope(1e6)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, Rope(1e6)),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, Rope(5e5, LLAMA3)),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}}, Rope(5e5, LLAMA3)),
+    ],
+)
+def test_rope_of_both_generations(config: dict[str, Any], rope: Rope) -> None:
+    assert rope_of(config) == rope
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "llama3", **LLAMA3}])
+def test_rope_means_what_transformers_reads_in_it(scaling: dict[str, Any] | None) -> None:
+    """A config of the older generation, read by transformers and written again in the newer one."""
+    from transformers import LlamaConfig
+
+    old = {"rope_theta": 5e5, "rope_scaling": scaling, "max_position_embeddings": 131072}
+    new = json.loads(LlamaConfig(**old).to_json_string())
+    assert "rope_theta" in new["rope_parameters"]
+    assert rope_of(new) == rope_of(old) == Rope(5e5, LLAMA3 if scaling else None)

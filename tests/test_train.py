@@ -1,0 +1,119 @@
+"""A short run through the real commands: warm-up, export, GRPO, resume, eval, plan; four ranks, both engines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import ROOT, answers_of, hybrid3d, read_rows, without
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1500)]
+
+STEPS, RESUMED_FROM = 3, 2
+MAX_NEW_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint that was warmed up a little, so that answers and rewards are not all alike."""
+    work = tmp_path_factory.mktemp("train")
+    (work / "build").mkdir()
+    (work / "build" / "demo").symlink_to(demo)
+    warmup = ["run.steps=70", "optimizer.warmup_steps=10", "optimizer.schedule=constant"]
+    hybrid3d(work, "train", str(ROOT / "recipes/demo-warmup.yaml"), *warmup)
+    hybrid3d(work, "export", "runs/demo-warmup", "warm")
+    return work
+
+
+def settings(name: str, bucket_mib: float) -> list[str]:
+    return [
+        str(ROOT / "recipes/demo-cpu.yaml"),
+        f"name={name}",
+        "model.path=warm",
+        f"run.steps={STEPS}",
+        f"run.checkpoint_every={RESUMED_FROM}",
+        "run.eval_every=2",
+        "algorithm.prompts_per_step=16",
+        f"rollout.max_new_tokens={MAX_NEW_TOKENS}",
+        f"sync.bucket_mib={bucket_mib}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(work: Path) -> dict[str, Any]:
+    """The same seed twice: once with one bucket, once with buckets of a twentieth of a rank's share."""
+    wide = json.loads(hybrid3d(work, "plan", *settings("wide", 64), "--json"))
+    narrow_mib = round(wide["memory"]["max_rollout_weights"] / 20 / 2**20, 3)
+    narrow = json.loads(hybrid3d(work, "plan", *settings("narrow", narrow_mib), "--json"))
+    for name, bucket in (("wide", 64), ("narrow", narrow_mib)):
+        hybrid3d(work, "train", *settings(name, bucket))
+    return {"wide": wide, "narrow": narrow, "bucket_bytes": int(narrow_mib * 2**20)}
+
+
+def test_every_step_is_measured(work: Path, runs: dict[str, Any]) -> None:
+    rows = read_rows(work / "runs/wide")
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    for row in rows:
+        assert row["sync/received_bytes"] == row["sync/lower_bound_bytes"] > 0
+        assert 0 < row["mismatch/logprob_abs_max"] <= 1e-3
+        assert row["mismatch/kl"] < 1e-5
+        assert 0 <= row["reward/mean"] <= 1
+        for key in ("sync/seconds", "sync/max_finalize_bytes", "time/step", "time/generate", "time/train"):
+            assert row[key] > 0
+    assert all(0 <= rows[step]["eval/accuracy"] <= 1 for step in (0, 2, 3))
+    assert "eval/accuracy" not in rows[1]
+    assert any(row.get("train/grad_norm", 0) > 0 for row in rows)
+
+
+def test_the_run_folder_is_complete(work: Path, runs: dict[str, Any]) -> None:
+    run = work / "runs/wide"
+    for name in ("recipe.yaml", "samples.jsonl", "events.jsonl", "curves.png", "logs/rank-3.log"):
+        assert (run / name).stat().st_size > 0
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
+    assert sample.keys() == {"step", "prompt", "answer", "reward"}
+
+
+def test_same_seed_same_metrics_whatever_the_bucket(work: Path, runs: dict[str, Any]) -> None:
+    wide, narrow = (without(read_rows(work / "runs" / name), "sync/max_staging_bytes") for name in ("wide", "narrow"))
+    assert wide == narrow
+    staging = [row["sync/max_staging_bytes"] for row in read_rows(work / "runs/narrow")]
+    assert 0 < max(staging) <= 2 * runs["bucket_bytes"]
+
+
+@pytest.mark.parametrize("name", ["wide", "narrow"])
+def test_plan_says_what_the_run_measures(work: Path, runs: dict[str, Any], name: str) -> None:
+    plan = runs[name]
+    assert plan["coverage"] == "exact"
+    for row in read_rows(work / "runs" / name):
+        assert row["sync/received_bytes"] == plan["received_bytes"]
+        assert row["sync/lower_bound_bytes"] == plan["lower_bound_bytes"]
+        assert row["sync/max_staging_bytes"] == plan["max_staging_bytes"]
+        assert row["sync/max_finalize_bytes"] <= plan["max_finalize_bytes"]
+
+
+def test_a_resumed_run_repeats_bit_for_bit(work: Path, runs: dict[str, Any]) -> None:
+    whole = read_rows(work / "runs/wide")
+    shutil.copytree(work / "runs/wide", work / "again/wide")
+    shutil.rmtree(work / f"again/wide/checkpoints/step-{STEPS:06d}")
+    recipe = work / "again/wide/recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("dir: runs", "dir: again"))
+    hybrid3d(work, "train", *settings("wide", 64), "run.dir=again")
+    assert without(read_rows(work / "again/wide")) == without(whole)
+    events = [json.loads(line) for line in (work / "again/wide/events.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "resume"] == [RESUMED_FROM]
+
+
+def test_eval_and_export_agree_with_plain_engines(work: Path, runs: dict[str, Any]) -> None:
+    reported = read_rows(work / "runs/wide")[-1]["eval/accuracy"]
+    printed = hybrid3d(work, "eval", "runs/wide")
+    assert f"{reported:.4f}" in printed
+    hybrid3d(work, "export", "runs/wide", "exported")
+    data = work / "build/demo/eval.parquet"
+    plain = {e: answers_of(work, e, work / "exported", data, MAX_NEW_TOKENS) for e in ("transformers", "vllm")}
+    assert plain["transformers"]["tokens"] == plain["vllm"]["tokens"]
+    assert plain["transformers"]["accuracy"] == plain["vllm"]["accuracy"] == reported
