@@ -69,7 +69,7 @@ def test_the_recipe_of_the_contracts_loads_as_it_stands(load: Any) -> None:
         max_new_tokens=16,
         temperature=1.0,
         memory_fraction=0.5,
-        kv_cache_gib=1,
+        kv_cache_gib=1.0,
     )
     assert recipe.sync.bucket_mib == 64.0
     assert type(recipe.sync.bucket_mib) is float
@@ -96,7 +96,7 @@ def test_defaults(load: Any) -> None:
             "answer": "answer",
             "chat_template": False,
         },
-        "reward": {"name": "gsm8k"},
+        "reward": {"name": "gsm8k", "shuffle": False},
         "algorithm": {
             "name": "sft",
             "prompts_per_step": 64,
@@ -257,7 +257,7 @@ def test_the_error_survives_pickling(load: Any) -> None:
         ),
         (
             "sync.verify=sometimes",
-            "sync.verify: expected one of never, always, got 'sometimes' (a string)",
+            "sync.verify: expected one of never, got 'sometimes' (a string)",
         ),
         (
             "algorithm.name=gropo",

@@ -79,9 +79,11 @@ class Results:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> Results:
     out = tmp_path_factory.mktemp("megatron")
-    folders = {
-        family: dict(a=str(tiny_checkpoint(family, 1)), b=str(tiny_checkpoint(family, 2))) for family in FAMILIES
-    }
+    folders = {}
+    for family in FAMILIES:
+        start, other = tiny_checkpoint(family, 1), tiny_checkpoint(family, 2)
+        folders[family] = {"start": str(start), "other": str(other), "near": str(out / f"{family}-near")}
+        save_near(model_of(start), out / f"{family}-near")
     inputs = make_inputs() | {"checkpoints": folders}
     torch.save(inputs, out / "inputs.pt")
     job = Path(__file__).parent / "jobs" / "train_layouts.py"

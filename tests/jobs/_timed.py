@@ -1,0 +1,180 @@
+"""One rank of the Megatron proof: it does what tests/test_megatron.py asks, in every layout, and judges nothing.
+
+    torchrun --nproc-per-node 4 train_layouts.py INPUTS.pt OUT
+
+For each family and layout OUT gets `<family>-<layout>-rank<n>.pt` and folders of exported weights.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from hybrid3d import ranks
+from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
+from hybrid3d.exporting import copy_companions
+from hybrid3d.inputs import read_config
+from hybrid3d.reshard.files import create_files, export_files, read_index, shard_entries
+from hybrid3d.rl.batch import Batch
+from hybrid3d.rl.grpo import grpo_loss, sft_loss
+from hybrid3d.train import checkpoint, runtime
+from hybrid3d.train.policy import Policy, StepReport
+
+FILE_BYTES = 300_000  # so that the tiny checkpoints are exported into several files
+
+
+class Listening(Policy):
+    """A policy that keeps the logits of its micro batches."""
+
+    def _loss(self, batch, rows, token_loss, logits):
+        self.logits = {**getattr(self, "logits", {}), rows.start: logits.detach().clone()}
+        return super()._loss(batch, rows, token_loss, logits)
+
+
+def recipe_for(folder: str, train: Train, spec: dict[str, Any], **optimizer: float) -> Recipe:
+    return Recipe(
+        name="megatron",
+        model=Model(path=folder),
+        train=train,
+        rollout=Rollout(max_model_len=256, max_new_tokens=8, temperature=spec["temperature"]),
+        data=Data(train="-", eval="-"),
+        algorithm=Algorithm(name="grpo", prompts_per_step=8, samples_per_prompt=2),
+        optimizer=Optimizer(**spec["optimizer"], **optimizer),
+        run=Run(steps=10),
+    )
+
+
+def my_batch(policy: Policy, spec: dict[str, Any], dp: int) -> tuple[Batch, slice]:
+    """This data-parallel rank's rows, padded to its own longest, as the trainer does it."""
+    each = len(spec["sequences"]) // dp
+    mine = slice(policy.data_parallel_rank * each, (policy.data_parallel_rank + 1) * each)
+    return Batch.from_sequences(spec["sequences"][mine], spec["prompts"][mine], pad_id=0), mine
+
+
+def export(policy: Policy, source: str, out: Path) -> None:
+    entries = shard_entries({n: (e.shape, e.dtype) for n, e in read_index(source).items()}, FILE_BYTES)
+    if dist.get_rank() == 0:
+        create_files(out, entries)
+        copy_companions(source, out)
+    dist.barrier()
+    holdings = dict(enumerate(ranks.gather(policy.weights.holdings)))
+    export_files(out, entries, holdings, policy.weights.tensors, dist.get_rank())
+    dist.barrier()
+
+
+def forward(policy: Listening, spec: dict[str, Any]) -> dict[str, Any]:
+    """Logits of long sequences and their log-probabilities: on ranks with the output layer, as they hold them."""
+    batch = Batch.from_sequences(spec["long"], [1] * len(spec["long"]), pad_id=0)
+    logprobs = policy.logprobs(batch)
+    logits = [policy.logits[start] for start in sorted(policy.logits)] if policy.has_output else []
+    place = {"dp": policy.data_parallel_rank, "tp": runtime.parallel_state.get_tensor_model_parallel_rank()}
+    return {**place, "logprobs": logprobs, "logits": torch.cat(logits) if logits else None}
+
+
+def report_of(policy: Policy, report: StepReport) -> dict[str, Any]:
+    return {"counts": policy.counts, "sums": report.sums, "grad_norm": report.grad_norm, "lr": report.lr}
+
+
+def sft_step(policy: Policy, spec: dict[str, Any], dp: int) -> dict[str, Any]:
+    batch, _ = my_batch(policy, spec, dp)
+    return report_of(policy, policy.train_step(batch, sft_loss))
+
+
+def grpo_step(policy: Policy, reference: Policy, spec: dict[str, Any], dp: int) -> dict[str, Any]:
+    batch, mine = my_batch(policy, spec, dp)
+    old, ref = policy.logprobs(batch), reference.logprobs(batch)
+    if old is not None:  # as if the policy had moved since it sampled, so that the clip is reached
+        old = old + spec["noise"][mine, : old.shape[1]]
+    advantages = spec["advantages"][mine]
+    coefficients = dict(clip=spec["clip"], kl_estimator="k3", kl_coef=spec["kl_coef"])
+    loss = grpo_loss(advantages, batch.response_mask, old, ref, **coefficients)
+    return report_of(policy, policy.train_step(batch, loss))
+
+
+def one_layout(folders: dict[str, str], train: Train, spec: dict[str, Any], out: Path) -> dict[str, Any]:
+    """All of one family in one layout. Exports go to `out`/loaded, sft-<micro batch> and grpo-<micro batch>."""
+    rank, config, found = dist.get_rank(), read_config(folders["start"]), {}
+    single = dataclasses.replace(train, micro_batch_size=1)
+    policy = Listening(config, recipe_for(folders["start"], single, spec), rank, trainable=False)
+    found["forward"] = forward(policy, spec)
+    export(policy, folders["start"], out / "loaded")
+    for size in spec["micro_batch_sizes"]:
+        sized = dataclasses.replace(train, micro_batch_size=size)
+        policy = Policy(config, recipe_for(folders["start"], sized, spec, **spec["sft"]), rank)
+        import time
+
+        print("   built", size, time.time(), file=open(f"/tmp/times-{dist.get_rank()}", "a"), flush=True)
+        found[f"sft-{size}"] = sft_step(policy, spec, train.dp)
+        print("   stepped", size, time.time(), file=open(f"/tmp/times-{dist.get_rank()}", "a"), flush=True)
+        export(policy, folders["start"], out / f"sft-{size}")
+        print("   exported", size, time.time(), file=open(f"/tmp/times-{dist.get_rank()}", "a"), flush=True)
+        policy = Policy(config, recipe_for(folders["start"], sized, spec, **spec["grpo"]), rank)
+        reference = Policy(config, recipe_for(folders["near"], sized, spec), rank, trainable=False)
+        found[f"grpo-{size}"] = grpo_step(policy, reference, spec, train.dp)
+        export(policy, folders["start"], out / f"grpo-{size}")
+    return found
+
+
+def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Save after a step at TP2 x PP2 and go on; do the same from the checkpoint, there and in another layout."""
+    rank, config, found = dist.get_rank(), read_config(folders["start"]), {}
+    settings = dict(warmup_steps=2, schedule="linear")  # the schedule must be resumed too
+
+    def started(train: Train, folder: str) -> Policy:
+        return Policy(config, recipe_for(folder, train, spec, **settings), rank)
+
+    def two_steps(policy: Policy, dp: int) -> list[dict[str, Any]]:
+        return [sft_step(policy, spec, dp) for _ in range(2)]
+
+    here, there = Train(tp=2, pp=2, micro_batch_size=4), Train(tp=1, pp=2, dp=2, micro_batch_size=4)
+    runtime.initialize(here, seed=1)
+    policy = started(here, folders["start"])
+    two_steps(policy, here.dp)
+    checkpoint.save(policy, out / "checkpoint")
+    export(policy, folders["start"], out / "saved")
+    found["went on"] = two_steps(policy, here.dp)
+    export(policy, folders["start"], out / "went-on")
+    policy = started(here, folders["other"])
+    checkpoint.load(policy, out / "checkpoint")
+    found["resumed"] = two_steps(policy, here.dp)
+    export(policy, folders["start"], out / "resumed")
+    runtime.shutdown()
+    runtime.initialize(there, seed=1)
+    policy = Policy(config, recipe_for(folders["other"], there, spec), rank, trainable=False)
+    checkpoint.load_weights(policy, out / "checkpoint")
+    export(policy, folders["start"], out / "elsewhere")
+    policy = started(there, folders["other"])
+    checkpoint.load(policy, out / "checkpoint")
+    found["resumed elsewhere"] = two_steps(policy, there.dp)
+    runtime.shutdown()
+    return found
+
+
+@record
+def main(inputs: str, out: Path) -> None:
+    spec = torch.load(inputs)
+    import time
+
+    print("T start", time.time(), file=open(f"/tmp/times-{ranks.rank()}", "a"), flush=True)
+    ranks.start()
+    for family, folders in spec["checkpoints"].items():
+        for name, sizes in spec["layouts"].items():
+            runtime.initialize(Train(**sizes), seed=1)
+            found = one_layout(folders, Train(**sizes), spec, out / f"{family}-{name}")
+            import time
+
+            print("T", family, name, time.time(), file=open(f"/tmp/times-{dist.get_rank()}", "a"), flush=True)
+            torch.save(found, out / f"{family}-{name}-rank{dist.get_rank()}.pt")
+            runtime.shutdown()
+    for family in spec["resumed"]:
+        found = resume(spec["checkpoints"][family], spec, out / f"{family}-resume")
+        torch.save(found, out / f"{family}-resume-rank{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
