@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -30,6 +33,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo task as `make demo` makes it: `base/` (Qwen2 and its tokenizer) and three parquet files."""
-    folder = tmp_path_factory.mktemp("demo")
-    subprocess.run([sys.executable, ROOT / "recipes" / "make_demo.py", folder], check=True, stdout=subprocess.DEVNULL)
+    folder, script = tmp_path_factory.mktemp("demo"), ROOT / "recipes" / "make_demo.py"
+    with patch.object(sys, "argv", [str(script), str(folder)]), redirect_stdout(StringIO()):
+        runpy.run_path(str(script), run_name="__main__")  # in this process, which has to import the same anyway
     return folder

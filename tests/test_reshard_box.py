@@ -4,7 +4,9 @@ The random layouts that the planner's and the executor's tests share are here to
 """
 
 import itertools
+import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, View
+from hybrid3d.reshard.planner import Transfer
 
 Shape = tuple[int, ...]
 
@@ -213,6 +216,28 @@ def addresses(piece: Piece) -> np.ndarray:
     for d, stride in enumerate(piece.view.stride):
         at += stride * np.arange(piece.box.size[d]).reshape([-1 if e == d else 1 for e in range(at.ndim)])
     return at
+
+
+def check_moves(world: World, transfers: Iterable[Transfer]) -> None:
+    """Replay transfers over numbered elements: each wanted place is written once, with its own element."""
+    number, total = {}, 0
+    for name, shape in world.shapes.items():
+        number[name] = total + np.arange(math.prod(shape)).reshape(shape)
+        total += math.prod(shape)
+    memory, truth = ({k: np.full(n, -1) for k, n in side.length.items()} for side in (world.held, world.wanted))
+    for content, side in ((memory, world.held), (truth, world.wanted)):
+        for rank, pieces in side.pieces.items():
+            for p in pieces:
+                content[rank, p.view.tensor][addresses(p)] = number[p.name][index(p.box)]
+    landed = {k: np.full(n, -1) for k, n in world.wanted.length.items()}
+    writes = {k: np.zeros(n, dtype=int) for k, n in world.wanted.length.items()}
+    for t in transfers:
+        there = t.dst, t.target.view.tensor
+        landed[there][addresses(t.target)] = memory[t.src, t.source.view.tensor][addresses(t.source)]
+        writes[there][addresses(t.target)] += 1
+    for there, expected in truth.items():
+        assert landed[there].tolist() == expected.tolist()
+        assert writes[there].tolist() == (expected != -1).astype(int).tolist()
 
 
 def random_grid(random: Random, shape: Shape) -> list[Box]:

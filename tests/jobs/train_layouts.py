@@ -95,22 +95,23 @@ def grpo_step(policy: Policy, reference: Policy, spec: dict[str, Any], dp: int) 
     return report_of(policy, policy.train_step(batch, loss))
 
 
-def one_layout(folders: dict[str, str], train: Train, spec: dict[str, Any], out: Path) -> dict[str, Any]:
+def one_layout(family: str, name: str, spec: dict[str, Any], out: Path) -> dict[str, Any]:
     """All of one family in one layout. Exports go to `out`/loaded, sft-<micro batch> and grpo-<micro batch>."""
+    folders, train, steps = spec["checkpoints"][family], Train(**spec["layouts"][name]), spec["steps"][name]
     rank, config, found = dist.get_rank(), read_config(folders["start"]), {}
     single = dataclasses.replace(train, micro_batch_size=1)
     policy = Listening(config, recipe_for(folders["start"], single, spec), rank, trainable=False)
     found["forward"] = forward(policy, spec)
     export(policy, folders["start"], out / "loaded")
-    for size in spec["micro_batch_sizes"]:
+    for kind, size in steps:
         sized = dataclasses.replace(train, micro_batch_size=size)
-        policy = Policy(config, recipe_for(folders["start"], sized, spec, **spec["sft"]), rank)
-        found[f"sft-{size}"] = sft_step(policy, spec, train.dp)
-        export(policy, folders["start"], out / f"sft-{size}")
-        policy = Policy(config, recipe_for(folders["start"], sized, spec, **spec["grpo"]), rank)
-        reference = Policy(config, recipe_for(folders["near"], sized, spec), rank, trainable=False)
-        found[f"grpo-{size}"] = grpo_step(policy, reference, spec, train.dp)
-        export(policy, folders["start"], out / f"grpo-{size}")
+        policy = Policy(config, recipe_for(folders["start"], sized, spec, **spec[kind]), rank)
+        if kind == "sft":
+            found[f"{kind}-{size}"] = sft_step(policy, spec, train.dp)
+        else:
+            reference = Policy(config, recipe_for(folders["near"], sized, spec), rank, trainable=False)
+            found[f"{kind}-{size}"] = grpo_step(policy, reference, spec, train.dp)
+        export(policy, folders["start"], out / f"{kind}-{size}")
     return found
 
 
@@ -153,10 +154,10 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
 def main(inputs: str, out: Path) -> None:
     spec = torch.load(inputs)
     ranks.start()
-    for family, folders in spec["checkpoints"].items():
+    for family in spec["checkpoints"]:
         for name, sizes in spec["layouts"].items():
             runtime.initialize(Train(**sizes), seed=1)
-            found = one_layout(folders, Train(**sizes), spec, out / f"{family}-{name}")
+            found = one_layout(family, name, spec, out / f"{family}-{name}")
             torch.save(found, out / f"{family}-{name}-rank{dist.get_rank()}.pt")
             runtime.shutdown()
     for family in spec["resumed"]:

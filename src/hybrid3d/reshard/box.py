@@ -27,7 +27,7 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The common part of two boxes of the same tensor, or None when they share no element."""
-        start = tuple(map(max, self.start, other.start))
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         size = tuple(b - a for a, b in zip(start, map(min, self.stop, other.stop), strict=True))
         return Box(start, size) if all(n > 0 for n in size) else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -29,12 +29,21 @@ def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping
             _check_end(t.target, wanted.get(key, []), f"rank {t.dst} does not want")
             if t.source.name != t.target.name or t.source.box != t.target.box:
                 raise PlanError(f"rank {t.dst}: {t.source.name} {t.source.box} would land as {t.target}")
+    _check_messages(plan)
     for (rank, name), pieces in wanted.items():
         targets = [t.target.box for t in arriving[rank, name]]
         got, asked = sum(b.numel for b in targets), sum(p.box.numel for p in pieces)
         union = volume(targets)
         if not got == asked == union:
             raise PlanError(f"rank {rank}, {name}: {asked} elements wanted, {got} arrive, {union} of them distinct")
+
+
+def _check_messages(plan: Plan) -> None:
+    """What is not local travels in its bucket's messages, each transfer in one of them, and nothing else does."""
+    for bucket in plan.buckets:
+        carried = Counter(t for message in bucket.messages for t in message.transfers)
+        if carried != Counter(t for t in bucket.transfers if not t.is_local):
+            raise PlanError("a bucket's messages do not carry each of its transfers once")
 
 
 def _check_end(end: Piece, pieces: Iterable[Piece], problem: str) -> None:

@@ -48,16 +48,18 @@ def read_index(folder: str | Path) -> dict[str, Entry]:
         CheckpointError: no safetensors file, a truncated file, a file or tensor that the index names and is not there.
     """
     folder = Path(folder)
-    files = [SINGLE] if not (folder / INDEX).exists() else sorted(set(_weight_map(folder).values()))
+    weight_map = _weight_map(folder) if (folder / INDEX).exists() else None
+    files = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
     entries: dict[str, Entry] = {}
     for file in files:
         if not (folder / file).is_file():
             raise CheckpointError(
                 f"{folder / file} is not there: a checkpoint needs {SINGLE}, or {INDEX} and its files"
             )
-        entries |= _read_header(folder, file)
-    if (folder / INDEX).exists():
-        lost = sorted(set(_weight_map(folder)) - set(entries))
+        found = _read_header(folder, file)
+        entries |= {name: e for name, e in found.items() if weight_map is None or weight_map.get(name, file) == file}
+    if weight_map is not None:
+        lost = sorted(name for name in weight_map if name not in entries)
         if lost:
             raise CheckpointError(f"{folder / INDEX} names {len(lost)} tensors that its files lack: {lost[:20]}")
     return entries
@@ -66,9 +68,9 @@ def read_index(folder: str | Path) -> dict[str, Entry]:
 def _weight_map(folder: Path) -> dict[str, str]:
     try:
         weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        return {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / INDEX} is no index of a checkpoint: {error!r}") from None
-    return {str(name): str(file) for name, file in weight_map.items()}
 
 
 def _read_header(folder: Path, file: str) -> dict[str, Entry]:

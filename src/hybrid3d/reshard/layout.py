@@ -106,6 +106,8 @@ def boxes_of_copy(
     Raises:
         ValueError: the source view runs along no set of dims of the canonical tensor.
     """
+    if 0 in size:
+        return []
     strides = contiguous_stride(shape)
     axes = [_Axis(n, s, t) for n, s, t in zip(size, source[1], target[1], strict=True) if n > 1]
     start = [source[0] // s % n if n > 1 else 0 for s, n in zip(strides, shape, strict=True)]
@@ -122,6 +124,9 @@ def boxes_of_copy(
             raise ValueError(f"a view of length {axis.length} and stride {axis.source} in shape {shape} is no box")
         axes.append(_Axis(axis.length // rows, axis.source * rows, axis.target * rows))
         axes.append(_Axis(rows, axis.source, axis.target))
+    for dim, parts in by_dim.items():
+        if start[dim] + sum((axis.length - 1) * axis.source // strides[dim] for axis in parts) >= shape[dim]:
+            raise ValueError(f"a view of size {size} and strides {source[1]} in shape {shape} is no box")
     extent, along, loose = [1] * len(shape), [0] * len(shape), []
     for dim, parts in by_dim.items():
         for axis in sorted(parts, key=lambda a: a.source):

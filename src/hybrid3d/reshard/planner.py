@@ -164,7 +164,7 @@ class _Chooser:
                 self.holders[piece.name].append((rank, piece))
 
     def transfers(self, rank: int, wanted: Piece) -> list[Transfer]:
-        rest, found = [wanted.box], []
+        rest, found = [wanted.box] if wanted.box.numel else [], []
         for src, held in sorted(self.holders[wanted.name], key=lambda h: self._cost(h[0], rank)):
             for box in list(rest):
                 common = box.intersect(held.box)
@@ -172,7 +172,7 @@ class _Chooser:
                     rest.remove(box)
                     rest += box.subtract(common)
                     found.append(Transfer(src, rank, held.part(common), wanted.part(common)))
-                    if not found[-1].is_local:
+                    if src != rank:
                         self.sent[src] += found[-1].nbytes
             if not rest:
                 break

@@ -107,11 +107,11 @@ class LocalTransport:
         self._expected: list[tuple[tuple[int, int, int], torch.Tensor]] = []
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        self._mailbox[self._rank, dst, tag] = tensor.clone()
+        self._mailbox[self._rank, dst, tag] = _flat_bytes(tensor).clone()
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
         self.received_bytes += tensor.nbytes
-        self._expected.append(((src, self._rank, tag), tensor))
+        self._expected.append(((src, self._rank, tag), _flat_bytes(tensor)))
 
     def run(self) -> Pending:
         started, self._expected = _Deliveries(self._mailbox, self._expected), []

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
@@ -41,9 +42,11 @@ def save(policy: Policy, folder: Path) -> None:
 def load(policy: Policy, folder: Path) -> None:
     """Bring the policy, its optimizer and its schedule to where they were when `folder` was saved."""
     with on_device():
+        _make_optimizer_state(policy)
         state = dist_checkpointing.load(_state(policy, is_loading=True), str(folder))
         _load_model(policy, state)
         policy.optimizer.load_state_dict(state["optimizer"])
+        _own_step_counts(policy)
         policy.scheduler.load_state_dict(state["scheduler"])
 
 
@@ -62,6 +65,21 @@ def _state(policy: Policy, is_loading: bool) -> dict[str, Any]:
     shards = model["model0"] if len(model) == 1 else model
     optimizer = policy.optimizer.sharded_state_dict(shards, is_loading=is_loading, metadata=dict(OPTIMIZER_METADATA))
     return {**model, "optimizer": optimizer, "scheduler": policy.scheduler.state_dict()}
+
+
+def _make_optimizer_state(policy: Policy) -> None:
+    """Torch's Adam has no state before its first step, and Megatron asks it for its step count to say what to load."""
+    for optimizer in policy.optimizer.chained_optimizers:
+        if not optimizer.optimizer.state:
+            optimizer._init_optimizer_states_with_dummy_values()
+
+
+def _own_step_counts(policy: Policy) -> None:
+    """Give each parameter's Adam state its own step count: Megatron loads one tensor into all, which each would raise."""
+    for optimizer in policy.optimizer.chained_optimizers:
+        for state in optimizer.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
 
 
 def _load_model(policy: Policy, state: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ class _Event:
 
 
 def install() -> None:
-    """Replace what Megatron-Core calls of `torch.cuda`; a second call changes nothing."""
+    """Replace what Megatron-Core calls of `torch.cuda`, and mend its use of torch's Adam; call it once."""
     cuda = torch.cuda
     cuda.current_device = lambda: CPU  # parallel layers, rotary embedding, optimizer
     cuda.synchronize = lambda device=None: None  # timers
@@ -79,3 +79,18 @@ def install() -> None:
 
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    _keep_adam_steps()
+
+
+def _keep_adam_steps() -> None:
+    """Torch's Adam counts its steps in a tensor per parameter, which Megatron saves and loads apart, then misses."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_states_but_steps(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
+        group, place = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        set_states(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_steps

@@ -1,0 +1,120 @@
+"""What transformers and plain PyTorch compute for the job of test_megatron.py, the formulas written out once more."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from checkpoints import VOCABULARY
+
+TEMPERATURE, CLIP, KL_COEF = 0.7, 0.2, 0.1
+# A large eps makes Adam's first step depend on the size of the gradient, and not on its sign alone.
+ADAM = dict(lr=1e-2, eps=1e-2)
+SFT, GRPO = dict(clip_grad=0.5), dict(clip_grad=0.0, weight_decay=0.1)
+
+
+@cache
+def make_inputs() -> dict[str, Any]:
+    """Two long sequences, and the global batch of a step: 16 ragged sequences with all that GRPO wants of them."""
+    random = torch.Generator().manual_seed(5)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, VOCABULARY, (count,), generator=random).tolist()
+
+    lengths = torch.randint(6, 25, (16,), generator=random).tolist()
+    return dict(
+        temperature=TEMPERATURE,
+        clip=CLIP,
+        kl_coef=KL_COEF,
+        optimizer=ADAM,
+        sft=SFT,
+        grpo=GRPO,
+        long=[tokens(200) for _ in range(2)],
+        sequences=[tokens(length) for length in lengths],
+        prompts=[1 + row % 5 for row in range(16)],
+        advantages=torch.randn(16, generator=random),
+        noise=torch.randn(16, 25, generator=random) * 0.3,  # how far the policy has moved since it sampled
+    )
+
+
+def tensors_in(folder: str | Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    files = sorted(Path(folder).glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def model_of(folder: str | Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def save_near(folder: str | Path, out: Path) -> None:
+    """A reference policy from which the model has moved a little, as in a run."""
+    model, random = model_of(folder), torch.Generator().manual_seed(9)
+    for _, parameter in sorted(model.named_parameters()):
+        parameter.data += torch.randn(parameter.shape, generator=random) * 0.01
+    model.save_pretrained(out)
+
+
+@torch.no_grad()
+def logits_of(model: torch.nn.Module) -> torch.Tensor:
+    """[2, 200, vocabulary] of the long sequences, one at a time, as the ranks compute them."""
+    return torch.cat([model(torch.tensor([row])).logits for row in make_inputs()["long"]])
+
+
+@cache
+def true_logits(folder: str) -> torch.Tensor:
+    return logits_of(model_of(folder))
+
+
+def pick(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[B, T]: the log-probability of each token given those before it, 0 at the first."""
+    log_p = (logits / TEMPERATURE).log_softmax(-1)
+    return pad(log_p[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1), (1, 0))
+
+
+@cache
+def true_step(folder: str, reference: str, kind: str) -> tuple[dict[str, float], float, dict[str, torch.Tensor]]:
+    """One step of plain PyTorch on the global batch: means over its tokens, gradient norm, weights afterwards."""
+    inputs, model = make_inputs(), model_of(folder)
+    sequences, prompts = inputs["sequences"], torch.tensor(inputs["prompts"])[:, None]
+    width = max(map(len, sequences))
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row in sequences])
+    at, lengths = torch.arange(width), torch.tensor([[len(row)] for row in sequences])
+    mask = (at >= prompts) & (at < lengths)
+
+    new, means = pick(model(tokens).logits, tokens), {}
+    if kind == "sft":
+        losses = -new
+    else:
+        with torch.no_grad():
+            old = new.detach() + inputs["noise"][:, :width]
+            ref = pick(model_of(reference)(tokens).logits, tokens)
+        ratio, advantages = (new - old).exp(), inputs["advantages"][:, None]
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+        kl = (ref - new).exp() - (ref - new) - 1
+        losses = -surrogate + KL_COEF * kl
+        clipped = (advantages > 0) & (ratio > 1 + CLIP) | (advantages < 0) & (ratio < 1 - CLIP)
+        means = {"ratio": ratio[mask].mean(), "kl": kl[mask].mean(), "clip_fraction": clipped[mask].float().mean()}
+    means["loss"] = losses[mask].mean()
+    means["loss"].backward()
+    norm, weights = _adam(model, SFT if kind == "sft" else GRPO)
+    return {key: value.item() for key, value in means.items()}, norm, weights
+
+
+def _adam(model: torch.nn.Module, settings: dict[str, float]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Clip and step. Biases and norms do not decay."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip_grad"] or float("inf"))
+    decay = settings.get("weight_decay", 0.0)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": decay},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, **ADAM).step()
+    return norm.item(), {name: tensor.detach() for name, tensor in model.state_dict().items()}

@@ -1,0 +1,286 @@
+"""What a user gets wrong, through the command line: exit code 2, one clear message, and no rank started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from hybrid3d import cli
+from run_ranks import environment
+
+RECIPE: dict[str, Any] = {
+    "name": "tried",
+    "model": {"path": "model"},
+    "train": {"tp": 2, "pp": 2, "micro_batch_size": 4},
+    "rollout": {"tp": 2, "max_model_len": 128, "max_new_tokens": 8},
+    "data": {"train": "train.parquet", "eval": "eval.parquet"},
+    "algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 2},
+    "optimizer": {"lr": 1.0e-4},
+    "run": {"steps": 2},
+}
+SFT = ["rollout=null", "algorithm.name=sft"]
+
+
+@pytest.fixture
+def work(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: a recipe, a model and data with which nothing is wrong."""
+    shutil.copytree(demo / "base", tmp_path / "model")
+    for name in ("train", "eval"):
+        pq.write_table(pq.read_table(demo / f"{name}.parquet").slice(0, 20), tmp_path / f"{name}.parquet")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Launches, which only look as if they had happened."""
+    from hybrid3d import launcher
+
+    launches: list[list[str]] = []
+    monkeypatch.setattr(launcher, "launch", lambda arguments, *unused: launches.append(arguments) or cli.FAILED)
+    monkeypatch.delenv(cli.CHECKED, raising=False)
+    yield launches
+    monkeypatch.delenv(cli.CHECKED, raising=False)
+
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(work: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs a command that must be refused, and returns its message."""
+
+    def run(*arguments: str) -> str:
+        capsys.readouterr()
+        assert cli.main(arguments) == 2
+        out, message = capsys.readouterr()
+        assert not started
+        assert out == ""
+        check_message(message)
+        assert not list(work.glob("runs/*/logs"))
+        return message
+
+    return run
+
+
+def check_message(message: str) -> None:
+    """One message: a line of what is wrong, or of what it is wrong with and a line for each problem."""
+    first, *more = message.splitlines()
+    assert first.strip()
+    assert all(line.startswith("  ") for line in more)
+    assert "Traceback" not in message
+
+
+def refused_process(work: Path, *arguments: str) -> str:
+    """As `refused`, in a process of its own, with all that libraries might print."""
+    command = [sys.executable, "-m", "hybrid3d", *arguments]
+    done = subprocess.run(command, cwd=work, env=environment("cli"), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    check_message(done.stderr)
+    assert not (work / "runs").exists()
+    return done.stderr
+
+
+def edit_config(work: Path, **changes: Any) -> None:
+    path = work / "model" / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["optimizer.lrr=1"], ["optimizer.lrr", "did you mean lr?"]),
+        (["trian.tp=2"], ["trian", "did you mean train?"]),
+        (["train.tp=3"], ["train.tp=3", "num_attention_heads=4", "2, 4"]),
+        (["train.pp=3"], ["train.pp=3", "num_hidden_layers=4", "2, 4"]),
+        (["rollout.tp=3"], ["rollout.tp=3", "num_attention_heads=4", "2, 4"]),
+        (["train.tp=two"], ["train.tp", "'two'", "integer"]),
+        (["model.path=nowhere"], ["nowhere/config.json"]),
+        (["model.path=train.parquet"], ["train.parquet/config.json"]),
+        (["train.tp=3", "train.pp=3"], ["train.tp=3", "train.pp=3"]),
+    ],
+)
+def test_a_recipe_that_does_not_fit(refused: Refused, command: str, overrides: list[str], said: list[str]) -> None:
+    message = refused(command, "recipe.yaml", *overrides)
+    assert all(words in message for words in said), message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data.train=nowhere.parquet"], ["nowhere.parquet", "no such file"]),
+        (["data.eval=model"], ["model", "not a readable parquet file"]),
+        (["data.prompt=problem"], ["train.parquet", "'problem'", "question, answer"]),
+        (["reward.name=gsm9k"], ["reward.name", "'gsm9k'", "gsm8k"]),
+        (["rollout.max_model_len=20"], ["train.parquet", "row 0", "leaves 12"]),
+        (["data.chat_template=true"], ["data.chat_template"]),
+    ],
+)
+def test_data_and_reward(refused: Refused, overrides: list[str], said: list[str]) -> None:
+    message = refused("train", "recipe.yaml", *overrides)
+    assert all(words in message for words in said), message
+
+
+def test_recipe_files(work: Path, refused: Refused) -> None:
+    assert "nowhere.yaml" in refused("train", "nowhere.yaml")
+    (work / "list.yaml").write_text("- name\n")
+    assert "list.yaml" in refused("plan", "list.yaml")
+    (work / "broken.yaml").write_text("name: [\n")
+    assert "broken.yaml" in refused("train", "broken.yaml")
+
+
+def test_a_truncated_data_file(work: Path, refused: Refused) -> None:
+    data = (work / "eval.parquet").read_bytes()
+    (work / "eval.parquet").write_bytes(data[: len(data) // 2])
+    assert "eval.parquet" in refused("train", "recipe.yaml")
+
+
+def test_models_that_are_not_known(work: Path, refused: Refused) -> None:
+    edit_config(work, architectures=["GPT2LMHeadModel"])
+    for command in ("train", "plan"):
+        message = refused(command, "recipe.yaml")
+        assert "'GPT2LMHeadModel'" in message
+        assert "Qwen2ForCausalLM" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "not JSON"), ("[]", "no JSON object"), ('{"architectures": ["Qwen2ForCausalLM"]}', "config.json")],
+)
+def test_a_config_that_is_none(work: Path, refused: Refused, text: str, said: str) -> None:
+    (work / "model" / "config.json").write_text(text)
+    assert said in refused("train", "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "'yarn'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ],
+)
+def test_a_config_that_cannot_be_computed(work: Path, refused: Refused, changes: dict[str, Any], said: str) -> None:
+    edit_config(work, **changes)
+    assert said in refused("train", "recipe.yaml")
+
+
+def test_no_tokenizer(work: Path, refused: Refused) -> None:
+    for path in (work / "model").glob("tokenizer*"):
+        path.unlink()
+    assert "tokenizer" in refused("train", "recipe.yaml")
+
+
+def test_tokens_that_the_model_does_not_have(work: Path, refused: Refused) -> None:
+    edit_config(work, vocab_size=64)
+    message = refused("train", "recipe.yaml")
+    assert "64" in message
+    assert "tokenizer" in message
+
+
+def test_answers_that_are_too_long(work: Path, refused: Refused) -> None:
+    edit_config(work, max_position_embeddings=20)  # the prompts alone fit
+    assert "20" in refused("train", "recipe.yaml", *SFT)
+
+
+def finished_run(work: Path, **changes: Any) -> Path:
+    """A run's folder with a checkpoint of step 3, as far as can be seen before anything starts."""
+    run = work / "runs" / "tried"
+    (run / "checkpoints" / "step-000003").mkdir(parents=True)
+    (run / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | changes))
+    return run
+
+
+def test_run_folders(work: Path, refused: Refused) -> None:
+    assert "model" in refused("eval", "model")
+    assert "nowhere" in refused("export", "nowhere", "out")
+    run = finished_run(work)
+    assert "another recipe" in refused("train", "recipe.yaml", "optimizer.lr=1")
+    assert "step 7; there are: 3" in refused("eval", str(run), "--step", "7")
+    assert "not an empty folder" in refused("export", str(run), "model")
+    assert "train.parquet" in refused("export", str(run), "train.parquet")
+    (run / "recipe.yaml").write_text("name: 1\n")
+    assert "recipe.yaml" in refused("eval", str(run))
+
+
+def test_runs_without_rollout(work: Path, refused: Refused) -> None:
+    assert "rollout" in refused("plan", "recipe.yaml", *SFT)
+    algorithm = RECIPE["algorithm"] | {"name": "sft"}
+    assert "rollout" in refused("eval", str(finished_run(work, rollout=None, algorithm=algorithm)))
+
+
+def test_a_run_whose_model_is_gone(work: Path, refused: Refused) -> None:
+    run = finished_run(work)
+    (work / "model").rename(work / "moved")
+    assert "model/config.json" in refused("eval", str(run))
+    assert "model/config.json" in refused("export", str(run), "out")
+    assert not (work / "out").exists()
+
+
+def rewrite(work: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = work / "model" / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.engines
+def test_nothing_is_wrong_with_what_the_others_break(work: Path, started: list[list[str]]) -> None:
+    assert cli.main(["train", "recipe.yaml", "run.seed=2"]) == cli.FAILED
+    assert started == [["train", "recipe.yaml", "run.seed=2"]]
+
+
+@pytest.mark.engines
+def test_a_checkpoint_that_does_not_fit_its_config(work: Path, refused: Refused) -> None:
+    name = "model.layers.2.mlp.down_proj.weight"
+    rewrite(work, lambda tensors: tensors.update({name: tensors[name][:, :-1].contiguous()}))
+    message = refused("train", "recipe.yaml")
+    assert f"{name}: shape [128, 255], config.json asks for [128, 256]" in message
+    rewrite(work, lambda tensors: tensors.pop(name))
+    assert f"{name}: missing, shape [128, 256] expected" in refused("train", "recipe.yaml")
+    rewrite(work, lambda tensors: tensors.update({"extra.weight": tensors["model.norm.weight"].clone()}))
+    message = refused("train", "recipe.yaml")
+    assert "extra.weight" in message
+    assert name in message
+
+
+@pytest.mark.engines
+def test_an_index_that_names_what_is_not_there(work: Path, refused: Refused) -> None:
+    index = work / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}))
+    assert "model-00001-of-00002.safetensors" in refused("train", "recipe.yaml")
+    index.write_text(json.dumps({"weight_map": {"no.such.weight": "model.safetensors"}}))
+    assert "no.such.weight" in refused("train", "recipe.yaml")
+    index.write_text("{")
+    assert "index.json" in refused("train", "recipe.yaml")
+
+
+@pytest.mark.engines
+def test_a_truncated_checkpoint_as_a_user_sees_it(work: Path) -> None:
+    path = work / "model" / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    message = refused_process(work, "train", "recipe.yaml")
+    assert "model.safetensors" in message
+    assert str(len(data) // 2) in message
+
+
+def test_a_typo_as_a_user_sees_it(work: Path) -> None:
+    message = refused_process(work, "plan", "recipe.yaml", "rollout.temprature=0.5")
+    assert "rollout.temprature" in message
+    assert "did you mean temperature?" in message

@@ -1,0 +1,154 @@
+"""Runs that go wrong on purpose: a rank is killed, a rank raises, the launcher is killed or interrupted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from run_ranks import environment, kill_marked, marked
+
+pytestmark = pytest.mark.engines
+
+SECONDS = 60  # in which a rank that dies takes the others down
+STARTED = 180  # seconds in which a run must have trained for two steps; generous, because machines are shared
+SHARED_MEMORY = Path("/dev/shm")
+
+# Rank 2 finds nothing but an error where its data of step 3 should be.
+BOOM = """
+import os
+if os.environ.get("RANK") == "2":
+    from hybrid3d.rl.data import PromptData
+    batch = PromptData.batch
+    def boom(self, step, n):
+        if step == 3:
+            raise ValueError("boom")
+        return batch(self, step, n)
+    PromptData.batch = boom
+"""
+
+
+class Run:
+    """`hybrid3d train` of a recipe that would take days, as a process with its ranks below it."""
+
+    def __init__(self, folder: Path, pp: int, variables: dict[str, str]):
+        self.mark, self.folder, self.count = uuid.uuid4().hex, folder, 2 * pp
+        self.segments = set(SHARED_MEMORY.iterdir())
+        self.output = folder / "output.txt"
+        command = [sys.executable, "-m", "hybrid3d", "train", "recipe.yaml", "train.tp=2", f"train.pp={pp}"]
+        with open(self.output, "wb") as out:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environment(self.mark, **variables), stdout=out, stderr=out
+            )
+
+    def ranks(self) -> dict[int, tuple[int, str]]:
+        """The pid of each rank, and the name under which the run keeps shared memory."""
+        found = {}
+        for pid, variables in marked(self.mark).items():
+            status = Path(f"/proc/{pid}/status").read_text()
+            if "RANK" in variables and f"PPid:\t{self.process.pid}\n" in status:
+                found[int(variables["RANK"])] = pid, variables["HYBRID3D_RUN"]
+        return found
+
+    def wait_until_it_trains(self) -> dict[int, tuple[int, str]]:
+        metrics = self.folder / "runs" / "long" / "metrics.jsonl"
+        self.wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, STARTED)
+        ranks = self.ranks()
+        assert sorted(ranks) == list(range(self.count))
+        # what vLLM would have here, and what nobody removes when processes are killed
+        (SHARED_MEMORY / f"psm_{ranks[0][1]}_test").write_bytes(b"1")
+        return ranks
+
+    def wait_until(self, holds: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < end, f"still waiting after {seconds} s\n{self.output.read_text()}"
+            time.sleep(0.1)
+
+    def end(self) -> str:
+        """Wait for the launcher, which must say that the run failed and leave nothing behind; what it said."""
+        assert self.process.wait(SECONDS) == 1
+        assert marked(self.mark) == {}
+        assert set(SHARED_MEMORY.iterdir()) <= self.segments
+        output = self.output.read_text()
+        assert "Traceback" not in output
+        return output
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(demo: Path, tmp_path: Path) -> Iterator[Start]:
+    shutil.copytree(demo / "base", tmp_path / "model")
+    pq.write_table(pq.read_table(demo / "train.parquet").slice(0, 20), tmp_path / "data.parquet")
+    recipe = {
+        "name": "long",
+        "model": {"path": "model"},
+        "train": {"micro_batch_size": 4},
+        "data": {"train": "data.parquet", "eval": "data.parquet"},
+        "algorithm": {"name": "sft", "prompts_per_step": 8},
+        "optimizer": {"lr": 1.0e-4},
+        "run": {"steps": 1_000_000},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    runs = []
+
+    def begin(pp: int = 2, **variables: str) -> Run:
+        runs.append(Run(tmp_path, pp, variables))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        kill_marked(run.mark)
+        run.process.wait()
+        for segment in SHARED_MEMORY.glob("psm_hybrid3d-*_test"):
+            segment.unlink()
+
+
+def test_a_rank_that_is_killed(start: Start) -> None:
+    run = start()
+    ranks = run.wait_until_it_trains()
+    os.kill(ranks[2][0], signal.SIGKILL)
+    output = run.end()
+    assert "rank 2 failed: killed by SIGKILL" in output
+    assert str(Path("runs/long/logs/rank-2.log")) in output
+    assert output.count("failed:") == 1
+
+
+def test_a_rank_that_raises(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "boom").mkdir()
+    (tmp_path / "boom" / "sitecustomize.py").write_text(BOOM)
+    run = start(PYTHONPATH=f"{tmp_path / 'boom'}:{environment('')['PYTHONPATH']}")
+    run.wait_until(lambda: "boom" in run.output.read_text() or run.process.poll() is not None, STARTED)
+    output = run.end()
+    assert "rank 2 failed: ValueError: boom" in output
+    assert output.count("failed:") == 1
+    assert "closed by peer" not in output
+    assert 'raise ValueError("boom")' in (tmp_path / "runs/long/logs/rank-2.log").read_text()
+
+
+def test_a_launcher_that_is_killed(start: Start) -> None:
+    run = start(pp=1)
+    run.wait_until_it_trains()
+    run.process.kill()
+    run.process.wait()
+    run.wait_until(lambda: not marked(run.mark), 10)
+
+
+def test_a_launcher_that_is_interrupted(start: Start) -> None:
+    """By Ctrl-C."""
+    run = start(pp=1)
+    run.wait_until_it_trains()
+    run.process.send_signal(signal.SIGINT)
+    assert "interrupted" in run.end()
