@@ -11,9 +11,6 @@ from hypothesis import strategies as st
 from hybrid3d.families import FAMILIES, Family, Rope, UnsupportedModel, family_of, head_dim, rope_of
 from hybrid3d.families.family import GroupedQKV, Stacked, Strip, Vocabulary
 
-LAYER = "decoder.layers.{}."
-QKV = "self_attention.linear_qkv."
-
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -143,18 +140,31 @@ def test_vocabulary_is_padded_and_gate_lies_above_up() -> None:
     assert Stacked(("gate", "up")).strips(8, {}) == [Strip(0, 4, "gate"), Strip(4, 4, "up")]
 
 
+# Megatron's name within a layer, transformers' names of its rows from the top, and the architectures that have it.
+IN_A_LAYER = [
+    ("self_attention.linear_qkv.layer_norm_weight", ["input_layernorm.weight"], ""),
+    ("self_attention.linear_qkv.weight", [f"self_attn.{x}_proj.weight" for x in "qkv"], ""),
+    ("self_attention.linear_qkv.bias", [f"self_attn.{x}_proj.bias" for x in "qkv"], "Qwen2"),
+    ("self_attention.q_layernorm.weight", ["self_attn.q_norm.weight"], "Qwen3"),
+    ("self_attention.k_layernorm.weight", ["self_attn.k_norm.weight"], "Qwen3"),
+    ("self_attention.linear_proj.weight", ["self_attn.o_proj.weight"], ""),
+    ("mlp.linear_fc1.layer_norm_weight", ["post_attention_layernorm.weight"], ""),
+    ("mlp.linear_fc1.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], ""),  # `MLP` activates its upper half
+    ("mlp.linear_fc2.weight", ["mlp.down_proj.weight"], ""),
+]
+
+
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_layer_numbers_are_carried_over_and_other_names_are_in_no_table(architecture: str) -> None:
+def test_names_within_a_layer(architecture: str) -> None:
     family, config = FAMILIES[architecture], {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 4}
-    (strip,) = family.strips("decoder.layers.17.mlp.linear_fc2.weight", 4, config)
-    assert strip == Strip(0, 4, "model.layers.17.mlp.down_proj.weight")
-    first = family.strips(LAYER.format(0) + QKV + "weight", 8, config)
-    assert {s.name for s in first} == {f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"}
+    for ours, theirs, only in IN_A_LAYER:
+        strips = family.strips(f"decoder.layers.17.{ours}", 8, config)
+        if architecture.startswith(only):
+            assert [s.name for s in strips] == [f"model.layers.17.{name}" for name in theirs]
+        else:
+            assert strips is None
     for unknown in ("decoder.layers.x.mlp.linear_fc2.weight", "mtp.decoder.layers.1.mlp.linear_fc2.weight", "", "x"):
         assert family.strips(unknown, 4, config) is None
-    has_bias = family.strips(LAYER.format(0) + QKV + "bias", 8, config) is not None
-    has_norms = family.strips(LAYER.format(0) + "self_attention.q_layernorm.weight", 2, config) is not None
-    assert (has_bias, has_norms) == (architecture.startswith("Qwen2"), architecture.startswith("Qwen3"))
 
 
 @pytest.mark.parametrize("names", [["MixtralForCausalLM"], [], None])

@@ -149,7 +149,7 @@ def test_long_prompts_are_refused(path: Path, tokenizer: Any) -> None:
     with pytest.raises(DataError) as caught:
         read(path, tokenizer, max_prompt_tokens=3)
     assert str(caught.value) == (
-        f"{path}: row 0 (from 0): the prompt has 6 tokens, and rollout.max_model_len - rollout.max_new_tokens leaves 3 "
+        f"{path}: row 0 (from 0): the prompt has 6 tokens, and the model's length less that of an answer leaves 3 "
         "(2 such rows in all)"
     )
 

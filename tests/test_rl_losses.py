@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid3d.rl.losses import masked_mean, policy_loss, sft_loss
+from hybrid3d.rl.grpo import sft_loss
+from hybrid3d.rl.losses import masked_sum, policy_loss
 
 CLIP = 0.2
 
@@ -87,7 +88,7 @@ def test_padding_may_hold_anything() -> None:
     old = torch.tensor([[-1.1, -500.0, 0.0, 0.0]])
     mask = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
     loss, stats = policy_loss(logprobs, old, torch.tensor([1.0]), mask, CLIP)
-    masked_mean(loss, mask, 1).backward()
+    masked_sum(loss, mask).backward()
     assert loss[0, 1:].tolist() == [0.0, 0.0, 0.0]
     assert logprobs.grad is not None
     assert logprobs.grad[0].tolist() == pytest.approx([-math.exp(0.1), 0.0, 0.0, 0.0])
@@ -120,9 +121,9 @@ def test_any_split_has_the_loss_and_gradient_of_the_whole(cuts: list[int], seed:
     def loss(weights: Tensor, part: slice) -> Tensor:
         logprobs = torch.nn.functional.logsigmoid(weights[part])
         if algorithm == "sft":
-            return sft_loss(logprobs, mask[part], tokens)
+            return masked_sum(sft_loss(logprobs, part)[0], mask[part]) / tokens
         per_token, _ = policy_loss(logprobs, old[part], advantages[part], mask[part], CLIP)
-        return masked_mean(per_token, mask[part], tokens)
+        return masked_sum(per_token, mask[part]) / tokens
 
     edges = [0, *sorted(cuts), 12]
     whole = gradient_of(loss, [slice(0, 12)], logits)
@@ -131,14 +132,11 @@ def test_any_split_has_the_loss_and_gradient_of_the_whole(cuts: list[int], seed:
     torch.testing.assert_close(parts[1], whole[1], rtol=0, atol=1e-15)  # each row's gradient comes from one part
 
 
-def test_masked_mean_by_hand() -> None:
-    values = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
+def test_masked_sum_by_hand() -> None:
+    values = torch.tensor([[1.0, 2.0, 4.0], [8.0, math.nan, 32.0]])
     mask = torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
-    assert masked_mean(values, mask, 3).item() == pytest.approx(14 / 3)
-    assert masked_mean(values, mask, 7).item() == 2.0
-    assert masked_mean(values, torch.zeros(2, 3), 7).item() == 0.0
-    with pytest.raises(ValueError, match="a mean over 0 tokens"):
-        masked_mean(values, mask, 0)
+    assert masked_sum(values, mask).item() == 14
+    assert masked_sum(values, torch.zeros(2, 3)).item() == 0.0
 
 
 def test_sft_loss_is_torchs_cross_entropy() -> None:
@@ -149,7 +147,8 @@ def test_sft_loss_is_torchs_cross_entropy() -> None:
     logprobs = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     ignored = targets.masked_fill(mask == 0, -100)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ignored.flatten(), ignore_index=-100)
-    torch.testing.assert_close(sft_loss(logprobs, mask, 4), expected)
+    losses, _ = sft_loss(logprobs, slice(0, 2))
+    torch.testing.assert_close(masked_sum(losses, mask) / 4, expected)
 
 
 def test_one_advantage_a_sequence() -> None:

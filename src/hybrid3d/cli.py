@@ -75,6 +75,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
         check_run(recipe)
     if ranks.under_launcher():
+        _check_world(recipe)
         from hybrid3d import tasks
         from hybrid3d.worker import run_rank
 
@@ -82,7 +83,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     console = Console()
     code = _launch(arguments, recipe, folder, console)
     if code == DONE:
-        _say_where(folder, console)
+        _say_where(recipe, folder, console)
     return code
 
 
@@ -92,6 +93,7 @@ def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
         raise RecipeError(recipe.name, ["the run has no `rollout` section: there is nothing to generate with"])
     if not ranks.under_launcher():
         return _launch(arguments, recipe, folder, Console())
+    _check_world(recipe)
     from hybrid3d import tasks
     from hybrid3d.worker import run_rank
 
@@ -101,14 +103,19 @@ def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
 def _export(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe, folder, step = _finished(options)
     out = Path(options.out)
-    if CHECKED not in os.environ and out.exists() and any(out.iterdir()):
-        raise RecipeError(f"export to {out}", ["the folder is not empty: choose another, or remove it"])
+    if CHECKED not in os.environ and out.exists() and not _is_empty_folder(out):
+        raise RecipeError(f"export to {out}", ["it is not an empty folder: choose another, or remove it"])
     if not ranks.under_launcher():
         return _launch(arguments, recipe, folder, Console())
+    _check_world(recipe)
     from hybrid3d import tasks
     from hybrid3d.worker import run_rank
 
     return run_rank(folder, lambda rank, console: tasks.export(recipe, folder, step, out, rank, console))
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -135,7 +142,20 @@ def _finished(options: argparse.Namespace) -> tuple[Recipe, RunFolder, int]:
     folder = RunFolder(Path(options.folder))
     if not folder.recipe.exists():
         raise RecipeError(str(folder.path), ["no run's folder: it has no recipe.yaml"])
-    return load_recipe(folder.recipe), folder, find_step(folder, options.step)
+    recipe = load_recipe(folder.recipe)
+    if CHECKED not in os.environ:
+        from hybrid3d.preflight import check_model
+
+        check_model(recipe)
+    return recipe, folder, find_step(folder, options.step)
+
+
+def _check_world(recipe: Recipe) -> None:
+    """An external launcher must have started as many ranks as the recipe's layout has."""
+    started = ranks.environment_world_size()
+    if started != recipe.world_size:
+        problem = f"train.tp x pp x cp x dp = {recipe.world_size} ranks, but the launcher started {started}"
+        raise RecipeError(recipe.name, [f"{problem}: start as many, or set train.dp"])
 
 
 def _launch(arguments: list[str], recipe: Recipe, folder: RunFolder, console: Console) -> int:
@@ -146,11 +166,11 @@ def _launch(arguments: list[str], recipe: Recipe, folder: RunFolder, console: Co
     return launch(arguments, recipe.world_size, folder, console)
 
 
-def _say_where(folder: RunFolder, console: Console) -> None:
+def _say_where(recipe: Recipe, folder: RunFolder, console: Console) -> None:
     from hybrid3d.run_folder import checkpoint_folder, steps_in
 
     last = checkpoint_folder(folder, steps_in(folder)[-1])
     console.print(f"\ncheckpoint  {last}", f"metrics     {folder.metrics}", f"curves      {folder.curves}", sep="\n")
-    console.print(
-        f"evaluate    hybrid3d eval {folder.path}", f"export      hybrid3d export {folder.path} OUT", sep="\n"
-    )
+    if recipe.rollout is not None:
+        console.print(f"evaluate    {sys.argv[0]} eval {folder.path}", soft_wrap=True, highlight=False)
+    console.print(f"export      {sys.argv[0]} export {folder.path} OUT", soft_wrap=True, highlight=False)

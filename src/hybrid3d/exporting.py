@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import fnmatch
 import shutil
 from pathlib import Path
 
+from hybrid3d.families import Config
 from hybrid3d.reshard.files import Entry, read_index, shard_entries
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
-def export_entries(source: str | Path) -> dict[str, Entry]:
+# What a published checkpoint may carry and no model holds: buffers that are computed from the config.
+COMPUTED = ("*.rotary_emb.inv_freq",)
+
+
+def is_redundant(name: str, config: Config) -> bool:
+    """Whether a tensor of a checkpoint says nothing: it is computed, or a second copy of a tied one."""
+    tied_copy = name == "lm_head.weight" and bool(config.get("tie_word_embeddings"))
+    return tied_copy or any(fnmatch.fnmatch(name, pattern) for pattern in COMPUTED)
+
+
+def export_entries(source: str | Path, config: Config) -> dict[str, Entry]:
     """The tensors of the checkpoint that the run started from, in its dtypes, dealt out to files anew."""
-    found = read_index(source)
+    found = {name: entry for name, entry in read_index(source).items() if not is_redundant(name, config)}
     return shard_entries({name: (entry.shape, entry.dtype) for name, entry in found.items()})
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -36,11 +37,16 @@ def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Co
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,
     )
+    for old in folder.logs.glob("rank-*.failure"):
+        old.unlink()
     try:
         elastic_launch(config, sys.executable)("-m", "hybrid3d", *arguments)
         return 0
     except ChildFailedError as error:
         console.print(failure_message(folder, error.failures), style="red", highlight=False, markup=False)
+        return 1
+    except SignalException as interrupted:
+        console.print(f"stopped by {interrupted.sigval.name}", style="red", highlight=False)
         return 1
     finally:
         ranks.remove_shared_memory(ident)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -56,8 +57,13 @@ class Measured:
             for key, value in other.sums.items():
                 row[key] = row.get(key, 0) + value
             for key, value in other.maxima.items():
-                row[key] = max(row.get(key, value), value)
+                row[key] = _larger(row.get(key, value), value)
         return row
+
+
+def _larger(a: float, b: float) -> float:
+    """The larger; NaN where either is (Python's `max` depends on their order)."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 def per_token(row: dict[str, float], tokens: int) -> dict[str, float]:

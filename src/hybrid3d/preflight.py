@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
+from hybrid3d.exporting import is_redundant
 from hybrid3d.families import Config, UnsupportedModel, family_of
 from hybrid3d.inputs import read_config, read_data, read_tokenizer
 from hybrid3d.reshard.files import CheckpointError, Entry, read_index
@@ -16,9 +16,6 @@ from hybrid3d.reshard.layout import Shape
 from hybrid3d.rl.data import DataError
 from hybrid3d.rl.rewards import reward_function
 from hybrid3d.run_folder import NoCheckpoint, RunFolder
-
-# What a published checkpoint may carry and no model needs: buffers that are computed.
-COMPUTED = ("*.rotary_emb.inv_freq",)
 
 
 def check_model(recipe: Recipe) -> dict[str, Any]:
@@ -80,10 +77,8 @@ def _differences(expected: Mapping[str, Shape], found: Mapping[str, Entry], conf
         for name, shape in expected.items()
         if name in found and found[name].shape != shape
     ]
-    computed = (*COMPUTED, *(["lm_head.weight"] if config.get("tie_word_embeddings") else []))
-    for name in found.keys() - expected.keys():
-        if not any(fnmatch.fnmatch(name, pattern) for pattern in computed):
-            problems.append(f"{name}: belongs to nothing in a {config['architectures'][0]}")
+    unknown = sorted(name for name in found.keys() - expected.keys() if not is_redundant(name, config))
+    problems += [f"{name}: belongs to nothing in a {config['architectures'][0]}" for name in unknown]
     return problems
 
 

@@ -15,7 +15,7 @@ IDENT = "HYBRID3D_RUN"
 
 def under_launcher() -> bool:
     """Whether this process is one rank of a `torchrun` or an `srun` already."""
-    return "RANK" in os.environ or ("SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1)
+    return "RANK" in os.environ or ("SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1)
 
 
 def adopt_slurm() -> None:
@@ -40,6 +40,11 @@ def remove_shared_memory(run: str) -> None:
 def environment_rank() -> int:
     """This process's number under `torchrun` or `srun`, before anything is started."""
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
+def environment_world_size() -> int:
+    """How many ranks `torchrun` or `srun` started, before anything is."""
+    return int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
 
 
 def rank() -> int:

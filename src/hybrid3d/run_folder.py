@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -50,14 +51,20 @@ class RunFolder:
         _append(self.events, [{"time": round(time.time(), 3), "event": event, **fields}])
 
     def read_metrics(self) -> list[dict[str, float]]:
-        return [json.loads(line) for line in self.metrics.read_text().splitlines()] if self.metrics.exists() else []
+        return [json.loads(line) for line in _whole_lines(self.metrics)]
 
     def truncate(self, step: int) -> None:
         """Drop what was recorded from `step` on: a resumed run records it again."""
         for path in (self.metrics, self.samples):
-            if path.exists():
-                lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < step]
-                path.write_text("".join(f"{line}\n" for line in lines))
+            kept = [line for line in _whole_lines(path) if json.loads(line)["step"] < step]
+            replacement = path.with_suffix(".tmp")
+            replacement.write_text("".join(f"{line}\n" for line in kept))
+            os.replace(replacement, path)
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """The lines of a record; what follows the last newline was cut off in writing."""
+    return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
 class NoCheckpoint(ValueError):
@@ -110,7 +117,8 @@ def draw_curves(folder: RunFolder) -> None:
         for key in keys:
             points = [(row["step"], row[key]) for row in rows if key in row]
             style = "o-" if key == "eval/accuracy" else "--" if key.endswith("lower_bound_bytes") else "-"
-            axis.plot(*zip(*points, strict=True), style, label=key, markersize=4)
+            if points:
+                axis.plot(*zip(*points, strict=True), style, label=key, markersize=4)
         axis.set_title(title, fontsize=10)
         axis.set_ylim(bottom=0 if min(row.get(key, 0) for row in rows for key in keys) >= 0 else None)
         axis.grid(alpha=0.3)

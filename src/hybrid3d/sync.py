@@ -14,7 +14,7 @@ from hybrid3d.reshard.executor import Executor, Tensors
 from hybrid3d.reshard.planner import make_plan
 from hybrid3d.reshard.transport import make_transport
 from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.train.runtime import device
+from hybrid3d.train.runtime import device, synchronize
 from hybrid3d.train.weights import MegatronWeights, canonical_shapes
 
 MIB = 1 << 20
@@ -59,6 +59,7 @@ class WeightSync:
         done = self._executor.run(self._source, self._sink)
         self._sink.end()
         self._engine.reset_cache()
+        synchronize()
         return SyncReport(
             seconds=time.perf_counter() - start,
             received_bytes=done.received_bytes,

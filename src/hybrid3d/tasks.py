@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import torch.distributed as dist
@@ -58,13 +60,17 @@ def export(recipe: Recipe, folder: RunFolder, step: int, out: Path, rank: int, c
     runtime.initialize(recipe.train, recipe.run.seed)
     policy = Policy(read_config(recipe.model.path), recipe, rank, trainable=False)
     checkpoint.load_weights(policy, checkpoint_folder(folder, step))
-    entries = export_entries(recipe.model.path)
+    entries = export_entries(recipe.model.path, policy.config)
+    partial = out.with_name(out.name + ".partial")
     if rank == 0:
-        create_files(out, entries)
-        copy_companions(recipe.model.path, out)
+        shutil.rmtree(partial, ignore_errors=True)
+        create_files(partial, entries)
+        copy_companions(recipe.model.path, partial)
     dist.barrier()
     holdings = dict(enumerate(ranks.gather(policy.weights.holdings)))
-    export_files(out, entries, holdings, policy.weights.tensors, rank)
+    export_files(partial, entries, holdings, policy.weights.tensors, rank)
     dist.barrier()
+    if rank == 0:
+        os.rename(partial, out)  # an export that was interrupted never looks like a checkpoint
     if console is not None:
         console.print(f"wrote {len(entries)} tensors to {out}", highlight=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybrid3d.families.dense import LLAMA, QWEN2, QWEN3
-from hybrid3d.families.family import Config, Family, Rope, Strip, UnsupportedModel, head_dim, rope_of
+from hybrid3d.families.family import Config, Family, Rope, Strip, UnsupportedModel, head_dim, query_groups, rope_of
 
 FAMILIES = {family.architecture: family for family in (LLAMA, QWEN2, QWEN3)}
 
@@ -26,4 +26,15 @@ def family_of(config: Config) -> Family:
     return family
 
 
-__all__ = ["FAMILIES", "Config", "Family", "Rope", "Strip", "UnsupportedModel", "family_of", "head_dim", "rope_of"]
+__all__ = [
+    "FAMILIES",
+    "Config",
+    "Family",
+    "Rope",
+    "Strip",
+    "UnsupportedModel",
+    "family_of",
+    "head_dim",
+    "query_groups",
+    "rope_of",
+]

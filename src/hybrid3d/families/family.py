@@ -81,7 +81,7 @@ class GroupedQKV:
     v: str
 
     def strips(self, rows: int, config: Config) -> list[Strip]:
-        groups, per_head = config["num_key_value_heads"], head_dim(config)
+        groups, per_head = query_groups(config), head_dim(config)
         queries = config["num_attention_heads"] // groups * per_head
         strips, start = [], 0
         for group in range(groups):
@@ -93,6 +93,11 @@ class GroupedQKV:
 
 def head_dim(config: Config) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def query_groups(config: Config) -> int:
+    """Keys and values that a layer has; where nothing is said, as many as heads."""
+    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
 
 
 @dataclass(frozen=True)
@@ -135,11 +140,17 @@ class Family:
 def rope_of(config: Config) -> Rope:
     """Rotary settings, in either form: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        factor = scaling["partial_rotary_factor"]
+        raise UnsupportedModel(f"partial_rotary_factor={factor}: only 1.0 is computed faithfully")
     theta = scaling.get("rope_theta") or config.get("rope_theta", 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return Rope(theta)
     if kind == "llama3":
         keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        lacking = [key for key in keys if key not in scaling]
+        if lacking:
+            raise UnsupportedModel(f"rope_type='llama3' lacks {', '.join(lacking)}")
         return Rope(theta, {key: scaling[key] for key in keys})
     raise UnsupportedModel(f"rope_type={kind!r}: dense families know 'default' and 'llama3'")

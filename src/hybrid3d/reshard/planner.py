@@ -16,7 +16,7 @@ from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece
 
 FILES = -1
 
-# From this size on, a box that is contiguous at its source travels as a message of its own, without being packed.
+# From this size on, a box that is contiguous at either end travels as a message of its own, unpacked at that end.
 DIRECT_BYTES = 256 * 1024
 
 

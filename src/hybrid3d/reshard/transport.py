@@ -134,7 +134,10 @@ class _Deliveries:
 
 def make_transport(device: torch.device, group: dist.ProcessGroup) -> Transport:
     """The transport for tensors on `device`."""
-    return NcclTransport(group) if device.type == "cuda" else GlooTransport(group)
+    if device.type != "cuda":
+        return GlooTransport(group)
+    dist.barrier(group)  # NCCL wants all ranks in a group's first operation, and a bucket may leave some out
+    return NcclTransport(group)
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Batch:
 
     @property
     def response_tokens(self) -> int:
-        """Tokens that count in a loss: this batch's part of the global count that `losses.masked_mean` divides by."""
+        """Tokens that count in a loss."""
         return int(self.response_mask.sum())
 
     def split(self, parts: int) -> list[Batch]:

@@ -195,5 +195,5 @@ def _check_lengths(path: str | Path, examples: Sequence[Example], limit: int) ->
     if long:
         raise DataError(
             f"{path}: row {long[0].row} (from 0): the prompt has {len(long[0].prompt_ids)} tokens, and "
-            f"rollout.max_model_len - rollout.max_new_tokens leaves {limit} ({len(long)} such rows in all)"
+            f"the model's length less that of an answer leaves {limit} ({len(long)} such rows in all)"
         )

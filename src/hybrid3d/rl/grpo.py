@@ -26,6 +26,8 @@ def grpo_loss(
 ) -> TokenLoss:
     """The clipped policy loss plus `kl_coef` times the KL to the reference (DeepSeekMath, arXiv 2402.03300, eq. 3).
 
+    The mean over these is one over all tokens of a step (DAPO, arXiv 2503.14476, eq. 8), not one of means per answer.
+
     Args:
         advantages: [B]. mask, old_logprobs, ref_logprobs: [B, T]; the last two only where the loss is computed, and
             `ref_logprobs` only where there is a reference.

@@ -1,8 +1,9 @@
-"""Losses per token, and the one way in which they become a number.
+"""Losses per token, and the sum that Megatron divides.
 
-A step's loss is a mean over all response tokens of its *global* batch: `masked_mean` divides a part's sum by the count
-of the whole. So the parts add up to the same loss over any split into micro batches and data-parallel ranks. (A mean of
-means weighs a token by the company it keeps.) Tensors are [B, T], aligned as in `batch.py`.
+A step's loss is a mean over all response tokens of its *global* batch. So each micro batch of each data-parallel rank
+gives its sum and its number of tokens, and Megatron divides once, at the end (`calculate_per_token_loss`): the same
+loss over any split. (A mean of means weighs a token by the company it keeps.) Tensors are [B, T], aligned as
+in `batch.py`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,9 @@ import torch
 from torch import Tensor
 
 
-def masked_mean(values: Tensor, mask: Tensor, tokens: int) -> Tensor:
-    """This part's share of the mean over the global batch: `sum(values where mask) / tokens`, a scalar.
-
-    `tokens` is the sum of `mask` over every micro batch of every rank; the mean is the *sum* of all parts' shares.
-    """
-    if tokens < 1:
-        raise ValueError(f"a mean over {tokens} tokens: the global batch has no response tokens")
-    return torch.where(mask.bool(), values, 0.0).sum() / tokens
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """The sum of `values` where `mask` is not zero, a scalar; what padding holds may be anything, NaN included."""
+    return torch.where(mask.bool(), values, 0.0).sum()
 
 
 def policy_loss(
@@ -53,8 +49,3 @@ def policy_loss(
             "old_kl": (torch.expm1(log_ratio) - log_ratio).sum(),
         }
     return -torch.minimum(surrogate, clipped) * mask, stats
-
-
-def sft_loss(logprobs: Tensor, mask: Tensor, tokens: int) -> Tensor:
-    """This part's share of the mean negative log-likelihood over the `tokens` of the global batch, a scalar."""
-    return masked_mean(-logprobs, mask, tokens)

@@ -1,7 +1,7 @@
 """Ask vLLM about a run that does not run: any rank of any TP, on meta, in this one process.
 
-vLLM means to talk to its peers while it builds: it makes gloo groups, a shared-memory communicator and a message
-queue. Over torch's `fake` process group there is nobody to talk to, so those four are answered here.
+vLLM means to talk to its peers while it builds: it makes gloo groups, device communicators and a message
+queue, and asks who shares its node. Over torch's `fake` process group there is nobody, so those are answered here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from hybrid3d.rollout.weights import RolloutWeights
 
 from vllm.config import set_current_vllm_config  # isort: skip
 from vllm.distributed import parallel_state  # isort: skip
-from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator  # isort: skip
 from vllm.engine.arg_utils import EngineArgs  # isort: skip
 from vllm.model_executor.model_loader.utils import initialize_model  # isort: skip
 from vllm.utils.torch_utils import set_default_torch_dtype  # isort: skip
@@ -75,14 +74,13 @@ def _as_rank(rank: int, tp: int) -> Iterator[None]:
     new_group, make_group = dist.new_group, parallel_state.init_model_parallel_group
 
     def group_without_queue(*args: Any, **kwargs: Any) -> Any:
-        return make_group(*args, **{**kwargs, "use_message_queue_broadcaster": False})
+        return make_group(*args, **{**kwargs, "use_message_queue_broadcaster": False, "use_device_communicator": False})
 
     dist.init_process_group("fake", rank=rank, world_size=tp, store=FakeStore())
     with (
         mock.patch.object(dist, "new_group", lambda *a, **k: new_group(*a, **{**k, "backend": "fake"})),
         mock.patch.object(parallel_state, "init_model_parallel_group", group_without_queue),
         mock.patch.object(parallel_state, "in_the_same_node_as", return_value=[True] * tp),
-        mock.patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", return_value=False),
     ):
         try:
             yield

@@ -83,13 +83,15 @@ class _Recording(TorchDispatchMode):
         if func is aten.copy_.default and args[1] is stand:
             self._record_copy(stand, args[0])
             return args[0]
+        if func._schema.is_mutable:
+            raise UnsupportedLoader(f"vLLM's loader applies {func} to {stand.canonical}: only views can be replayed")
         out = func(*tree_map(lambda a: a.view_on_meta if isinstance(a, _Stand) else a, args), **kwargs)
         storage = stand.view_on_meta.untyped_storage()._cdata
 
         def wrap(result: Any) -> Any:
             if not isinstance(result, torch.Tensor):
                 return result
-            if result.untyped_storage()._cdata != storage:
+            if result.untyped_storage()._cdata != storage or result.dtype != stand.dtype:
                 raise UnsupportedLoader(
                     f"vLLM's loader computes {func} on {stand.canonical}: only views can be replayed"
                 )
@@ -159,17 +161,27 @@ def record_demand(
 
 
 def _check_written(recording: _Recording, destinations: list[Destination]) -> None:
-    """The loader must write every parameter, and whole: what it leaves out would keep its dummy or an older value."""
-    written: dict[str, int] = {}
+    """The loader must write every element of every parameter, once: what it leaves out would keep an older value."""
+    writes: dict[str, list[tuple[View, Shape]]] = {}
     for piece in recording.pieces:
-        written[piece.view.tensor] = written.get(piece.view.tensor, 0) + piece.box.numel
+        writes.setdefault(piece.view.tensor, []).append((piece.view, piece.box.size))
     for fill in recording.fills:
-        written[fill.view.tensor] = written.get(fill.view.tensor, 0) + math.prod(fill.size)
+        writes.setdefault(fill.view.tensor, []).append((fill.view, fill.size))
     for destination in destinations:
         d = recording.first_of_tied(destination)
-        got, needed = written.get(d.name, 0), d.tensor.numel()
-        if got != needed and (got or isinstance(d.tensor, torch.nn.Parameter)):
+        if d.name not in writes and not isinstance(d.tensor, torch.nn.Parameter):
+            continue
+        times = torch.zeros(_extent(d.tensor.shape, d.tensor.stride()), dtype=torch.uint8)
+        for view, size in writes.get(d.name, []):
+            times.as_strided(size, view.stride, view.offset).add_(1)
+        times = times.as_strided(d.tensor.shape, d.tensor.stride())
+        if not bool((times == 1).all()):
             raise UnsupportedLoader(
-                f"of {d.name} vLLM's loader writes {got} of {needed} elements: "
-                "the rest is in no canonical tensor that Megatron holds"
+                f"of the {times.numel()} elements of {d.name} vLLM's loader leaves {int((times == 0).sum())} unwritten "
+                f"and writes {int((times > 1).sum())} more than once: what it lacks is in no tensor that Megatron holds"
             )
+
+
+def _extent(shape: Shape, stride: tuple[int, ...]) -> int:
+    """Elements of memory from the first of a strided tensor to its last."""
+    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if math.prod(shape) else 0

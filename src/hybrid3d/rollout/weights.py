@@ -11,6 +11,7 @@ The functions of vLLM's `model_loader.reload` used here are private to it: this 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from hybrid3d.reshard.layout import Demand, Fill, Piece, Shape
+from hybrid3d.reshard.layout import ITEMSIZE, Demand, Fill, Piece, Shape, View
 from hybrid3d.rollout.record import Destination, record_demand
 
 Module = torch.nn.Module
@@ -41,6 +42,7 @@ class RolloutWeights:
         self._vllm_config = vllm_config
         self._units = _units(model)
         self._unit_of = {name: i for i, unit in enumerate(self._units) for name in unit.names(model)}
+        self._live = {name: tensor for name, _, _, tensor in _tensors_of(model)}
         self.demand = self._record(model, vllm_config, shapes)
         self._open: _Opened | None = None
         self._left: dict[int, int] = {}
@@ -67,6 +69,9 @@ class RolloutWeights:
         for piece in self.demand.pieces:
             unit = self._unit_of[piece.view.tensor]
             sizes[unit] = sizes.get(unit, 0) + piece.nbytes
+        dtypes = {piece.view.tensor: piece.dtype for piece in self.demand.pieces}
+        for fill in self.demand.fills:
+            sizes[self._unit_of[fill.view.tensor]] += math.prod(fill.size) * ITEMSIZE[dtypes[fill.view.tensor]]
         return max(sizes.values())
 
     def begin(self) -> None:
@@ -77,7 +82,9 @@ class RolloutWeights:
         self.finalize_bytes = 0
 
     def write(self, piece: Piece) -> torch.Tensor:
-        return self._opened(piece).view(piece.view.tensor, piece.view.offset, piece.box.size, piece.view.stride)
+        if piece.in_place:  # live memory: nothing need be open, so it may be received into ahead of time
+            return _strided(self._live[piece.view.tensor], piece.view, piece.box.size)
+        return self._opened(piece).view(piece.view, piece.box.size)
 
     def landed(self, piece: Piece) -> None:
         unit = self._unit_of[piece.view.tensor]
@@ -143,11 +150,10 @@ class _Opened:
         }
         self.extra_bytes = sum(fresh.values())
         for fill in fills:
-            self.view(fill.view.tensor, fill.view.offset, fill.size, fill.view.stride).fill_(fill.value)
+            self.view(fill.view, fill.size).fill_(fill.value)
 
-    def view(self, name: str, offset: int, size: Shape, stride: tuple[int, ...]) -> torch.Tensor:
-        tensor = self._tensors[name].data
-        return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+    def view(self, view: View, size: Shape) -> torch.Tensor:
+        return _strided(self._tensors[view.tensor].data, view, size)
 
     def finalize(self, vllm_config: VllmConfig) -> None:
         """Run what vLLM runs after loading, as if for the first time, and put the result where the live tensors are."""
@@ -168,11 +174,19 @@ class _Opened:
                 _keep_address(module, name, old)
 
 
+def _strided(tensor: torch.Tensor, view: View, size: Shape) -> torch.Tensor:
+    return tensor.data.as_strided(size, view.stride, tensor.storage_offset() + view.offset)
+
+
 def _keep_address(module: Module, name: str, old: torch.Tensor) -> None:
     """Move a finalized tensor into the memory of the live one, and put the live object back."""
     held = _holder(module, name)
     new = held.get(name)
-    if new is None or new is old or not _same_layout(new, old):
+    if new is None or new is old:
+        return
+    if not _same_layout(new, old):
+        if not current_platform.is_cpu():  # captured graphs would go on reading the old memory
+            raise RuntimeError(f"{name}: finalized as {_layout(new)}, but live as {_layout(old)}")
         return
     if new.data_ptr() != old.data_ptr():
         old.data.copy_(new.data)
@@ -242,7 +256,11 @@ def _tensors_of(root: Module, path: str = "") -> Iterator[tuple[str, Module, str
 
 
 def _same_layout(a: torch.Tensor | None, b: torch.Tensor) -> bool:
-    return a is not None and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    return a is not None and _layout(a) == _layout(b)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _units(model: Module) -> list[_Unit]:

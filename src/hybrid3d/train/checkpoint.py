@@ -75,7 +75,7 @@ def _make_optimizer_state(policy: Policy) -> None:
 
 
 def _own_step_counts(policy: Policy) -> None:
-    """Give each parameter's Adam state its own step count: Megatron loads one tensor into all, which each would raise."""
+    """Give each parameter's Adam state its own step count: Megatron loads one tensor into all of them."""
     for optimizer in policy.optimizer.chained_optimizers:
         for state in optimizer.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybrid3d.config import Train
-from hybrid3d.families import Config, family_of, head_dim, rope_of
+from hybrid3d.families import Config, family_of, head_dim, query_groups, rope_of
 from hybrid3d.train.runtime import ON_CUDA, device, on_device
 
 USE_TE = ON_CUDA  # Transformer Engine is part of a GPU install, and builds only there
@@ -42,7 +42,7 @@ def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> Tra
         hidden_size=config["hidden_size"],
         ffn_hidden_size=config["intermediate_size"],
         num_attention_heads=config["num_attention_heads"],
-        num_query_groups=config["num_key_value_heads"],
+        num_query_groups=query_groups(config),
         kv_channels=head_dim(config),
         layernorm_epsilon=config["rms_norm_eps"],
         normalization="RMSNorm",
@@ -116,7 +116,7 @@ class TorchRMSNorm(torch.nn.RMSNorm):
     """RMS norm with Megatron's constructor."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any):
-        super().__init__(hidden_size, eps=eps)
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,12 +25,11 @@ from hybrid3d.config import Optimizer, Recipe
 from hybrid3d.families import Config
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
+from hybrid3d.rl.grpo import TokenLoss
+from hybrid3d.rl.losses import masked_sum
 from hybrid3d.train.model import build_model
 from hybrid3d.train.runtime import device, on_device
 from hybrid3d.train.weights import MegatronWeights, megatron_weights
-
-TokenLoss = Callable[[torch.Tensor, slice], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""From log-probabilities [b, T] of the rows `slice` of the batch to a loss per token [b, T] and sums to report."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,10 @@ class Policy:
     """
 
     def __init__(self, config: Config, recipe: Recipe, rank: int, trainable: bool = True):
-        self._config = config
+        self.config = config
         self._layout = recipe.train
-        self._temperature = recipe.rollout.temperature if recipe.rollout else 1.0
+        samples = recipe.rollout is not None and recipe.algorithm.name != "sft"
+        self._temperature = recipe.rollout.temperature if samples else 1.0
         dtype = getattr(torch, recipe.model.dtype)
         self.stages = build_model(config, recipe.train, dtype)
         self._modules: list[torch.nn.Module] = [
@@ -94,8 +95,8 @@ class Policy:
         reports = self._run(batch, token_loss, forward_only=False)
         with on_device():
             updated, grad_norm, _ = self.optimizer.step()
-        if not updated:
-            raise RuntimeError(f"the optimizer skipped its step: gradient norm {grad_norm}")
+        if not updated or not math.isfinite(grad_norm):
+            raise RuntimeError(f"the gradient is not finite (norm {grad_norm}): no checkpoint is written of this step")
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step(increment=1)
         sums: dict[str, float] = {}
@@ -134,7 +135,7 @@ class Policy:
         logprobs = self._token_logprobs(logits, batch.tokens[rows])
         losses, report = token_loss(logprobs, rows)
         mask = batch.response_mask[rows]
-        total = (losses * mask).sum()
+        total = masked_sum(losses, mask)
         return total, mask.sum().int(), {"loss": total.detach(), **report}
 
     def _token_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -144,14 +145,14 @@ class Policy:
         """
         scaled = logits[:, :-1].float() / self._temperature
         first = parallel_state.get_tensor_model_parallel_rank() * scaled.shape[-1]
-        padding = torch.arange(first, first + scaled.shape[-1], device=scaled.device) >= self._config["vocab_size"]
+        padding = torch.arange(first, first + scaled.shape[-1], device=scaled.device) >= self.config["vocab_size"]
         scaled = scaled.masked_fill(padding, float("-inf"))
         negative = vocab_parallel_cross_entropy(scaled, tokens[:, 1:].contiguous())
         return torch.nn.functional.pad(-negative, (1, 0))
 
     def _distributed(self, module: torch.nn.Module) -> DistributedDataParallel:
         settings = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=False
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=True
         )
         return DistributedDataParallel(module.config, settings, module)
 
@@ -184,7 +185,7 @@ def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
 def _scheduler(optimizer: Any, settings: Optimizer, steps: int) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0 if settings.warmup_steps else settings.lr,
+        init_lr=settings.lr / (settings.warmup_steps + 1),  # the first update counts too
         max_lr=settings.lr,
         min_lr=settings.min_lr,
         lr_warmup_steps=settings.warmup_steps,

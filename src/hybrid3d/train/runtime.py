@@ -27,6 +27,12 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if ON_CUDA else torch.device("cpu")
 
 
+def synchronize() -> None:
+    """Wait for what this rank's GPU has been given, so that a clock tells the truth."""
+    if ON_CUDA:
+        torch.cuda.synchronize()
+
+
 def on_device() -> contextlib.AbstractContextManager[object]:
     """The context in which Megatron's code runs: nothing on CUDA, CUDA answered by the CPU elsewhere."""
     return contextlib.nullcontext() if ON_CUDA else cpu.cuda_means_cpu()

@@ -81,6 +81,10 @@ def _shards(stages: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor, Sha
                 continue
             built = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
             for shard in built if isinstance(built, list) else [built]:
+                if shard.data.untyped_storage()._cdata != entry.data.untyped_storage()._cdata:
+                    raise UnsupportedModel(
+                        f"{shard.key}: Megatron says what it holds of a copy, not of the live tensor"
+                    )
                 yield f"stage{number}.{name}", entry.data, shard
 
 
