@@ -151,4 +151,4 @@ def test_a_launcher_that_is_interrupted(start: Start) -> None:
     run = start(pp=1)
     run.wait_until_it_trains()
     run.process.send_signal(signal.SIGINT)
-    assert "interrupted" in run.end()
+    assert "stopped by SIGINT" in run.end()

@@ -245,7 +245,6 @@ def test_fill_writes_its_view_alone() -> None:
     memory = torch.arange(24.0)
     Tensors({"w": memory[4:]}).fill(Fill(View("w", 1, (6, 2)), (2, 2), -1.0))
     assert [i for i in range(24) if memory[i] == -1] == [5, 7, 11, 13]
-    assert make_transport(torch.device("cpu"), None).received_bytes == 0
 
 
 def gloo_rank(rank: int, folder: Path) -> None:

@@ -42,7 +42,10 @@ def _check_messages(plan: Plan) -> None:
     """What is not local travels in its bucket's messages, each transfer in one of them, and nothing else does."""
     for bucket in plan.buckets:
         carried = Counter(t for message in bucket.messages for t in message.transfers)
-        if carried != Counter(t for t in bucket.transfers if not t.is_local):
+        fitting = all(
+            (t.src, t.dst, t.target.dtype) == (m.src, m.dst, m.dtype) for m in bucket.messages for t in m.transfers
+        )
+        if not fitting or carried != Counter(t for t in bucket.transfers if not t.is_local):
             raise PlanError("a bucket's messages do not carry each of its transfers once")
 
 

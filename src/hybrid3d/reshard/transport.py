@@ -141,5 +141,5 @@ def make_transport(device: torch.device, group: dist.ProcessGroup) -> Transport:
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Backends know no FP8 and gloo no BF16: everything travels as bytes."""
-    return tensor.view(-1).view(torch.uint8)
+    """The bytes of a tensor that has no gaps. Backends know no FP8 and gloo no BF16: everything travels as bytes."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # `view(-1)` keeps the stride of one element
