@@ -173,7 +173,7 @@ def large_world() -> World:
     for layer, owners in enumerate(([0, 1], [2, 3])):
         for name, (shape, dim, ours, theirs) in shapes.items():
             for side, ranks, dtype in ((world.held, owners, ours), (world.wanted, [0, 1, 2, 3], theirs)):
-                order = (1, 0) if side is world.wanted and name == "master" else None
+                order = (1, 0) if name == "scale" or (side is world.wanted and name == "master") else None
                 in_place = (side, name) != (world.wanted, "gate") or layer == 1
                 for i, rank in enumerate(ranks):
                     size = tuple(n // len(ranks) if d == dim else n for d, n in enumerate(shape))
@@ -239,6 +239,15 @@ def test_a_plan_that_sends_is_a_mistake_without_transport() -> None:
         Executor(plan, 0, NoTransport()).run(memory, memory)
     with pytest.raises(AssertionError, match="receives from rank 0"):
         Executor(plan, 1, NoTransport()).run(memory, memory)
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(2, 3).t(), torch.zeros(4, 3)[:, :2]], ids=["transposed", "gaps"])
+def test_a_transport_refuses_what_is_not_contiguous(tensor: torch.Tensor) -> None:
+    """Its bytes in a row are other elements than its own: sending them would be silent."""
+    with pytest.raises(RuntimeError, match="view"):
+        LocalTransport(0, {}).submit_send(tensor, dst=1, tag=0)
+    with pytest.raises(RuntimeError, match="view"):
+        LocalTransport(0, {}).submit_recv(tensor, src=1, tag=0)
 
 
 def test_fill_writes_its_view_alone() -> None:

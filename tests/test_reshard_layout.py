@@ -164,6 +164,7 @@ X = torch.arange(4 * 6).view(4, 6)
         (X.view(-1), torch.full((24,), -1), 1),  # merged dims
         (X[1:3].view(12), torch.full((2, 6), -1).view(12), 1),
         (X.view(2, 2, 6), torch.full((2, 2, 6), -1), 1),  # a split dim
+        (X.view(2, 2, 6).transpose(0, 1), torch.full((2, 2, 6), -1).transpose(0, 1), 1),  # in whatever order
         (X, torch.full((4, 8), -1)[:, 1:7], 1),
         (X.view(2, 2, 6)[:, 1], torch.full((2, 6), -1), 2),  # rows 1 and 3
         (X[::2], torch.full((2, 6), -1), 2),
@@ -192,6 +193,7 @@ def test_dims_of_one_and_scalars() -> None:
     "source",
     [
         X.diagonal(),
+        X.view(-1)[:9],  # a row and a half
         X.view(-1)[3:15],  # runs from the middle of a row to the middle of another
         X.view(-1)[1:9].view(2, 4),  # each half fits behind the start of a row, both together do not
         X.view(-1)[1:9].view(2, 4).t(),

@@ -142,4 +142,5 @@ def make_transport(device: torch.device, group: dist.ProcessGroup) -> Transport:
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor that has no gaps. Backends know no FP8 and gloo no BF16: everything travels as bytes."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # `view(-1)` keeps the stride of one element
+    flat = tensor.view(-1)  # refuses gaps, and keeps the stride of a single element, which a view as bytes refuses
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
