@@ -67,8 +67,9 @@ def lower_bound(holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) 
         if rank == FILES:
             continue
         have = [p.box for p in held.get((rank, name), [])]
-        lacking = volume([p.box for p in pieces], without=have)
-        bound[rank] += lacking * ITEMSIZE[pieces[0].dtype]
+        for dtype in {p.dtype for p in pieces}:
+            lacking = volume([p.box for p in pieces if p.dtype == dtype], without=have)
+            bound[rank] += lacking * ITEMSIZE[dtype]
     return bound
 
 

@@ -207,7 +207,10 @@ def _buckets(transfers: Iterable[Transfer], limit: int) -> Iterator[Bucket]:
 def _split(transfer: Transfer, limit: int) -> list[Transfer]:
     if transfer.is_local or transfer.nbytes <= limit:
         return [transfer]
-    boxes = transfer.target.box.split(max(1, limit // ITEMSIZE[transfer.target.dtype]))
+    itemsize = ITEMSIZE[transfer.target.dtype]
+    if limit < itemsize:
+        raise ValueError(f"a bucket of {limit} bytes holds no element of {itemsize} bytes: make it larger")
+    boxes = transfer.target.box.split(limit // itemsize)
     return [Transfer(transfer.src, transfer.dst, transfer.source.part(b), transfer.target.part(b)) for b in boxes]
 
 
