@@ -171,6 +171,7 @@ def _say_where(recipe: Recipe, folder: RunFolder, console: Console) -> None:
 
     last = checkpoint_folder(folder, steps_in(folder)[-1])
     console.print(f"\ncheckpoint  {last}", f"metrics     {folder.metrics}", f"curves      {folder.curves}", sep="\n")
+    command = os.path.relpath(Path(sys.executable).with_name("hybrid3d"))
     if recipe.rollout is not None:
-        console.print(f"evaluate    {sys.argv[0]} eval {folder.path}", soft_wrap=True, highlight=False)
-    console.print(f"export      {sys.argv[0]} export {folder.path} OUT", soft_wrap=True, highlight=False)
+        console.print(f"evaluate    {command} eval {folder.path}", soft_wrap=True, highlight=False)
+    console.print(f"export      {command} export {folder.path} OUT", soft_wrap=True, highlight=False)
