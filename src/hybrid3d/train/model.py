@@ -9,6 +9,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -93,10 +99,23 @@ def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | No
         rotary_base=rope.theta,
         vp_stage=vp_stage,
     )
+    _mark_tensor_parallel(model)
     if rope.llama3:  # GPTModel takes the factor alone and leaves the other constants at Llama 3.1's
         scaled = model.rotary_pos_emb._apply_scaling(model.rotary_pos_emb.inv_freq, **rope.llama3)
         model.rotary_pos_emb.inv_freq = scaled
     return model
+
+
+def _mark_tensor_parallel(model: GPTModel) -> None:
+    """Mark sharded weights as Megatron does where it initializes them, which here a checkpoint does.
+
+    Without the mark a gradient norm counts the shard of TP rank 0 alone, and clips by it.
+    """
+    dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if type(module) in dims and weight is not None and not hasattr(weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(weight, True, dims[type(module)], 1)
 
 
 def _use_torch_modules(spec: TransformerBlockSubmodules) -> None:
