@@ -58,7 +58,7 @@ KINDS = (
     Kind("picks {b}", ADD, NOISY),
 )
 QUESTION = "{name} has {a} {things} and {event}. How many now?"
-WRONG_SHARE = 0.65  # of the demonstrations of a noisy kind
+WRONG_SHARE = 0.85  # of the demonstrations of a noisy kind
 SIZES = {"warmup": 8192, "train": 4096, "eval": 256}
 EVAL_PAIRS = 96
 
