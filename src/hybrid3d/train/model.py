@@ -60,7 +60,7 @@ def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> Tra
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        # Interleaved, each of two stages is both before and after the other, and a batch of sends mixes the directions up.
+        # Interleaved, two stages send to each other in both directions, which a batch of sends would mix up.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
         context_parallel_size=layout.cp,
