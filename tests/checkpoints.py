@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-FAMILIES = ("qwen2", "llama", "qwen3")
+DENSE = ("qwen2", "llama", "qwen3")
+LATENT = ("deepseek_v3", "moonlight", "deepseek_v2")
+SPARSE = ("qwen3_moe", "mixtral", *LATENT)
+FAMILIES = DENSE + SPARSE
 VOCABULARY = 330
 ORIGINAL_POSITIONS = 64  # of Llama's scaling: longer sequences are what it is for
 
@@ -42,16 +45,78 @@ LLAMA3_ROPE = dict(
 )
 
 
-def make_config(family: str) -> PretrainedConfig:
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=8.0,
+    original_max_position_embeddings=ORIGINAL_POSITIONS,
+    beta_fast=32,
+    beta_slow=1,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+)
+CALMER = {"initializer_range": 0.1}  # with wider weights these amplify rounding beyond what the tests allow
+EXPERTS: dict[str, Any] = dict(num_experts_per_tok=2, moe_intermediate_size=64)
+# vLLM's latent attention on CPU has one size: a latent of 512 and 64 rotated dims.
+LATENTS: dict[str, Any] = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=48)
+DEEPSEEK: dict[str, Any] = dict(
+    {key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")},
+    **EXPERTS,
+    **LATENTS,
+    n_routed_experts=8,
+    first_k_dense_replace=1,
+    num_key_value_heads=SIZES["num_attention_heads"],
+    tie_word_embeddings=False,
+)
 
-    if family == "qwen2":
-        return Qwen2Config(**SIZES, tie_word_embeddings=True)
-    if family == "llama":
-        return LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE)
-    if family == "qwen3":
-        return Qwen3Config(**SIZES, tie_word_embeddings=False)
-    raise ValueError(f"no tiny checkpoint of {family!r}; there are {', '.join(FAMILIES)}")
+
+def make_config(family: str) -> PretrainedConfig:
+    import transformers
+
+    make = {
+        "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+        "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+        "qwen3": lambda: transformers.Qwen3Config(**SIZES, tie_word_embeddings=False),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+            **SIZES, **EXPERTS, num_experts=8, norm_topk_prob=True, mlp_only_layers=[1], tie_word_embeddings=False
+        ),
+        "mixtral": lambda: transformers.MixtralConfig(
+            **(SIZES | CALMER),
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            sliding_window=None,
+            tie_word_embeddings=False,
+        ),
+        "deepseek_v3": lambda: transformers.DeepseekV3Config(
+            **DEEPSEEK,
+            q_lora_rank=64,
+            n_shared_experts=1,
+            n_group=2,
+            topk_group=1,
+            topk_method="noaux_tc",
+            rope_parameters=YARN,
+        ),
+        # DeepSeek-V3's architecture without compressed queries, groups and scaling of positions
+        "moonlight": lambda: transformers.DeepseekV3Config(
+            **DEEPSEEK,
+            q_lora_rank=None,
+            n_shared_experts=2,
+            n_group=1,
+            topk_group=1,
+            topk_method="noaux_tc",
+            rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+        ),
+        "deepseek_v2": lambda: transformers.DeepseekV2Config(
+            **(DEEPSEEK | CALMER),
+            q_lora_rank=None,
+            n_shared_experts=2,
+            topk_method="greedy",
+            rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        ),
+    }
+    if family not in make:
+        raise ValueError(f"no tiny checkpoint of {family!r}; there are {', '.join(FAMILIES)}")
+    return make[family]()
 
 
 def make_checkpoint(folder: Path, family: str, seed: int) -> Path:
@@ -62,8 +127,9 @@ def make_checkpoint(folder: Path, family: str, seed: int) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(make_config(family))
-        for _, parameter in sorted(model.named_parameters()):
-            if parameter.dim() == 1:
-                parameter.data += torch.randn(parameter.shape) * 0.1
+        routers = [(name, bias) for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for _, tensor in [*sorted(model.named_parameters()), *sorted(routers)]:
+            if tensor.dim() == 1:
+                tensor.data += torch.randn(tensor.shape) * 0.1
     model.save_pretrained(folder)
     return Path(folder)

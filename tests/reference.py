@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -117,4 +118,6 @@ def _adam(model: torch.nn.Module, settings: dict[str, float]) -> tuple[float, di
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
     torch.optim.AdamW(groups, **ADAM).step()
-    return norm.item(), {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    with TemporaryDirectory() as folder:  # in memory transformers stacks experts
+        model.save_pretrained(folder)
+        return norm.item(), tensors_in(folder)

@@ -86,7 +86,9 @@ def test_defaults(load: Any) -> None:
     assert yaml.safe_load(recipe_to_yaml(recipe)) == {
         "name": "warm-up",
         "model": {"path": "build/demo/base", "dtype": "float32"},
-        "train": {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "cp": 1, "dp": 1, "micro_batch_size": 8},
+        "train": {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "cp": 1, "dp": 1}
+        | {"first_stage_layers": None, "last_stage_layers": None, "expert_bias_update_rate": 0.0}
+        | {"micro_batch_size": 8},
         "rollout": None,
         "sync": {"bucket_mib": 64.0, "verify": "never"},
         "data": {
@@ -201,7 +203,8 @@ def test_every_problem_in_one_message(load: Any, tmp_path: Path) -> None:
             f"{tmp_path / 'recipe.yaml'}:",
             "model.path: missing, expected a string, not empty",
             "train.ttp: unknown key, did you mean tp?; "
-            "known keys of train: tp, pp, vpp, ep, etp, cp, dp, micro_batch_size",
+            "known keys of train: tp, pp, vpp, ep, etp, cp, dp, "
+            "first_stage_layers, last_stage_layers, expert_bias_update_rate, micro_batch_size",
             "train.pp: expected an integer, 1 or more, got 0 (an integer)",
             "data.columns: unknown key; known keys of data: train, eval, prompt, answer, chat_template",
             "reward.name: expected a string, not empty, got ' ' (a string)",

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hybrid3d.families import FAMILIES, Family, Rope, UnsupportedModel, family_of, head_dim, rope_of
 from hybrid3d.families.family import GroupedQKV, Stacked, Strip, Vocabulary
 
+DENSE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -60,7 +61,7 @@ def all_strips(family: Family, config: dict[str, Any], padding: int) -> dict[str
     return found
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", DENSE)
 @settings(max_examples=30, deadline=None)
 @given(configs(), st.integers(0, 7))
 def test_strips_tile_both_sides_exactly_once(architecture: str, config: dict[str, Any], padding: int) -> None:
@@ -81,7 +82,7 @@ def test_strips_tile_both_sides_exactly_once(architecture: str, config: dict[str
             at += rows
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", DENSE)
 @pytest.mark.parametrize("sizes", [(4, 2, 8), (4, 4, 8), (6, 1, 8), (4, 2, 16)], ids=str)
 def test_every_row_of_transformers_model_is_named(architecture: str, sizes: tuple[int, int, int]) -> None:
     """Names and heights are those of the state dict that transformers itself builds from the same config."""
@@ -154,7 +155,7 @@ IN_A_LAYER = [
 ]
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", DENSE)
 def test_names_within_a_layer(architecture: str) -> None:
     family, config = FAMILIES[architecture], {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 4}
     for ours, theirs, only in IN_A_LAYER:
@@ -167,7 +168,7 @@ def test_names_within_a_layer(architecture: str) -> None:
         assert family.strips(unknown, 4, config) is None
 
 
-@pytest.mark.parametrize("names", [["MixtralForCausalLM"], [], None])
+@pytest.mark.parametrize("names", [["GemmaForCausalLM"], [], None])
 def test_an_unknown_architecture_is_told_the_known_ones(names: list[str] | None) -> None:
     with pytest.raises(UnsupportedModel) as caught:
         family_of({"architectures": names})
@@ -179,7 +180,9 @@ def test_an_unknown_architecture_is_told_the_known_ones(names: list[str] | None)
 def test_what_transformers_writes_by_default_is_supported(architecture: str) -> None:
     import transformers
 
-    config = json.loads(getattr(transformers, architecture).config_class(architectures=[architecture]).to_json_string())
+    said = {"topk_method": "noaux_tc"} if architecture == "DeepseekV3ForCausalLM" else {}  # vLLM needs it
+    config_class = getattr(transformers, architecture).config_class
+    config = json.loads(config_class(architectures=[architecture], **said).to_json_string())
     assert family_of(config) is FAMILIES[architecture]
 
 
@@ -199,6 +202,12 @@ def test_what_transformers_writes_by_default_is_supported(architecture: str) -> 
         ("Qwen2ForCausalLM", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
         ("Qwen3ForCausalLM", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
         ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ("MixtralForCausalLM", {"sliding_window": 4096}, "sliding_window=4096"),
+        ("MixtralForCausalLM", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        ("Qwen3MoeForCausalLM", {"attention_bias": True}, "attention_bias=True"),
+        ("DeepseekV2ForCausalLM", {"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy'"),
+        ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob=True"),
+        ("DeepseekV2ForCausalLM", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
     ],
 )
 def test_what_would_not_be_computed_faithfully_is_refused(
@@ -207,6 +216,30 @@ def test_what_would_not_be_computed_faithfully_is_refused(
     assert family_of({"architectures": [architecture]}) is FAMILIES[architecture]
     with pytest.raises(UnsupportedModel, match=message):
         family_of({"architectures": [architecture], **setting})
+
+
+V3 = {"architectures": ["DeepseekV3ForCausalLM"], "topk_method": "noaux_tc", "num_experts_per_tok": 8}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"topk_method": None}, "topk_method=None"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ({"rope_interleave": False}, "rope_interleave=False"),
+        ({"num_experts_per_tok": 1, "n_group": 1}, "num_experts_per_tok=1"),
+        ({"n_group": 8, "topk_group": 2}, "their best 8//2=4 experts, this model by their best 2"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, "rope_type='llama3'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 40}}, "original_max_position_embeddings"),
+    ],
+)
+def test_what_deepseek_v3_would_not_compute_faithfully_is_refused(setting: dict[str, Any], message: str) -> None:
+    published = {"n_group": 8, "topk_group": 4, "scoring_func": "sigmoid", "norm_topk_prob": True}
+    assert family_of(V3 | published) is FAMILIES["DeepseekV3ForCausalLM"]
+    with pytest.raises(UnsupportedModel) as caught:
+        family_of(V3 | published | setting)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "families": {"families"},
     "rl": {"rl"},
     "schema": {"schema"},
-    "shape": {"shape", "schema", "config"},
+    "shape": {"shape", "schema", "config", "families"},
     "config": {"config", "schema", "shape", "reshard", "families"},
     "train": {"train", "reshard", "families", "config", "rl"},
     "rollout": {"rollout", "reshard", "families", "config"},

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from checkpoints import FAMILIES, LLAMA3_ROPE, ORIGINAL_POSITIONS, SIZES, VOCABULARY
+from checkpoints import DENSE, FAMILIES, LATENT, LLAMA3_ROPE, ORIGINAL_POSITIONS, SIZES, SPARSE, VOCABULARY
 from reference import (
     ADAM,
     SFT,
@@ -24,7 +25,7 @@ from reference import (
 )
 from run_ranks import run_ranks
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1000)]
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "tp1-pp1": dict(dp=4),
@@ -33,15 +34,27 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp1-pp2": dict(pp=2, dp=2),
     "tp2-pp2": dict(tp=2, pp=2),
     "tp2-pp2-vpp2": dict(tp=2, pp=2, vpp=2),
+    "ep2": dict(dp=4, ep=2),
+    "tp2-ep2": dict(tp=2, dp=2, ep=2),
+    "tp2-ep2-etp2": dict(tp=2, dp=2, ep=2, etp=2),
+    "tp2-pp2-ep2": dict(tp=2, pp=2, ep=2, last_stage_layers=1),
+    "pp2-vpp2-ep2": dict(pp=2, vpp=2, dp=2, ep=2),
+}
+DENSE_LAYOUTS = ("tp1-pp1", "tp2-pp1", "tp4-pp1", "tp1-pp2", "tp2-pp2", "tp2-pp2-vpp2")
+SPARSE_LAYOUTS = ("tp1-pp1", "tp2-pp2", "ep2", "tp2-ep2", "tp2-ep2-etp2", "tp2-pp2-ep2", "pp2-vpp2-ep2")
+FEW_LAYOUTS = ("tp1-pp1", "tp2-ep2", "tp2-pp2-ep2")
+CASES = {
+    **dict.fromkeys(DENSE, DENSE_LAYOUTS),
+    **{family: SPARSE_LAYOUTS if family in ("qwen3_moe", "deepseek_v3") else FEW_LAYOUTS for family in SPARSE},
 }
 # Kinds of loss and sizes of micro batches: in one layout each kind in each size.
 STEPS = {layout: [("sft", 4), ("grpo", 4)] for layout in LAYOUTS}
 STEPS["tp2-pp2"] = [("sft", 2), ("sft", 4), ("grpo", 2), ("grpo", 4)]
 STEPS["tp2-pp2-vpp2"] = [("sft", 2), ("grpo", 4)]
-RESUMED = "qwen2"  # its tied embeddings lie on two pipeline stages
+RESUMED = ("qwen2", "deepseek_v3")  # tied embeddings lie on two pipeline stages; experts on two ranks
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_case = pytest.mark.parametrize(("family", "layout"), [(f, layout) for f in FAMILIES for layout in CASES[f]])
+every_resumed = pytest.mark.parametrize("family", RESUMED)
 
 
 class Results:
@@ -75,10 +88,10 @@ def results(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> Result
         start, other, near = tiny_checkpoint(family, 1), tiny_checkpoint(family, 2), out / f"{family}-near"
         save_near(start, near)
         checkpoints[family] = {"start": str(start), "other": str(other), "near": str(near)}
-    work = {"checkpoints": checkpoints, "layouts": LAYOUTS, "steps": STEPS, "resumed": [RESUMED]}
+    work = {"checkpoints": checkpoints, "layouts": LAYOUTS, "cases": CASES, "steps": STEPS, "resumed": RESUMED}
     torch.save(make_inputs() | work, out / "inputs.pt")
     job = Path(__file__).parent / "jobs" / "train_layouts.py"
-    run_ranks(job, 4, [str(out / "inputs.pt"), str(out)], timeout=500)
+    run_ranks(job, 4, [str(out / "inputs.pt"), str(out)], timeout=900)
     return Results(checkpoints, out)
 
 
@@ -91,8 +104,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@every_layout
-@every_family
+@every_case
 def test_logits_equal_transformers(results: Results, family: str, layout: str) -> None:
     tp, dp = (LAYOUTS[layout].get(axis, 1) for axis in ("tp", "dp"))
     replicas, true = results.logits(family, layout), true_logits(results.source(family))
@@ -102,7 +114,7 @@ def test_logits_equal_transformers(results: Results, family: str, layout: str) -
     for logits in replicas:
         assert logits.shape[-1] == (332 if tp == 4 else VOCABULARY)
         assert (logits[..., :VOCABULARY] - true).abs().max() <= 1e-4
-        if layout == "tp1-pp1":
+        if layout == "tp1-pp1" and family in DENSE:
             assert torch.equal(logits, true)
 
 
@@ -140,24 +152,49 @@ def no_qk_norm(model: torch.nn.Module) -> None:
         layer.self_attn.q_norm = layer.self_attn.k_norm = torch.nn.Identity()
 
 
-@pytest.mark.parametrize(
-    ("family", "change"),
-    [
-        *[(family, change) for family in FAMILIES for change in (no_rope, "layernorm.weight", "model.norm.weight")],
-        *[("llama", change) for change in (no_scaling, scaling_of_llama_3_1)],
-        *[("qwen3", change) for change in (no_qk_norm, "q_norm.weight", "k_norm.weight")],
-        *[("qwen2", f"{x}_proj.bias") for x in "qkv"],
-    ],
-)
+def no_attention(model: torch.nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+
+
+def without_in_experts(part: str) -> Callable[[torch.nn.Module], None]:
+    """A change that puts zeros in a part of every sparse layer's MLP."""
+
+    def change(model: torch.nn.Module) -> None:
+        blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+        assert blocks
+        for block in blocks:
+            functools.reduce(getattr, part.split("."), block).data.zero_()
+
+    change.__name__ = f"no_{part}"
+    return change
+
+
+CHANGES: dict[str, list[Any]] = {
+    **{family: [no_rope, no_attention, "layernorm.weight", "model.norm.weight"] for family in FAMILIES},
+}
+for family in SPARSE:
+    CHANGES[family] += [without_in_experts("gate.weight"), without_in_experts("experts.down_proj")]
+for family in LATENT:
+    CHANGES[family] += ["kv_a_layernorm.weight", without_in_experts("shared_experts.down_proj.weight")]
+for family in ("deepseek_v3", "moonlight"):
+    CHANGES[family] += [without_in_experts("gate.e_score_correction_bias")]
+for family in ("qwen3", "qwen3_moe"):
+    CHANGES[family] += [no_qk_norm, "q_norm.weight", "k_norm.weight"]
+CHANGES["llama"] += [no_scaling, scaling_of_llama_3_1]
+CHANGES["qwen2"] += [f"{x}_proj.bias" for x in "qkv"]
+CHANGES["deepseek_v3"] += ["q_a_layernorm.weight"]
+
+
+@pytest.mark.parametrize(("family", "change"), [(f, change) for f, changes in CHANGES.items() for change in changes])
 def test_logits_would_show_a_part_left_out(results: Results, family: str, change) -> None:
     model = model_of(results.source(family))
     fresh(model, change) if isinstance(change, str) else change(model)
-    (logits,) = results.logits(family, "tp2-pp2")
+    logits = results.logits(family, "tp2-ep2" if family in SPARSE else "tp2-pp2")[0]
     assert (logits - logits_of(model)).abs().max() > 1e-2
 
 
-@every_layout
-@every_family
+@every_case
 def test_logprobs_are_of_the_distribution_that_is_sampled_from(results: Results, family: str, layout: str) -> None:
     true = pick(true_logits(results.source(family)), torch.tensor(make_inputs()["long"]))
     spoken = [rank["logprobs"] for rank in results.of(family, layout, "forward") if rank["logprobs"] is not None]
@@ -168,9 +205,9 @@ def test_logprobs_are_of_the_distribution_that_is_sampled_from(results: Results,
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind", "micro_batch"), [(layout, *step) for layout, steps in STEPS.items() for step in steps]
+    ("family", "layout", "kind", "micro_batch"),
+    [(family, layout, *step) for family in FAMILIES for layout in CASES[family] for step in STEPS[layout]],
 )
-@every_family
 def test_a_step_equals_plain_pytorch(results: Results, family: str, layout: str, kind: str, micro_batch: int) -> None:
     source = results.source(family)
     means, norm, weights = true_step(source, results.checkpoints[family]["near"], kind)
@@ -192,11 +229,13 @@ def test_a_step_equals_plain_pytorch(results: Results, family: str, layout: str,
     assert after.keys() == before.keys()
     for name, tensor in after.items():
         assert (tensor - weights[name]).abs().max() <= 1e-5, name
-        assert (tensor - before[name]).abs().max() > 1e-4, name
+        if not torch.equal(weights[name], before[name]):  # a router's bias stays, and an expert that got no token
+            assert (tensor - before[name]).abs().max() > 5e-5, name
+    stayed = [name for name in weights if torch.equal(weights[name], before[name])]
+    assert len(stayed) < len(weights) / 5
 
 
-@every_layout
-@every_family
+@every_case
 def test_export_gives_back_what_was_loaded(results: Results, family: str, layout: str) -> None:
     folder, before = results.exported(family, layout, "loaded"), tensors_in(results.source(family))
     after = tensors_in(folder)
@@ -206,20 +245,22 @@ def test_export_gives_back_what_was_loaded(results: Results, family: str, layout
     assert torch.equal(logits_of(model_of(folder)), true_logits(results.source(family)))
 
 
-def test_a_resumed_run_repeats_what_would_have_come(results: Results) -> None:
-    went_on, resumed = (results.of(RESUMED, "resume", what) for what in ("went on", "resumed"))
+@every_resumed
+def test_a_resumed_run_repeats_what_would_have_come(results: Results, family: str) -> None:
+    went_on, resumed = (results.of(family, "resume", what) for what in ("went on", "resumed"))
     assert resumed == went_on  # losses, gradient norms and learning rates, to the last bit
     assert went_on[0][0]["lr"] != went_on[0][1]["lr"]
-    expected, found = (tensors_in(results.exported(RESUMED, "resume", what)) for what in ("went-on", "resumed"))
+    expected, found = (tensors_in(results.exported(family, "resume", what)) for what in ("went-on", "resumed"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_checkpoint_loads_into_another_layout(results: Results) -> None:
-    saved, elsewhere = (tensors_in(results.exported(RESUMED, "resume", what)) for what in ("saved", "elsewhere"))
+@every_resumed
+def test_a_checkpoint_loads_into_another_layout(results: Results, family: str) -> None:
+    saved, elsewhere = (tensors_in(results.exported(family, "resume", what)) for what in ("saved", "elsewhere"))
     assert all(torch.equal(elsewhere[name], saved[name]) for name in saved)
 
     def losses(what: str) -> list[float]:
-        ranks = results.of(RESUMED, "resume", what)
+        ranks = results.of(family, "resume", what)
         return [sum(rank[step]["sums"]["loss"] for rank in ranks if rank[step]["counts"]) for step in range(2)]
 
     assert losses("resumed elsewhere") == pytest.approx(losses("went on"), rel=1e-5)

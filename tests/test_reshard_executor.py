@@ -1,9 +1,6 @@
 """Plans carried out on real tensors: what lands is compared with numpy's truth, what is counted with the plan."""
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,43 +18,10 @@ from hybrid3d.reshard.layout import Fill, Piece, View
 from hybrid3d.reshard.planner import Plan, make_plan
 from hybrid3d.reshard.transport import GlooTransport, LocalTransport, NoTransport, Transport, make_transport
 from test_reshard_box import Shape, Side, World, addresses, index, worlds
+from worlds import Mailbox, run_in_threads
 
 MIB = 1 << 20
 BEFORE = 7.0  # what a destination holds until something lands there
-
-
-class Mailbox(dict):
-    """A mailbox for ranks in threads of one process: taking out what is not there yet waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._changed = threading.Condition()
-        self._failure: BaseException | None = None
-
-    def __setitem__(self, key: tuple[int, int, int], tensor: torch.Tensor) -> None:
-        with self._changed:
-            assert key not in self, f"two messages of one tag under way: {key}"
-            super().__setitem__(key, tensor)
-            self._changed.notify_all()
-
-    def pop(self, key: tuple[int, int, int]) -> torch.Tensor:
-        with self._changed:
-            there = self._changed.wait_for(lambda: key in self or self._failure, timeout=60)
-            if self._failure:
-                raise RuntimeError("another rank failed") from self._failure
-            assert there, f"never sent: {key}"
-            return super().pop(key)
-
-    @contextmanager
-    def one_for_all(self) -> Iterator[None]:
-        """A rank that fails ends the others, which would wait for it."""
-        try:
-            yield
-        except BaseException as failure:
-            with self._changed:
-                self._failure = self._failure or failure
-                self._changed.notify_all()
-            raise
 
 
 class Unit(Tensors):
@@ -125,8 +89,7 @@ class Ranks:
         self.wanted = [memories(world.wanted, rank, BEFORE) for rank in self.ranks]
 
     def run(self, values: dict[str, torch.Tensor]) -> list[Report]:
-        with ThreadPoolExecutor(len(self.ranks)) as pool:
-            return list(pool.map(lambda rank: self._run(rank, values), self.ranks))
+        return run_in_threads(lambda rank: self._run(rank, values), self.ranks)
 
     def _run(self, rank: int, values: dict[str, torch.Tensor]) -> Report:
         write_pieces(self.world.held, rank, values, self.held[rank])

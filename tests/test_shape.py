@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
+from hybrid3d.families import Experts, Latents
+from hybrid3d.shape import Device
 
 # TP2 x PP2 trains, TP2 x DP2 generates: the layouts of the demo.
 GRPO = """\
@@ -76,7 +77,7 @@ def test_shape_from_a_broken_config() -> None:
     ]
 
 
-EXPERTS = "shards experts, and the model families of this version have none"
+EXPERTS = "shards experts, and this model has none"
 
 Misfits = Callable[..., list[str]]
 
@@ -95,9 +96,7 @@ def load(tmp_path: Path) -> Callable[..., Recipe]:
 def misfits(load: Callable[..., Recipe]) -> Misfits:
     """The problems that `check_layout` finds; an empty list is none."""
 
-    def find(
-        *overrides: str, shape: ModelShape = SHAPE, device: Literal["cpu", "cuda"] = "cpu", text: str = GRPO
-    ) -> list[str]:
+    def find(*overrides: str, shape: ModelShape = SHAPE, device: Device | None = "cpu", text: str = GRPO) -> list[str]:
         try:
             check_layout(load(*overrides, text=text), shape, device=device)
         except RecipeError as error:
@@ -271,3 +270,59 @@ def test_every_misfit_in_one_message(load: Callable[..., Recipe]) -> None:
         check_layout(load("train.ep=2", "train.pp=3", "rollout.max_model_len=600"), SHAPE, device="cpu")
     assert str(caught.value).splitlines()[0] == "recipe demo-cpu does not fit its model:"
     assert [line.split("=")[0] for line in caught.value.problems] == ["train.ep", "train.pp", "rollout.max_model_len"]
+
+
+# 8 experts of 64 rows, 2 shared ones, the first layer dense; and attention with DeepSeek's latents.
+SPARSE = replace(SHAPE, experts=Experts(8, 2, 64, (False, True, True, True), shared_width=128))
+LATENT = replace(SPARSE, latents=Latents(q_rank=64, kv_rank=512, nope=32, rope=64, value=48))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.ep=2"],
+        ["train.ep=2", "train.etp=1", "train.dp=2"],
+        ["train.ep=1", "train.etp=2"],
+        ["train.ep=4", "train.dp=2"],
+        ["train.first_stage_layers=1"],
+        ["train.last_stage_layers=3", "train.dp=2"],
+        ["rollout.tp=4"],
+    ],
+)
+@pytest.mark.parametrize("shape", [SPARSE, LATENT], ids=["sparse", "latent"])
+def test_layouts_of_experts_that_fit(misfits: Misfits, overrides: list[str], shape: ModelShape) -> None:
+    assert misfits(*overrides, shape=shape) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["train.ep=3", "train.dp=3", "algorithm.prompts_per_step=36"], "the number of experts 8: nearest valid"),
+        (["train.ep=4"], "train.ep*etp=4*1=4 does not divide the train.tp*cp*dp=2 ranks of a pipeline stage"),
+        (
+            ["train.etp=3", "train.dp=3", "algorithm.prompts_per_step=36"],
+            "train.etp=3 does not divide an expert's width 64",
+        ),
+        (["train.first_stage_layers=4"], "train.first_stage_layers=4 leave 0 of num_hidden_layers=4 to 1 other stages"),
+        (["train.first_stage_layers=1", "train.pp=1"], "needs several stages, and train.pp=1 has one"),
+        (["train.first_stage_layers=1", "train.vpp=2"], "does not divide the layers of each stage"),
+        (["rollout.expert_parallel=true"], "vLLM 0.32.0 cannot generate so on a CPU"),
+        (["rollout.dp=2"], "rollout.dp=2 joins engines that share experts, and rollout.expert_parallel=false"),
+    ],
+)
+def test_layouts_of_experts_that_do_not_fit(misfits: Misfits, overrides: list[str], expected: str) -> None:
+    (problem,) = misfits(*overrides, shape=SPARSE)
+    assert expected in problem
+
+
+def test_what_is_only_planned_may_be_more_than_this_machine_runs(misfits: Misfits) -> None:
+    wide = ["rollout.expert_parallel=true", "rollout.dp=2", "train.cp=2", "train.dp=2", "train.ep=8"]
+    assert misfits(*wide, shape=SPARSE, device=None) == []
+    assert len(misfits(*wide, shape=SPARSE)) == 2
+
+
+def test_latents_on_a_cpu(misfits: Misfits) -> None:
+    narrow = replace(LATENT, latents=Latents(q_rank=0, kv_rank=256, nope=32, rope=64, value=48))
+    assert misfits(shape=narrow, device="cuda") == []
+    (problem,) = misfits(shape=narrow)
+    assert problem == ("kv_lora_rank+qk_rope_head_dim=256+64=320: vLLM's latent attention on CPU has 576 only")

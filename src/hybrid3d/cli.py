@@ -124,7 +124,7 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     if recipe.rollout is None:
         raise RecipeError(recipe.name, ["the recipe has no `rollout` section: there is no sync to plan"])
-    config = check_model(recipe)
+    config = check_model(recipe, planned=True)
     from hybrid3d.planning import page_of, plan_of
 
     numbers = plan_of(recipe, config)

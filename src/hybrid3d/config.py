@@ -44,7 +44,10 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """The train layout: sizes of Megatron's mesh axes, and sequences in a micro batch."""
+    """The train layout: sizes of Megatron's mesh axes, and sequences in a micro batch.
+
+    The first and the last pipeline stage have as many layers as the others, if nothing else is said.
+    """
 
     tp: Count = 1
     pp: Count = 1
@@ -53,14 +56,21 @@ class Train:
     etp: Count = 1
     cp: Count = 1
     dp: Count = 1
+    first_stage_layers: Count | None = None
+    last_stage_layers: Count | None = None
+    expert_bias_update_rate: NonNegative = 0.0
     micro_batch_size: Count = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """The rollout layout; lengths in tokens; what vLLM may take of a GPU's memory, and its KV cache's GiB on CPU."""
+    """The rollout layout; lengths in tokens; what vLLM may take of a GPU's memory, and its KV cache's GiB on CPU.
+
+    `dp` engines of `tp` ranks share one set of experts under `expert_parallel`; without it each engine has its own.
+    """
 
     tp: Count = 1
+    dp: Count = 1
     expert_parallel: bool = False
     max_model_len: Count
     max_new_tokens: Count

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
-from hybrid3d.exporting import is_redundant
+from hybrid3d.exporting import is_redundant, is_untrained
 from hybrid3d.families import Config, UnsupportedModel, family_of
 from hybrid3d.inputs import read_config, read_data, read_tokenizer
 from hybrid3d.reshard.files import CheckpointError, Entry, read_index
@@ -18,15 +18,24 @@ from hybrid3d.rl.rewards import reward_function
 from hybrid3d.run_folder import NoCheckpoint, RunFolder
 
 
-def check_model(recipe: Recipe) -> dict[str, Any]:
+def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
     """The checkpoint's config, known to be of a known family and to fit the recipe's layouts.
+
+    Args:
+        planned: the recipe is not to run on this machine.
 
     Raises:
         CheckpointError, UnsupportedModel, RecipeError: with all that is wrong.
     """
     config = read_config(recipe.model.path)
-    family_of(config)
-    check_layout(recipe, ModelShape.from_config(config), device="cuda" if torch.cuda.is_available() else "cpu")
+    family = family_of(config)
+    try:
+        parts = dict(experts=family.experts(config), latents=family.latents(config))
+    except KeyError as error:
+        raise RecipeError("config.json of the model", [f"{error.args[0]}: missing"]) from None
+    shape = ModelShape.from_config(config, **parts)
+    here: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+    check_layout(recipe, shape, device=None if planned else here)
     return config
 
 
@@ -77,7 +86,8 @@ def _differences(expected: Mapping[str, Shape], found: Mapping[str, Entry], conf
         for name, shape in expected.items()
         if name in found and found[name].shape != shape
     ]
-    unknown = sorted(name for name in found.keys() - expected.keys() if not is_redundant(name, config))
+    extra = found.keys() - expected.keys()
+    unknown = sorted(name for name in extra if not is_redundant(name, config) and not is_untrained(name, config))
     problems += [f"{name}: belongs to nothing in a {config['architectures'][0]}" for name in unknown]
     return problems
 

@@ -154,6 +154,10 @@ def _read(hint: Any, raw: object, path: str, problems: list[str]) -> object:
     if section is not None:
         optional = NoneType in get_args(hint)
         return None if optional and raw is None else read_section(section, raw, path, problems)
+    if NoneType in get_args(hint):  # `Scalar | None`
+        if raw is None:
+            return None
+        hint = next(kind for kind in get_args(hint) if kind is not NoneType)
     try:
         return read_value(hint, raw)
     except ValueError as error:

@@ -15,11 +15,16 @@ from hybrid3d.schema import Count, RecipeError, Rule, read_value
 
 if TYPE_CHECKING:
     from hybrid3d.config import Recipe
+    from hybrid3d.families import Experts, Latents
+
+Device = Literal["cpu", "cuda"]
 
 # `CPUAttentionBackend.get_supported_head_sizes()` of vLLM 0.32.0: its kernels refuse others when the engine starts.
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # `DEFAULT_VOCAB_PADDING_SIZE` of vLLM 0.32.0: it pads the vocabulary to this multiple, then splits it evenly over TP.
 _VOCAB_PADDING = 64
+# `CPUMLABackend.get_supported_head_sizes()` of vLLM 0.32.0: DeepSeek's latent of 512 and 64 rotated dims.
+_CPU_LATENT_DIM = 576
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +39,13 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
+    experts: Experts | None = None
+    latents: Latents | None = None
 
     @classmethod
-    def from_config(cls, config: Mapping[str, object]) -> ModelShape:
+    def from_config(
+        cls, config: Mapping[str, object], experts: Experts | None = None, latents: Latents | None = None
+    ) -> ModelShape:
         """From a Hugging Face `config.json`; the two sizes that may be absent there take that library's defaults."""
         problems: list[str] = []
 
@@ -61,18 +70,23 @@ class ModelShape:
             intermediate_size=size("intermediate_size"),
             vocab_size=size("vocab_size"),
             max_position_embeddings=size("max_position_embeddings"),
+            experts=experts,
+            latents=latents,
         )
         if problems:
             raise RecipeError("config.json of the model", problems)
         return shape
 
 
-def check_layout(recipe: Recipe, model: ModelShape, *, device: Literal["cpu", "cuda"]) -> None:
+def check_layout(recipe: Recipe, model: ModelShape, *, device: Device | None) -> None:
     """RecipeError listing every way in which the recipe does not fit the model on this device.
 
     What follows from a wrong layout is not held against the rest: its count of ranks, for one, means nothing.
+
+    Args:
+        device: where it will run; None where it is only planned, and what this machine cannot run does not matter.
     """
-    problems = [*_not_yet(recipe), *_train_layout(recipe, model)]
+    problems = [*_not_yet(recipe, model, device), *_train_layout(recipe, model)]
     ranks = None if problems else recipe.world_size
     problems += _rollout_layout(recipe, model, ranks)
     replicas = ranks // recipe.rollout.tp if ranks and recipe.rollout and not problems else None
@@ -81,49 +95,118 @@ def check_layout(recipe: Recipe, model: ModelShape, *, device: Literal["cpu", "c
         raise RecipeError(f"recipe {recipe.name} does not fit its model", problems)
 
 
-def _not_yet(recipe: Recipe) -> Iterator[str]:
-    """Layouts that no model family in this version can use."""
-    experts = "shards experts, and the model families of this version have none"
-    reasons = {"ep": experts, "etp": experts, "cp": "shards sequences, which this version does not"}
-    for axis, reason in reasons.items():
-        if getattr(recipe.train, axis) > 1:
-            yield f"train.{axis}={getattr(recipe.train, axis)} {reason}: the only valid value is 1"
-    if recipe.rollout is not None and recipe.rollout.expert_parallel:
-        yield f"rollout.expert_parallel=true {experts}: the only valid value is false"
+def _not_yet(recipe: Recipe, model: ModelShape, device: Device | None) -> Iterator[str]:
+    """What the model does not have, and what this version does not run."""
+    train, rollout = recipe.train, recipe.rollout
+    if model.experts is None:
+        none = "shards experts, and this model has none"
+        for axis in ("ep", "etp"):
+            if getattr(train, axis) > 1:
+                yield f"train.{axis}={getattr(train, axis)} {none}: the only valid value is 1"
+        if rollout is not None and rollout.expert_parallel:
+            yield f"rollout.expert_parallel=true {none}: the only valid value is false"
+    elif rollout is not None and rollout.expert_parallel and device == "cpu":
+        yield (
+            "rollout.expert_parallel=true: vLLM 0.32.0 cannot generate so on a CPU; "
+            "the only valid value here is false, which shards experts over rollout.tp"
+        )
+    if train.cp > 1 and device is not None:
+        yield f"train.cp={train.cp} shards sequences, which this version does not: the only valid value is 1"
+    if rollout is not None and rollout.dp > 1 and not rollout.expert_parallel:
+        yield (
+            f"rollout.dp={rollout.dp} joins engines that share experts, and rollout.expert_parallel=false: "
+            "set rollout.dp=1 (engines that share nothing need no setting), or expert_parallel: true"
+        )
 
 
 def _train_layout(recipe: Recipe, model: ModelShape) -> Iterator[str]:
-    tp, pp, vpp = recipe.train.tp, recipe.train.pp, recipe.train.vpp
-    layers = model.num_layers
-    yield from _broken("train.tp", tp, _head_rules(model), range(1, model.num_attention_heads + 1))
-    stages = Rule(lambda n: layers % n == 0, f"does not divide num_hidden_layers={layers}")
-    yield from _broken("train.pp", pp, [stages], range(1, layers + 1))
-    if layers % pp == 0:
-        share = layers // pp
-        chunks = Rule(lambda n: share % n == 0, f"does not divide num_hidden_layers/train.pp={layers}/{pp}={share}")
-        yield from _broken("train.vpp", vpp, [chunks], range(1, share + 1))
+    train, rules = recipe.train, [*_attention_rules(model), *_mlp_rules(model)]
+    yield from _broken("train.tp", train.tp, rules, range(1, model.num_attention_heads + 1))
+    yield from _stages(recipe, model.num_layers)
+    if model.experts is None:
+        return
+    yield from _broken(
+        "train.ep",
+        train.ep,
+        [_divides(model.experts.count, "the number of experts")],
+        range(1, model.experts.count + 1),
+    )
+    width = model.experts.width
+    yield from _broken("train.etp", train.etp, [_divides(width, "an expert's width")], range(1, width + 1))
+    stage, needed = train.tp * train.cp * train.dp, train.ep * train.etp
+    if stage % needed:
+        yield (
+            f"train.ep*etp={train.ep}*{train.etp}={needed} does not divide the train.tp*cp*dp={stage} ranks "
+            "of a pipeline stage, over which experts are dealt out"
+        )
+
+
+def _stages(recipe: Recipe, layers: int) -> Iterator[str]:
+    """Layers of the first and the last pipeline stage may be said; the others have equal shares of the rest."""
+    pp, vpp = recipe.train.pp, recipe.train.vpp
+    said = {
+        key: getattr(recipe.train, key)
+        for key in ("first_stage_layers", "last_stage_layers")
+        if getattr(recipe.train, key) is not None
+    }
+    if said and pp == 1:
+        yield f"train.{next(iter(said))}={next(iter(said.values()))} needs several stages, and train.pp=1 has one"
+        return
+    rest, others = layers - sum(said.values()), pp - len(said)
+    share = rest // others if others else 0
+    if said and (share * others != rest or (others and share < 1)):
+        yield (
+            f"train.{' and train.'.join(f'{key}={value}' for key, value in said.items())} leave {rest} of "
+            f"num_hidden_layers={layers} to {others} other stages: they must have equal shares, of 1 or more"
+        )
+        return
+    if not said:
+        rule = Rule(lambda n: layers % n == 0, f"does not divide num_hidden_layers={layers}")
+        yield from _broken("train.pp", pp, [rule], range(1, layers + 1))
+        if layers % pp:
+            return
+    words = f"num_hidden_layers/train.pp={layers}/{pp}={share}" if not said else "the layers of each stage"
+    sizes = [*said.values(), *([share] if others else [])]
+    chunks = Rule(lambda n: all(size % n == 0 for size in sizes), f"does not divide {words}")
+    yield from _broken("train.vpp", vpp, [chunks], range(1, min(sizes) + 1))
     if vpp > 1 and pp == 1:
         yield f"train.vpp={vpp} interleaves pipeline stages, and train.pp=1 has one: set train.vpp=1, or train.pp=2"
 
 
 def _rollout_layout(recipe: Recipe, model: ModelShape, ranks: int | None) -> Iterator[str]:
-    if recipe.rollout is None:
+    rollout = recipe.rollout
+    if rollout is None:
         return
     padded = math.ceil(model.vocab_size / _VOCAB_PADDING) * _VOCAB_PADDING
+    together = "rollout.tp*dp" if rollout.dp > 1 else "rollout.tp"
     rules = [
-        Rule(lambda n: ranks is None or ranks % n == 0, f"does not divide the train.tp*pp*cp*dp={ranks} ranks"),
-        *_head_rules(model),
+        Rule(
+            lambda n: ranks is None or ranks % (n * rollout.dp) == 0,
+            f"does not divide the train.tp*pp*cp*dp={ranks} ranks"
+            + (f" into engines of {together} ranks" if rollout.dp > 1 else ""),
+        ),
+        *_attention_rules(model),
+        *_mlp_rules(model),
         Rule(lambda n: padded % n == 0, f"does not divide vocab_size={model.vocab_size} as vLLM pads it, {padded}"),
     ]
-    yield from _broken("rollout.tp", recipe.rollout.tp, rules, range(1, model.num_attention_heads + 1))
+    if model.experts is not None and not rollout.expert_parallel:
+        rules.append(_divides(model.experts.width, "an expert's width"))
+    yield from _broken("rollout.tp", rollout.tp, rules, range(1, model.num_attention_heads + 1))
 
 
-def _rollout_limits(recipe: Recipe, model: ModelShape, device: str) -> Iterator[str]:
+def _rollout_limits(recipe: Recipe, model: ModelShape, device: Device | None) -> Iterator[str]:
     if recipe.rollout is None:
         return
-    if device == "cpu":
+    if device == "cpu" and model.latents is None:
         attention = Rule(lambda n: n in _CPU_HEAD_DIMS, "is not supported by vLLM's attention on CPU")
         yield from _broken("head_dim", model.head_dim, [attention], _CPU_HEAD_DIMS)
+    if device == "cpu" and model.latents is not None:
+        latent = model.latents.kv_rank + model.latents.rope
+        if latent != _CPU_LATENT_DIM:
+            yield (
+                f"kv_lora_rank+qk_rope_head_dim={model.latents.kv_rank}+{model.latents.rope}={latent}: "
+                f"vLLM's latent attention on CPU has {_CPU_LATENT_DIM} only"
+            )
     total, new, limit = recipe.rollout.max_model_len, recipe.rollout.max_new_tokens, model.max_position_embeddings
     if new >= total:
         yield (
@@ -159,17 +242,28 @@ def _batch(recipe: Recipe, replicas: int | None) -> Iterator[str]:
     yield from _broken("algorithm.prompts_per_step", prompts, rules, around)
 
 
-def _head_rules(model: ModelShape) -> list[Rule]:
-    """What tensor parallelism asks of a dense model, in Megatron and in vLLM alike."""
-    heads, groups, inner = model.num_attention_heads, model.num_key_value_heads, model.intermediate_size
-    return [
-        Rule(lambda n: heads % n == 0, f"does not divide num_attention_heads={heads}"),
-        Rule(
-            lambda n: groups % n == 0 or n % groups == 0,
-            f"and num_key_value_heads={groups}: one must divide the other",
-        ),
-        Rule(lambda n: inner % n == 0, f"does not divide intermediate_size={inner}"),
-    ]
+def _attention_rules(model: ModelShape) -> list[Rule]:
+    """What tensor parallelism asks of attention, in Megatron and in vLLM alike."""
+    heads, groups = model.num_attention_heads, model.num_key_value_heads
+    rules = [Rule(lambda n: heads % n == 0, f"does not divide num_attention_heads={heads}")]
+    if model.latents is None:
+        words = f"and num_key_value_heads={groups}: one must divide the other"
+        rules.append(Rule(lambda n: groups % n == 0 or n % groups == 0, words))
+    return rules
+
+
+def _mlp_rules(model: ModelShape) -> list[Rule]:
+    """What tensor parallelism asks of dense layers and of shared experts, in Megatron and in vLLM alike."""
+    rules = []
+    if model.experts is None or not all(model.experts.sparse):
+        rules.append(_divides(model.intermediate_size, "intermediate_size", "="))
+    if model.experts is not None and model.experts.shared_width:
+        rules.append(_divides(model.experts.shared_width, "the width of the shared experts"))
+    return rules
+
+
+def _divides(size: int, what: str, sign: str = " ") -> Rule:
+    return Rule(lambda n: size % n == 0, f"does not divide {what}{sign}{size}")
 
 
 def _broken(key: str, value: int, rules: Sequence[Rule], candidates: Iterable[int]) -> Iterator[str]:

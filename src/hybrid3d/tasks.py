@@ -51,9 +51,9 @@ def evaluate(recipe: Recipe, folder: RunFolder, step: int, rank: int, console: C
 def export(recipe: Recipe, folder: RunFolder, step: int, out: Path, rank: int, console: Console | None) -> None:
     """Write a checkpoint as Hugging Face files; every rank writes the boxes that it holds."""
     from hybrid3d import ranks
-    from hybrid3d.exporting import copy_companions, export_entries
+    from hybrid3d.exporting import copy_companions, export_entries, is_untrained
     from hybrid3d.inputs import read_config
-    from hybrid3d.reshard.files import create_files, export_files
+    from hybrid3d.reshard.files import carry_files, create_files, export_files
     from hybrid3d.train import checkpoint, runtime
     from hybrid3d.train.policy import Policy
 
@@ -68,9 +68,14 @@ def export(recipe: Recipe, folder: RunFolder, step: int, out: Path, rank: int, c
         copy_companions(recipe.model.path, partial)
     dist.barrier()
     holdings = dict(enumerate(ranks.gather(policy.weights.holdings)))
-    export_files(partial, entries, holdings, policy.weights.tensors, rank)
+    carried = [name for name in entries if is_untrained(name, policy.config)]
+    export_files(partial, entries, holdings, policy.weights.tensors, rank, carried)
+    if rank == 0:
+        carry_files(recipe.model.path, partial, entries, carried)
     dist.barrier()
     if rank == 0:
         os.rename(partial, out)  # an export that was interrupted never looks like a checkpoint
     if console is not None:
         console.print(f"wrote {len(entries)} tensors to {out}", highlight=False)
+        if carried:
+            console.print(f"{len(carried)} of them are untrained, as they were in {recipe.model.path}", highlight=False)

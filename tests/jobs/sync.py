@@ -3,9 +3,11 @@
     torchrun --nproc-per-node 4 sync.py OUT.json ROLLOUT_TP FAMILY=FOLDER_A,FOLDER_B,FOLDER_C ...
 
 For each family, vLLM loads checkpoints B and C itself, once each. Then, for each train layout, a vLLM that was started
-with dummy weights is given A, B and C by three syncs and is compared after the second and the third.
+with dummy weights is given A, B and C by three syncs and is compared after the second and the third; in the last layout
+by ten, and is compared after the tenth too.
 """
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -16,22 +18,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid3d import ranks
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
+from hybrid3d.families import family_of
 from hybrid3d.reshard.files import load_files
+from hybrid3d.rl.batch import Batch
 from hybrid3d.rollout import engine as rollout_engine
 from hybrid3d.rollout import weights as rollout_weights
 from hybrid3d.sync import WeightSync
 from hybrid3d.train import runtime
 from hybrid3d.train.policy import Policy
 
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-PROMPT = torch.randint(0, 320, (60,), generator=torch.Generator().manual_seed(3)).tolist()
+DENSE_LAYOUTS = [Train(dp=4), Train(tp=2, dp=2), Train(pp=2, dp=2), Train(tp=2, pp=2)]
+SPARSE_LAYOUTS = [Train(dp=4, ep=4), Train(tp=2, pp=2, ep=2)]
+PROMPT = torch.randint(3, 320, (100,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
 def recipe_for(folder: str, train: Train, rollout_tp: int, bucket_mib: float) -> Recipe:
     return Recipe(
         name="sync",
         model=Model(path=folder),
-        train=train,
+        train=dataclasses.replace(train, micro_batch_size=1),
         rollout=Rollout(tp=rollout_tp, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16),
         sync=Sync(bucket_mib=bucket_mib),
         data=Data(train="-", eval="-"),
@@ -72,7 +77,32 @@ class Engine(rollout_engine.RolloutEngine):
             elif hasattr(module, "input_size_per_partition"):
                 inputs = torch.randn(5, module.input_size_per_partition, generator=random)
                 found[path] = method.apply(module, inputs, module.bias)
+            elif hasattr(module, "experts") and not hasattr(module, "layers"):
+                found[f"{path}.block"] = self._block(module)
+            found |= {f"{path}.{name}": t.clone() for name, t in vars(module).items() if isinstance(t, torch.Tensor)}
         return found
+
+    def _block(self, module: torch.nn.Module) -> torch.Tensor:
+        """A sparse layer's experts, shared ones and router included, together with the other ranks of its TP."""
+        from vllm.config import set_current_vllm_config
+        from vllm.forward_context import set_forward_context
+
+        hidden = next(t for t in module.parameters() if t.dim() == 2 and t.numel()).shape[-1]
+        inputs = torch.randn(7, hidden, generator=torch.Generator().manual_seed(7))
+        config = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.vllm_config
+        with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=7):
+            return module(inputs)
+
+    def addresses(self) -> dict[str, int]:
+        """Of what captured graphs would read: parameters, buffers, and tensors derived from them."""
+        derived = {
+            f"{path}.{name}": t
+            for path, module in self.model.named_modules()
+            for name, t in vars(module).items()
+            if isinstance(t, torch.Tensor)
+        }
+        named = dict(self.model.named_parameters()) | dict(self.model.named_buffers()) | derived
+        return {name: tensor.data_ptr() for name, tensor in named.items() if tensor.numel()}
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -193,31 +223,46 @@ def split_boxes(sync: WeightSync, bucket_bytes: int) -> int:
     return split
 
 
+def mismatch(policy: Policy, engine: Engine) -> float | None:
+    """The largest difference between what the two engines say of the prompt's tokens."""
+    said = policy.logprobs(Batch.from_sequences([PROMPT], [1], pad_id=0))
+    theirs = engine.logprobs()[: len(PROMPT) - 1]
+    return None if said is None else (said[0, 1:].double() - theirs).abs().max().item()
+
+
 def prove(rank: int, rollout_tp: int, family: str, folders: list[str], kept: list) -> list[dict]:
-    world, results = ranks.world_size(), []
-    base = recipe_for(folders[0], Train(dp=world), rollout_tp, 64)
+    config = json.loads((Path(folders[0]) / "config.json").read_text())
+    layouts = SPARSE_LAYOUTS if family_of(config).experts(config) else DENSE_LAYOUTS
+    base = recipe_for(folders[0], layouts[0], rollout_tp, 64)
     truths = [fresh(base, rank, folder, f"{ranks.ident()}-{family}{i}") for i, folder in enumerate(folders[1:])]
-    engine, landed = Engine(base, rank, f"{ranks.ident()}-{family}"), Landed()
+    engine, landed, results = Engine(base, rank, f"{ranks.ident()}-{family}"), Landed(), []
     kept += [engine, *truths]  # an engine that is dropped takes the default process group with it
-    for tp, pp in LAYOUTS:
-        layout = Train(tp=tp, pp=pp, dp=world // tp // pp)
+    for layout in layouts:
         runtime.initialize(layout, seed=1)
-        # in one of the layouts a bucket that is smaller than some boxes
-        recipe = recipe_for(folders[0], layout, rollout_tp, 0.1 / rollout_tp if (tp, pp) == (2, 2) else 64)
-        config = json.loads((Path(folders[0]) / "config.json").read_text())
-        weights = Policy(config, recipe, rank, trainable=False).weights
+        # in the last of the layouts a bucket that is smaller than some boxes
+        recipe = recipe_for(folders[0], layout, rollout_tp, 0.1 / rollout_tp if layout is layouts[-1] else 64)
+        policy = Policy(config, recipe, rank, trainable=False)
+        weights, before = policy.weights, engine.addresses()
         sync = WeightSync(recipe, weights, engine, rank)
-        result = {"family": family, "train": [tp, pp], "rollout_tp": rollout_tp, "rank": rank}
+        result = {"family": family, "train": vars(layout), "rollout_tp": rollout_tp, "rank": rank}
+        result["last"] = layout is layouts[-1]
         result["bucket_bytes"] = int(recipe.sync.bucket_mib * 2**20)
         result["split_boxes"] = split_boxes(sync, result["bucket_bytes"])
-        for number, folder in enumerate(folders):
-            load_files(folder, weights.demand, weights.tensors, rank)
+        for number in range(10 if layout is layouts[-1] else 3):
+            load_files(folders[number % 3], weights.demand, weights.tensors, rank)
             landed.tensors.clear()
             with CountCollectives() as counted:
                 report = sync.run()
             result |= {"report": vars(report), "c10d": counted.bytes}
-            if number:
+            if number in (1, 2):
                 result[f"sync{number}"] = compare(engine, landed, truths[number - 1])
+        if number == 9:
+            load_files(folders[2], weights.demand, weights.tensors, rank)
+            sync.run()
+            result["sync10"] = compare(engine, landed, truths[1])
+        result["mismatch"] = mismatch(policy, engine)
+        after = engine.addresses()
+        result["moved"] = sorted(name for name in before if after.get(name) != before[name])
         transport = sync._executor._transport
         sync._executor._transport = CorruptTransport(transport)
         sync.run()

@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from hybrid3d import ranks
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
 from hybrid3d.exporting import copy_companions
+from hybrid3d.families import family_of
 from hybrid3d.inputs import read_config
 from hybrid3d.reshard.files import create_files, export_files, read_index, shard_entries
 from hybrid3d.rl.batch import Batch
@@ -33,6 +34,15 @@ class Listening(Policy):
     def _loss(self, batch, rows, token_loss, logits):
         self.logits = {**getattr(self, "logits", {}), rows.start: logits.detach().clone()}
         return super()._loss(batch, rows, token_loss, logits)
+
+
+def forget(policy: Policy) -> None:
+    """Let go of a policy that was trained, and of the threads of its groups.
+
+    Autograd nodes and Megatron's DDP keep each other alive in a way that Python does not see.
+    """
+    for module in policy._modules:
+        module.__dict__.clear()
 
 
 def recipe_for(folder: str, train: Train, spec: dict[str, Any], **optimizer: float) -> Recipe:
@@ -112,6 +122,7 @@ def one_layout(family: str, name: str, spec: dict[str, Any], out: Path) -> dict[
             reference = Policy(config, recipe_for(folders["near"], sized, spec), rank, trainable=False)
             found[f"{kind}-{size}"] = grpo_step(policy, reference, spec, train.dp)
         export(policy, folders["start"], out / f"{kind}-{size}")
+        forget(policy)
     return found
 
 
@@ -126,7 +137,8 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
     def two_steps(policy: Policy, dp: int) -> list[dict[str, Any]]:
         return [sft_step(policy, spec, dp) for _ in range(2)]
 
-    here, there = Train(tp=2, pp=2, micro_batch_size=4), Train(tp=1, pp=2, dp=2, micro_batch_size=4)
+    experts = 2 if family_of(config).experts(config) else 1
+    here, there = Train(tp=2, pp=2, ep=experts, micro_batch_size=4), Train(pp=2, dp=2, micro_batch_size=4)
     runtime.initialize(here, seed=1)
     policy = started(here, folders["start"])
     two_steps(policy, here.dp)
@@ -134,10 +146,12 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
     export(policy, folders["start"], out / "saved")
     found["went on"] = two_steps(policy, here.dp)
     export(policy, folders["start"], out / "went-on")
+    forget(policy)
     policy = started(here, folders["other"])
     checkpoint.load(policy, out / "checkpoint")
     found["resumed"] = two_steps(policy, here.dp)
     export(policy, folders["start"], out / "resumed")
+    forget(policy)
     runtime.shutdown()
     runtime.initialize(there, seed=1)
     policy = Policy(config, recipe_for(folders["other"], there, spec), rank, trainable=False)
@@ -146,6 +160,7 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
     policy = started(there, folders["other"])
     checkpoint.load(policy, out / "checkpoint")
     found["resumed elsewhere"] = two_steps(policy, there.dp)
+    forget(policy)
     runtime.shutdown()
     return found
 
@@ -155,8 +170,8 @@ def main(inputs: str, out: Path) -> None:
     spec = torch.load(inputs)
     ranks.start()
     for family in spec["checkpoints"]:
-        for name, sizes in spec["layouts"].items():
-            runtime.initialize(Train(**sizes), seed=1)
+        for name in spec["cases"][family]:
+            runtime.initialize(Train(**spec["layouts"][name]), seed=1)
             found = one_layout(family, name, spec, out / f"{family}-{name}")
             torch.save(found, out / f"{family}-{name}-rank{dist.get_rank()}.pt")
             runtime.shutdown()

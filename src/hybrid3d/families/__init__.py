@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from hybrid3d.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from hybrid3d.families.dense import LLAMA, QWEN2, QWEN3
-from hybrid3d.families.family import Config, Family, Rope, Strip, UnsupportedModel, head_dim, query_groups, rope_of
+from hybrid3d.families.family import (
+    Config,
+    Experts,
+    Family,
+    Latents,
+    Rope,
+    Strip,
+    UnsupportedModel,
+    head_dim,
+    query_groups,
+    rope_of,
+)
+from hybrid3d.families.moe import MIXTRAL, QWEN3_MOE
 
-FAMILIES = {family.architecture: family for family in (LLAMA, QWEN2, QWEN3)}
+FAMILIES = {
+    family.architecture: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, DEEPSEEK_V2)
+}
 
 
 def family_of(config: Config) -> Family:
@@ -19,17 +34,18 @@ def family_of(config: Config) -> Family:
     if family is None:
         raise UnsupportedModel(
             f"architecture {names[0]!r} is not known; known are {', '.join(FAMILIES)}. "
-            "A new one is a table in hybrid3d/families/"
+            "A new one is a table in hybrid3d/families/, as its README.md shows"
         )
     family.check(config)
-    rope_of(config)
     return family
 
 
 __all__ = [
     "FAMILIES",
     "Config",
+    "Experts",
     "Family",
+    "Latents",
     "Rope",
     "Strip",
     "UnsupportedModel",

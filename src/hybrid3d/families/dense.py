@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybrid3d.families.family import Config, Family, GroupedQKV, RowMap, Same, Stacked, UnsupportedModel, Vocabulary
+from hybrid3d.families.family import (
+    Config,
+    Family,
+    GroupedQKV,
+    RowMap,
+    Same,
+    Stacked,
+    Vocabulary,
+    refuse,
+    rope_of,
+)
 
 HF = "model.layers.{layer}."
 MEGATRON = "decoder.layers.{layer}."
@@ -31,31 +41,26 @@ QK_NORM: dict[str, RowMap] = {
 }
 
 
-def _refuse(config: Config, **faithful: Any) -> None:
-    """Refuse every key whose value is not the one that this family computes."""
-    for key, value in faithful.items():
-        if config.get(key, value) != value:
-            raise UnsupportedModel(f"{key}={config[key]!r}: only {value!r} is computed faithfully")
-
-
-def _check(config: Config, **more: Any) -> None:
-    _refuse(config, hidden_act="silu", use_sliding_window=False, partial_rotary_factor=1.0, **more)
+def check_decoder(config: Config, *rope_kinds: str, **faithful: Any) -> None:
+    """Refuse what no family computes, other kinds of rope scaling, and other values than `faithful`."""
+    refuse(config, hidden_act="silu", use_sliding_window=False, partial_rotary_factor=1.0, **faithful)
+    rope_of(config, *rope_kinds)
 
 
 LLAMA = Family(
     "LlamaForCausalLM",
     TENSORS,
-    check=lambda config: _check(config, attention_bias=False, mlp_bias=False),
+    check=lambda config: check_decoder(config, "llama3", attention_bias=False, mlp_bias=False),
 )
 QWEN2 = Family(
     "Qwen2ForCausalLM",
     TENSORS | QKV_BIAS,
     transformer_config=lambda config: {"add_qkv_bias": True},
-    check=_check,
+    check=lambda config: check_decoder(config, "llama3"),
 )
 QWEN3 = Family(
     "Qwen3ForCausalLM",
     TENSORS | QK_NORM,
     transformer_config=lambda config: {"qk_layernorm": True},
-    check=lambda config: _check(config, attention_bias=False),
+    check=lambda config: check_decoder(config, "llama3", attention_bias=False),
 )

@@ -6,7 +6,7 @@ Pure data and arithmetic on rows: no torch, no engine. How any of it is sharded 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -101,11 +101,42 @@ def query_groups(config: Config) -> int:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts of a model's sparse layers.
+
+    Attributes:
+        count: routed experts of a layer.
+        per_token: how many of them a token is sent to.
+        width: rows of an expert's gate.
+        sparse: which layers have experts; the others have a dense MLP.
+        shared_width: rows of the gate of the experts that every token is sent to, together; 0 where there are none.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    sparse: tuple[bool, ...]
+    shared_width: int = 0
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Ranks and head dims of multi-head latent attention; `q_rank` is 0 where queries are not compressed."""
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: its base and, for Llama 3's scaling, the constants that the checkpoint configures."""
+    """Rotary embedding: its base, and the constants of its scaling as the checkpoint configures them, by its kind."""
 
     theta: float
     llama3: Mapping[str, float] | None = None
+    yarn: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -114,22 +145,34 @@ class Family:
 
     Attributes:
         architecture: the name in the checkpoint's `architectures`.
-        tensors: Megatron's global name (`{layer}` stands for a number) to how its rows are made.
+        tensors: Megatron's global name (`{layer}` stands for a number) to how its rows are made. Names of canonical
+            tensors may have `{expert}` where Megatron puts experts one behind the other.
         transformer_config: `config.json` to fields of Megatron's `TransformerConfig`, beyond those of every family.
         check: raises UnsupportedModel for what this version would not compute faithfully.
+        experts: of the sparse layers; None in a dense family.
+        latents: of multi-head latent attention; None where attention has grouped queries.
+        untrained: patterns of tensors that a checkpoint may carry and training leaves as they are.
     """
 
     architecture: str
     tensors: Mapping[str, RowMap]
     transformer_config: Callable[[Config], dict[str, Any]] = field(default=lambda config: {})
     check: Callable[[Config], None] = field(default=lambda config: None)
+    experts: Callable[[Config], Experts | None] = field(default=lambda config: None)
+    latents: Callable[[Config], Latents | None] = field(default=lambda config: None)
+    untrained: Callable[[Config], Iterable[str]] = field(default=lambda config: ())
 
-    def strips(self, megatron_name: str, rows: int, config: Config) -> list[Strip] | None:
-        """The canonical rows that make up one global tensor of Megatron's, or None for a tensor in no table."""
+    def strips(self, megatron_name: str, rows: int, config: Config, expert: int | None = None) -> list[Strip] | None:
+        """The canonical rows that make up one global tensor of Megatron's, or None for a tensor in no table.
+
+        Args:
+            rows: of the tensor, in dim 0; of one expert's where `expert` is given.
+            expert: its number, where Megatron's tensor has an axis of experts in front.
+        """
         for pattern, row_map in self.tensors.items():
             match = re.fullmatch(re.escape(pattern).replace(r"\{layer\}", r"(?P<layer>\d+)"), megatron_name)
             if match:
-                named = match.groupdict()
+                named = {**match.groupdict(), "expert": expert}
                 return [
                     Strip(s.start, s.rows, s.name and s.name.format(**named), s.at)
                     for s in row_map.strips(rows, config)
@@ -137,8 +180,29 @@ class Family:
         return None
 
 
-def rope_of(config: Config) -> Rope:
-    """Rotary settings, in either form: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+def refuse(config: Config, **faithful: Any) -> None:
+    """Refuse every key whose value is not the one that a family computes.
+
+    Raises:
+        UnsupportedModel: naming the first such key, its value and the only one that is valid.
+    """
+    for key, value in faithful.items():
+        if config.get(key, value) != value:
+            raise UnsupportedModel(f"{key}={config[key]!r}: only {value!r} is computed faithfully")
+
+
+_SCALINGS = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+
+
+def rope_of(config: Config, *kinds: str) -> Rope:
+    """Rotary settings, in either form: `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
+
+    Raises:
+        UnsupportedModel: the scaling is none of `kinds`, or lacks a constant.
+    """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if scaling.get("partial_rotary_factor", 1.0) != 1.0:
         factor = scaling["partial_rotary_factor"]
@@ -147,10 +211,12 @@ def rope_of(config: Config) -> Rope:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return Rope(theta)
+    if kind not in (kinds or _SCALINGS):
+        known = " and ".join(repr(k) for k in ("default", *kinds))
+        raise UnsupportedModel(f"rope_type={kind!r}: this family knows {known}")
+    lacking = [key for key in _SCALINGS[kind] if key not in scaling]
+    if lacking:
+        raise UnsupportedModel(f"rope_type={kind!r} lacks {', '.join(lacking)}")
     if kind == "llama3":
-        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        lacking = [key for key in keys if key not in scaling]
-        if lacking:
-            raise UnsupportedModel(f"rope_type='llama3' lacks {', '.join(lacking)}")
-        return Rope(theta, {key: scaling[key] for key in keys})
-    raise UnsupportedModel(f"rope_type={kind!r}: dense families know 'default' and 'llama3'")
+        return Rope(theta, llama3={key: scaling[key] for key in _SCALINGS[kind]})
+    return Rope(theta, yarn={key: value for key, value in scaling.items() if isinstance(value, (int, float))})

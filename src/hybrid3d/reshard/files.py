@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,8 @@ SINGLE = "model.safetensors"
 
 # The format's names of dtypes, https://github.com/huggingface/safetensors (README, Format)
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
+FP8 = "float8_e4m3fn"
+SCALES = "_scale_inv"  # what the name of an FP8 weight's block scales ends with, in DeepSeek-V3's checkpoints
 NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 
@@ -34,11 +36,16 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a checkpoint: its file, its shape and its dtype (torch's name)."""
+    """One tensor of a checkpoint: its file, its shape and its dtype (torch's name) as it is read.
+
+    A tensor that lies there in FP8 reads as bfloat16: `scales` are its block scales and `block` a block's sides.
+    """
 
     file: str
     shape: Shape
     dtype: str
+    scales: Entry | None = None
+    block: tuple[int, int] = (0, 0)
 
 
 def read_index(folder: str | Path) -> dict[str, Entry]:
@@ -62,7 +69,43 @@ def read_index(folder: str | Path) -> dict[str, Entry]:
         lost = sorted(name for name in weight_map if name not in entries)
         if lost:
             raise CheckpointError(f"{folder / INDEX} names {len(lost)} tensors that its files lack: {lost[:20]}")
-    return entries
+    return _dequantized(folder, entries)
+
+
+def _dequantized(folder: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
+    """The entries with FP8 weights as they read, and without their scales."""
+    quantized = {name for name, entry in entries.items() if entry.dtype == FP8}
+    if not quantized:
+        return entries
+    unscaled = sorted(name for name in quantized if name + SCALES not in entries)
+    if unscaled:
+        raise CheckpointError(f"{folder}: {len(unscaled)} FP8 tensors lack their {SCALES}: {unscaled[:20]}")
+    block = _block_of(folder)
+    read = {}
+    for name, entry in entries.items():
+        if name in quantized:
+            scales = entries[name + SCALES]
+            grid = tuple(-(-n // b) for n, b in zip(entry.shape, block, strict=False))
+            if len(entry.shape) != 2 or scales.shape != grid:
+                raise CheckpointError(
+                    f"{folder}: {name}{SCALES} has shape {list(scales.shape)}, "
+                    f"and {list(entry.shape)} in blocks of {list(block)} needs {list(grid)}"
+                )
+            read[name] = Entry(entry.file, entry.shape, "bfloat16", scales, block)
+        elif name.removesuffix(SCALES) not in quantized:
+            read[name] = entry
+    return read
+
+
+def _block_of(folder: Path) -> tuple[int, int]:
+    """Sides of a block that shares a scale, as config.json says."""
+    try:
+        rows, columns = json.loads((folder / "config.json").read_text())["quantization_config"]["weight_block_size"]
+        return int(rows), int(columns)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder} has FP8 weights, and its config.json no quantization_config.weight_block_size: {error!r}"
+        ) from None
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -125,11 +168,24 @@ class CheckpointReader:
         self._stack.close()
 
     def read(self, piece: Piece) -> torch.Tensor:
-        file = self._entries[piece.name].file
+        entry = self._entries[piece.name]
+        part = self._slice(entry.file, piece.name, piece.box)
+        if entry.scales is None:
+            return part
+        # As DeepSeek-V3's own conversion does it: in float32, then rounded once.
+        spans = zip(piece.box.start, piece.box.stop, entry.block, strict=True)
+        of_block = [torch.arange(a, b) // side for a, b, side in spans]
+        first, last = [int(dim[0]) for dim in of_block], [int(dim[-1]) for dim in of_block]
+        box = Box(tuple(first), tuple(b - a + 1 for a, b in zip(first, last, strict=True)))
+        scales = self._slice(entry.scales.file, piece.name + SCALES, box)
+        rows, columns = (dim - a for dim, a in zip(of_block, first, strict=True))
+        return (part.float() * scales.float()[rows][:, columns]).to(torch.bfloat16)
+
+    def _slice(self, file: str, name: str, box: Box) -> torch.Tensor:
         if file not in self._open:
             self._open[file] = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))
-        index = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
-        part: torch.Tensor = self._open[file].get_slice(piece.name)[index]
+        index = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+        part: torch.Tensor = self._open[file].get_slice(name)[index]
         return part
 
 
@@ -237,12 +293,27 @@ def export_files(
     holdings: Mapping[int, Holdings],
     tensors: Mapping[str, torch.Tensor],
     rank: int,
+    but: Collection[str] = (),
 ) -> None:
     """Write a rank's share of a checkpoint whose files `create_files` laid out; every rank of `holdings` calls this.
+
+    Args:
+        but: tensors of the checkpoint that no rank holds, which `carry_files` brings.
 
     Raises:
         PlanError: a tensor of the checkpoint is held by no rank.
     """
-    plan = make_plan(holdings, {FILES: file_demand(entries)}, bucket_bytes=1)
+    wanted = {name: entry for name, entry in entries.items() if name not in but}
+    plan = make_plan(holdings, {FILES: file_demand(wanted)}, bucket_bytes=1)
     with torch.no_grad():
         Executor(plan, rank, NoTransport()).run(Tensors(tensors), Tensors(open_for_writing(folder, entries)))
+
+
+def carry_files(source: str | Path, folder: str | Path, entries: Mapping[str, Entry], names: Collection[str]) -> None:
+    """Copy tensors of one checkpoint into the files of another, tensor by tensor, as they read there."""
+    if not names:
+        return
+    found, out = read_index(source), open_for_writing(folder, entries)
+    with CheckpointReader(source, found) as reader:
+        for piece in pieces_of({name: found[name] for name in names}):
+            out[piece.name].copy_(reader.read(piece))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from unittest import mock
 
 from hybrid3d.config import Recipe
 
@@ -24,6 +26,41 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rollout.weights import RolloutWeights
+
+
+def engine_settings(recipe: Recipe) -> dict[str, Any]:
+    """What decides how vLLM builds and shards a recipe's model, for an engine that runs and for one that is asked."""
+    rollout = recipe.rollout
+    assert rollout is not None, "checked when the recipe was read"
+    return dict(
+        model=str(Path(recipe.model.path).resolve()),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype=recipe.model.dtype,
+        tensor_parallel_size=rollout.tp,
+        data_parallel_size=rollout.dp,
+        distributed_executor_backend="external_launcher",
+        enable_expert_parallel=rollout.expert_parallel,
+        max_model_len=rollout.max_model_len,
+        hf_overrides=_not_quantized,
+        enforce_eager=current_platform.is_cpu(),
+        # On CPU this op assumes 2-D input, which latent attention does not give it: it would rotate wrongly.
+        compilation_config={"custom_ops": ["-rotary_embedding"]} if current_platform.is_cpu() else {},
+    )
+
+
+def _not_quantized(config: Any) -> Any:
+    """Weights of a checkpoint in FP8 come dequantized, so vLLM is to build plain layers for them."""
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    return config
+
+
+@contextlib.contextmanager
+def external_rank(rank: int) -> Iterator[None]:
+    """vLLM derives its data-parallel rank from RANK, as if no other engines were in the same world."""
+    with mock.patch.dict(os.environ, RANK=str(rank)):
+        yield
 
 
 @dataclass(frozen=True)
@@ -58,23 +95,16 @@ class RolloutEngine:
         self._max_new_tokens = rollout.max_new_tokens
         if current_platform.is_cpu():
             _name_shared_memory(ident)
-        self._llm = LLM(
-            model=str(Path(recipe.model.path).resolve()),
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            dtype=recipe.model.dtype,
-            tensor_parallel_size=rollout.tp,
-            distributed_executor_backend="external_launcher",
-            enable_expert_parallel=rollout.expert_parallel,
-            max_model_len=rollout.max_model_len,
-            gpu_memory_utilization=rollout.memory_fraction,
-            kv_cache_memory_bytes=int(rollout.kv_cache_gib * 2**30) if current_platform.is_cpu() else None,
-            enable_sleep_mode=not current_platform.is_cpu(),
-            enforce_eager=current_platform.is_cpu(),
-            logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included
-            disable_log_stats=True,
-            seed=recipe.run.seed,
-        )
+        with external_rank(rank % (rollout.tp * rollout.dp)):
+            self._llm = LLM(
+                **engine_settings(recipe),
+                gpu_memory_utilization=rollout.memory_fraction,
+                kv_cache_memory_bytes=int(rollout.kv_cache_gib * 2**30) if current_platform.is_cpu() else None,
+                enable_sleep_mode=not current_platform.is_cpu(),
+                logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included
+                disable_log_stats=True,
+                seed=recipe.run.seed,
+            )
 
     def weights(self, shapes: Mapping[str, Shape]) -> RolloutWeights:
         """What this rank wants of the canonical tensors of these shapes, and the sink that takes it."""

@@ -140,6 +140,7 @@ class _Opened:
     def __init__(self, unit: _Unit, number: int, fills: list[Fill]):
         self.number = number
         self._unit = unit
+        self._derived = {module: _derived_of(module) for module in unit.root.modules()}
         self._live = _swap_in_loader_layout(unit.root, on_meta=False)
         self._tensors = dict(unit.tensors())
         live = {t.untyped_storage()._cdata for held in self._live.values() for t in held.values()}
@@ -171,16 +172,23 @@ class _Opened:
             process_weights_after_loading(self._unit.root, vllm_config.model_config, device)
         for module, tensors in self._live.items():
             for name, old in tensors.items():
-                _keep_address(module, name, old)
+                _keep_address(_holder(module, name), name, old)
+        for module, tensors in self._derived.items():
+            for name, old in tensors.items():
+                _keep_address(vars(module), name, old)
+
+
+def _derived_of(module: Module) -> dict[str, torch.Tensor]:
+    """Tensors that are neither parameters nor buffers, such as the matrices that latent attention makes of a weight."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
 
 
 def _strided(tensor: torch.Tensor, view: View, size: Shape) -> torch.Tensor:
     return tensor.data.as_strided(size, view.stride, tensor.storage_offset() + view.offset)
 
 
-def _keep_address(module: Module, name: str, old: torch.Tensor) -> None:
+def _keep_address(held: dict[str, Any], name: str, old: torch.Tensor) -> None:
     """Move a finalized tensor into the memory of the live one, and put the live object back."""
-    held = _holder(module, name)
     new = held.get(name)
     if new is None or new is old:
         return

@@ -45,7 +45,11 @@ def load(policy: Policy, folder: Path) -> None:
         _make_optimizer_state(policy)
         state = dist_checkpointing.load(_state(policy, is_loading=True), str(folder))
         _load_model(policy, state)
-        policy.optimizer.load_state_dict(state["optimizer"])
+        # Experts that are parallel have an optimizer of their own, which another layout may lack: what the
+        # optimizers have in common then comes from the first.
+        common = {key: value for key, value in state["optimizer0"].items() if key != "param_state"}
+        for number, optimizer in enumerate(policy.optimizer.chained_optimizers):
+            optimizer.load_state_dict({**common, **state[f"optimizer{number}"]})
         _own_step_counts(policy)
         policy.scheduler.load_state_dict(state["scheduler"])
 
@@ -63,8 +67,12 @@ def _model_state(policy: Policy) -> dict[str, Any]:
 def _state(policy: Policy, is_loading: bool) -> dict[str, Any]:
     model = _model_state(policy)
     shards = model["model0"] if len(model) == 1 else model
-    optimizer = policy.optimizer.sharded_state_dict(shards, is_loading=is_loading, metadata=dict(OPTIMIZER_METADATA))
-    return {**model, "optimizer": optimizer, "scheduler": policy.scheduler.state_dict()}
+    settings: dict[str, Any] = dict(is_loading=is_loading, metadata=dict(OPTIMIZER_METADATA))
+    optimizers = {  # one by one: together, Megatron names their state after their number, which depends on the layout
+        f"optimizer{number}": optimizer.sharded_state_dict(shards, **settings)
+        for number, optimizer in enumerate(policy.optimizer.chained_optimizers)
+    }
+    return {**model, **optimizers, "scheduler": policy.scheduler.state_dict()}
 
 
 def _make_optimizer_state(policy: Policy) -> None:

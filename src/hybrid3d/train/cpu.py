@@ -11,6 +11,7 @@ import contextlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -79,7 +80,57 @@ def install() -> None:
 
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    _mend_experts()
     _keep_adam_steps()
+
+
+def _mend_experts() -> None:
+    """Where there is no Transformer Engine, and where tensors lie in host memory already."""
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # the router asks whether it is None
+    multi_latent_attention.HAVE_TE = False  # its imports of stand-ins succeed, and isinstance() of one raises
+    to_cpu = token_dispatcher.maybe_move_tensor_to_cpu
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """The sizes of an all-to-all must be numbers; Megatron converts what comes from a GPU only."""
+        moved = to_cpu(tensor, as_numpy, record_stream)
+        return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    _mend_uneven_collectives()
+
+
+def _mend_uneven_collectives() -> None:
+    """Experts get different numbers of tokens, and gloo gathers and scatters equal shares only."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_uneven(
+        input_: torch.Tensor, group: dist.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        rows = max(output_split_sizes)
+        shares = input_.new_empty(group.size(), rows, *input_.shape[1:])
+        shares[group.rank(), : len(input_)] = input_
+        dist.all_gather(list(shares), shares[group.rank()].clone(), group=group)
+        return torch.cat([share[:n] for share, n in zip(shares, output_split_sizes, strict=True)])
+
+    def scatter_uneven(
+        input_: torch.Tensor, group: dist.ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, use_global_buffer)
+        whole = input_.clone()
+        dist.all_reduce(whole, group=group)
+        return whole.split(input_split_sizes)[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim = gather_uneven
+    mappings._reduce_scatter_along_first_dim = scatter_uneven
 
 
 def _keep_adam_steps() -> None:

@@ -15,13 +15,14 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from hybrid3d.config import Train
-from hybrid3d.families import Config, family_of, head_dim, query_groups, rope_of
+from hybrid3d.families import Config, Family, family_of, head_dim, query_groups, rope_of
 from hybrid3d.train.runtime import ON_CUDA, device, on_device
 
 USE_TE = ON_CUDA  # Transformer Engine is part of a GPU install, and builds only there
@@ -43,13 +44,13 @@ def build_model(config: Config, layout: Train, dtype: torch.dtype, meta: bool = 
 
 
 def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> TransformerConfig:
-    fields: dict[str, Any] = dict(
+    """Megatron's settings: of the model, of its experts and latents where it has them, of the layout, of the device."""
+    family = family_of(config)
+    model: dict[str, Any] = dict(
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
         ffn_hidden_size=config["intermediate_size"],
         num_attention_heads=config["num_attention_heads"],
-        num_query_groups=query_groups(config),
-        kv_channels=head_dim(config),
         layernorm_epsilon=config["rms_norm_eps"],
         normalization="RMSNorm",
         gated_linear_unit=True,
@@ -57,13 +58,19 @@ def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> Tra
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+    )
+    run: dict[str, Any] = dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         # Interleaved, two stages send to each other in both directions, which a batch of sends would mix up.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -74,10 +81,44 @@ def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> Tra
         persist_layer_norm=USE_TE,
         bias_activation_fusion=ON_CUDA,
         masked_softmax_fusion=ON_CUDA,
-        apply_rope_fusion=ON_CUDA,
+        apply_rope_fusion=ON_CUDA and family.latents(config) is None,
         bias_dropout_fusion=False,
     )
-    return TransformerConfig(**(fields | family_of(config).transformer_config(config)))
+    settings = model | _attention(config, family) | _experts(config, family, layout) | run
+    kind = TransformerConfig if family.latents(config) is None else MLATransformerConfig
+    return kind(**(settings | family.transformer_config(config)))
+
+
+def _attention(config: Config, family: Family) -> dict[str, Any]:
+    latents = family.latents(config)
+    if latents is None:
+        return {"num_query_groups": query_groups(config), "kv_channels": head_dim(config)}
+    return dict(
+        kv_channels=latents.value,
+        q_lora_rank=latents.q_rank or None,
+        kv_lora_rank=latents.kv_rank,
+        qk_head_dim=latents.nope,
+        qk_pos_emb_head_dim=latents.rope,
+        v_head_dim=latents.value,
+    )
+
+
+def _experts(config: Config, family: Family, layout: Train) -> dict[str, Any]:
+    experts = family.experts(config)
+    if experts is None:
+        return {}
+    return dict(
+        num_moe_experts=experts.count,
+        moe_router_topk=experts.per_token,
+        moe_ffn_hidden_size=experts.width,
+        moe_layer_freq=[int(sparse) for sparse in experts.sparse],
+        moe_shared_expert_intermediate_size=experts.shared_width or None,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_router_bias_update_rate=layout.expert_bias_update_rate,
+        moe_grouped_gemm=USE_TE,
+        sequence_parallel=layout.tp > 1,  # Megatron trains experts under tensor parallelism in no other way
+    )
 
 
 def padded_vocabulary(config: Config, tp: int) -> int:
@@ -102,23 +143,28 @@ def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | No
         rotary_base=rope.theta,
         vp_stage=vp_stage,
     )
-    _mark_tensor_parallel(model)
+    _mark_shards(model)
     if rope.llama3:  # GPTModel takes the factor alone and leaves the other constants at Llama 3.1's
         scaled = model.rotary_pos_emb._apply_scaling(model.rotary_pos_emb.inv_freq, **rope.llama3)
         model.rotary_pos_emb.inv_freq = scaled
     return model
 
 
-def _mark_tensor_parallel(model: GPTModel) -> None:
-    """Mark sharded weights as Megatron does where it initializes them, which here a checkpoint does.
+def _mark_shards(model: GPTModel) -> None:
+    """Mark sharded weights as Megatron does where it initializes them, which here a checkpoint does; and experts.
 
-    Without the mark a gradient norm counts the shard of TP rank 0 alone, and clips by it.
+    Without the first mark a gradient norm counts the shard of TP rank 0 alone, and clips by it. Experts are reduced
+    over data-parallel groups of their own; Megatron marks them at EP > 1 only, though those groups differ wherever
+    ETP is not TP, and gradients of the other ranks' tokens would be lost.
     """
     dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if type(module) in dims and weight is not None and not hasattr(weight, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(weight, True, dims[type(module)], 1)
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False
 
 
 def _use_torch_modules(spec: TransformerBlockSubmodules) -> None:
@@ -129,9 +175,12 @@ def _use_torch_modules(spec: TransformerBlockSubmodules) -> None:
         layer.submodules.pre_mlp_layernorm = TorchRMSNorm
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = TorchAttention
-        for norm in ("q_layernorm", "k_layernorm"):
-            if getattr(attention, norm) is not IdentityOp:
+        for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if getattr(attention, norm, IdentityOp) is not IdentityOp:
                 setattr(attention, norm, TorchRMSNorm)
+        if isinstance(attention, multi_latent_attention.MLASelfAttentionSubmodules):
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
+    multi_latent_attention.TELinear = DuplicatedLinear  # only this one may be whole on every rank
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
@@ -142,10 +191,25 @@ class TorchRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
+class DuplicatedLinear(torch.nn.Linear):
+    """A linear that is whole on every TP rank, as Transformer Engine makes those that compress keys and queries.
+
+    Megatron's own layer specs shard them instead, and lose the other ranks' part of the rotated keys' gradient.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, bias: bool, **unused: Any):
+        super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(hidden), None
+
+
 class TorchAttention(MegatronModule):
     """Causal attention on `scaled_dot_product_attention`.
 
-    Megatron's local attention wants a materialized mask and cannot have fewer query groups than TP ranks.
+    Megatron's local attention wants a materialized mask, cannot have fewer query groups than TP ranks, and knows no
+    values of another head dim than the keys'.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any):
@@ -155,7 +219,7 @@ class TorchAttention(MegatronModule):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **unused: Any
     ) -> torch.Tensor:
-        """[sequence, batch, heads or groups, head_dim] each, to [sequence, batch, heads * head_dim]."""
+        """[sequence, batch, heads or groups, head_dim] each, to [sequence, batch, heads * head_dim of the values]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True

@@ -110,11 +110,14 @@ class Policy:
         size = self._layout.micro_batch_size
         batch = batch.to(device())
         rows = [slice(start, start + size) for start in range(0, len(batch), size)]
-        positions = torch.arange(batch.tokens.shape[1], device=device()).expand(size, -1)
+        tokens = batch.tokens
+        if self.stages[0].config.sequence_parallel:  # a sequence is split over TP; what is added is cut off again
+            tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % self._layout.tp))
+        positions = torch.arange(tokens.shape[1], device=device()).expand(size, -1)
 
         def forward_step(micro_batches: Iterator[slice], stage: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             part = next(micro_batches)
-            output = stage(batch.tokens[part], positions, None)
+            output = stage(tokens[part], positions, None)
             return output, partial(self._loss, batch, part, token_loss)
 
         with on_device():
@@ -123,7 +126,7 @@ class Policy:
                 data_iterator=[iter(rows) for _ in self._modules] if len(self._modules) > 1 else iter(rows),
                 model=self._modules,
                 num_microbatches=len(rows),
-                seq_length=batch.tokens.shape[1],
+                seq_length=tokens.shape[1],
                 micro_batch_size=size,
                 forward_only=forward_only,
             )
@@ -139,11 +142,11 @@ class Policy:
         return total, mask.sum().int(), {"loss": total.detach(), **report}
 
     def _token_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[b, T, vocabulary / TP] logits and [b, T] tokens to [b, T] log-probabilities, 0 at position 0.
+        """[b, T or more, vocabulary / TP] logits and [b, T] tokens to [b, T] log-probabilities, 0 at position 0.
 
         Of the distribution that is sampled from: the temperature is applied, padding of the vocabulary is not in it.
         """
-        scaled = logits[:, :-1].float() / self._temperature
+        scaled = logits[:, : tokens.shape[1] - 1].float() / self._temperature
         first = parallel_state.get_tensor_model_parallel_rank() * scaled.shape[-1]
         padding = torch.arange(first, first + scaled.shape[-1], device=scaled.device) >= self.config["vocab_size"]
         scaled = scaled.masked_fill(padding, float("-inf"))

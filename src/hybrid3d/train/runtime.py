@@ -60,8 +60,15 @@ def initialize(layout: Train, seed: int, gloo: bool = True) -> None:
 
 
 def shutdown() -> None:
-    """Forget Megatron's groups; the default group stays."""
+    """End Megatron's groups; the default group stays. Every rank calls this together.
+
+    Megatron itself only forgets most of them, and each gloo group keeps threads that poll.
+    """
+    groups = dict.fromkeys(parallel_state._global_process_group_list or ())
     parallel_state.destroy_model_parallel()
+    for group in groups:
+        if group in dist.distributed_c10d._world.pg_map:  # the others Megatron has destroyed, or this rank is in none
+            dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager

@@ -48,11 +48,15 @@ def megatron_weights(stages: Sequence[GPTModel], config: Config) -> MegatronWeig
     unclaimed: list[str] = []
     for local, base, shard in _shards(stages):
         tensors[local] = base
-        strips = family.strips(shard.key, shard.global_shape[0], config)
+        # An axis in front of the local dims is that of experts: layers are numbered in names (see METADATA).
+        front = shard.prepend_axis_num
+        expert = shard.global_offset[0] if front else None
+        shape, start = shard.global_shape[front:], shard.global_offset[front:]
+        strips = family.strips(shard.key, shape[0], config, expert)
         if strips is None:
             unclaimed.append(shard.key)
             continue
-        first, rows = shard.global_offset[0], shard.local_shape[0]
+        first, rows = start[0], shard.local_shape[0]
         for strip in strips:
             low, high = max(first, strip.start), min(first + rows, strip.start + strip.rows)
             if low >= high:
@@ -63,8 +67,8 @@ def megatron_weights(stages: Sequence[GPTModel], config: Config) -> MegatronWeig
             if strip.name is None:
                 padding.append(Fill(view, size, 0.0))
             else:
-                start = (strip.at + low - strip.start, *shard.global_offset[1:])
-                pieces.append(Piece(strip.name, Box(start, size), view, str(shard.data.dtype).removeprefix("torch.")))
+                box = Box((strip.at + low - strip.start, *start[1:]), size)
+                pieces.append(Piece(strip.name, box, view, str(shard.data.dtype).removeprefix("torch.")))
     if unclaimed:
         names = ", ".join(sorted(set(unclaimed))[:20])
         raise UnsupportedModel(

@@ -1,0 +1,143 @@
+"""Multi-head latent attention and experts, some shared by all tokens: DeepSeek-V3, Moonlight, DeepSeek-V2-Lite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybrid3d.families.dense import HF, MEGATRON, TENSORS, check_decoder
+from hybrid3d.families.family import (
+    Config,
+    Experts,
+    Family,
+    Latents,
+    RowMap,
+    Same,
+    Stacked,
+    UnsupportedModel,
+    refuse,
+    rope_of,
+)
+from hybrid3d.families.moe import experts_of
+
+ATTENTION = f"{MEGATRON}self_attention."
+# Some norms have a module of their own here, and lie in the linear that follows them in Transformer Engine.
+LATENT_ATTENTION: dict[str, RowMap] = {
+    f"{MEGATRON}input_layernorm.weight": Same(f"{HF}input_layernorm.weight"),
+    f"{ATTENTION}linear_q_proj.weight": Same(f"{HF}self_attn.q_proj.weight"),
+    f"{ATTENTION}linear_q_down_proj.weight": Same(f"{HF}self_attn.q_a_proj.weight"),
+    f"{ATTENTION}linear_q_up_proj.weight": Same(f"{HF}self_attn.q_b_proj.weight"),
+    f"{ATTENTION}linear_kv_down_proj.weight": Same(f"{HF}self_attn.kv_a_proj_with_mqa.weight"),
+    f"{ATTENTION}linear_kv_up_proj.weight": Same(f"{HF}self_attn.kv_b_proj.weight"),
+    **{
+        f"{ATTENTION}{norm}": Same(f"{HF}self_attn.{x}_a_layernorm.weight")
+        for x in ("q", "kv")
+        for norm in (f"{x}_layernorm.weight", f"linear_{x}_up_proj.layer_norm_weight")
+    },
+}
+SHARED_EXPERTS: dict[str, RowMap] = {
+    f"{MEGATRON}mlp.shared_experts.linear_fc1.weight": Stacked(
+        (f"{HF}mlp.shared_experts.gate_proj.weight", f"{HF}mlp.shared_experts.up_proj.weight")
+    ),
+    f"{MEGATRON}mlp.shared_experts.linear_fc2.weight": Same(f"{HF}mlp.shared_experts.down_proj.weight"),
+}
+DEEPSEEK = TENSORS | LATENT_ATTENTION | experts_of("mlp", "gate_proj", "up_proj", "down_proj") | SHARED_EXPERTS
+ROUTER_BIAS: dict[str, RowMap] = {f"{MEGATRON}mlp.router.expert_bias": Same(f"{HF}mlp.gate.e_score_correction_bias")}
+
+
+def _experts(config: Config) -> Experts:
+    step = config.get("moe_layer_freq", 1)
+    dense = config.get("first_k_dense_replace", 0)
+    sparse = tuple(layer >= dense and layer % step == 0 for layer in range(config["num_hidden_layers"]))
+    width, shared = config["moe_intermediate_size"], config.get("n_shared_experts") or 0
+    return Experts(config["n_routed_experts"], config["num_experts_per_tok"], width, sparse, width * shared)
+
+
+def _latents(config: Config) -> Latents:
+    return Latents(
+        config.get("q_lora_rank") or 0,
+        config["kv_lora_rank"],
+        config["qk_nope_head_dim"],
+        config["qk_rope_head_dim"],
+        config["v_head_dim"],
+    )
+
+
+def _rotary(config: Config) -> dict[str, Any]:
+    rope = rope_of(config, "yarn")
+    if rope.yarn is None:
+        return {"rope_type": "rope", "rotary_base": rope.theta, "rotary_scaling_factor": 1.0}
+    return {
+        "rope_type": "yarn",
+        "rotary_base": rope.theta,
+        "rotary_scaling_factor": rope.yarn["factor"],
+        "original_max_position_embeddings": rope.yarn["original_max_position_embeddings"],
+        "beta_fast": rope.yarn.get("beta_fast", 32),
+        "beta_slow": rope.yarn.get("beta_slow", 1),
+        "mscale": rope.yarn.get("mscale", 1.0),
+        "mscale_all_dim": rope.yarn.get("mscale_all_dim", 0.0),
+    }
+
+
+def _settings(config: Config, **routing: Any) -> dict[str, Any]:
+    scaling = config.get("routed_scaling_factor", 1.0)
+    router = {"moe_router_dtype": "fp32", "moe_router_topk_scaling_factor": scaling, **routing}
+    return {"qk_layernorm": True, **_rotary(config), **router}
+
+
+def _v3_config(config: Config) -> dict[str, Any]:
+    groups = config.get("n_group") or 1
+    grouped = {"moe_router_num_groups": groups, "moe_router_group_topk": config["topk_group"]} if groups > 1 else {}
+    return _settings(config, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, **grouped)
+
+
+def _v2_config(config: Config) -> dict[str, Any]:
+    return _settings(config, moe_router_pre_softmax=True)
+
+
+def _check_v3(config: Config) -> None:
+    """DeepSeek-V3 scores a group by its two best experts, Megatron by its best topk / topk_group (arXiv 2412.19437)."""
+    check_decoder(config, "yarn", attention_bias=False, rope_interleave=True, norm_topk_prob=True)
+    refuse({"topk_method": None} | dict(config), scoring_func="sigmoid", topk_method="noaux_tc")  # vLLM needs it said
+    groups, chosen, per_token = config.get("n_group") or 1, config.get("topk_group") or 1, config["num_experts_per_tok"]
+    if groups > 1 and per_token // chosen != 2:
+        raise UnsupportedModel(
+            f"num_experts_per_tok={per_token} and topk_group={chosen}: Megatron chooses groups by their best "
+            f"{per_token}//{chosen}={per_token // chosen} experts, this model by their best 2"
+        )
+    if per_token == 1:
+        raise UnsupportedModel("num_experts_per_tok=1: Megatron does not normalize the score of a single expert")
+
+
+def _check_v2(config: Config) -> None:
+    check_decoder(config, "yarn", attention_bias=False, mlp_bias=False, norm_topk_prob=False)
+    refuse(config, scoring_func="softmax")
+    if config.get("topk_method", "greedy") != "greedy":
+        raise UnsupportedModel(
+            f"topk_method={config['topk_method']!r}: this model chooses groups by their best expert, Megatron by the "
+            "sum of several; only 'greedy' is computed faithfully"
+        )
+
+
+def _predictors(config: Config) -> list[str]:
+    """Multi-token-prediction layers come behind the model's own."""
+    first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
+    return [f"model.layers.{layer}.*" for layer in range(first, first + count)]
+
+
+DEEPSEEK_V3 = Family(
+    "DeepseekV3ForCausalLM",
+    DEEPSEEK | ROUTER_BIAS,
+    transformer_config=_v3_config,
+    check=_check_v3,
+    experts=_experts,
+    latents=_latents,
+    untrained=_predictors,
+)
+DEEPSEEK_V2 = Family(
+    "DeepseekV2ForCausalLM",
+    DEEPSEEK,
+    transformer_config=_v2_config,
+    check=_check_v2,
+    experts=_experts,
+    latents=_latents,
+)

@@ -1,0 +1,251 @@
+"""The proof grid: train layouts x rollout layouts for every family, each proven by value in one process.
+
+Holdings are read from the real Megatron model of every rank, demand is recorded from the real vLLM model of every
+rank, and the plan is carried out. What vLLM then has is compared with what its own loader makes of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from checkpoints import DENSE, FAMILIES, SPARSE
+from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
+from hybrid3d.reshard.coverage import check_coverage, lower_bound
+from hybrid3d.reshard.executor import Executor, Tensors
+from hybrid3d.reshard.layout import Demand, Holdings
+from hybrid3d.reshard.planner import make_plan
+from hybrid3d.reshard.transport import LocalTransport
+from hybrid3d.rollout.probe import model_of_rank
+from hybrid3d.rollout.weights import RolloutWeights
+from hybrid3d.train.model import build_model
+from hybrid3d.train.runtime import as_rank
+from hybrid3d.train.weights import _shards, megatron_weights
+from megatron_globals import global_tensor
+from worlds import Mailbox, run_in_threads
+
+DENSE_TRAIN: list[dict[str, int]] = [
+    dict(dp=4),
+    dict(tp=2, dp=2),
+    dict(tp=4),
+    dict(pp=2, dp=2),
+    dict(pp=4),
+    dict(tp=2, pp=2),
+    dict(tp=2, pp=2, vpp=2),
+    dict(pp=2, vpp=2, dp=2),
+    dict(pp=2, dp=2, first_stage_layers=1),
+    dict(tp=2, pp=2, last_stage_layers=1),
+    dict(tp=2, cp=2),
+    dict(tp=4, pp=2),
+    dict(tp=2, pp=4),
+    dict(tp=2, pp=2, dp=2),
+    dict(tp=2, dp=4),
+]
+DENSE_ROLLOUT: list[dict[str, Any]] = [dict(tp=1), dict(tp=2), dict(tp=4)]
+SPARSE_TRAIN: list[dict[str, int]] = [
+    dict(dp=4, ep=2),
+    dict(dp=4, ep=4),
+    dict(tp=2, dp=2, ep=2),
+    dict(tp=2, dp=2, ep=2, etp=2),
+    dict(tp=4, ep=2, etp=2),
+    dict(tp=2, pp=2),
+    dict(tp=2, pp=2, ep=2, vpp=2),
+    dict(pp=2, dp=2, ep=2, first_stage_layers=1),
+    dict(tp=2, pp=2, dp=2, ep=4, last_stage_layers=1),
+]
+SPARSE_ROLLOUT: list[dict[str, Any]] = [
+    dict(tp=1),
+    dict(tp=2),
+    dict(tp=4),
+    dict(tp=2, expert_parallel=True),
+    dict(tp=2, dp=2, expert_parallel=True),
+]
+LAYOUTS = {
+    **dict.fromkeys(DENSE, (DENSE_TRAIN, DENSE_ROLLOUT)),
+    **dict.fromkeys(SPARSE, (SPARSE_TRAIN, SPARSE_ROLLOUT)),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    family: str
+    train: Train
+    rollout: Rollout
+
+    @property
+    def features(self) -> set[str]:
+        """What is hard about it."""
+        train, rollout = self.train, self.rollout
+        grouped = self.family in (*DENSE, "qwen3_moe", "mixtral")
+        there = {
+            "VPP": train.vpp > 1,
+            "uneven PP stages": bool(train.first_stage_layers or train.last_stage_layers),
+            "EP": train.ep > 1,
+            "ETP": train.etp > 1,
+            "CP": train.cp > 1,
+            "replicated KV heads": grouped and rollout.tp > 2,
+            "fewer query groups than TP": grouped and train.tp > 2,
+            "padded vocabulary": True,  # vLLM pads 330 rows to 384, Megatron at TP4 to 332
+            "tied embeddings": self.family == "qwen2",
+            "router bias": self.family in ("deepseek_v3", "moonlight"),
+            "expert-parallel rollout": rollout.expert_parallel,
+            "expert-parallel rollout over DP": rollout.expert_parallel and rollout.dp > 1,
+        }
+        return {name for name, is_there in there.items() if is_there}
+
+    def __str__(self) -> str:
+        sides = (self.train, Train(), ("micro_batch_size",)), (self.rollout, rollout_of(), ())
+        said = [
+            " ".join(f"{k}{v}" for k, v in vars(side).items() if k not in skipped and v != getattr(default, k))
+            for side, default, skipped in sides
+        ]
+        return f"{self.family}: {said[0] or 'tp1'} -> {said[1] or 'tp1'}"
+
+
+def rollout_of(**layout: Any) -> Rollout:
+    return Rollout(max_model_len=128, max_new_tokens=8, **layout)
+
+
+def cells(families: tuple[str, ...] = FAMILIES) -> Iterator[Cell]:
+    for family in families:
+        for train in LAYOUTS[family][0]:
+            for rollout in LAYOUTS[family][1]:
+                yield Cell(family, Train(**train), rollout_of(**rollout))
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What came of a cell: how many elements were compared, what differs, and a digest of holdings and demand."""
+
+    elements: int
+    wrong: list[str]
+    received_bytes: int
+    lower_bound_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Trained:
+    holdings: Holdings
+    tensors: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    demand: Demand
+    truth: dict[str, torch.Tensor]
+
+
+class Grid:
+    """Asks the engines once per family and layout, and proves cells."""
+
+    def __init__(self, folder_of: Any):
+        self._folder_of = folder_of
+        self._weights = functools.cache(self._weights)
+        self._wanted = functools.cache(self._wanted)
+        self._trained = functools.lru_cache(1)(self._trained)  # cells come layout by layout
+        self.prove = functools.cache(self.prove)
+
+    def prove(self, cell: Cell) -> Proof:
+        trained = self._trained(cell.family, cell.train)
+        engine = self._wanted(cell.family, cell.rollout)
+        ranks = sorted(trained)
+        holdings = {rank: trained[rank].holdings for rank in ranks}
+        wanted = {rank: engine[rank % len(engine)] for rank in ranks}
+        demand = {rank: wanted[rank].demand for rank in ranks}
+        plan = make_plan(holdings, demand, 100_000, 2)
+        check_coverage(plan, holdings, demand)
+        mailbox, got = Mailbox(), {rank: _unwritten(wanted[rank].truth) for rank in ranks}
+
+        def run(rank: int) -> int:
+            sink = Tensors(got[rank])
+            for fill in demand[rank].fills:
+                sink.fill(fill)
+            with mailbox.one_for_all():
+                executor = Executor(plan, rank, LocalTransport(rank, mailbox))
+                return executor.run(Tensors(trained[rank].tensors), sink).received_bytes
+
+        received = run_in_threads(run, ranks)
+        wrong = [
+            f"rank {rank}: {name}"
+            for rank in ranks
+            for name, tensor in wanted[rank].truth.items()
+            if not torch.equal(_bits(tensor), _bits(got[rank][name]))
+        ]
+        elements = sum(t.numel() for rank in ranks for t in wanted[rank].truth.values())
+        digest = hashlib.sha256(repr((holdings, demand)).encode()).hexdigest()
+        return Proof(elements, wrong, sum(received), sum(lower_bound(holdings, demand).values()), digest)
+
+    def _weights(self, family: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        folder = Path(self._folder_of(family))
+        files = sorted(folder.glob("*.safetensors"))
+        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        return json.loads((folder / "config.json").read_text()), weights
+
+    def _trained(self, family: str, layout: Train) -> dict[int, Trained]:
+        """By rank: what Megatron says it holds, and tensors filled where Megatron says, not where our tables do."""
+        config, weights = self._weights(family)
+        found = {}
+        for rank in range(layout.tp * layout.pp * layout.cp * layout.dp):
+            with as_rank(rank, layout, layout.tp * layout.pp * layout.cp * layout.dp):
+                stages = build_model(config, layout, torch.float32, meta=True)
+                tensors: dict[str, torch.Tensor] = {}
+                for local, base, shard in _shards(stages):
+                    real = tensors.setdefault(local, torch.zeros(base.shape))
+                    offset = shard.data.storage_offset() - base.storage_offset()
+                    view = real.as_strided(shard.data.shape, shard.data.stride(), offset)
+                    _fill(view, shard, global_tensor(shard.key, weights, config))
+                found[rank] = Trained(megatron_weights(stages, config).holdings, tensors)
+        return found
+
+    def _wanted(self, family: str, rollout: Rollout) -> list[Wanted]:
+        """By rank of one engine: what vLLM's loader asks for, and what it makes of the checkpoint itself."""
+        _, weights = self._weights(family)
+        recipe = Recipe(
+            name="grid",
+            model=Model(path=str(self._folder_of(family))),
+            train=Train(dp=rollout.tp * rollout.dp),
+            rollout=rollout,
+            data=Data(train="-", eval="-"),
+            algorithm=Algorithm(name="grpo", prompts_per_step=8, samples_per_prompt=2),
+            optimizer=Optimizer(lr=1e-3),
+            run=Run(steps=1),
+        )
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        found = []
+        for rank in range(rollout.tp * rollout.dp):
+            with model_of_rank(recipe, rank) as (model, config):
+                demand = RolloutWeights(model, config, shapes).demand
+            with model_of_rank(recipe, rank, device="cpu") as (model, _):
+                model.load_weights(iter(weights.items()))
+                tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+            names = {p.view.tensor for p in demand.pieces} | {name for name, _ in model.named_parameters()}
+            found.append(Wanted(demand, {name: tensors[name].detach().clone() for name in sorted(names)}))
+        return found
+
+
+def _fill(view: torch.Tensor, shard: Any, whole: torch.Tensor) -> None:
+    """Write what Megatron says lies there; rows beyond the vocabulary are padding."""
+    front = shard.prepend_axis_num
+    for axis in range(front):
+        whole = whole[shard.global_offset[axis]]
+    assert whole.dim() == view.dim(), shard.key
+    index = tuple(slice(a, a + n) for a, n in zip(shard.global_offset[front:], view.shape, strict=True))
+    part = whole[index]
+    view[tuple(slice(0, n) for n in part.shape)].copy_(part)
+
+
+def _unwritten(truth: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(tensor, float("nan")) for name, tensor in truth.items()}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

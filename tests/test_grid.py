@@ -1,0 +1,137 @@
+"""Every family in every pair of layouts: vLLM gets, bit for bit, what its own loader makes of the checkpoint.
+
+pytest -m grid
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import FAMILIES, LATENT, SPARSE
+from grid import LAYOUTS, Cell, Grid, cells, rollout_of
+from hybrid3d import families
+from hybrid3d.config import Train
+from hybrid3d.families import Config, Family, Strip
+from hybrid3d.families.family import GroupedQKV, Same, Stacked
+
+pytestmark = [pytest.mark.engines, pytest.mark.grid]
+
+FEATURES = {
+    "VPP",
+    "uneven PP stages",
+    "EP",
+    "ETP",
+    "CP",
+    "tied embeddings",
+    "replicated KV heads",
+    "fewer query groups than TP",
+    "padded vocabulary",
+    "router bias",
+    "expert-parallel rollout",
+    "expert-parallel rollout over DP",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The tensors are small: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def grid(tiny_checkpoint: Callable[..., Path]) -> Grid:
+    return Grid(tiny_checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("family", "train"),
+    [(family, train) for family in FAMILIES for train in LAYOUTS[family][0]],
+    ids=lambda value: value if isinstance(value, str) else "-".join(f"{k}{v}" for k, v in value.items()),
+)
+def test_every_rollout_layout_gets_what_vllm_would_load(grid: Grid, family: str, train: dict[str, int]) -> None:
+    for rollout in LAYOUTS[family][1]:
+        cell = Cell(family, Train(**train), rollout_of(**rollout))
+        proof = grid.prove(cell)
+        assert proof.elements > 100_000
+        assert proof.wrong == [], str(cell)
+        assert proof.received_bytes == proof.lower_bound_bytes, str(cell)
+
+
+def test_the_grid_is_as_large_as_promised(grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pairs whose holdings and demand are the same count once."""
+    distinct = {grid.prove(cell).digest: cell for cell in cells()}
+    count = Counter(cell.family for cell in distinct.values())
+    assert {feature for cell in distinct.values() for feature in cell.features} == FEATURES
+    with capsys.disabled():
+        print("\n" + "\n".join(f"{family:12} {count[family]:4} distinct pairs of layouts" for family in FAMILIES))
+        print(f"{'all':12} {sum(count.values()):4}; {', '.join(sorted(FEATURES))}")
+    assert min(count.values()) >= 40
+    assert len(distinct) >= 300
+
+
+class _Shifted(GroupedQKV):
+    """Takes each key for that of the next query group."""
+
+    def strips(self, rows: int, config: Config) -> list[Strip]:
+        strips = super().strips(rows, config)
+        height = sum(strip.rows for strip in strips if strip.name == self.k)
+        return [dataclasses.replace(s, at=(s.at + s.rows) % height) if s.name == self.k else s for s in strips]
+
+
+class _ShiftedHead(Same):
+    """Takes each head's rows for those of the next head."""
+
+    def strips(self, rows: int, config: Config) -> list[Strip]:
+        heads = config["num_attention_heads"]
+        each = rows // heads
+        return [Strip(i * each, each, self.name, (i + 1) % heads * each) for i in range(heads)]
+
+
+class _NextExpert(Family):
+    def strips(self, megatron_name: str, rows: int, config: Config, expert: int | None = None) -> list[Strip] | None:
+        moved = None if expert is None else (expert + 1) % 8
+        return super().strips(megatron_name, rows, config, moved)
+
+
+def swap_gate_and_up(family: Family) -> Family:
+    swapped = {n: Stacked(m.names[::-1]) if isinstance(m, Stacked) else m for n, m in family.tensors.items()}
+    return dataclasses.replace(family, tensors=swapped)
+
+
+def shift_a_kv_head(family: Family) -> Family:
+    def broken(name: str, row_map: Any) -> Any:
+        if isinstance(row_map, GroupedQKV):
+            return _Shifted(row_map.q, row_map.k, row_map.v)
+        return _ShiftedHead(row_map.name) if name.endswith("linear_kv_up_proj.weight") else row_map
+
+    return dataclasses.replace(family, tensors={n: broken(n, m) for n, m in family.tensors.items()})
+
+
+def take_the_next_expert(family: Family) -> Family:
+    return _NextExpert(**{f.name: getattr(family, f.name) for f in dataclasses.fields(family)})
+
+
+@pytest.mark.parametrize("broken", [swap_gate_and_up, shift_a_kv_head, take_the_next_expert])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_broken_table_is_seen(
+    family: str, broken: Callable[[Family], Family], tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if family not in SPARSE and broken is take_the_next_expert:
+        return  # nothing there to break
+    cell = Cell(family, Train(tp=2, pp=2, ep=2 if family in SPARSE else 1), rollout_of(tp=2))
+    assert Grid(tiny_checkpoint).prove(cell).wrong == []
+    for architecture, table in families.FAMILIES.items():
+        monkeypatch.setitem(families.FAMILIES, architecture, broken(table))
+    wrong = Grid(tiny_checkpoint).prove(cell).wrong
+    part = {swap_gate_and_up: "gate_up_proj", shift_a_kv_head: "kv_b_proj" if family in LATENT else "qkv_proj"}
+    assert any(part.get(broken, "experts") in name or "w13_weight" in name for name in wrong)
