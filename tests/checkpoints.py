@@ -108,6 +108,8 @@ def make_config(family: str) -> PretrainedConfig:
         ),
         "deepseek_v2": lambda: transformers.DeepseekV2Config(
             **(DEEPSEEK | CALMER),
+            n_group=1,
+            topk_group=1,
             q_lora_rank=None,
             n_shared_experts=2,
             topk_method="greedy",
@@ -119,14 +121,19 @@ def make_config(family: str) -> PretrainedConfig:
     return make[family]()
 
 
-def make_checkpoint(folder: Path, family: str, seed: int) -> Path:
-    """Write `config.json` and float32 weights, the same for the same family and seed; `folder` is returned."""
+def make_checkpoint(folder: Path, family: str, seed: int, **changes: Any) -> Path:
+    """Write `config.json` and float32 weights, the same for the same arguments; `folder` is returned.
+
+    `changes` are keys of the config.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(make_config(family))
+        config = make_config(family)
+        config.update(changes)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
         routers = [(name, bias) for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")]
         for _, tensor in [*sorted(model.named_parameters()), *sorted(routers)]:
             if tensor.dim() == 1:

@@ -180,7 +180,11 @@ def test_an_unknown_architecture_is_told_the_known_ones(names: list[str] | None)
 def test_what_transformers_writes_by_default_is_supported(architecture: str) -> None:
     import transformers
 
-    said = {"topk_method": "noaux_tc"} if architecture == "DeepseekV3ForCausalLM" else {}  # vLLM needs it
+    needed = {  # by vLLM
+        "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc"},
+        "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1},
+    }
+    said = needed.get(architecture, {})
     config_class = getattr(transformers, architecture).config_class
     config = json.loads(config_class(architectures=[architecture], **said).to_json_string())
     assert family_of(config) is FAMILIES[architecture]
@@ -213,9 +217,10 @@ def test_what_transformers_writes_by_default_is_supported(architecture: str) -> 
 def test_what_would_not_be_computed_faithfully_is_refused(
     architecture: str, setting: dict[str, Any], message: str
 ) -> None:
-    assert family_of({"architectures": [architecture]}) is FAMILIES[architecture]
+    config = {"architectures": [architecture], "n_group": 1, "topk_group": 1}
+    assert family_of(config) is FAMILIES[architecture]
     with pytest.raises(UnsupportedModel, match=message):
-        family_of({"architectures": [architecture], **setting})
+        family_of({**config, **setting})
 
 
 V3 = {"architectures": ["DeepseekV3ForCausalLM"], "topk_method": "noaux_tc", "num_experts_per_tok": 8}

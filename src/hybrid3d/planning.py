@@ -9,7 +9,7 @@ from rich.table import Table
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
-from hybrid3d.reshard.coverage import check_coverage, lower_bound
+from hybrid3d.reshard.coverage import check_coverage, check_nothing_idle, lower_bound
 from hybrid3d.reshard.layout import ITEMSIZE
 from hybrid3d.reshard.planner import make_plan
 from hybrid3d.rollout.probe import demand_of_all
@@ -28,6 +28,7 @@ def plan_of(recipe: Recipe, config: Config) -> dict[str, Any]:
     shapes = canonical_shapes([piece for held in holdings.values() for piece in held.pieces])
     asked = demand_of_all(recipe, shapes)
     demand = {rank: answer.demand for rank, answer in asked.items()}
+    check_nothing_idle(holdings, demand)
     plan = make_plan(holdings, demand, int(recipe.sync.bucket_mib * MIB), recipe.machine.gpus_per_node)
     check_coverage(plan, holdings, demand)
     held = {rank: sum(p.nbytes for p in side.pieces) for rank, side in holdings.items()}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hybrid3d import ranks
 from hybrid3d.config import Recipe
-from hybrid3d.reshard.coverage import check_coverage, lower_bound
+from hybrid3d.reshard.coverage import check_coverage, check_nothing_idle, lower_bound
 from hybrid3d.reshard.executor import Executor, Tensors
 from hybrid3d.reshard.planner import make_plan
 from hybrid3d.reshard.transport import make_transport
@@ -46,6 +46,7 @@ class WeightSync:
         self._source = Tensors(trained.tensors)
         self._sink = engine.weights(shapes)
         demand = dict(enumerate(ranks.gather(self._sink.demand)))
+        check_nothing_idle(holdings, demand)
         plan = make_plan(holdings, demand, int(recipe.sync.bucket_mib * MIB), recipe.machine.gpus_per_node)
         check_coverage(plan, holdings, demand)
         self._lower_bound = lower_bound(holdings, demand)[rank]

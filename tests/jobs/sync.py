@@ -87,9 +87,9 @@ class Engine(rollout_engine.RolloutEngine):
         from vllm.config import set_current_vllm_config
         from vllm.forward_context import set_forward_context
 
-        hidden = next(t for t in module.parameters() if t.dim() == 2 and t.numel()).shape[-1]
-        inputs = torch.randn(7, hidden, generator=torch.Generator().manual_seed(7))
         config = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.vllm_config
+        hidden = config.model_config.get_hidden_size()
+        inputs = torch.randn(7, hidden, generator=torch.Generator().manual_seed(7))
         with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=7):
             return module(inputs)
 
@@ -202,7 +202,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def compare(engine: Engine, landed: Landed, truth: tuple) -> dict:
     _, before, outputs, logprobs = truth
-    got = {name: landed.tensors.get(name, tensor) for name, tensor in tensors_of(engine.model).items()}
+    live = tensors_of(engine.model)
+    assert live.keys() - before.keys() <= {n for n in live if n.endswith(rollout_weights.DERIVED)}
+    got = {name: landed.tensors.get(name, live[name]) for name in before}
     return {
         "landed": len(landed.tensors),
         "loader_layout": differing(got, before),

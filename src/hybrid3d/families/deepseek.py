@@ -110,12 +110,13 @@ def _check_v3(config: Config) -> None:
 
 def _check_v2(config: Config) -> None:
     check_decoder(config, "yarn", attention_bias=False, mlp_bias=False, norm_topk_prob=False)
-    refuse(config, scoring_func="softmax")
     if config.get("topk_method", "greedy") != "greedy":
         raise UnsupportedModel(
             f"topk_method={config['topk_method']!r}: this model chooses groups by their best expert, Megatron by the "
             "sum of several; only 'greedy' is computed faithfully"
         )
+    # vLLM scores groups, of which there is one, whatever the method, and needs to be told so.
+    refuse({"n_group": None, "topk_group": None} | dict(config), scoring_func="softmax", n_group=1, topk_group=1)
 
 
 def _predictors(config: Config) -> list[str]:

@@ -38,6 +38,18 @@ def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping
             raise PlanError(f"rank {rank}, {name}: {asked} elements wanted, {got} arrive, {union} of them distinct")
 
 
+def check_nothing_idle(holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> None:
+    """Every tensor that some rank holds is wanted by some rank: else the two sides would compute different models.
+
+    Raises:
+        PlanError: naming the tensors (20 of them) and how many there are.
+    """
+    wanted = {piece.name for side in demand.values() for piece in side.pieces}
+    idle = sorted({piece.name for side in holdings.values() for piece in side.pieces} - wanted)
+    if idle:
+        raise PlanError(f"{len(idle)} tensors are trained and no rollout rank wants them: {', '.join(idle[:20])}")
+
+
 def _check_messages(plan: Plan) -> None:
     """What is not local travels in its bucket's messages, each transfer in one of them, and nothing else does."""
     for bucket in plan.buckets:

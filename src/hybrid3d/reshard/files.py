@@ -73,9 +73,9 @@ def read_index(folder: str | Path) -> dict[str, Entry]:
 
 
 def _dequantized(folder: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
-    """The entries with FP8 weights as they read, and without their scales."""
+    """The entries with FP8 weights as they read, and without their scales; FP8 that has none anywhere is itself."""
     quantized = {name for name, entry in entries.items() if entry.dtype == FP8}
-    if not quantized:
+    if not quantized or not any(name.endswith(SCALES) for name in entries):
         return entries
     unscaled = sorted(name for name in quantized if name + SCALES not in entries)
     if unscaled:

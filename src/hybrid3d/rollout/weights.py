@@ -28,6 +28,8 @@ from hybrid3d.reshard.layout import ITEMSIZE, Demand, Fill, Piece, Shape, View
 from hybrid3d.rollout.record import Destination, record_demand
 
 Module = torch.nn.Module
+# Parameters that no loader writes: latent attention makes them of `kv_b_proj` when it is finalized.
+DERIVED = ("W_UV", "W_UK_T")
 
 
 class RolloutWeights:
@@ -54,6 +56,7 @@ class RolloutWeights:
             destinations = [
                 Destination(name, tensor, not current_platform.is_cpu() and _same_layout(live[module].get(key), tensor))
                 for name, module, key, tensor in _tensors_of(model)
+                if key not in DERIVED
             ]
             with set_current_vllm_config(vllm_config):
                 demand = record_demand(model, shapes, vllm_config.model_config.dtype, destinations)

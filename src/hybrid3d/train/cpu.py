@@ -100,6 +100,7 @@ def _mend_experts() -> None:
         return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _Stream()  # vLLM puts its own into torch.cuda later
     _mend_uneven_collectives()
 
 

@@ -1,0 +1,131 @@
+"""Checkpoints as DeepSeek-V3 publishes them: FP8 with block scales, and layers that predict further tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybrid3d.exporting import copy_companions, export_entries, is_untrained
+from hybrid3d.reshard.box import Box
+from hybrid3d.reshard.files import (
+    CheckpointError,
+    CheckpointReader,
+    carry_files,
+    create_files,
+    file_holdings,
+    load_files,
+    pieces_of,
+    read_index,
+)
+from hybrid3d.reshard.layout import Demand, Piece, View
+
+BLOCK = (4, 8)
+CONFIG = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "topk_method": "noaux_tc",
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 1,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": list(BLOCK)},
+}
+
+
+def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight in FP8 and its scales, block by block."""
+    rows, columns = (-(-n // b) for n, b in zip(weight.shape, BLOCK, strict=True))
+    scales, out = torch.empty(rows, columns), torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for r in range(rows):
+        for c in range(columns):
+            block = (slice(r * BLOCK[0], (r + 1) * BLOCK[0]), slice(c * BLOCK[1], (c + 1) * BLOCK[1]))
+            scales[r, c] = weight[block].abs().max() / 448
+            out[block] = (weight[block] / scales[r, c]).to(torch.float8_e4m3fn)
+    return out, scales
+
+
+def as_bf16(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What the weight means, element by element."""
+    out = torch.empty(weight.shape, dtype=torch.bfloat16)
+    for i in range(weight.shape[0]):
+        for j in range(weight.shape[1]):
+            out[i, j] = weight[i, j].float() * scales[i // BLOCK[0], j // BLOCK[1]]
+    return out
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    random = torch.Generator().manual_seed(1)
+    folder, tensors = tmp_path / "fp8", {"model.norm.weight": torch.randn(22, generator=random).bfloat16()}
+    for layer in (0, 2):  # layer 2 predicts further tokens
+        name = f"model.layers.{layer}.self_attn.o_proj.weight"
+        tensors[name], tensors[f"{name}_scale_inv"] = quantized(torch.randn(10, 22, generator=random))
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def truth(folder: Path) -> dict[str, torch.Tensor]:
+    stored = load_file(folder / "model.safetensors")
+    return {
+        name: as_bf16(tensor, stored[f"{name}_scale_inv"]) if f"{name}_scale_inv" in stored else tensor
+        for name, tensor in stored.items()
+        if not name.endswith("_scale_inv")
+    }
+
+
+def test_every_slice_is_dequantized_with_its_own_scales(checkpoint: Path) -> None:
+    name, entries = "model.layers.0.self_attn.o_proj.weight", read_index(checkpoint)
+    assert entries.keys() == truth(checkpoint).keys()
+    assert entries[name].dtype == "bfloat16"
+    (whole,) = pieces_of({name: entries[name]})
+    with CheckpointReader(checkpoint, entries) as reader:
+        for top in range(10):
+            for left in range(0, 22, 3):
+                box = Box((top, left), (10 - top, 22 - left) if left % 2 else (1, 2 if left < 21 else 1))
+                found = reader.read(whole.part(box))
+                rows, columns = (slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+                assert torch.equal(found, truth(checkpoint)[name][rows, columns])
+
+
+def test_a_rank_loads_it_into_float32(checkpoint: Path) -> None:
+    name, wanted = "model.layers.0.self_attn.o_proj.weight", Box((3, 5), (6, 9))
+    tensors = {"local": torch.zeros(6, 9)}
+    load_files(checkpoint, Demand((Piece(name, wanted, View("local", 0, (9, 1)), "float32"),)), tensors, rank=0)
+    assert torch.equal(tensors["local"], truth(checkpoint)[name][3:9, 5:14].float())
+
+
+def test_layers_that_predict_further_tokens_are_carried_unchanged(checkpoint: Path, tmp_path: Path) -> None:
+    entries = export_entries(checkpoint, CONFIG)
+    carried = [name for name in entries if is_untrained(name, CONFIG)]
+    assert carried == ["model.layers.2.self_attn.o_proj.weight"]
+    out = tmp_path / "out"
+    create_files(out, entries)
+    copy_companions(checkpoint, out)
+    carry_files(checkpoint, out, entries, carried)
+    assert torch.equal(load_file(out / "model.safetensors")[carried[0]], truth(checkpoint)[carried[0]])
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    assert file_holdings(read_index(out)).pieces
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda stored, config: stored.pop("model.layers.2.self_attn.o_proj.weight_scale_inv"), "1 FP8 tensors lack"),
+        (lambda stored, config: config.pop("quantization_config"), "no quantization_config.weight_block_size"),
+        (
+            lambda stored, config: config["quantization_config"].update(weight_block_size=[128, 128]),
+            r"has shape \[3, 3\], and \[10, 22\] in blocks of \[128, 128\] needs \[1, 1\]",
+        ),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(checkpoint: Path, spoil, message: str) -> None:
+    stored, config = load_file(checkpoint / "model.safetensors"), json.loads(json.dumps(CONFIG))
+    spoil(stored, config)
+    save_file(stored, checkpoint / "model.safetensors")
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        read_index(checkpoint)
