@@ -94,6 +94,7 @@ def make_config(family: str) -> PretrainedConfig:
             n_group=2,
             topk_group=1,
             topk_method="noaux_tc",
+            scoring_func="sigmoid",
             rope_parameters=YARN,
         ),
         # DeepSeek-V3's architecture without compressed queries, groups and scaling of positions
@@ -104,6 +105,7 @@ def make_config(family: str) -> PretrainedConfig:
             n_group=1,
             topk_group=1,
             topk_method="noaux_tc",
+            scoring_func="sigmoid",
             rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
         ),
         "deepseek_v2": lambda: transformers.DeepseekV2Config(

@@ -181,7 +181,7 @@ def test_what_transformers_writes_by_default_is_supported(architecture: str) -> 
     import transformers
 
     needed = {  # by vLLM
-        "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc"},
+        "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1},
     }
     said = needed.get(architecture, {})
@@ -230,6 +230,7 @@ V3 = {"architectures": ["DeepseekV3ForCausalLM"], "topk_method": "noaux_tc", "nu
     ("setting", "message"),
     [
         ({"topk_method": None}, "topk_method=None"),
+        ({"scoring_func": None}, "scoring_func=None"),
         ({"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ({"norm_topk_prob": False}, "norm_topk_prob=False"),
         ({"rope_interleave": False}, "rope_interleave=False"),

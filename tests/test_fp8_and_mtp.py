@@ -27,6 +27,7 @@ BLOCK = (4, 8)
 CONFIG = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
     "num_experts_per_tok": 8,
     "num_hidden_layers": 2,
     "num_nextn_predict_layers": 1,

@@ -79,7 +79,8 @@ class Engine(rollout_engine.RolloutEngine):
                 found[path] = method.apply(module, inputs, module.bias)
             elif hasattr(module, "experts") and not hasattr(module, "layers"):
                 found[f"{path}.block"] = self._block(module)
-            found |= {f"{path}.{name}": t.clone() for name, t in vars(module).items() if isinstance(t, torch.Tensor)}
+            derived = {name: getattr(module, name) for name in rollout_weights.DERIVED if hasattr(module, name)}
+            found |= {f"{path}.{name}": tensor.clone() for name, tensor in derived.items()}
         return found
 
     def _block(self, module: torch.nn.Module) -> torch.Tensor:
@@ -106,8 +107,13 @@ class Engine(rollout_engine.RolloutEngine):
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: tensor.detach().clone() for name, tensor in named}
+    """By the first path of each module; tied tensors under each of their modules."""
+    return {
+        ".".join(part for part in (path, name) if part): tensor.detach().clone()
+        for path, module in model.named_modules()
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]
+        if tensor is not None
+    }
 
 
 def fresh(recipe: Recipe, rank: int, folder: str, ident: str) -> tuple:

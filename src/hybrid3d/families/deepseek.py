@@ -97,7 +97,8 @@ def _v2_config(config: Config) -> dict[str, Any]:
 def _check_v3(config: Config) -> None:
     """DeepSeek-V3 scores a group by its two best experts, Megatron by its best topk / topk_group (arXiv 2412.19437)."""
     check_decoder(config, "yarn", attention_bias=False, rope_interleave=True, norm_topk_prob=True)
-    refuse({"topk_method": None} | dict(config), scoring_func="sigmoid", topk_method="noaux_tc")  # vLLM needs it said
+    # vLLM takes what is not said for DeepSeek-V2's way, which is another.
+    refuse({"scoring_func": None, "topk_method": None} | dict(config), scoring_func="sigmoid", topk_method="noaux_tc")
     groups, chosen, per_token = config.get("n_group") or 1, config.get("topk_group") or 1, config["num_experts_per_tok"]
     if groups > 1 and per_token // chosen != 2:
         raise UnsupportedModel(
