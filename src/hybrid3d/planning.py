@@ -60,8 +60,10 @@ def page_of(recipe: Recipe, numbers: dict[str, Any]) -> Table:
     train, rollout = recipe.train, recipe.rollout
     assert rollout is not None
     table = Table(title=f"{recipe.name}: one sync, {numbers['ranks']} ranks", show_header=False)
-    table.add_row("train layout", f"TP{train.tp} x PP{train.pp} x DP{train.dp}")
-    table.add_row("rollout layout", f"TP{rollout.tp} x DP{numbers['ranks'] // rollout.tp}")
+    experts = f", experts EP{train.ep} x ETP{train.etp}" if train.ep * train.etp > 1 else ""
+    table.add_row("train layout", f"TP{train.tp} x PP{train.pp} x DP{train.dp}{experts}")
+    shared = f", experts EP{rollout.tp * rollout.dp}" if rollout.expert_parallel else ""
+    table.add_row("rollout layout", f"TP{rollout.tp} x DP{numbers['ranks'] // rollout.tp}{shared}")
     for key, value in numbers.items():
         if key.endswith("_bytes"):
             table.add_row(key.removesuffix("_bytes").replace("_", " "), f"{value:,} bytes")

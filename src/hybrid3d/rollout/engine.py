@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-from hybrid3d.config import Recipe
+from hybrid3d.config import Recipe, Rollout
 
 # vLLM reads these at import. One process a rank, no engine process of its own, nothing fetched from outside.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -57,9 +57,12 @@ def _not_quantized(config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def external_rank(rank: int) -> Iterator[None]:
-    """vLLM derives its data-parallel rank from RANK, as if no other engines were in the same world."""
-    with mock.patch.dict(os.environ, RANK=str(rank)):
+def external_rank(rank: int, rollout: Rollout) -> Iterator[None]:
+    """vLLM derives its data-parallel rank from RANK as if it were alone in the world; say it where it has one."""
+    if rollout.dp == 1:
+        yield
+        return
+    with mock.patch.dict(os.environ, RANK=str(rank % (rollout.tp * rollout.dp))):
         yield
 
 
@@ -95,7 +98,7 @@ class RolloutEngine:
         self._max_new_tokens = rollout.max_new_tokens
         if current_platform.is_cpu():
             _name_shared_memory(ident)
-        with external_rank(rank % (rollout.tp * rollout.dp)):
+        with external_rank(rank, rollout):
             self._llm = LLM(
                 **engine_settings(recipe),
                 gpu_memory_utilization=rollout.memory_fraction,

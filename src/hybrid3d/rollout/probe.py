@@ -61,7 +61,7 @@ def model_of_rank(recipe: Recipe, rank: int, device: str = "meta") -> Iterator[t
     """
     assert recipe.rollout is not None
     world = recipe.rollout.tp * recipe.rollout.dp
-    with _as_rank(rank, world), engine.external_rank(rank):
+    with _as_rank(rank, world), engine.external_rank(rank, recipe.rollout):
         config = EngineArgs(**engine.engine_settings(recipe)).create_engine_config()
         with set_current_vllm_config(config):
             parallel_state.init_distributed_environment(world, rank, "env://", rank, backend="fake")
