@@ -209,6 +209,8 @@ def test_what_transformers_writes_by_default_is_supported(architecture: str) -> 
         ("MixtralForCausalLM", {"sliding_window": 4096}, "sliding_window=4096"),
         ("MixtralForCausalLM", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
         ("Qwen3MoeForCausalLM", {"attention_bias": True}, "attention_bias=True"),
+        ("Qwen3MoeForCausalLM", {"rope_parameters": {"rope_type": "yarn", **LLAMA3}}, "rope_type='yarn'"),
+        ("MixtralForCausalLM", {"rope_scaling": {"type": "yarn", **LLAMA3}}, "rope_type='yarn'"),
         ("DeepseekV2ForCausalLM", {"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy'"),
         ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob=True"),
         ("DeepseekV2ForCausalLM", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),

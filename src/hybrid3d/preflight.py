@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -34,8 +34,7 @@ def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
     except KeyError as error:
         raise RecipeError("config.json of the model", [f"{error.args[0]}: missing"]) from None
     shape = ModelShape.from_config(config, **parts)
-    here: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
-    check_layout(recipe, shape, device=None if planned else here)
+    check_layout(recipe, shape, device=None if planned else "cuda" if torch.cuda.is_available() else "cpu")
     return config
 
 

@@ -41,26 +41,26 @@ QK_NORM: dict[str, RowMap] = {
 }
 
 
-def check_decoder(config: Config, *rope_kinds: str, **faithful: Any) -> None:
-    """Refuse what no family computes, other kinds of rope scaling, and other values than `faithful`."""
+def check_decoder(config: Config, scaling: str = "llama3", **faithful: Any) -> None:
+    """Refuse what no family computes, other scaling of the rotary embedding, and other values than `faithful`."""
     refuse(config, hidden_act="silu", use_sliding_window=False, partial_rotary_factor=1.0, **faithful)
-    rope_of(config, *rope_kinds)
+    rope_of(config, scaling)
 
 
 LLAMA = Family(
     "LlamaForCausalLM",
     TENSORS,
-    check=lambda config: check_decoder(config, "llama3", attention_bias=False, mlp_bias=False),
+    check=lambda config: check_decoder(config, attention_bias=False, mlp_bias=False),
 )
 QWEN2 = Family(
     "Qwen2ForCausalLM",
     TENSORS | QKV_BIAS,
     transformer_config=lambda config: {"add_qkv_bias": True},
-    check=lambda config: check_decoder(config, "llama3"),
+    check=check_decoder,
 )
 QWEN3 = Family(
     "Qwen3ForCausalLM",
     TENSORS | QK_NORM,
     transformer_config=lambda config: {"qk_layernorm": True},
-    check=lambda config: check_decoder(config, "llama3", attention_bias=False),
+    check=lambda config: check_decoder(config, attention_bias=False),
 )

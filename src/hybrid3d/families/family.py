@@ -197,11 +197,14 @@ _SCALINGS = {
 }
 
 
-def rope_of(config: Config, *kinds: str) -> Rope:
+def rope_of(config: Config, known: str = "llama3") -> Rope:
     """Rotary settings, in either form: `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
 
+    Args:
+        known: the kind of scaling that the family computes.
+
     Raises:
-        UnsupportedModel: the scaling is none of `kinds`, or lacks a constant.
+        UnsupportedModel: the scaling is of another kind, or lacks a constant.
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if scaling.get("partial_rotary_factor", 1.0) != 1.0:
@@ -211,9 +214,8 @@ def rope_of(config: Config, *kinds: str) -> Rope:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return Rope(theta)
-    if kind not in (kinds or _SCALINGS):
-        known = " and ".join(repr(k) for k in ("default", *kinds))
-        raise UnsupportedModel(f"rope_type={kind!r}: this family knows {known}")
+    if kind != known:
+        raise UnsupportedModel(f"rope_type={kind!r}: this family knows 'default' and {known!r}")
     lacking = [key for key in _SCALINGS[kind] if key not in scaling]
     if lacking:
         raise UnsupportedModel(f"rope_type={kind!r} lacks {', '.join(lacking)}")
