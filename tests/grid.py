@@ -193,9 +193,9 @@ class Grid:
     def _trained(self, family: str, layout: Train) -> dict[int, Trained]:
         """By rank: what Megatron says it holds, and tensors filled where Megatron says, not where our tables do."""
         config, weights = self._weights(family)
-        found = {}
-        for rank in range(layout.tp * layout.pp * layout.cp * layout.dp):
-            with as_rank(rank, layout, layout.tp * layout.pp * layout.cp * layout.dp):
+        found, world = {}, layout.tp * layout.pp * layout.cp * layout.dp
+        for rank in range(world):
+            with as_rank(rank, layout, world):
                 stages = build_model(config, layout, torch.float32, meta=True)
                 tensors: dict[str, torch.Tensor] = {}
                 for local, base, shard in _shards(stages):

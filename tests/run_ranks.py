@@ -76,7 +76,7 @@ def kill_marked(mark: str) -> None:
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
+            except ProcessLookupError:  # ended by itself, which is as good
                 continue
         time.sleep(0.05)
     raise RuntimeError(f"processes that SIGKILL does not end: {sorted(pids)}")

@@ -121,13 +121,16 @@ def take_the_next_expert(family: Family) -> Family:
     return _NextExpert(**{f.name: getattr(family, f.name) for f in dataclasses.fields(family)})
 
 
-@pytest.mark.parametrize("broken", [swap_gate_and_up, shift_a_kv_head, take_the_next_expert])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "broken"),
+    [
+        *[(family, broken) for family in FAMILIES for broken in (swap_gate_and_up, shift_a_kv_head)],
+        *[(family, take_the_next_expert) for family in SPARSE],
+    ],
+)
 def test_a_broken_table_is_seen(
     family: str, broken: Callable[[Family], Family], tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if family not in SPARSE and broken is take_the_next_expert:
-        return  # nothing there to break
     cell = Cell(family, Train(tp=2, pp=2, ep=2 if family in SPARSE else 1), rollout_of(tp=2))
     assert Grid(tiny_checkpoint).prove(cell).wrong == []
     for architecture, table in families.FAMILIES.items():

@@ -51,7 +51,7 @@ def cases_of(results: list[dict]) -> list[list[dict]]:
     return list(cases.values())
 
 
-@pytest.mark.parametrize("sync", ["sync1", "sync2", "sync10"], ids=["second sync", "third sync", "tenth sync and one"])
+@pytest.mark.parametrize("sync", ["sync1", "sync2", "sync11"], ids=["second sync", "third sync", "twelfth sync"])
 @pytest.mark.parametrize("what", ["loader_layout", "outputs", "logprobs"])
 def test_bit_for_bit_as_freshly_loaded(results: list[dict], sync: str, what: str) -> None:
     judged = [result for result in results if sync in result]

@@ -9,11 +9,10 @@ from rich.table import Table
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
-from hybrid3d.reshard.coverage import check_coverage, check_nothing_idle, lower_bound
+from hybrid3d.reshard.coverage import lower_bound
 from hybrid3d.reshard.layout import ITEMSIZE
-from hybrid3d.reshard.planner import make_plan
 from hybrid3d.rollout.probe import demand_of_all
-from hybrid3d.sync import MIB
+from hybrid3d.sync import plan_sync
 from hybrid3d.train.probe import holdings_of_all
 from hybrid3d.train.weights import canonical_shapes
 
@@ -28,9 +27,7 @@ def plan_of(recipe: Recipe, config: Config) -> dict[str, Any]:
     shapes = canonical_shapes([piece for held in holdings.values() for piece in held.pieces])
     asked = demand_of_all(recipe, shapes)
     demand = {rank: answer.demand for rank, answer in asked.items()}
-    check_nothing_idle(holdings, demand)
-    plan = make_plan(holdings, demand, int(recipe.sync.bucket_mib * MIB), recipe.machine.gpus_per_node)
-    check_coverage(plan, holdings, demand)
+    plan = plan_sync(recipe, holdings, demand)
     held = {rank: sum(p.nbytes for p in side.pieces) for rank, side in holdings.items()}
     wanted = {rank: sum(p.nbytes for p in side.pieces) for rank, side in demand.items()}
     itemsize = ITEMSIZE[recipe.model.dtype]

@@ -96,7 +96,7 @@ def _v2_config(config: Config) -> dict[str, Any]:
 
 def _check_v3(config: Config) -> None:
     """DeepSeek-V3 scores a group by its two best experts, Megatron by its best topk / topk_group (arXiv 2412.19437)."""
-    check_decoder(config, "yarn", attention_bias=False, rope_interleave=True, norm_topk_prob=True)
+    check_decoder(config, attention_bias=False, rope_interleave=True, norm_topk_prob=True)
     # vLLM takes what is not said for DeepSeek-V2's way, which is another.
     refuse({"scoring_func": None, "topk_method": None} | dict(config), scoring_func="sigmoid", topk_method="noaux_tc")
     groups, chosen, per_token = config.get("n_group") or 1, config.get("topk_group") or 1, config["num_experts_per_tok"]
@@ -110,7 +110,7 @@ def _check_v3(config: Config) -> None:
 
 
 def _check_v2(config: Config) -> None:
-    check_decoder(config, "yarn", attention_bias=False, mlp_bias=False, norm_topk_prob=False)
+    check_decoder(config, attention_bias=False, mlp_bias=False, norm_topk_prob=False)
     if config.get("topk_method", "greedy") != "greedy":
         raise UnsupportedModel(
             f"topk_method={config['topk_method']!r}: this model chooses groups by their best expert, Megatron by the "
@@ -133,6 +133,7 @@ DEEPSEEK_V3 = Family(
     check=_check_v3,
     experts=_experts,
     latents=_latents,
+    scaling="yarn",
     untrained=_predictors,
 )
 DEEPSEEK_V2 = Family(
@@ -142,4 +143,5 @@ DEEPSEEK_V2 = Family(
     check=_check_v2,
     experts=_experts,
     latents=_latents,
+    scaling="yarn",
 )

@@ -13,7 +13,6 @@ from hybrid3d.families.family import (
     Stacked,
     Vocabulary,
     refuse,
-    rope_of,
 )
 
 HF = "model.layers.{layer}."
@@ -41,10 +40,9 @@ QK_NORM: dict[str, RowMap] = {
 }
 
 
-def check_decoder(config: Config, scaling: str = "llama3", **faithful: Any) -> None:
-    """Refuse what no family computes, other scaling of the rotary embedding, and other values than `faithful`."""
+def check_decoder(config: Config, **faithful: Any) -> None:
+    """Refuse what no family computes, and other values than `faithful`."""
     refuse(config, hidden_act="silu", use_sliding_window=False, partial_rotary_factor=1.0, **faithful)
-    rope_of(config, scaling)
 
 
 LLAMA = Family(

@@ -151,6 +151,7 @@ class Family:
         check: raises UnsupportedModel for what this version would not compute faithfully.
         experts: of the sparse layers; None in a dense family.
         latents: of multi-head latent attention; None where attention has grouped queries.
+        scaling: the kind of scaled rotary embedding that the family computes.
         untrained: patterns of tensors that a checkpoint may carry and training leaves as they are.
     """
 
@@ -160,6 +161,7 @@ class Family:
     check: Callable[[Config], None] = field(default=lambda config: None)
     experts: Callable[[Config], Experts | None] = field(default=lambda config: None)
     latents: Callable[[Config], Latents | None] = field(default=lambda config: None)
+    scaling: str = "llama3"
     untrained: Callable[[Config], Iterable[str]] = field(default=lambda config: ())
 
     def strips(self, megatron_name: str, rows: int, config: Config, expert: int | None = None) -> list[Strip] | None:

@@ -143,7 +143,7 @@ class _Opened:
     def __init__(self, unit: _Unit, number: int, fills: list[Fill]):
         self.number = number
         self._unit = unit
-        self._derived = {module: _derived_of(module) for module in unit.root.modules()}
+        self._attributes = {module: _attributes_of(module) for module in unit.root.modules()}
         self._live = _swap_in_loader_layout(unit.root, on_meta=False)
         self._tensors = dict(unit.tensors())
         live = {t.untyped_storage()._cdata for held in self._live.values() for t in held.values()}
@@ -176,13 +176,13 @@ class _Opened:
         for module, tensors in self._live.items():
             for name, old in tensors.items():
                 _keep_address(_holder(module, name), name, old)
-        for module, tensors in self._derived.items():
+        for module, tensors in self._attributes.items():
             for name, old in tensors.items():
                 _keep_address(vars(module), name, old)
 
 
-def _derived_of(module: Module) -> dict[str, torch.Tensor]:
-    """Tensors that are neither parameters nor buffers, such as the matrices that latent attention makes of a weight."""
+def _attributes_of(module: Module) -> dict[str, torch.Tensor]:
+    """Tensors that are neither parameters nor buffers, such as the scales of attention, made anew with each load."""
     return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
 
 

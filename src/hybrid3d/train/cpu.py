@@ -81,6 +81,7 @@ def install() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     _mend_experts()
+    _mend_uneven_collectives()
     _keep_adam_steps()
 
 
@@ -101,7 +102,6 @@ def _mend_experts() -> None:
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
     token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _Stream()  # vLLM puts its own into torch.cuda later
-    _mend_uneven_collectives()
 
 
 def _mend_uneven_collectives() -> None:

@@ -130,8 +130,7 @@ def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | No
     spec = get_gpt_decoder_block_spec(settings, USE_TE, normalization="RMSNorm", vp_stage=vp_stage)
     if not ON_CUDA:
         _use_torch_modules(spec)
-    grouped = family_of(config).latents(config) is None  # latent attention has its rotary embedding in its settings
-    rope = rope_of(config) if grouped else None
+    rope = rope_of(config, family_of(config).scaling)
     model = GPTModel(
         settings,
         spec,
@@ -141,11 +140,11 @@ def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | No
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
         share_embeddings_and_output_weights=bool(config.get("tie_word_embeddings", False)),
         position_embedding_type="rope",
-        rotary_base=rope.theta if rope else 10000,
+        rotary_base=rope.theta,
         vp_stage=vp_stage,
     )
     _mark_shards(model)
-    if rope and rope.llama3:  # GPTModel takes the factor alone and leaves the other constants at Llama 3.1's
+    if rope.llama3:  # GPTModel takes the factor alone and leaves the other constants at Llama 3.1's
         scaled = model.rotary_pos_emb._apply_scaling(model.rotary_pos_emb.inv_freq, **rope.llama3)
         model.rotary_pos_emb.inv_freq = scaled
     return model
