@@ -24,9 +24,10 @@ from hybrid3d.reshard.executor import Executor, Tensors
 from hybrid3d.reshard.layout import Demand, Holdings
 from hybrid3d.reshard.planner import make_plan
 from hybrid3d.reshard.transport import LocalTransport
-from hybrid3d.rollout.probe import model_of_rank
+from hybrid3d.rollout.probe import demand_of_all, model_of_rank
 from hybrid3d.rollout.weights import RolloutWeights
 from hybrid3d.train.model import build_model
+from hybrid3d.train.probe import holdings_of_all
 from hybrid3d.train.runtime import as_rank
 from hybrid3d.train.weights import _shards, megatron_weights
 from megatron_globals import global_tensor
@@ -184,6 +185,29 @@ class Grid:
         digest = hashlib.sha256(repr((holdings, demand)).encode()).hexdigest()
         return Proof(elements, wrong, sum(received), sum(lower_bound(holdings, demand).values()), digest)
 
+    def stamped_is_traced(self, cell: Cell) -> bool:
+        """Whether one layer of each kind, repeated, says what the engines say of all layers of every rank."""
+        trained, engine = self._trained(cell.family, cell.train), self._wanted(cell.family, cell.rollout)
+        config, weights = self._weights(cell.family)
+        recipe = self._recipe(cell.family, cell.train, cell.rollout)
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        asked = demand_of_all(config, recipe, shapes)
+        return holdings_of_all(config, recipe) == {rank: side.holdings for rank, side in trained.items()} and all(
+            asked[rank].demand == engine[rank % len(engine)].demand for rank in trained
+        )
+
+    def _recipe(self, family: str, train: Train, rollout: Rollout) -> Recipe:
+        return Recipe(
+            name="grid",
+            model=Model(path=str(self._folder_of(family))),
+            train=train,
+            rollout=rollout,
+            data=Data(train="-", eval="-"),
+            algorithm=Algorithm(name="grpo", prompts_per_step=8, samples_per_prompt=2),
+            optimizer=Optimizer(lr=1e-3),
+            run=Run(steps=1),
+        )
+
     def _weights(self, family: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         folder = Path(self._folder_of(family))
         files = sorted(folder.glob("*.safetensors"))
@@ -209,16 +233,7 @@ class Grid:
     def _wanted(self, family: str, rollout: Rollout) -> list[Wanted]:
         """By rank of one engine: what vLLM's loader asks for, and what it makes of the checkpoint itself."""
         _, weights = self._weights(family)
-        recipe = Recipe(
-            name="grid",
-            model=Model(path=str(self._folder_of(family))),
-            train=Train(dp=rollout.tp * rollout.dp),
-            rollout=rollout,
-            data=Data(train="-", eval="-"),
-            algorithm=Algorithm(name="grpo", prompts_per_step=8, samples_per_prompt=2),
-            optimizer=Optimizer(lr=1e-3),
-            run=Run(steps=1),
-        )
+        recipe = self._recipe(family, Train(dp=rollout.tp * rollout.dp), rollout)
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         found = []
         for rank in range(rollout.tp * rollout.dp):

@@ -67,6 +67,19 @@ def test_every_rollout_layout_gets_what_vllm_would_load(grid: Grid, family: str,
         assert proof.received_bytes == proof.lower_bound_bytes, str(cell)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_of_each_kind_stands_for_all(grid: Grid, family: str) -> None:
+    """Every train layout once, every rollout layout once."""
+    trains, rollouts = LAYOUTS[family]
+    for i, train in enumerate(trains):
+        layout = Train(**train)
+        world = layout.tp * layout.pp * layout.cp * layout.dp
+        for rollout in rollouts if i == 0 else rollouts[:1]:
+            cell = Cell(family, layout, rollout_of(**rollout))
+            assert world % (cell.rollout.tp * cell.rollout.dp) == 0
+            assert grid.stamped_is_traced(cell), str(cell)
+
+
 def test_the_grid_is_as_large_as_promised(grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
     """Pairs whose holdings and demand are the same count once."""
     distinct = {grid.prove(cell).digest: cell for cell in cells()}

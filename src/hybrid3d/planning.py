@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
-from hybrid3d.reshard.coverage import lower_bound
-from hybrid3d.reshard.layout import ITEMSIZE
+from hybrid3d.reshard.coverage import check_nothing_idle, lower_bound
+from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings
+from hybrid3d.reshard.planner import Plan
+from hybrid3d.reshard.stamp import alike, distinct, only
 from hybrid3d.rollout.probe import demand_of_all
 from hybrid3d.sync import plan_sync
 from hybrid3d.train.probe import holdings_of_all
 from hybrid3d.train.weights import canonical_shapes
 
+# Of more pieces than this, only one tensor of each class is planned: the whole plan would take hours.
+WHOLE_PLAN = 100_000
+
 
 def plan_of(recipe: Recipe, config: Config) -> dict[str, Any]:
     """The numbers of a recipe's sync: sums over ranks, except where a key starts with `max_`. Sizes are bytes.
 
-    All is what a run then measures, but for two: `max_finalize_bytes` is a bound, and `gather_bytes` is what ranks
-    would receive if every tensor were rebuilt on every rank.
+    All is what a run then measures, but for these: `max_finalize_bytes` is a bound; `gather_bytes` is what ranks would
+    receive if every tensor were rebuilt on every rank; and where the plan is too large to be made whole,
+    `max_staging_bytes` is a bound too, and `buckets` is null.
     """
     holdings = holdings_of_all(config, recipe)
     shapes = canonical_shapes([piece for held in holdings.values() for piece in held.pieces])
-    asked = demand_of_all(recipe, shapes)
+    asked = demand_of_all(config, recipe, shapes)
     demand = {rank: answer.demand for rank, answer in asked.items()}
-    plan = plan_sync(recipe, holdings, demand)
-    held = {rank: sum(p.nbytes for p in side.pieces) for rank, side in holdings.items()}
-    wanted = {rank: sum(p.nbytes for p in side.pieces) for rank, side in demand.items()}
+    whole = sum(len(side.pieces) for side in demand.values()) <= WHOLE_PLAN
+    times = dict.fromkeys(shapes, 1) if whole else alike(holdings, demand)
+    check_nothing_idle(holdings, demand)
+    part = (holdings, demand) if whole else (only(holdings, times), only(demand, times))
+    plan = plan_sync(recipe, *part)
+    moved = _Bytes.of(plan, times)
+    bound = lower_bound(*part, times)
+    held, wanted = _nbytes(holdings), _nbytes(demand)
     itemsize = ITEMSIZE[recipe.model.dtype]
     model = sum(math.prod(shape) * itemsize for shape in shapes.values())
     return {
@@ -37,19 +51,44 @@ def plan_of(recipe: Recipe, config: Config) -> dict[str, Any]:
         "ranks": recipe.world_size,
         "wanted_bytes": sum(wanted.values()),
         "held_bytes": sum(held.values()),
-        "local_bytes": sum(plan.local_bytes.values()),
-        "received_bytes": sum(plan.received_bytes.values()),
-        "lower_bound_bytes": sum(lower_bound(holdings, demand).values()),
-        "max_received_bytes": max(plan.received_bytes.values(), default=0),
-        "max_sent_bytes": max(plan.sent_bytes.values(), default=0),
+        "local_bytes": sum(moved.local.values()),
+        "received_bytes": sum(moved.received.values()),
+        "lower_bound_bytes": sum(bound.values()),
+        "max_received_bytes": max(moved.received.values(), default=0),
+        "max_sent_bytes": max(moved.sent.values(), default=0),
         "gather_bytes": sum(model - nbytes for nbytes in held.values()),
-        "max_staging_bytes": max(plan.staging_bytes(rank) for rank in demand),
+        "max_staging_bytes": max(plan.staging_bytes(rank) for rank in demand) if whole else 2 * plan.bucket_bytes,
         "max_finalize_bytes": max(answer.finalize_bytes for answer in asked.values()),
         "coverage": "exact",
-        "buckets": len(plan.buckets),
+        "buckets": len(plan.buckets) if whole else None,
         "seconds": {},
         "memory": {"max_train_weights": max(held.values()), "max_rollout_weights": max(wanted.values())},
     }
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """By rank: what stays, what comes and what goes, where a tensor that is planned stands for others."""
+
+    local: dict[int, int]
+    received: dict[int, int]
+    sent: dict[int, int]
+
+    @classmethod
+    def of(cls, plan: Plan, times: Mapping[str, int]) -> _Bytes:
+        local, received, sent = defaultdict(int), defaultdict(int), defaultdict(int)
+        for t in plan.transfers:
+            nbytes = t.nbytes * times[t.target.name]
+            if t.is_local:
+                local[t.dst] += nbytes
+            else:
+                received[t.dst] += nbytes
+                sent[t.src] += nbytes
+        return cls(local, received, sent)
+
+
+def _nbytes(sides: Mapping[int, Holdings] | Mapping[int, Demand]) -> dict[int, int]:
+    return {rank: n for ranks, side in distinct(sides) for n in [sum(p.nbytes for p in side.pieces)] for rank in ranks}
 
 
 def page_of(recipe: Recipe, numbers: dict[str, Any]) -> Table:

@@ -164,6 +164,12 @@ class Family:
     scaling: str = "llama3"
     untrained: Callable[[Config], Iterable[str]] = field(default=lambda config: ())
 
+    def kinds(self, config: Config) -> tuple[int, ...]:
+        """For each layer the first one that is like it: layers differ in being sparse or dense, and in nothing else."""
+        experts = self.experts(config)
+        sparse = experts.sparse if experts else (False,) * config["num_hidden_layers"]
+        return tuple(sparse.index(this) for this in sparse)
+
     def strips(self, megatron_name: str, rows: int, config: Config, expert: int | None = None) -> list[Strip] | None:
         """The canonical rows that make up one global tensor of Megatron's, or None for a tensor in no table.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 
 
@@ -19,7 +20,7 @@ class Box:
 
     @property
     def stop(self) -> tuple[int, ...]:
-        return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
+        return tuple(map(operator.add, self.start, self.size))
 
     @property
     def numel(self) -> int:
@@ -27,14 +28,16 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The common part of two boxes of the same tensor, or None when they share no element."""
-        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
-        size = tuple(b - a for a, b in zip(start, map(min, self.stop, other.stop), strict=True))
-        return Box(start, size) if all(n > 0 for n in size) else None
+        start = tuple(map(max, self.start, other.start))
+        size = tuple(map(operator.sub, map(min, self.stop, other.stop), start))
+        return Box(start, size) if min(size, default=1) > 0 else None
+
+    def overlaps(self, other: Box) -> bool:
+        """Whether two boxes of the same tensor share an element."""
+        return all(map(operator.lt, map(max, self.start, other.start), map(min, self.stop, other.stop)))
 
     def contains(self, other: Box) -> bool:
-        return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
-            a >= b for a, b in zip(self.stop, other.stop, strict=True)
-        )
+        return all(map(operator.le, self.start, other.start)) and all(map(operator.ge, self.stop, other.stop))
 
     def subtract(self, hole: Box) -> list[Box]:
         """Disjoint boxes that make up this box without `hole`, which must lie inside it."""

@@ -10,6 +10,7 @@ import numpy as np
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece
 from hybrid3d.reshard.planner import FILES, Plan, PlanError, Transfer
+from hybrid3d.reshard.stamp import distinct
 
 
 def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> None:
@@ -44,7 +45,7 @@ def check_nothing_idle(holdings: Mapping[int, Holdings], demand: Mapping[int, De
     Raises:
         PlanError: naming the tensors (20 of them) and how many there are.
     """
-    wanted = {piece.name for side in demand.values() for piece in side.pieces}
+    wanted = {piece.name for _, side in distinct(demand) for piece in side.pieces}
     idle = sorted({piece.name for side in holdings.values() for piece in side.pieces} - wanted)
     if idle:
         raise PlanError(f"{len(idle)} tensors are trained and no rollout rank wants them: {', '.join(idle[:20])}")
@@ -68,10 +69,15 @@ def _check_end(end: Piece, pieces: Iterable[Piece], problem: str) -> None:
     raise PlanError(f"{problem} {end.name} {end.box} at {end.view}")
 
 
-def lower_bound(holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> dict[int, int]:
+def lower_bound(
+    holdings: Mapping[int, Holdings], demand: Mapping[int, Demand], times: Mapping[str, int] | None = None
+) -> dict[int, int]:
     """Per rank, the fewest bytes that it must receive: the union of wanted boxes minus the union of held boxes.
 
     Counted on the grid that the edges of all boxes draw (coordinate compression), in the dtype that is wanted.
+
+    Args:
+        times: how often a tensor counts, where it stands for others.
     """
     held = _by_name(holdings)
     bound = dict.fromkeys(demand, 0)
@@ -81,14 +87,14 @@ def lower_bound(holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) 
         have = [p.box for p in held.get((rank, name), [])]
         for dtype in {p.dtype for p in pieces}:
             lacking = volume([p.box for p in pieces if p.dtype == dtype], without=have)
-            bound[rank] += lacking * ITEMSIZE[dtype]
+            bound[rank] += lacking * ITEMSIZE[dtype] * (times[name] if times else 1)
     return bound
 
 
 def volume(boxes: list[Box], without: list[Box] | None = None) -> int:
     """The number of elements in the union of `boxes` that lie in none of `without`."""
-    if not boxes:
-        return 0
+    if len(boxes) <= 1 and not without:
+        return sum(box.numel for box in boxes)
     every = [*boxes, *(without or [])]
     edges = [np.unique([e for b in every for e in (b.start[d], b.stop[d])]) for d in range(len(boxes[0].size))]
     covered = np.zeros([len(e) for e in edges], dtype=bool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hybrid3d.reshard.box import Box
 
@@ -58,7 +58,8 @@ class Piece:
         """This piece restricted to a box inside it."""
         steps = zip(box.start, self.box.start, self.view.stride, strict=True)
         offset = self.view.offset + sum((a - b) * s for a, b, s in steps)
-        return replace(self, box=box, view=replace(self.view, offset=offset))
+        view = View(self.view.tensor, offset, self.view.stride)  # as `dataclasses.replace`, at a fraction of its time
+        return Piece(self.name, box, view, self.dtype, self.in_place)
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,14 +158,20 @@ class _Chooser:
         self.ranks_per_node = ranks_per_node
         self.sent: dict[int, int] = defaultdict(int)
         self.missing: list[tuple[int, str, Box]] = []
-        self.holders: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+        # Replicas by the box that they hold: one of them, the nearest, is as good as all.
+        self.holders: dict[str, dict[Box, dict[int, tuple[int, Piece]]]] = defaultdict(lambda: defaultdict(dict))
         for rank, held in holdings.items():
             for piece in held.pieces:
-                self.holders[piece.name].append((rank, piece))
+                self.holders[piece.name][piece.box][rank] = rank, piece
 
     def transfers(self, rank: int, wanted: Piece) -> list[Transfer]:
         rest, found = [wanted.box] if wanted.box.numel else [], []
-        for src, held in sorted(self.holders[wanted.name], key=lambda h: self._cost(h[0], rank)):
+        nearest = [
+            replicas[min(replicas, key=lambda src: self._cost(src, rank))]
+            for box, replicas in self.holders[wanted.name].items()
+            if box.overlaps(wanted.box)
+        ]
+        for src, held in sorted(nearest, key=lambda n: (self._cost(n[0], rank), n[1].box.start, n[1].box.size)):
             for box in list(rest):
                 common = box.intersect(held.box)
                 if common is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,12 @@ from hybrid3d.reshard.layout import Shape
 from hybrid3d.rollout.weights import RolloutWeights
 
 
-def engine_settings(recipe: Recipe) -> dict[str, Any]:
-    """What decides how vLLM builds and shards a recipe's model, for an engine that runs and for one that is asked."""
+def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]:
+    """What decides how vLLM builds and shards a recipe's model, for an engine that runs and for one that is asked.
+
+    Args:
+        layers: for one that is asked about the first layers only.
+    """
     rollout = recipe.rollout
     assert rollout is not None, "checked when the recipe was read"
     return dict(
@@ -42,17 +47,19 @@ def engine_settings(recipe: Recipe) -> dict[str, Any]:
         distributed_executor_backend="external_launcher",
         enable_expert_parallel=rollout.expert_parallel,
         max_model_len=rollout.max_model_len,
-        hf_overrides=_not_quantized,
+        hf_overrides=functools.partial(_override, layers=layers),
         enforce_eager=current_platform.is_cpu(),
         # On CPU this op assumes 2-D input, which latent attention does not give it: it would rotate wrongly.
         compilation_config={"custom_ops": ["-rotary_embedding"]} if current_platform.is_cpu() else {},
     )
 
 
-def _not_quantized(config: Any) -> Any:
+def _override(config: Any, layers: int | None) -> Any:
     """Weights of a checkpoint in FP8 come dequantized, so vLLM is to build plain layers for them."""
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
+    if layers is not None:
+        config.num_hidden_layers = layers
     return config
 
 

@@ -8,8 +8,8 @@ answered here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybrid3d.config import Recipe
-from hybrid3d.reshard.layout import Demand, Shape
+from hybrid3d.families import Config, family_of
+from hybrid3d.reshard.layout import Demand, Piece, Shape
+from hybrid3d.reshard.stamp import layer_of, stamped
 from hybrid3d.rollout import engine
 from hybrid3d.rollout.weights import RolloutWeights
 
@@ -38,31 +40,52 @@ class Asked:
     finalize_bytes: int
 
 
-def demand_of_all(recipe: Recipe, shapes: Mapping[str, Shape]) -> dict[int, Asked]:
-    """What each rank of the recipe's rollout layout wants; replicas want the same."""
+def demand_of_all(config: Config, recipe: Recipe, shapes: Mapping[str, Shape]) -> dict[int, Asked]:
+    """What each rank of the recipe's rollout layout wants of the canonical tensors; replicas share what they want.
+
+    vLLM is asked about the shortest model that has a layer of each kind; `demand_of` would say the same of each rank,
+    and takes minutes for hundreds of layers with experts.
+    """
     assert recipe.rollout is not None, "checked when the recipe was read"
-    distinct = recipe.rollout.tp * recipe.rollout.dp
-    first = [_ask(recipe, shapes, rank) for rank in range(distinct)]
-    return {rank: first[rank % distinct] for rank in range(recipe.world_size)}
+    kinds = family_of(config).kinds(config)
+    layers = max(kinds) + 1
+    few = {name: shape for name, shape in shapes.items() if (layer_of(name) or 0) < layers}
+    ranks = recipe.rollout.tp * recipe.rollout.dp
+    first = [_over_layers(demand_of(recipe, few, rank, layers), kinds) for rank in range(ranks)]
+    return {rank: first[rank % ranks] for rank in range(recipe.world_size)}
 
 
-def _ask(recipe: Recipe, shapes: Mapping[str, Shape], rank: int) -> Asked:
-    with model_of_rank(recipe, rank) as (model, config):
+def demand_of(recipe: Recipe, shapes: Mapping[str, Shape], rank: int, layers: int | None = None) -> Asked:
+    """What a rank of one engine wants, as its whole share of the model says, or that of a model with so many layers."""
+    with model_of_rank(recipe, rank, layers=layers) as (model, config):
         weights = RolloutWeights(model, config, shapes)
         return Asked(weights.demand, weights.largest_unit_bytes)
 
 
+def _over_layers(asked: Asked, kinds: Sequence[int]) -> Asked:
+    """What was asked of one layer of each kind, for all layers; fills are of tensors that are in none."""
+    assert all(layer_of(fill.view.tensor) is None for fill in asked.demand.fills), "a layer's fills are not stamped"
+    at: dict[int | None, list[Piece]] = {None: []}
+    for piece in asked.demand.pieces:
+        at.setdefault(layer_of(piece.view.tensor), []).append(piece)
+    inside = [piece for layer, kind in enumerate(kinds) for piece in stamped(at[kind], kind, layer)]
+    return replace(asked, demand=Demand((*inside, *at[None]), asked.demand.fills))
+
+
 @contextlib.contextmanager
-def model_of_rank(recipe: Recipe, rank: int, device: str = "meta") -> Iterator[tuple[torch.nn.Module, VllmConfig]]:
+def model_of_rank(
+    recipe: Recipe, rank: int, device: str = "meta", layers: int | None = None
+) -> Iterator[tuple[torch.nn.Module, VllmConfig]]:
     """vLLM's own model as a rank of the recipe's rollout layout builds it, not loaded, and its config.
 
     Args:
         rank: within one engine of `rollout.tp` x `rollout.dp` ranks.
+        layers: build so many only.
     """
     assert recipe.rollout is not None
     world = recipe.rollout.tp * recipe.rollout.dp
     with _as_rank(rank, world), engine.external_rank(rank, recipe.rollout):
-        config = EngineArgs(**engine.engine_settings(recipe)).create_engine_config()
+        config = EngineArgs(**engine.engine_settings(recipe, layers)).create_engine_config()
         with set_current_vllm_config(config):
             parallel_state.init_distributed_environment(world, rank, "env://", rank, backend="fake")
             parallel_state.initialize_model_parallel(recipe.rollout.tp, 1, backend="fake")

@@ -171,15 +171,35 @@ def _check_written(recording: _Recording, destinations: list[Destination]) -> No
         d = recording.first_of_tied(destination)
         if d.name not in writes and not isinstance(d.tensor, torch.nn.Parameter):
             continue
-        times = torch.zeros(_extent(d.tensor.shape, d.tensor.stride()), dtype=torch.uint8)
-        for view, size in writes.get(d.name, []):
-            times.as_strided(size, view.stride, view.offset).add_(1)
-        times = times.as_strided(d.tensor.shape, d.tensor.stride())
+        times, run = _times_written(d.tensor, writes.get(d.name, []))
         if not bool((times == 1).all()):
             raise UnsupportedLoader(
-                f"of the {times.numel()} elements of {d.name} vLLM's loader leaves {int((times == 0).sum())} unwritten "
-                f"and writes {int((times > 1).sum())} more than once: what it lacks is in no tensor that Megatron holds"
+                f"of the {d.tensor.numel()} elements of {d.name} vLLM's loader leaves {int((times == 0).sum()) * run} "
+                f"unwritten and writes {int((times > 1).sum()) * run} more than once: "
+                "what it lacks is in no tensor that Megatron holds"
             )
+
+
+def _times_written(tensor: torch.Tensor, writes: list[tuple[View, Shape]]) -> tuple[torch.Tensor, int]:
+    """How often each run of elements is written, and the length of the runs: no view begins or ends within one."""
+    whole = (View("", 0, tensor.stride()), tuple(tensor.shape))
+    run = math.gcd(*(n for view, size in (whole, *writes) for n in _steps(view, size)))
+    times = torch.zeros(_extent(tensor.shape, tensor.stride()) // run, dtype=torch.uint8)
+
+    def runs(view: View, size: Shape) -> torch.Tensor:
+        dims = [(n // run, 1) if s == 1 else (n, s // run) for n, s in zip(size, view.stride, strict=True) if n != 1]
+        return times.as_strided([n for n, _ in dims], [s for _, s in dims], view.offset // run)
+
+    for write in writes:
+        runs(*write).add_(1)
+    return runs(*whole), run
+
+
+def _steps(view: View, size: Shape) -> list[int]:
+    """Lengths of which every run of contiguous elements in a view must be a divisor."""
+    dims = [(n, s) for n, s in zip(size, view.stride, strict=True) if n != 1]
+    row = next((n for n, s in dims if s == 1), 1)
+    return [view.offset, row, *(s for _, s in dims if s != 1)]
 
 
 def _extent(shape: Shape, stride: tuple[int, ...]) -> int:

@@ -2,27 +2,106 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from hybrid3d.config import Recipe, Train
-from hybrid3d.families import Config
-from hybrid3d.reshard.layout import Holdings, Shape
-from hybrid3d.train.model import build_model
+from hybrid3d.families import Config, family_of
+from hybrid3d.reshard.layout import Holdings, Piece, Shape
+from hybrid3d.reshard.stamp import layer_of, stamped
+from hybrid3d.train.model import build_model, transformer_config
 from hybrid3d.train.runtime import as_rank
 from hybrid3d.train.weights import canonical_shapes, megatron_weights
 
 
 def expected_shapes(config: Config) -> dict[str, Shape]:
     """Every canonical tensor that a checkpoint of this config must have, and its full shape."""
-    return canonical_shapes(_holdings(config, Train(), 0, 1, torch.float32).pieces)
+    return canonical_shapes(_stamped(config, Train(), torch.float32)[0].pieces)
 
 
 def holdings_of_all(config: Config, recipe: Recipe) -> dict[int, Holdings]:
-    """What each rank of the recipe's train layout holds."""
-    dtype, world = getattr(torch, recipe.model.dtype), recipe.world_size
-    return {rank: _holdings(config, recipe.train, rank, world, dtype) for rank in range(world)}
+    """What each rank of the recipe's train layout holds.
+
+    Megatron is asked about a layer of each kind, and which layers each stage has; `holdings_of` would say the same of
+    each rank, and takes minutes for hundreds of them.
+    """
+    return _stamped(config, recipe.train, getattr(torch, recipe.model.dtype))
 
 
-def _holdings(config: Config, layout: Train, rank: int, world_size: int, dtype: torch.dtype) -> Holdings:
-    with as_rank(rank, layout, world_size):
+def holdings_of(config: Config, layout: Train, rank: int, dtype: torch.dtype) -> Holdings:
+    """What a rank of a train layout holds, as its whole share of the model says."""
+    with as_rank(rank, layout, layout.tp * layout.pp * layout.cp * layout.dp):
         return megatron_weights(build_model(config, layout, dtype, meta=True), config).holdings
+
+
+def _stamped(config: Config, layout: Train, dtype: torch.dtype) -> dict[int, Holdings]:
+    stage_ranks = layout.tp * layout.cp * layout.dp  # Megatron's ranks are those of one stage after the other
+    kinds = family_of(config).kinds(config)
+    stages = _layers_of_stages(config, layout, dtype)
+    found: dict[int, Holdings] = {}
+    for rank in range(stage_ranks):
+        first, last = _ask_ends(config, layout, rank, dtype, layers=max(kinds) + 1)
+        for stage, chunks in enumerate(stages):
+            pieces: list[Piece] = []
+            for chunk, layers in enumerate(chunks):
+                starts, ends = stage == chunk == 0, stage == len(stages) - 1 and chunk == len(chunks) - 1
+                outer = [first] * starts + [last] * (ends and layout.pp > 1)
+                pieces += [_in_chunk(piece, chunk) for end in outer for piece in end.before]
+                for number, layer in enumerate(layers):
+                    kind = kinds[layer]
+                    local = f"stage0.decoder.layers.{kind}.", f"stage{chunk}.decoder.layers.{number}."
+                    pieces += stamped(first.layers[kind], kind, layer, local)
+                pieces += [_in_chunk(piece, chunk) for end in outer for piece in end.after]
+            found[stage * stage_ranks + rank] = Holdings(tuple(pieces))
+    return dict(sorted(found.items()))
+
+
+def _layers_of_stages(config: Config, layout: Train, dtype: torch.dtype) -> list[list[range]]:
+    """The layers of each stage's chunks, as Megatron deals them out."""
+    settings = transformer_config(config, layout, dtype)
+
+    def layers(stage: int, chunk: int | None) -> range:
+        start = get_transformer_layer_offset(settings, chunk, stage)
+        return range(start, start + get_num_layers_to_build(settings, chunk, stage))
+
+    chunks = range(layout.vpp) if layout.vpp > 1 else [None]
+    return [[layers(stage, chunk) for chunk in chunks] for stage in range(layout.pp)]
+
+
+@dataclass(frozen=True)
+class _End:
+    """What a rank of the first or the last stage holds in front of its layers, in each, and behind them."""
+
+    before: list[Piece]
+    layers: dict[int, list[Piece]]
+    after: list[Piece]
+
+    @classmethod
+    def of(cls, held: Holdings) -> _End:
+        layers: dict[int, list[Piece]] = {}
+        outside: tuple[list[Piece], list[Piece]] = [], []
+        for piece in held.pieces:
+            layer = layer_of(piece.name)
+            place = outside[bool(layers)] if layer is None else layers.setdefault(layer, [])
+            place.append(piece)
+        return cls(outside[0], layers, outside[1])
+
+
+def _ask_ends(config: Config, layout: Train, rank: int, dtype: torch.dtype, layers: int) -> tuple[_End, _End]:
+    """What the `rank`-th of a stage's ranks would hold of the first stage, if it had `layers`, and of the last."""
+    plain = replace(layout, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
+    if layout.pp == 1:
+        only = _End.of(holdings_of({**config, "num_hidden_layers": layers}, plain, rank, dtype))
+        return only, only
+    config = {**config, "num_hidden_layers": layers + 1}
+    plain = replace(plain, pp=2, first_stage_layers=layers)
+    there = rank + layout.tp * layout.cp * layout.dp
+    return _End.of(holdings_of(config, plain, rank, dtype)), _End.of(holdings_of(config, plain, there, dtype))
+
+
+def _in_chunk(piece: Piece, chunk: int) -> Piece:
+    name = piece.view.tensor.replace("stage0.", f"stage{chunk}.", 1)
+    return replace(piece, view=replace(piece.view, tensor=name))

@@ -1,0 +1,129 @@
+"""DeepSeek-V3 671B and Qwen3-235B, planned from both engines' own models on meta, without weights."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid3d import planning
+from hybrid3d.config import Recipe, load_recipe
+from hybrid3d.reshard.planner import PlanError
+from hybrid3d.reshard.stamp import layer_of
+from hybrid3d.rollout.probe import demand_of, demand_of_all
+from hybrid3d.train.probe import expected_shapes, holdings_of, holdings_of_all
+
+pytestmark = [pytest.mark.engines]
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+EXPERT_PARALLEL = ["rollout.tp=8", "rollout.dp=4", "rollout.expert_parallel=true"]
+CASES = {
+    "deepseek-v3-671b": [],
+    "deepseek-v3-671b-expert-parallel": EXPERT_PARALLEL,
+    "qwen3-235b-a22b": [
+        "model.path=recipes/models/qwen3-235b-a22b",
+        *("train.tp=4", "train.pp=4", "train.vpp=2", "train.ep=16", "train.dp=8"),
+        *("train.first_stage_layers=22", "train.last_stage_layers=null"),
+        "rollout.tp=8",
+    ],
+}
+
+
+def recipe_of(case: str, *overrides: str) -> Recipe:
+    return load_recipe(RECIPES / "deepseek-v3-671b.yaml", [*CASES[case], *overrides])
+
+
+def config_of(recipe: Recipe) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((Path(recipe.model.path) / "config.json").read_text())
+    return config
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(RECIPES.parent)
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [("deepseek-v3-671b", 671e9), ("qwen3-235b-a22b", 235e9)],  # arXiv 2412.19437 and 2505.09388
+)
+def test_the_models_have_as_many_parameters_as_published(model: str, parameters: float) -> None:
+    shapes = expected_shapes(json.loads((RECIPES / "models" / model / "config.json").read_text()))
+    assert round(sum(math.prod(shape) for shape in shapes.values()), -9) == parameters
+
+
+@pytest.mark.parametrize("case", ["deepseek-v3-671b", "qwen3-235b-a22b"])
+def test_megatron_says_the_same_of_every_layer(case: str) -> None:
+    recipe = recipe_of(case)
+    config, world = config_of(recipe), recipe.world_size
+    stamped = holdings_of_all(config, recipe)
+    assert len(stamped) == world
+    stage = world // recipe.train.pp
+    for rank in (0, 1, stage - 1, stage, 2 * stage + 3, world // 2 + 5, world - stage, world - 1):
+        assert stamped[rank] == holdings_of(config, recipe.train, rank, torch.bfloat16), f"rank {rank}"
+
+
+@functools.cache
+def asked(case: str) -> Any:
+    recipe = recipe_of(case)
+    config = config_of(recipe)
+    shapes = expected_shapes(config)
+    return recipe, shapes, demand_of_all(config, recipe, shapes)
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        ("deepseek-v3-671b-expert-parallel", (0, 31)),
+        pytest.param("deepseek-v3-671b", (0, 1, 2, 7, 8, 17, 30, 31), marks=pytest.mark.slow),
+        pytest.param("deepseek-v3-671b-expert-parallel", (1, 2, 7, 8, 17, 30), marks=pytest.mark.slow),
+        pytest.param("qwen3-235b-a22b", range(8), marks=pytest.mark.slow),
+    ],
+)
+def test_vllm_says_the_same_of_every_layer(case: str, ranks: tuple[int, ...]) -> None:
+    recipe, shapes, stamped = asked(case)
+    for rank in ranks:
+        assert stamped[rank] == demand_of(recipe, shapes, rank), f"rank {rank}"
+
+
+@pytest.mark.parametrize(
+    ("case", "dp"),
+    [
+        ("deepseek-v3-671b", 1),
+        ("deepseek-v3-671b-expert-parallel", 1),
+        pytest.param("deepseek-v3-671b", 8, marks=pytest.mark.slow),
+        pytest.param("deepseek-v3-671b-expert-parallel", 8, marks=pytest.mark.slow),
+        pytest.param("qwen3-235b-a22b", 8, marks=pytest.mark.slow),
+    ],
+)
+def test_every_rank_is_covered_exactly(case: str, dp: int) -> None:
+    recipe = recipe_of(case, f"train.dp={dp}")
+    numbers = planning.plan_of(recipe, config_of(recipe))
+    assert numbers["coverage"] == "exact"
+    assert numbers["received_bytes"] == numbers["lower_bound_bytes"] > 0
+    assert numbers["received_bytes"] + numbers["local_bytes"] == numbers["wanted_bytes"]
+    assert numbers["max_staging_bytes"] <= 2 * 64 * 2**20
+
+
+def test_a_layer_that_nobody_holds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where few tensors are planned for all, one that is unlike the others must not be lost."""
+    recipe = recipe_of("deepseek-v3-671b-expert-parallel", "train.dp=1")
+    holdings = holdings_of_all(config_of(recipe), recipe)
+    lost = "model.layers.40.mlp.experts.77.down_proj.weight"
+    assert layer_of(lost) == 40
+    monkeypatch.setattr(
+        planning,
+        "holdings_of_all",
+        lambda config, recipe: {
+            rank: type(held)(tuple(p for p in held.pieces if p.name != lost)) for rank, held in holdings.items()
+        },
+    )
+    shapes = {**expected_shapes(config_of(recipe))}
+    monkeypatch.setattr(planning, "canonical_shapes", lambda pieces: shapes)
+    with pytest.raises(PlanError, match=lost):
+        planning.plan_of(recipe, config_of(recipe))
