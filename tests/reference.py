@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +16,7 @@ from checkpoints import VOCABULARY
 TEMPERATURE, CLIP, KL_COEF = 0.7, 0.2, 0.1
 # A large eps makes Adam's first step depend on the size of the gradient, and not on its sign alone.
 ADAM = dict(lr=1e-2, eps=1e-2)
+BIAS_RATE = 0.01
 SFT, GRPO = dict(clip_grad=0.5), dict(clip_grad=0.0, weight_decay=0.1)
 
 
@@ -31,6 +33,7 @@ def make_inputs() -> dict[str, Any]:
         temperature=TEMPERATURE,
         clip=CLIP,
         kl_coef=KL_COEF,
+        expert_bias_update_rate=BIAS_RATE,
         optimizer=ADAM,
         sft=SFT,
         grpo=GRPO,
@@ -90,6 +93,7 @@ def true_step(folder: str, reference: str, kind: str) -> tuple[dict[str, float],
     at, lengths = torch.arange(width), torch.tensor([[len(row)] for row in sequences])
     mask = (at >= prompts) & (at < lengths)
 
+    counts = _count_routed(model, at < lengths)
     new, means = pick(model(tokens).logits, tokens), {}
     if kind == "sft":
         losses = -new
@@ -106,7 +110,26 @@ def true_step(folder: str, reference: str, kind: str) -> tuple[dict[str, float],
     means["loss"] = losses[mask].mean()
     means["loss"].backward()
     norm, weights = _adam(model, SFT if kind == "sft" else GRPO)
+    for name, count in counts.items():  # arXiv 2408.15664, algorithm 1
+        weights[name] += BIAS_RATE * (count.mean() - count).sign()
     return {key: value.item() for key, value in means.items()}, norm, weights
+
+
+def _count_routed(model: torch.nn.Module, real: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By name of each router's bias, how many real tokens go to each expert: filled in by the next forward pass."""
+    counts: dict[str, torch.Tensor] = {}
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(gate: torch.nn.Module, inputs: Any, routed: tuple[torch.Tensor, ...]) -> None:
+            chosen = routed[2][real.flatten()]
+            counts[name] = torch.bincount(chosen.flatten(), minlength=gate.num_experts).float()
+
+        return hook
+
+    for name, module in model.named_modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.register_forward_hook(count(f"{name}.e_score_correction_bias"))
+    return counts
 
 
 def _adam(model: torch.nn.Module, settings: dict[str, float]) -> tuple[float, dict[str, torch.Tensor]]:

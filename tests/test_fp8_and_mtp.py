@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoints import make_checkpoint
+from commands import ROOT, hybrid3d, read_rows
 from hybrid3d.exporting import copy_companions, export_entries, is_untrained
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.files import (
@@ -35,25 +38,22 @@ CONFIG = {
 }
 
 
-def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight in FP8 and its scales, block by block."""
-    rows, columns = (-(-n // b) for n, b in zip(weight.shape, BLOCK, strict=True))
+    rows, columns = (-(-n // b) for n, b in zip(weight.shape, block, strict=True))
     scales, out = torch.empty(rows, columns), torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     for r in range(rows):
         for c in range(columns):
-            block = (slice(r * BLOCK[0], (r + 1) * BLOCK[0]), slice(c * BLOCK[1], (c + 1) * BLOCK[1]))
-            scales[r, c] = weight[block].abs().max() / 448
-            out[block] = (weight[block] / scales[r, c]).to(torch.float8_e4m3fn)
+            part = (slice(r * block[0], (r + 1) * block[0]), slice(c * block[1], (c + 1) * block[1]))
+            scales[r, c] = weight[part].abs().max() / 448
+            out[part] = (weight[part] / scales[r, c]).to(torch.float8_e4m3fn)
     return out, scales
 
 
-def as_bf16(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What the weight means, element by element."""
-    out = torch.empty(weight.shape, dtype=torch.bfloat16)
-    for i in range(weight.shape[0]):
-        for j in range(weight.shape[1]):
-            out[i, j] = weight[i, j].float() * scales[i // BLOCK[0], j // BLOCK[1]]
-    return out
+def as_bf16(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
+    """What the weight means: each element times the scale of its block."""
+    row, column = (torch.arange(n) // b for n, b in zip(weight.shape, block, strict=True))
+    return (weight.float() * scales[row][:, column]).to(torch.bfloat16)
 
 
 @pytest.fixture
@@ -69,10 +69,11 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-def truth(folder: Path) -> dict[str, torch.Tensor]:
+def truth(folder: Path, block: tuple[int, int] = BLOCK) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors in BF16 form."""
     stored = load_file(folder / "model.safetensors")
     return {
-        name: as_bf16(tensor, stored[f"{name}_scale_inv"]) if f"{name}_scale_inv" in stored else tensor
+        name: as_bf16(tensor, stored[f"{name}_scale_inv"], block) if f"{name}_scale_inv" in stored else tensor
         for name, tensor in stored.items()
         if not name.endswith("_scale_inv")
     }
@@ -130,3 +131,50 @@ def test_scales_that_do_not_fit_are_refused(checkpoint: Path, spoil, message: st
     (checkpoint / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
         read_index(checkpoint)
+
+
+def as_published(folder: Path, block: tuple[int, int]) -> None:
+    """A tiny DeepSeek-V3 in the form of the large one: linears in FP8, the rest in BF16, a layer that predicts more."""
+    stored, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    last = config["num_hidden_layers"]
+    predictor = {n.replace("layers.1.", f"layers.{last}."): t.flip(0) for n, t in stored.items() if "layers.1." in n}
+    predictor[f"model.layers.{last}.eh_proj.weight"] = torch.randn(128, 256)
+    predictor[f"model.layers.{last}.enorm.weight"] = torch.randn(128)
+    published: dict[str, torch.Tensor] = {}
+    for name, tensor in (stored | predictor).items():
+        if name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and "eh_proj" not in name:
+            published[name], published[f"{name}_scale_inv"] = quantized(tensor, block)
+        else:
+            published[name] = tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
+    save_file(published, folder / "model.safetensors")
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(400)
+def test_both_engines_take_a_checkpoint_as_published_and_give_back_its_bf16_form(demo: Path, tmp_path: Path) -> None:
+    """Four real ranks; the learning rate is 0, so that an export must be what was loaded."""
+    block = (48, 80)
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "demo").symlink_to(demo)
+    model = make_checkpoint(tmp_path / "model", "deepseek_v3", seed=1, vocab_size=600)
+    as_published(model, block)
+    for path in (demo / "base").glob("*token*"):
+        shutil.copy(path, model)
+    settings = ["model.path=model", "run.steps=1", "run.eval_every=100", "optimizer.lr=0", "train.ep=2"]
+    settings += ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4", "train.micro_batch_size=8"]
+    hybrid3d(tmp_path, "train", str(ROOT / "recipes/demo-cpu.yaml"), *settings, "rollout.kv_cache_gib=0.0625")
+    for row in read_rows(tmp_path / "runs/demo-cpu"):
+        assert row["sync/received_bytes"] == row["sync/lower_bound_bytes"] > 0
+        assert 0 < row["mismatch/logprob_abs_max"] <= 1e-3
+    said = hybrid3d(tmp_path, "export", "runs/demo-cpu", "out")
+    assert "are untrained" in said
+    exported = {n: t for file in sorted((tmp_path / "out").glob("*.safetensors")) for n, t in load_file(file).items()}
+    published = truth(model, block)
+    assert exported.keys() == published.keys()
+    assert any("layers.4." in name for name in exported)
+    for name, tensor in published.items():
+        assert exported[name].dtype == tensor.dtype, name
+        assert torch.equal(exported[name], tensor), name
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())

@@ -130,7 +130,8 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
 
     gc.disable()  # a large plan is millions of objects without a cycle, and looking for cycles a third of its time
     try:
-        numbers = plan_of(recipe, config)
+        with Console(stderr=True).status("") as status:
+            numbers = plan_of(recipe, config, say=status.update)
     finally:
         gc.enable()
     if options.json:

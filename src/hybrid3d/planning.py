@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +25,23 @@ from hybrid3d.train.weights import canonical_shapes
 WHOLE_PLAN = 100_000
 
 
-def plan_of(recipe: Recipe, config: Config) -> dict[str, Any]:
+def plan_of(recipe: Recipe, config: Config, say: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
     """The numbers of a recipe's sync: sums over ranks, except where a key starts with `max_`. Sizes are bytes.
 
     All is what a run then measures, but for these: `max_finalize_bytes` is a bound; `gather_bytes` is what ranks would
     receive if every tensor were rebuilt on every rank; and where the plan is too large to be made whole,
     `max_staging_bytes` is a bound too, and `buckets` is null.
+
+    Args:
+        say: is told what is being done: large plans take a minute.
     """
+    say(f"asking Megatron what {recipe.world_size} ranks hold")
     holdings = holdings_of_all(config, recipe)
     shapes = canonical_shapes([piece for held in holdings.values() for piece in held.pieces])
+    say(f"asking vLLM what {recipe.world_size} ranks want")
     asked = demand_of_all(config, recipe, shapes)
     demand = {rank: answer.demand for rank, answer in asked.items()}
+    say("planning, and checking that every wanted element arrives once")
     whole = sum(len(side.pieces) for side in demand.values()) <= WHOLE_PLAN
     times = dict.fromkeys(shapes, 1) if whole else alike(holdings, demand)
     check_nothing_idle(holdings, demand)

@@ -107,7 +107,8 @@ def grpo_step(policy: Policy, reference: Policy, spec: dict[str, Any], dp: int) 
 
 def one_layout(family: str, name: str, spec: dict[str, Any], out: Path) -> dict[str, Any]:
     """All of one family in one layout. Exports go to `out`/loaded, sft-<micro batch> and grpo-<micro batch>."""
-    folders, train, steps = spec["checkpoints"][family], Train(**spec["layouts"][name]), spec["steps"][name]
+    folders, steps = spec["checkpoints"][family], spec["steps"][name]
+    train = Train(**spec["layouts"][name], expert_bias_update_rate=spec["expert_bias_update_rate"])
     rank, config, found = dist.get_rank(), read_config(folders["start"]), {}
     single = dataclasses.replace(train, micro_batch_size=1)
     policy = Listening(config, recipe_for(folders["start"], single, spec), rank, trainable=False)

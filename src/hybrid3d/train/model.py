@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -144,6 +146,9 @@ def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | No
         vp_stage=vp_stage,
     )
     _mark_shards(model)
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module._apply_expert_bias = partial(_count_tokens, module)
     if rope.llama3:  # GPTModel takes the factor alone and leaves the other constants at Llama 3.1's
         scaled = model.rotary_pos_emb._apply_scaling(model.rotary_pos_emb.inv_freq, **rope.llama3)
         model.rotary_pos_emb.inv_freq = scaled
@@ -165,6 +170,12 @@ def _mark_shards(model: GPTModel) -> None:
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
+
+
+def _count_tokens(router: TopKRouter, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    """Count what balances experts: 0.16.1 lays a mask of tokens along the experts (NVIDIA/Megatron-LM#6111)."""
+    by_token = None if padding_mask is None else padding_mask.unsqueeze(-1)
+    TopKRouter._apply_expert_bias(router, routing_map, by_token)
 
 
 def _use_torch_modules(spec: TransformerBlockSubmodules) -> None:

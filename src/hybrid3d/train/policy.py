@@ -20,6 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_attr_wrapped_model
 
 from hybrid3d.config import Optimizer, Recipe
 from hybrid3d.families import Config
@@ -114,10 +115,11 @@ class Policy:
         if self.stages[0].config.sequence_parallel:  # a sequence is split over TP; what is added is cut off again
             tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % self._layout.tp))
         positions = torch.arange(tokens.shape[1], device=device()).expand(size, -1)
+        padded = torch.arange(tokens.shape[1], device=device()) >= batch.lengths[:, None]
 
         def forward_step(micro_batches: Iterator[slice], stage: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             part = next(micro_batches)
-            output = stage(tokens[part], positions, None)
+            output = stage(tokens[part], positions, None, padding_mask=self._padding(stage, padded[part]))
             return output, partial(self._loss, batch, part, token_loss)
 
         with on_device():
@@ -130,6 +132,19 @@ class Policy:
                 micro_batch_size=size,
                 forward_only=forward_only,
             )
+
+    def _padding(self, stage: torch.nn.Module, padded: torch.Tensor) -> torch.Tensor | None:
+        """[b, T] padding as a stage takes it: only experts that are balanced by counting need to know.
+
+        Where a sequence is split over TP, Megatron splits the mask too, on the first stage alone.
+        """
+        config = self.stages[0].config
+        if not config.moe_router_enable_expert_bias:
+            return None
+        if config.sequence_parallel and not get_attr_wrapped_model(stage, "pre_process"):
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            return padded.chunk(self._layout.tp, dim=1)[rank].contiguous()
+        return padded
 
     def _loss(
         self, batch: Batch, rows: slice, token_loss: TokenLoss, logits: torch.Tensor
