@@ -19,8 +19,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+QUICK = {("qwen3_moe", "ep2"), ("deepseek_v3", "tp2-pp2")}  # the other pairs in make test-all
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, marks=[] if (family, layout) in QUICK else [pytest.mark.slow])
+        for family in ("qwen3_moe", "mixtral", "deepseek_v3")
+        for layout in LAYOUTS
+    ],
+)
 def test_every_sync_is_exact_and_both_engines_agree(family: str, layout: str, demo: Path, tmp_path: Path) -> None:
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "demo").symlink_to(demo)

@@ -18,14 +18,15 @@ from run_ranks import run_ranks
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
 JOB = Path(__file__).parent / "jobs" / "sync.py"
-# Rollout TP and families of each launch. Tied embeddings and biases at every TP, TP4 having fewer KV heads than ranks;
+# Rollout TP, families and dtype of each launch. Tied embeddings and biases at every TP, TP4 having fewer KV heads than ranks;
 # every family at TP2. Models with experts have launches of their own: vLLM makes its groups once a process.
-LAUNCHES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "tp1": (1, ("qwen2",)),
-    "tp2": (2, checkpoints.DENSE),
-    "tp4": (4, ("qwen2",)),
-    "tp1-experts": (1, ("qwen3_moe", "deepseek_v3")),
-    "tp2-experts": (2, checkpoints.SPARSE),
+LAUNCHES: dict[str, tuple[int, tuple[str, ...], str]] = {
+    "tp1": (1, ("qwen2",), "float32"),
+    "tp2": (2, checkpoints.DENSE, "float32"),
+    "tp4": (4, ("qwen2",), "float32"),
+    "tp1-experts": (1, ("qwen3_moe", "deepseek_v3"), "float32"),
+    "tp2-experts": (2, checkpoints.SPARSE, "float32"),
+    "tp2-bfloat16": (2, ("deepseek_v3",), "bfloat16"),
 }
 SEEDS = (1, 2, 3)
 
@@ -33,9 +34,10 @@ SEEDS = (1, 2, 3)
 @pytest.fixture(scope="module", params=LAUNCHES)
 def results(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path], tmp_path_factory: Any) -> list[dict]:
     """One result per rank, family and train layout."""
-    out, (tp, families) = tmp_path_factory.mktemp("sync") / "results.json", LAUNCHES[request.param]
+    tp, families, dtype = LAUNCHES[request.param]
+    out = tmp_path_factory.mktemp("sync") / "results.json"
     cases = [f"{family}={','.join(str(tiny_checkpoint(family, seed)) for seed in SEEDS)}" for family in families]
-    run_ranks(JOB, 4, [str(out), str(tp), *cases], timeout=1100)
+    run_ranks(JOB, 4, [str(out), str(tp), dtype, *cases], timeout=1100)
     results = json.loads(out.read_text())
     expected = [family for family in families for _ in range(4 if family in checkpoints.DENSE else 2)]
     assert sorted(case[0]["family"] for case in cases_of(results)) == sorted(expected)
@@ -93,7 +95,8 @@ def test_both_engines_say_the_same(results: list[dict]) -> None:
     for case in cases_of(results):
         differences = [result["mismatch"] for result in case if result["mismatch"] is not None]
         assert differences
-        assert max(differences) <= 1e-3, (case[0]["family"], case[0]["train"])
+        if case[0]["dtype"] == "float32":  # in bfloat16 rounding alone sends tokens to other experts
+            assert max(differences) <= 1e-3, (case[0]["family"], case[0]["train"])
 
 
 def test_no_tensor_changes_its_address(results: list[dict]) -> None:

@@ -1,6 +1,6 @@
 """One rank of the sync proof: real Megatron weights go into a real vLLM, and vLLM's own loading is the truth.
 
-    torchrun --nproc-per-node 4 sync.py OUT.json ROLLOUT_TP FAMILY=FOLDER_A,FOLDER_B,FOLDER_C ...
+    torchrun --nproc-per-node 4 sync.py OUT.json ROLLOUT_TP DTYPE FAMILY=FOLDER_A,FOLDER_B,FOLDER_C ...
 
 For each family, vLLM loads checkpoints B and C itself, once each. Then, for each train layout, a vLLM that was started
 with dummy weights is given A, B and C by three syncs and is compared after the second and the third; in the last layout
@@ -32,10 +32,10 @@ SPARSE_LAYOUTS = [Train(dp=4, ep=4), Train(tp=2, pp=2, ep=2)]
 PROMPT = torch.randint(3, 320, (100,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-def recipe_for(folder: str, train: Train, rollout_tp: int, bucket_mib: float) -> Recipe:
+def recipe_for(folder: str, train: Train, rollout_tp: int, dtype: str, bucket_mib: float) -> Recipe:
     return Recipe(
         name="sync",
-        model=Model(path=folder),
+        model=Model(path=folder, dtype=dtype),
         train=dataclasses.replace(train, micro_batch_size=1),
         rollout=Rollout(tp=rollout_tp, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16),
         sync=Sync(bucket_mib=bucket_mib),
@@ -67,15 +67,17 @@ class Engine(rollout_engine.RolloutEngine):
     @torch.no_grad()
     def outputs(self) -> dict[str, torch.Tensor]:
         """What each linear, embedding and head computes on fixed random inputs."""
-        found = {}
+        found, dtype = {}, next(self.model.parameters()).dtype
         for path, module in self.model.named_modules(remove_duplicate=False):
             method, random = getattr(module, "quant_method", None), torch.Generator().manual_seed(7)
             if hasattr(module, "num_embeddings_per_partition"):
                 rows = torch.arange(module.num_embeddings_per_partition)
                 found[f"{path}.embedding"] = method.embedding(module, rows)
-                found[f"{path}.head"] = method.apply(module, torch.randn(5, module.embedding_dim, generator=random))
+                found[f"{path}.head"] = method.apply(
+                    module, torch.randn(5, module.embedding_dim, generator=random).to(dtype)
+                )
             elif hasattr(module, "input_size_per_partition"):
-                inputs = torch.randn(5, module.input_size_per_partition, generator=random)
+                inputs = torch.randn(5, module.input_size_per_partition, generator=random).to(dtype)
                 found[path] = method.apply(module, inputs, module.bias)
             elif hasattr(module, "experts") and not hasattr(module, "layers"):
                 found[f"{path}.block"] = self._block(module)
@@ -90,7 +92,7 @@ class Engine(rollout_engine.RolloutEngine):
 
         config = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.vllm_config
         hidden = config.model_config.get_hidden_size()
-        inputs = torch.randn(7, hidden, generator=torch.Generator().manual_seed(7))
+        inputs = torch.randn(7, hidden, generator=torch.Generator().manual_seed(7)).to(config.model_config.dtype)
         with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=7):
             return module(inputs)
 
@@ -238,21 +240,22 @@ def mismatch(policy: Policy, engine: Engine) -> float | None:
     return None if said is None else (said[0, 1:].double() - theirs).abs().max().item()
 
 
-def prove(rank: int, rollout_tp: int, family: str, folders: list[str], kept: list) -> list[dict]:
+def prove(rank: int, rollout_tp: int, dtype: str, family: str, folders: list[str], kept: list) -> list[dict]:
     config = json.loads((Path(folders[0]) / "config.json").read_text())
     layouts = SPARSE_LAYOUTS if family_of(config).experts(config) else DENSE_LAYOUTS
-    base = recipe_for(folders[0], layouts[0], rollout_tp, 64)
+    base = recipe_for(folders[0], layouts[0], rollout_tp, dtype, 64)
     truths = [fresh(base, rank, folder, f"{ranks.ident()}-{family}{i}") for i, folder in enumerate(folders[1:])]
     engine, landed, results = Engine(base, rank, f"{ranks.ident()}-{family}"), Landed(), []
     kept += [engine, *truths]  # an engine that is dropped takes the default process group with it
     for layout in layouts:
         runtime.initialize(layout, seed=1)
         # in the last of the layouts a bucket that is smaller than some boxes
-        recipe = recipe_for(folders[0], layout, rollout_tp, 0.1 / rollout_tp if layout is layouts[-1] else 64)
+        small = getattr(torch, dtype).itemsize / 40 / rollout_tp
+        recipe = recipe_for(folders[0], layout, rollout_tp, dtype, small if layout is layouts[-1] else 64)
         policy = Policy(config, recipe, rank, trainable=False)
         weights, before = policy.weights, engine.addresses()
         sync = WeightSync(recipe, weights, engine, rank)
-        result = {"family": family, "train": vars(layout), "rollout_tp": rollout_tp, "rank": rank}
+        result = {"family": family, "dtype": dtype, "train": vars(layout), "rollout_tp": rollout_tp, "rank": rank}
         result["last"] = layout is layouts[-1]
         result["bucket_bytes"] = int(recipe.sync.bucket_mib * 2**20)
         result["split_boxes"] = split_boxes(sync, result["bucket_bytes"])
@@ -278,12 +281,12 @@ def prove(rank: int, rollout_tp: int, family: str, folders: list[str], kept: lis
 
 
 def main() -> None:
-    out, rollout_tp, *cases = sys.argv[1:]
+    out, rollout_tp, dtype, *cases = sys.argv[1:]
     ranks.start()
     results, kept = [], []
     for case in cases:
         family, _, folders = case.partition("=")
-        results += prove(ranks.rank(), int(rollout_tp), family, folders.split(","), kept)
+        results += prove(ranks.rank(), int(rollout_tp), dtype, family, folders.split(","), kept)
     everyone = [result for share in ranks.gather(results) for result in share]
     if ranks.rank() == 0:
         Path(out).write_text(json.dumps(everyone))
