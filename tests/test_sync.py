@@ -18,8 +18,8 @@ from run_ranks import run_ranks
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
 JOB = Path(__file__).parent / "jobs" / "sync.py"
-# Rollout TP, families and dtype of each launch. Tied embeddings and biases at every TP, TP4 having fewer KV heads than ranks;
-# every family at TP2. Models with experts have launches of their own: vLLM makes its groups once a process.
+# Rollout TP, families and dtype of each launch. Tied embeddings and biases at every TP, TP4 having fewer KV heads than
+# ranks; every family at TP2. Models with experts have launches of their own: vLLM makes its groups once a process.
 LAUNCHES: dict[str, tuple[int, tuple[str, ...], str]] = {
     "tp1": (1, ("qwen2",), "float32"),
     "tp2": (2, checkpoints.DENSE, "float32"),
