@@ -185,16 +185,17 @@ class Grid:
         digest = hashlib.sha256(repr((holdings, demand)).encode()).hexdigest()
         return Proof(elements, wrong, sum(received), sum(lower_bound(holdings, demand).values()), digest)
 
-    def stamped_is_traced(self, cell: Cell) -> bool:
-        """Whether one layer of each kind, repeated, says what the engines say of all layers of every rank."""
+    def unlike_the_whole(self, cell: Cell) -> list[str]:
+        """Where one layer of each kind, repeated, says something else than the engines say of all their layers."""
         trained, engine = self._trained(cell.family, cell.train), self._wanted(cell.family, cell.rollout)
         config, weights = self._weights(cell.family)
         recipe = self._recipe(cell.family, cell.train, cell.rollout)
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        asked = demand_of_all(config, recipe, shapes)
-        return holdings_of_all(config, recipe) == {rank: side.holdings for rank, side in trained.items()} and all(
-            asked[rank].demand == engine[rank % len(engine)].demand for rank in trained
-        )
+        holdings, asked = holdings_of_all(config, recipe), demand_of_all(config, recipe, shapes)
+        assert holdings.keys() == asked.keys() == trained.keys()
+        held = [f"rank {rank} holds" for rank in trained if holdings[rank] != trained[rank].holdings]
+        wanted = [f"rank {rank} wants" for rank in trained if asked[rank].demand != engine[rank % len(engine)].demand]
+        return held + wanted
 
     def _recipe(self, family: str, train: Train, rollout: Rollout) -> Recipe:
         return Recipe(

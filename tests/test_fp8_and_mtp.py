@@ -165,7 +165,9 @@ def test_both_engines_take_a_checkpoint_as_published_and_give_back_its_bf16_form
     settings = ["model.path=model", "run.steps=1", "run.eval_every=100", "optimizer.lr=0", "train.ep=2"]
     settings += ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4", "train.micro_batch_size=8"]
     hybrid3d(tmp_path, "train", str(ROOT / "recipes/demo-cpu.yaml"), *settings, "rollout.kv_cache_gib=0.0625")
-    for row in read_rows(tmp_path / "runs/demo-cpu"):
+    rows = read_rows(tmp_path / "runs/demo-cpu")
+    assert len(rows) == 2
+    for row in rows:
         assert row["sync/received_bytes"] == row["sync/lower_bound_bytes"] > 0
         assert 0 < row["mismatch/logprob_abs_max"] <= 1e-3
     said = hybrid3d(tmp_path, "export", "runs/demo-cpu", "out")

@@ -118,7 +118,7 @@ def test_values_land_bit_for_bit_and_bytes_are_as_planned(world: World, limit: i
     for values in (canonical(world, seed), canonical(world, seed + 100)):
         for rank, report in enumerate(ranks.run(values)):
             assert report.received_bytes == plan.received_bytes.get(rank, 0) == bound[rank] == world.must_receive(rank)
-            assert report.staging_bytes == plan.staging_bytes(rank) <= 2 * limit
+            assert report.staging_bytes == plan.staging_bytes[rank] <= 2 * limit
         assert ranks.wrong(values) == []
 
 
@@ -155,7 +155,7 @@ def test_large_boxes_of_several_dtypes(bucket: int) -> None:
     reports = ranks.run(values)
     assert ranks.wrong(values) == []
     assert [r.received_bytes for r in reports] == [world.must_receive(rank) for rank in range(4)]
-    assert [r.staging_bytes for r in reports] == [plan.staging_bytes(rank) for rank in range(4)]
+    assert [r.staging_bytes for r in reports] == [plan.staging_bytes[rank] for rank in range(4)]
     assert max(r.staging_bytes for r in reports) <= 2 * bucket
 
 
@@ -235,7 +235,7 @@ def gloo_rank(rank: int, folder: Path) -> None:
         sink = Unit(wanted, world.wanted.pieces[rank])
         report = executor.run(Tensors(held), sink)
         assert not sink.left
-        assert report == Report(world.must_receive(rank), plan.staging_bytes(rank))
+        assert report == Report(world.must_receive(rank), plan.staging_bytes[rank])
         assert transport.received_bytes == step * world.must_receive(rank)
         for name, expected in truth(world, rank, values).items():
             assert by_element(wanted[name]).equal(by_element(expected)), f"step {step}: {name}"

@@ -285,7 +285,7 @@ def test_what_the_files_or_the_ranks_lack_is_named(mixed: Path, tmp_path: Path) 
         files.load_files(mixed, Demand((larger,)), {"local": torch.zeros(9)}, rank=0)
     entries = entries_of(MIXED)
     files.create_files(tmp_path, entries)
-    with pytest.raises(PlanError, match="6 wanted boxes are held by no rank"):
+    with pytest.raises(PlanError, match="6 wanted tensors are held by no rank in full"):
         files.export_files(tmp_path, entries, {0: Holdings(())}, {}, rank=0)
 
 

@@ -101,8 +101,8 @@ def test_messages_carry_what_is_not_local_and_staging_is_what_they_pack(world: W
     for rank in world.held.pieces:
         mine = [bucket for bucket in plan.buckets if any(rank in (t.src, t.dst) for t in bucket.transfers)]
         staged = [sum(staging(m.transfers, rank) for m in bucket.messages) for bucket in mine]
-        assert plan.staging_bytes(rank) == max(staged[0::2], default=0) + max(staged[1::2], default=0)
-        assert plan.staging_bytes(rank) <= 2 * limit
+        assert plan.staging_bytes[rank] == max(staged[0::2], default=0) + max(staged[1::2], default=0)
+        assert plan.staging_bytes[rank] <= 2 * limit
         for whole, part in zip(mine, plan.of(rank), strict=True):
             for theirs, ours in ((whole.transfers, part.transfers), (whole.messages, part.messages)):
                 assert ours == tuple(x for x in theirs if rank in (x.src, x.dst))
@@ -172,7 +172,7 @@ def test_large_contiguous_boxes_travel_alone_and_small_ones_together() -> None:
         world.wanted.add(1, name, Box.whole(shape))
     plan = make_plan(world.holdings, world.demand, 1 << 30)
     assert [[t.target.name for t in m.transfers] for m in plan.messages] == [["small", "less"], ["large"], ["more"]]
-    assert plan.staging_bytes(0) == plan.staging_bytes(1) == (3 + rows - 1) * 4
+    assert plan.staging_bytes[0] == plan.staging_bytes[1] == (3 + rows - 1) * 4
 
 
 def test_files_at_one_end_are_local_and_own_memory_comes_first() -> None:
@@ -195,7 +195,7 @@ def test_what_nobody_holds_is_named_with_its_box_and_rank() -> None:
     world.held.add(0, "a.weight", Box((0, 0), (4, 4)))
     world.wanted.add(2, "a.weight", Box.whole((4, 6)))
     world.wanted.add(1, "b.weight", Box.whole((2,)))
-    with pytest.raises(PlanError, match="2 wanted boxes are held by no rank") as caught:
+    with pytest.raises(PlanError, match="2 wanted tensors are held by no rank in full") as caught:
         make_plan(world.holdings, world.demand, 64)
     assert "a.weight [0, 4] + [4, 2], wanted by rank 2" in str(caught.value)
     assert "b.weight [0] + [2], wanted by rank 1" in str(caught.value)

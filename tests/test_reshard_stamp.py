@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,14 +39,27 @@ def test_a_layer_s_pieces_are_another_s_under_its_name() -> None:
 
 
 def test_what_is_in_one_class_is_held_and_wanted_in_the_same_boxes() -> None:
-    half = {0: [piece("a", "x"), piece("b", "y"), piece("c", "z", 4)], 1: [piece("d", "x")]}
-    whole = [piece(name, name, 0, 4 if name != "c" else 8) for name in "abcd"]
-    holdings = {rank: Holdings(tuple(pieces)) for rank, pieces in half.items()}
-    demand = dict.fromkeys((0, 1), Demand(tuple(whole)))
-    assert alike(holdings, demand) == {"a": 2, "c": 1, "d": 1}
-    wider = {**demand, 1: Demand((*whole[:3], piece("d", "x", 0, 2)))}
-    assert alike(holdings, wider) == {"a": 2, "c": 1, "d": 1}
-    assert alike(holdings, {**demand, 1: Demand(tuple(whole[1:]))}) == {"a": 1, "b": 1, "c": 1, "d": 1}
+    held = {0: [piece("a", "x"), piece("b", "y")], 1: [piece("c", "x")]}
+    holdings = {rank: Holdings(tuple(pieces)) for rank, pieces in held.items()}
+    wanted = tuple(piece(name, name) for name in "abc")
+    assert alike(holdings, dict.fromkeys((0, 1), Demand(wanted))) == {"a": 2, "c": 1}
+    assert alike(holdings, {0: Demand(wanted), 1: Demand(wanted[1:])}) == {"a": 1, "b": 1, "c": 1}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        piece("b", "y", start=4),
+        piece("b", "y", size=3),
+        replace(piece("b", "y"), dtype="bfloat16"),
+    ],
+)
+def test_a_class_is_of_one_place_size_and_dtype(other: Piece) -> None:
+    one = piece("a", "x")
+    both = Demand((piece("a", "x", size=8), piece("b", "y", size=8)))
+    assert alike({0: Holdings((one, other))}, {1: both}) == {"a": 1, "b": 1}
+    assert alike({1: Holdings(both.pieces)}, {0: Demand((one, other))}) == {"a": 1, "b": 1}
+    assert alike({0: Holdings((one,))}, {0: Demand((piece("b", "y"),))}) == {"a": 1, "b": 1}
 
 
 def test_what_ranks_share_they_share_again() -> None:

@@ -6,7 +6,6 @@ Exit codes: 0 done, 2 a mistake of the user's (found before ranks start), 1 the 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
@@ -128,12 +127,8 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
     config = check_model(recipe, planned=True)
     from hybrid3d.planning import page_of, plan_of
 
-    gc.disable()  # a large plan is millions of objects without a cycle, and looking for cycles a third of its time
-    try:
-        with Console(stderr=True).status("") as status:
-            numbers = plan_of(recipe, config, say=status.update)
-    finally:
-        gc.enable()
+    with Console(stderr=True).status("") as status:
+        numbers = plan_of(recipe, config, say=status.update)
     if options.json:
         print(json.dumps(numbers, indent=2))
     else:

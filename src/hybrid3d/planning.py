@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rich.table import Table
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
-from hybrid3d.reshard.coverage import check_nothing_idle, lower_bound
+from hybrid3d.reshard.box import Box
+from hybrid3d.reshard.coverage import check_same_tensors, lower_bound
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings
 from hybrid3d.reshard.planner import Plan
 from hybrid3d.reshard.stamp import alike, distinct, only
@@ -21,19 +23,36 @@ from hybrid3d.sync import plan_sync
 from hybrid3d.train.probe import holdings_of_all
 from hybrid3d.train.weights import canonical_shapes
 
-# Of more pieces than this, only one tensor of each class is planned: the whole plan would take hours.
-WHOLE_PLAN = 100_000
+# Of more pieces than this, only one tensor of each class is planned: the whole plan would take minutes, or hours.
+WHOLE_PLAN = 50_000
 
 
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """A large plan is millions of objects without a cycle, and looking for cycles a third of its time."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+@_no_collector()
 def plan_of(recipe: Recipe, config: Config, say: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
     """The numbers of a recipe's sync: sums over ranks, except where a key starts with `max_`. Sizes are bytes.
 
-    All is what a run then measures, but for these: `max_finalize_bytes` is a bound; `gather_bytes` is what ranks would
-    receive if every tensor were rebuilt on every rank; and where the plan is too large to be made whole,
-    `max_staging_bytes` is a bound too, and `buckets` is null.
+    All is what a run then measures, but for these: `max_finalize_bytes` is a bound, and `gather_bytes` is what ranks
+    would receive if every tensor were rebuilt on every rank. Where the plan is too large to be made whole,
+    `max_staging_bytes` is a bound too, `max_sent_bytes` takes it that replicas share evenly, and `buckets` is null.
 
     Args:
         say: is told what is being done: large plans take a minute.
+
+    Raises:
+        PlanError: what is held and what is wanted do not fit each other.
+        UnsupportedModel: an engine does with a tensor what cannot be planned.
     """
     say(f"asking Megatron what {recipe.world_size} ranks hold")
     holdings = holdings_of_all(config, recipe)
@@ -42,13 +61,14 @@ def plan_of(recipe: Recipe, config: Config, say: Callable[[str], None] = lambda 
     asked = demand_of_all(config, recipe, shapes)
     demand = {rank: answer.demand for rank, answer in asked.items()}
     say("planning, and checking that every wanted element arrives once")
+    check_same_tensors(holdings, demand)
     whole = sum(len(side.pieces) for side in demand.values()) <= WHOLE_PLAN
     times = dict.fromkeys(shapes, 1) if whole else alike(holdings, demand)
-    check_nothing_idle(holdings, demand)
     part = (holdings, demand) if whole else (only(holdings, times), only(demand, times))
     plan = plan_sync(recipe, *part)
-    moved = _Bytes.of(plan, times)
-    bound = lower_bound(*part, times)
+    sent = plan.sent_bytes if whole else sent_evenly(plan, part[0], times, recipe.machine.gpus_per_node)
+    local = _sums((t.dst, t.nbytes * times[t.target.name]) for t in plan.transfers if t.is_local)
+    received = _sums((t.dst, t.nbytes * times[t.target.name]) for t in plan.transfers if not t.is_local)
     held, wanted = _nbytes(holdings), _nbytes(demand)
     itemsize = ITEMSIZE[recipe.model.dtype]
     model = sum(math.prod(shape) * itemsize for shape in shapes.values())
@@ -57,13 +77,13 @@ def plan_of(recipe: Recipe, config: Config, say: Callable[[str], None] = lambda 
         "ranks": recipe.world_size,
         "wanted_bytes": sum(wanted.values()),
         "held_bytes": sum(held.values()),
-        "local_bytes": sum(moved.local.values()),
-        "received_bytes": sum(moved.received.values()),
-        "lower_bound_bytes": sum(bound.values()),
-        "max_received_bytes": max(moved.received.values(), default=0),
-        "max_sent_bytes": max(moved.sent.values(), default=0),
+        "local_bytes": sum(local.values()),
+        "received_bytes": sum(received.values()),
+        "lower_bound_bytes": sum(lower_bound(*part, times).values()),
+        "max_received_bytes": max(received.values(), default=0),
+        "max_sent_bytes": round(max(sent.values(), default=0)),
         "gather_bytes": sum(model - nbytes for nbytes in held.values()),
-        "max_staging_bytes": max(plan.staging_bytes(rank) for rank in demand) if whole else 2 * plan.bucket_bytes,
+        "max_staging_bytes": max(plan.staging_bytes.values()) if whole else 2 * plan.bucket_bytes,
         "max_finalize_bytes": max(answer.finalize_bytes for answer in asked.values()),
         "coverage": "exact",
         "buckets": len(plan.buckets) if whole else None,
@@ -72,25 +92,38 @@ def plan_of(recipe: Recipe, config: Config, say: Callable[[str], None] = lambda 
     }
 
 
-@dataclass(frozen=True)
-class _Bytes:
-    """By rank: what stays, what comes and what goes, where a tensor that is planned stands for others."""
+def sent_evenly(
+    plan: Plan, holdings: Mapping[int, Holdings], times: Mapping[str, int], ranks_per_node: int
+) -> dict[int, float]:
+    """By rank, the bytes it sends where the replicas that are equally near to a reader share what that reads.
 
-    local: dict[int, int]
-    received: dict[int, int]
-    sent: dict[int, int]
+    The plan of one tensor has one replica send it; over the tensors that it stands for, all take their turns.
+    """
+    holders: dict[tuple[str, Box], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    around: dict[tuple[int, str], list[Box]] = defaultdict(list)
+    for rank, side in holdings.items():
+        for piece in side.pieces:
+            holders[piece.name, piece.box][rank // ranks_per_node].append(rank)
+            around[rank, piece.name].append(piece.box)
+    sent: dict[int, float] = defaultdict(float)
+    for t in plan.transfers:
+        if not t.is_local:
+            box = next(box for box in around[t.src, t.source.name] if box.contains(t.source.box))
+            nodes = holders[t.source.name, box]
+            near = nodes.get(t.dst // ranks_per_node)
+            sharing = [near] if near else list(nodes.values())
+            share = t.nbytes * times[t.target.name] / sum(map(len, sharing))
+            for ranks in sharing:
+                for rank in ranks:
+                    sent[rank] += share
+    return sent
 
-    @classmethod
-    def of(cls, plan: Plan, times: Mapping[str, int]) -> _Bytes:
-        local, received, sent = defaultdict(int), defaultdict(int), defaultdict(int)
-        for t in plan.transfers:
-            nbytes = t.nbytes * times[t.target.name]
-            if t.is_local:
-                local[t.dst] += nbytes
-            else:
-                received[t.dst] += nbytes
-                sent[t.src] += nbytes
-        return cls(local, received, sent)
+
+def _sums(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+    total: dict[int, int] = defaultdict(int)
+    for rank, nbytes in pairs:
+        total[rank] += nbytes
+    return total
 
 
 def _nbytes(sides: Mapping[int, Holdings] | Mapping[int, Demand]) -> dict[int, int]:

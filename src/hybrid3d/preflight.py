@@ -13,6 +13,7 @@ from hybrid3d.families import Config, UnsupportedModel, family_of
 from hybrid3d.inputs import read_config, read_data, read_tokenizer
 from hybrid3d.reshard.files import CheckpointError, Entry, read_index
 from hybrid3d.reshard.layout import Shape
+from hybrid3d.reshard.planner import PlanError
 from hybrid3d.rl.data import DataError
 from hybrid3d.rl.rewards import reward_function
 from hybrid3d.run_folder import NoCheckpoint, RunFolder
@@ -91,4 +92,4 @@ def _differences(expected: Mapping[str, Shape], found: Mapping[str, Entry], conf
     return problems
 
 
-USER_MISTAKES = (RecipeError, CheckpointError, DataError, UnsupportedModel, NoCheckpoint)
+USER_MISTAKES = (RecipeError, CheckpointError, DataError, UnsupportedModel, NoCheckpoint, PlanError)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybrid3d import ranks
 from hybrid3d.config import Recipe
-from hybrid3d.reshard.coverage import check_coverage, check_nothing_idle, lower_bound
+from hybrid3d.reshard.coverage import check_coverage, check_same_tensors, lower_bound
 from hybrid3d.reshard.executor import Executor, Tensors
 from hybrid3d.reshard.layout import Demand, Holdings
 from hybrid3d.reshard.planner import Plan, make_plan
@@ -34,12 +34,11 @@ class SyncReport:
 
 
 def plan_sync(recipe: Recipe, holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> Plan:
-    """The plan of a recipe's sync, checked: everything held is wanted somewhere, everything wanted arrives once.
+    """The plan of a recipe's sync, checked: every element that is wanted arrives once.
 
     Raises:
         PlanError: what is held and what is wanted do not fit each other.
     """
-    check_nothing_idle(holdings, demand)
     plan = make_plan(holdings, demand, int(recipe.sync.bucket_mib * MIB), recipe.machine.gpus_per_node)
     check_coverage(plan, holdings, demand)
     return plan
@@ -60,6 +59,7 @@ class WeightSync:
         self._source = Tensors(trained.tensors)
         self._sink = engine.weights(shapes)
         demand = dict(enumerate(ranks.gather(self._sink.demand)))
+        check_same_tensors(holdings, demand)
         plan = plan_sync(recipe, holdings, demand)
         self._lower_bound = lower_bound(holdings, demand)[rank]
         group = dist.new_group(list(range(recipe.world_size)))

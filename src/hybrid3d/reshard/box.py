@@ -28,16 +28,18 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The common part of two boxes of the same tensor, or None when they share no element."""
-        start = tuple(map(max, self.start, other.start))
+        start = tuple([max(a, b) for a, b in zip(self.start, other.start, strict=True)])
         size = tuple(map(operator.sub, map(min, self.stop, other.stop), start))
         return Box(start, size) if min(size, default=1) > 0 else None
 
     def overlaps(self, other: Box) -> bool:
-        """Whether two boxes of the same tensor share an element."""
-        return all(map(operator.lt, map(max, self.start, other.start), map(min, self.stop, other.stop)))
+        """Whether two boxes of the same tensor, neither of them empty, share an element."""
+        ends = zip(self.start, self.size, other.start, other.size, strict=True)
+        return all(a < b + m and b < a + n for a, n, b, m in ends)
 
     def contains(self, other: Box) -> bool:
-        return all(map(operator.le, self.start, other.start)) and all(map(operator.ge, self.stop, other.stop))
+        ends = zip(self.start, self.size, other.start, other.size, strict=True)
+        return all(a <= b and b + m <= a + n for a, n, b, m in ends)
 
     def subtract(self, hole: Box) -> list[Box]:
         """Disjoint boxes that make up this box without `hole`, which must lie inside it."""

@@ -39,16 +39,20 @@ def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping
             raise PlanError(f"rank {rank}, {name}: {asked} elements wanted, {got} arrive, {union} of them distinct")
 
 
-def check_nothing_idle(holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> None:
-    """Every tensor that some rank holds is wanted by some rank: else the two sides would compute different models.
+def check_same_tensors(holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> None:
+    """What some rank holds some rank wants, and the reverse: else the two sides would compute different models.
 
     Raises:
         PlanError: naming the tensors (20 of them) and how many there are.
     """
+    held = {piece.name for _, side in distinct(holdings) for piece in side.pieces}
     wanted = {piece.name for _, side in distinct(demand) for piece in side.pieces}
-    idle = sorted({piece.name for side in holdings.values() for piece in side.pieces} - wanted)
-    if idle:
-        raise PlanError(f"{len(idle)} tensors are trained and no rollout rank wants them: {', '.join(idle[:20])}")
+    for names, problem in (
+        (held - wanted, "tensors are trained and no rollout rank wants them"),
+        (wanted - held, "tensors are wanted by rollout ranks and no train rank holds them"),
+    ):
+        if names:
+            raise PlanError(f"{len(names)} {problem}: {', '.join(sorted(names)[:20])}")
 
 
 def _check_messages(plan: Plan) -> None:
@@ -93,8 +97,10 @@ def lower_bound(
 
 def volume(boxes: list[Box], without: list[Box] | None = None) -> int:
     """The number of elements in the union of `boxes` that lie in none of `without`."""
-    if len(boxes) <= 1 and not without:
-        return sum(box.numel for box in boxes)
+    if not boxes:
+        return 0
+    if len(boxes) == 1 and not without:
+        return boxes[0].numel
     every = [*boxes, *(without or [])]
     edges = [np.unique([e for b in every for e in (b.start[d], b.stop[d])]) for d in range(len(boxes[0].size))]
     covered = np.zeros([len(e) for e in edges], dtype=bool)

@@ -120,10 +120,19 @@ class Plan:
         mine = (bucket.of(rank) for bucket in self.buckets)
         return [bucket for bucket in mine if bucket.transfers]
 
-    def staging_bytes(self, rank: int) -> int:
-        """Memory that the executor's two staging buffers take on `rank`: buckets use them in turn."""
-        staged = [sum(m.staged_by(rank) for m in bucket.messages) for bucket in self.of(rank)]
-        return max(staged[0::2], default=0) + max(staged[1::2], default=0)
+    @cached_property
+    def staging_bytes(self) -> Mapping[int, int]:
+        """By rank, the memory that the executor's two staging buffers take: a rank's buckets use them in turn."""
+        buffers: dict[int, list[int]] = defaultdict(lambda: [0, 0])  # the one whose turn it is first
+        for bucket in self.buckets:
+            staged = dict.fromkeys((rank for t in bucket.transfers for rank in (t.src, t.dst)), 0)
+            for message in bucket.messages:
+                for rank in (message.src, message.dst):
+                    staged[rank] += message.staged_by(rank)
+            for rank, nbytes in staged.items():
+                now, later = buffers[rank]
+                buffers[rank] = [later, max(now, nbytes)]
+        return defaultdict(int, {rank: sum(both) for rank, both in buffers.items()})
 
 
 def make_plan(
@@ -241,9 +250,13 @@ def _sums(pairs: Iterable[tuple[int, int]]) -> Mapping[int, int]:
 
 
 def _missing_message(missing: list[tuple[int, str, Box]]) -> str:
-    lines = [
-        f"  {name} {list(box.start)} + {list(box.size)}, wanted by rank {rank}" for rank, name, box in missing[:20]
-    ]
-    return "\n".join(
-        [f"{len(missing)} wanted boxes are held by no rank:", *lines, *(["  ..."] if missing[20:] else [])]
-    )
+    by_name: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+    for rank, name, box in missing:
+        by_name[name].append((rank, box))
+    lines = [f"{len(by_name)} wanted tensors are held by no rank in full:"]
+    for name, boxes in list(by_name.items())[:20]:
+        rank, box = boxes[0]
+        others = len({rank for rank, _ in boxes}) - 1
+        more = f" and {others} others" if others else ""
+        lines.append(f"  {name} {list(box.start)} + {list(box.size)}, wanted by rank {rank}{more}")
+    return "\n".join([*lines, *(["  ..."] if len(by_name) > 20 else [])])

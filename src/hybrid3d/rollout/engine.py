@@ -55,7 +55,7 @@ def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]
 
 
 def _override(config: Any, layers: int | None) -> Any:
-    """Weights of a checkpoint in FP8 come dequantized, so vLLM is to build plain layers for them."""
+    """Plain layers for a checkpoint in FP8, whose weights come dequantized; so many layers, where that is said."""
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     if layers is not None:

@@ -8,6 +8,8 @@ answered here.
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +24,7 @@ from hybrid3d.families import Config, family_of
 from hybrid3d.reshard.layout import Demand, Piece, Shape
 from hybrid3d.reshard.stamp import layer_of, stamped
 from hybrid3d.rollout import engine
+from hybrid3d.rollout.record import UnsupportedLoader
 from hybrid3d.rollout.weights import RolloutWeights
 
 from vllm.config import VllmConfig, set_current_vllm_config  # isort: skip
@@ -63,11 +66,13 @@ def demand_of(recipe: Recipe, shapes: Mapping[str, Shape], rank: int, layers: in
 
 
 def _over_layers(asked: Asked, kinds: Sequence[int]) -> Asked:
-    """What was asked of one layer of each kind, for all layers; fills are of tensors that are in none."""
-    assert all(layer_of(fill.view.tensor) is None for fill in asked.demand.fills), "a layer's fills are not stamped"
-    at: dict[int | None, list[Piece]] = {None: []}
+    """What was asked of one layer of each kind, for all layers."""
+    filled = [fill.view.tensor for fill in asked.demand.fills if layer_of(fill.view.tensor) is not None]
+    if filled:
+        raise UnsupportedLoader(f"vLLM's loader fills {filled[0]} with a constant: no plan repeats that for all layers")
+    at: dict[int | None, list[Piece]] = defaultdict(list)
     for piece in asked.demand.pieces:
-        at.setdefault(layer_of(piece.view.tensor), []).append(piece)
+        at[layer_of(piece.view.tensor)].append(piece)
     inside = [piece for layer, kind in enumerate(kinds) for piece in stamped(at[kind], kind, layer)]
     return replace(asked, demand=Demand((*inside, *at[None]), asked.demand.fills))
 
@@ -107,6 +112,7 @@ def _as_rank(rank: int, world: int) -> Iterator[None]:
         with torch.device("cpu"):  # loaders read from it which experts are theirs
             make_map(*args, **kwargs)
 
+    hook = sys.excepthook  # torch puts another in front of it for each group
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     with (
         mock.patch.object(dist, "new_group", lambda *a, **k: new_group(*a, **{**k, "backend": "fake"})),
@@ -121,3 +127,4 @@ def _as_rank(rank: int, world: int) -> Iterator[None]:
             parallel_state.destroy_distributed_environment()
             if dist.is_initialized():
                 dist.destroy_process_group()
+            sys.excepthook = hook

@@ -16,13 +16,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from hybrid3d.families import UnsupportedModel
 from hybrid3d.reshard.layout import Demand, Fill, Piece, Shape, View, boxes_of_copy
 
 aten = torch.ops.aten
 CONSTANTS = {aten.fill_.Scalar: lambda args: float(args[1]), aten.zero_.default: lambda args: 0.0}
 
 
-class UnsupportedLoader(ValueError):
+class UnsupportedLoader(UnsupportedModel):
     """vLLM's loader of this model does something to a weight that cannot be replayed on its shards."""
 
 
@@ -183,7 +184,7 @@ def _check_written(recording: _Recording, destinations: list[Destination]) -> No
 def _times_written(tensor: torch.Tensor, writes: list[tuple[View, Shape]]) -> tuple[torch.Tensor, int]:
     """How often each run of elements is written, and the length of the runs: no view begins or ends within one."""
     whole = (View("", 0, tensor.stride()), tuple(tensor.shape))
-    run = math.gcd(*(n for view, size in (whole, *writes) for n in _steps(view, size)))
+    run = math.gcd(*(n for view, size in (whole, *writes) for n in _steps(view, size))) or 1
     times = torch.zeros(_extent(tensor.shape, tensor.stride()) // run, dtype=torch.uint8)
 
     def runs(view: View, size: Shape) -> torch.Tensor:

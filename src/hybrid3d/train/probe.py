@@ -48,7 +48,7 @@ def _stamped(config: Config, layout: Train, dtype: torch.dtype) -> dict[int, Hol
             pieces: list[Piece] = []
             for chunk, layers in enumerate(chunks):
                 starts, ends = stage == chunk == 0, stage == len(stages) - 1 and chunk == len(chunks) - 1
-                outer = [first] * starts + [last] * (ends and layout.pp > 1)
+                outer = [first] * starts + [last] * ends
                 pieces += [_in_chunk(piece, chunk) for end in outer for piece in end.before]
                 for number, layer in enumerate(layers):
                     kind = kinds[layer]
@@ -93,9 +93,8 @@ class _End:
 def _ask_ends(config: Config, layout: Train, rank: int, dtype: torch.dtype, layers: int) -> tuple[_End, _End]:
     """What the `rank`-th of a stage's ranks would hold of the first stage, if it had `layers`, and of the last."""
     plain = replace(layout, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
-    if layout.pp == 1:
-        only = _End.of(holdings_of({**config, "num_hidden_layers": layers}, plain, rank, dtype))
-        return only, only
+    if layout.pp == 1:  # the first stage has all that the last would have
+        return _End.of(holdings_of({**config, "num_hidden_layers": layers}, plain, rank, dtype)), _End([], {}, [])
     config = {**config, "num_hidden_layers": layers + 1}
     plain = replace(plain, pp=2, first_stage_layers=layers)
     there = rank + layout.tp * layout.cp * layout.dp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -80,6 +81,7 @@ def as_rank(rank: int, layout: Train, world_size: int) -> Iterator[None]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    hook = sys.excepthook  # torch puts another in front of it for each group
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         initialize(layout, seed=1, gloo=False)
@@ -87,3 +89,4 @@ def as_rank(rank: int, layout: Train, world_size: int) -> Iterator[None]:
     finally:
         shutdown()
         dist.destroy_process_group()
+        sys.excepthook = hook
