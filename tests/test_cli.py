@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -14,7 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from hybrid3d import cli
+from hybrid3d import cli, families
+from hybrid3d.config import load_recipe
+from hybrid3d.families import Config, Strip
+from hybrid3d.families.family import RowMap, Same
+from hybrid3d.preflight import check_run
+from hybrid3d.reshard.files import CheckpointError
 from run_ranks import environment
 
 RECIPE: dict[str, Any] = {
@@ -257,6 +263,59 @@ def test_a_checkpoint_that_does_not_fit_its_config(work: Path, refused: Refused)
     message = refused("train", "recipe.yaml")
     assert "extra.weight" in message
     assert name in message
+
+
+@pytest.mark.engines
+def test_every_side_of_a_checkpoint_that_does_not_fit_is_shown(work: Path, refused: Refused) -> None:
+    def rename(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if ".layers." in name]:
+            tensors[name.replace("layers", "blocks")] = tensors.pop(name)
+
+    rewrite(work, rename)
+    lines = refused("train", "recipe.yaml").splitlines()
+    assert len(lines) == 43
+    assert lines[21] == "  ... 48 tensors are missing"  # 12 of each of 4 layers
+    assert lines[42] == "  ... 48 tensors are too many"
+    assert all("missing, shape" in line for line in lines[1:21])
+    assert all("belongs to nothing in a Qwen2ForCausalLM" in line for line in lines[22:42])
+
+
+@pytest.mark.engines
+def test_a_tied_head_that_is_another_than_the_embedding(work: Path, refused: Refused) -> None:
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    rewrite(work, lambda tensors: tensors.update({head: tensors[embedding].clone()}))
+    assert cli.main(["train", "recipe.yaml"]) == cli.FAILED  # started: launches only look as if they had happened
+    rewrite(work, lambda tensors: tensors[head][-1, -1].add_(1))
+    with pytest.raises(CheckpointError, match=f"config.json ties {head} to {embedding}, and the files have another"):
+        check_run(load_recipe("recipe.yaml"))
+
+
+def with_table(monkeypatch: pytest.MonkeyPatch, final_norm: RowMap | None) -> None:
+    """Qwen2's table with other rows for Megatron's final norm; None leaves it out."""
+    family = families.FAMILIES["Qwen2ForCausalLM"]
+    tensors = {**family.tensors, "decoder.final_layernorm.weight": final_norm}
+    kept = {name: rows for name, rows in tensors.items() if rows is not None}
+    monkeypatch.setitem(families.FAMILIES, family.architecture, dataclasses.replace(family, tensors=kept))
+
+
+class Padding:
+    """Rows that no checkpoint has."""
+
+    def strips(self, rows: int, config: Config) -> list[Strip]:
+        return [Strip(0, rows, None)]
+
+
+@pytest.mark.engines
+def test_what_only_one_engine_knows_is_named(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_table(monkeypatch, None)
+    message = refused("plan", "recipe.yaml")
+    assert "1 tensors of Megatron's are in no table of Qwen2ForCausalLM: decoder.final_layernorm.weight" in message
+    with_table(monkeypatch, Padding())
+    message = refused("plan", "recipe.yaml")
+    assert "1 tensors of vLLM's are not written by what Megatron holds" in message
+    assert "model.norm.weight: of 128 elements 128 are left unwritten" in message
+    with_table(monkeypatch, Same("model.nrom.weight"))
+    assert "vLLM's loader of Qwen2ForCausalLM fails on model.nrom.weight" in refused("plan", "recipe.yaml")
 
 
 @pytest.mark.engines

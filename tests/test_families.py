@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid3d.families import FAMILIES, Family, Rope, UnsupportedModel, family_of, head_dim, rope_of
+from hybrid3d.families.deepseek import COUNTS
 from hybrid3d.families.family import GroupedQKV, Stacked, Strip, Vocabulary
 
 DENSE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -176,18 +177,27 @@ def test_an_unknown_architecture_is_told_the_known_ones(names: list[str] | None)
     assert "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM" in str(caught.value)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_what_transformers_writes_by_default_is_supported(architecture: str) -> None:
+NEEDED: dict[str, dict[str, Any]] = {  # what transformers leaves out by default
+    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 6},
+}
+
+
+def default_config(architecture: str) -> dict[str, Any]:
     import transformers
 
-    needed = {  # by vLLM
-        "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-        "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1},
-    }
-    said = needed.get(architecture, {})
     config_class = getattr(transformers, architecture).config_class
-    config = json.loads(config_class(architectures=[architecture], **said).to_json_string())
-    assert family_of(config) is FAMILIES[architecture]
+    written: dict[str, Any] = json.loads(config_class(architectures=[architecture]).to_json_string())
+    return written | NEEDED.get(architecture, {})
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_what_transformers_writes_by_default_is_supported(architecture: str) -> None:
+    assert family_of(default_config(architecture)) is FAMILIES[architecture]
+
+
+V2, V3, MOE, MIXTRAL = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"
+YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 
 
 @pytest.mark.parametrize(
@@ -202,52 +212,86 @@ def test_what_transformers_writes_by_default_is_supported(architecture: str) -> 
         ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         # transformers 5 writes it here, and vLLM's get_rope reads it here
         ("LlamaForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
-        ("Qwen2ForCausalLM", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ("LlamaForCausalLM", {"rope_parameters": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        ("LlamaForCausalLM", {"rope_parameters": "linear"}, "rope_parameters='linear'"),
+        ("Qwen2ForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
         ("Qwen3ForCausalLM", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
-        ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
-        ("MixtralForCausalLM", {"sliding_window": 4096}, "sliding_window=4096"),
-        ("MixtralForCausalLM", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
-        ("Qwen3MoeForCausalLM", {"attention_bias": True}, "attention_bias=True"),
-        ("Qwen3MoeForCausalLM", {"rope_parameters": {"rope_type": "yarn", **LLAMA3}}, "rope_type='yarn'"),
-        ("MixtralForCausalLM", {"rope_scaling": {"type": "yarn", **LLAMA3}}, "rope_type='yarn'"),
-        ("DeepseekV2ForCausalLM", {"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy'"),
-        ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob=True"),
-        ("DeepseekV2ForCausalLM", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
+        ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ("Qwen2ForCausalLM", {"num_key_value_heads": None}, "num_key_value_heads: None"),
+        ("Qwen3ForCausalLM", {"head_dim": None}, "head_dim: None"),
+        ("Qwen3ForCausalLM", {"dual_chunk_attention_config": {}}, "dual_chunk_attention_config={}"),
+        (MIXTRAL, {"sliding_window": 4096}, "sliding_window=4096"),
+        (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        (MIXTRAL, {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+        (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than the 8 experts"),
+        (MIXTRAL, {"num_local_experts": "8"}, "num_local_experts: '8'"),
+        (MIXTRAL, {"rope_parameters": {"type": "yarn", **LLAMA3}}, "rope_type='yarn'"),
+        (MOE, {"attention_bias": True}, "attention_bias=True"),
+        (MOE, {"is_causal": False}, "is_causal=False"),
+        (MOE, {"rope_parameters": {"rope_type": "yarn", **LLAMA3}}, "rope_type='yarn'"),
+        (MOE, {"mlp_only_layers": list(range(24))}, "none of num_hidden_layers=24 layers has experts"),
+        (MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step: 0"),
+        (MOE, {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok=1"),
+        (V2, {"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy'"),
+        (V2, {"norm_topk_prob": True}, "norm_topk_prob=True"),
+        (V2, {"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
+        (V2, {"n_group": 2}, "n_group=2"),
+        (V3, {"topk_method": None}, "topk_method=None"),
+        (V3, {"scoring_func": None}, "scoring_func=None"),
+        (V3, {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        (V3, {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        (V3, {"rope_interleave": False}, "rope_interleave=False"),
+        (V3, {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        (V3, {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        (V3, {"num_experts_per_tok": 1, "n_group": 1}, "num_experts_per_tok=1"),
+        (V3, {"n_group": 8, "topk_group": 2}, "their best 8//2=4 experts, this model by their best 2"),
+        (V3, {"n_group": 3}, "n_group=3 and topk_group=4"),
+        (V3, {"n_group": 2}, "n_group=2 and topk_group=4"),
+        (V3, {"n_shared_experts": None, "n_group": 0}, "n_shared_experts: None, n_group: 0"),
+        (V3, {"q_lora_rank": 0}, "q_lora_rank: 0"),
+        (V3, {"routed_scaling_factor": None}, "routed_scaling_factor=None"),
+        (V3, {"rope_parameters": {"rope_type": "llama3", **LLAMA3}}, "rope_type='llama3'"),
+        (V3, {"rope_parameters": {"type": "yarn", "factor": 40}}, "original_max_position_embeddings"),
+        (V3, {"rope_parameters": YARN | {"factor": None}}, "lacks factor"),
+        (V3, {"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor=1.0"),
+        (V3, {"rope_parameters": YARN | {"truncate": False}}, "truncate=False"),
+        (V3, {"rope_parameters": YARN | {"mscale": 0.7}}, "mscale=0.7, mscale_all_dim=None"),
+        (V2, {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0.7}}, "mscale=0, mscale_all_dim=0.7"),
     ],
 )
 def test_what_would_not_be_computed_faithfully_is_refused(
     architecture: str, setting: dict[str, Any], message: str
 ) -> None:
-    config = {"architectures": [architecture], "n_group": 1, "topk_group": 1}
-    assert family_of(config) is FAMILIES[architecture]
-    with pytest.raises(UnsupportedModel, match=message):
-        family_of({**config, **setting})
-
-
-V3 = {"architectures": ["DeepseekV3ForCausalLM"], "topk_method": "noaux_tc", "num_experts_per_tok": 8}
+    with pytest.raises(UnsupportedModel) as caught:
+        family_of(default_config(architecture) | setting)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("architecture", "keys"),
     [
-        ({"topk_method": None}, "topk_method=None"),
-        ({"scoring_func": None}, "scoring_func=None"),
-        ({"scoring_func": "softmax"}, "scoring_func='softmax'"),
-        ({"norm_topk_prob": False}, "norm_topk_prob=False"),
-        ({"rope_interleave": False}, "rope_interleave=False"),
-        ({"num_experts_per_tok": 1, "n_group": 1}, "num_experts_per_tok=1"),
-        ({"n_group": 8, "topk_group": 2}, "their best 8//2=4 experts, this model by their best 2"),
-        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, "rope_type='llama3'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 40}}, "original_max_position_embeddings"),
+        ("Qwen2ForCausalLM", ("num_key_value_heads",)),
+        ("Qwen3ForCausalLM", ("num_key_value_heads", "head_dim")),
+        (MOE, ("num_key_value_heads", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")),
+        (MIXTRAL, ("num_key_value_heads", "num_local_experts", "num_experts_per_tok")),
+        *[
+            (deepseek, (*COUNTS, "q_lora_rank", "first_k_dense_replace", "routed_scaling_factor"))
+            for deepseek in (V2, V3)
+        ],
     ],
 )
-def test_what_deepseek_v3_would_not_compute_faithfully_is_refused(setting: dict[str, Any], message: str) -> None:
-    published = {"n_group": 8, "topk_group": 4, "scoring_func": "sigmoid", "norm_topk_prob": True}
-    assert family_of(V3 | published) is FAMILIES["DeepseekV3ForCausalLM"]
-    with pytest.raises(UnsupportedModel) as caught:
-        family_of(V3 | published | setting)
-    assert message in str(caught.value)
+def test_what_a_config_must_say_is_named(architecture: str, keys: tuple[str, ...]) -> None:
+    """Where it is silent, libraries take it for different numbers."""
+    whole = default_config(architecture)
+    for key in keys:
+        with pytest.raises(UnsupportedModel, match=key):
+            family_of({k: v for k, v in whole.items() if k != key})
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_the_base_of_the_rotary_embedding_is_transformers_own_where_none_is_said(architecture: str) -> None:
+    config = {k: v for k, v in default_config(architecture).items() if k != "rope_parameters"}
+    assert FAMILIES[architecture].rope(config).theta == default_config(architecture)["rope_parameters"]["rope_theta"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import make_checkpoint
 from commands import ROOT, hybrid3d, read_rows
 from hybrid3d.exporting import copy_companions, export_entries, is_untrained
+from hybrid3d.families.deepseek import COUNTS
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.files import (
     CheckpointError,
@@ -31,9 +32,12 @@ CONFIG = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
-    "num_experts_per_tok": 8,
     "num_hidden_layers": 2,
     "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    **dict.fromkeys(COUNTS, 1),
+    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "q_lora_rank": None},
     "quantization_config": {"quant_method": "fp8", "weight_block_size": list(BLOCK)},
 }
 

@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.coverage import check_coverage, lower_bound
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece
+from hybrid3d.reshard.coverage import check_coverage, check_same_tensors, lower_bound
+from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, View
 from hybrid3d.reshard.planner import DIRECT_BYTES, FILES, Bucket, Message, Plan, PlanError, Transfer, make_plan
 from test_reshard_box import Shape, Side, World, addresses, check_moves, index, worlds
 
@@ -199,6 +199,17 @@ def test_what_nobody_holds_is_named_with_its_box_and_rank() -> None:
         make_plan(world.holdings, world.demand, 64)
     assert "a.weight [0, 4] + [4, 2], wanted by rank 2" in str(caught.value)
     assert "b.weight [0] + [2], wanted by rank 1" in str(caught.value)
+
+
+def test_a_tensor_that_one_side_alone_has_is_named() -> None:
+    pieces = [Piece(f"t{i:02}", Box.whole((2,)), View("x", 2 * i, (1,)), "float32") for i in range(30)]
+    few, all_of_them = tuple(pieces[:3]), tuple(pieces)
+    check_same_tensors({0: Holdings(few)}, {1: Demand(few)})
+    with pytest.raises(PlanError, match="27 tensors are wanted by rollout ranks and no train rank holds them: ") as it:
+        check_same_tensors({0: Holdings(few)}, {1: Demand(all_of_them)})
+    assert str(it.value).endswith(": " + ", ".join(f"t{i:02}" for i in range(3, 23)))
+    with pytest.raises(PlanError, match="27 tensors are trained and no rollout rank wants them: t03, "):
+        check_same_tensors({0: Holdings(all_of_them)}, {1: Demand(few)})
 
 
 def test_wanting_an_element_twice_is_refused() -> None:

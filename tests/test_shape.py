@@ -306,6 +306,7 @@ def test_layouts_of_experts_that_fit(misfits: Misfits, overrides: list[str], sha
         (["train.first_stage_layers=4"], "train.first_stage_layers=4 leave 0 of num_hidden_layers=4 to 1 other stages"),
         (["train.first_stage_layers=1", "train.pp=1"], "needs several stages, and train.pp=1 has one"),
         (["train.first_stage_layers=1", "train.vpp=2"], "does not divide the layers of each stage"),
+        (["train.first_stage_layers=2", "train.last_stage_layers=2", "train.vpp=2"], "set train.vpp=1"),
         (["rollout.expert_parallel=true"], "vLLM 0.32.0 cannot generate so on a CPU"),
         (["rollout.dp=2"], "rollout.dp=2 joins engines that share experts, and rollout.expert_parallel=false"),
     ],

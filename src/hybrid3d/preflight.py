@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,12 +11,14 @@ from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_
 from hybrid3d.exporting import is_redundant, is_untrained
 from hybrid3d.families import Config, UnsupportedModel, family_of
 from hybrid3d.inputs import read_config, read_data, read_tokenizer
-from hybrid3d.reshard.files import CheckpointError, Entry, read_index
+from hybrid3d.reshard.files import CheckpointError, CheckpointReader, Entry, pieces_of, read_index
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.reshard.planner import PlanError
 from hybrid3d.rl.data import DataError
 from hybrid3d.rl.rewards import reward_function
 from hybrid3d.run_folder import NoCheckpoint, RunFolder
+
+TIED_CHUNK = 1 << 24  # elements compared at a time
 
 
 def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
@@ -30,11 +32,7 @@ def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
     """
     config = read_config(recipe.model.path)
     family = family_of(config)
-    try:
-        parts = dict(experts=family.experts(config), latents=family.latents(config))
-    except KeyError as error:
-        raise RecipeError("config.json of the model", [f"{error.args[0]}: missing"]) from None
-    shape = ModelShape.from_config(config, **parts)
+    shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
     check_layout(recipe, shape, device=None if planned else "cuda" if torch.cuda.is_available() else "cpu")
     return config
 
@@ -70,26 +68,52 @@ def check_weights(config: Config, recipe: Recipe) -> None:
     """Hold the checkpoint's headers against what Megatron's own model of this config declares."""
     from hybrid3d.train.probe import expected_shapes
 
-    problems = _differences(expected_shapes(config), read_index(recipe.model.path), config)
+    found = read_index(recipe.model.path)
+    problems = list(_differences(expected_shapes(config), found, config))
     if problems:
-        shown = "\n".join(f"  {line}" for line in problems[:20])
-        more = f"\n  ... {len(problems)} in all" if len(problems) > 20 else ""
-        raise CheckpointError(f"{recipe.model.path} does not fit its config.json:\n{shown}{more}")
+        raise CheckpointError("\n".join([f"{recipe.model.path} does not fit its config.json:", *problems]))
+    check_tied_copy(recipe.model.path, config, found)
 
 
-def _differences(expected: Mapping[str, Shape], found: Mapping[str, Entry], config: Config) -> list[str]:
-    problems = [
+def _differences(expected: Mapping[str, Shape], found: Mapping[str, Entry], config: Config) -> Iterator[str]:
+    """A line for each of the first 20 tensors that are missing, of those that do not fit and of those too many."""
+    missing = [
         f"{name}: missing, shape {list(shape)} expected" for name, shape in expected.items() if name not in found
     ]
-    problems += [
+    unlike = [
         f"{name}: shape {list(found[name].shape)}, config.json asks for {list(shape)}"
         for name, shape in expected.items()
         if name in found and found[name].shape != shape
     ]
     extra = found.keys() - expected.keys()
-    unknown = sorted(name for name in extra if not is_redundant(name, config) and not is_untrained(name, config))
-    problems += [f"{name}: belongs to nothing in a {config['architectures'][0]}" for name in unknown]
-    return problems
+    unknown = [
+        f"{name}: belongs to nothing in a {config['architectures'][0]}"
+        for name in sorted(extra)
+        if not is_redundant(name, config) and not is_untrained(name, config)
+    ]
+    for lines, what in ((missing, "missing"), (unlike, "of another shape"), (unknown, "too many")):
+        yield from (f"  {line}" for line in lines[:20])
+        if len(lines) > 20:
+            yield f"  ... {len(lines)} tensors are {what}"
+
+
+def check_tied_copy(folder: str, config: Config, found: Mapping[str, Entry]) -> None:
+    """A head that config.json ties to the embedding may be in the files too, if it is the same.
+
+    Raises:
+        CheckpointError: it is another, which transformers would use and both engines would not.
+    """
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if head not in found or not is_redundant(head, config):
+        return
+    whole = {piece.name: piece for piece in pieces_of({name: found[name] for name in (head, embedding)})}
+    with CheckpointReader(folder, found) as reader:
+        for box in whole[head].box.split(TIED_CHUNK):
+            if not torch.equal(reader.read(whole[head].part(box)), reader.read(whole[embedding].part(box))):
+                raise CheckpointError(
+                    f"{folder}: config.json ties {head} to {embedding}, and the files have another {head}: "
+                    "remove it from them, or set tie_word_embeddings to false"
+                )
 
 
 USER_MISTAKES = (RecipeError, CheckpointError, DataError, UnsupportedModel, NoCheckpoint, PlanError)

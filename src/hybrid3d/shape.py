@@ -165,6 +165,9 @@ def _stages(recipe: Recipe, layers: int) -> Iterator[str]:
         yield from _broken("train.pp", pp, [rule], range(1, layers + 1))
         if layers % pp:
             return
+    if vpp > 1 and len(said) == pp:
+        yield f"train.vpp={vpp}: Megatron interleaves said first and last stages only around others: set train.vpp=1"
+        return
     words = f"num_hidden_layers/train.pp={layers}/{pp}={share}" if not said else "the layers of each stage"
     sizes = [*said.values(), *([share] if others else [])]
     chunks = Rule(lambda n: all(size % n == 0 for size in sizes), f"does not divide {words}")

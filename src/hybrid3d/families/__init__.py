@@ -37,7 +37,7 @@ def family_of(config: Config) -> Family:
             "A new one is a table in hybrid3d/families/, as its README.md shows"
         )
     family.check(config)
-    rope_of(config, family.scaling)
+    family.rope(config)
     return family
 
 

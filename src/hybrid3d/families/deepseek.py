@@ -14,10 +14,11 @@ from hybrid3d.families.family import (
     Same,
     Stacked,
     UnsupportedModel,
+    need,
     refuse,
     rope_of,
 )
-from hybrid3d.families.moe import experts_of
+from hybrid3d.families.moe import check_experts, experts_of
 
 ATTENTION = f"{MEGATRON}self_attention."
 # Some norms have a module of their own here, and lie in the linear that follows them in Transformer Engine.
@@ -45,16 +46,15 @@ ROUTER_BIAS: dict[str, RowMap] = {f"{MEGATRON}mlp.router.expert_bias": Same(f"{H
 
 
 def _experts(config: Config) -> Experts:
-    step = config.get("moe_layer_freq", 1)
-    dense = config.get("first_k_dense_replace", 0)
-    sparse = tuple(layer >= dense and layer % step == 0 for layer in range(config["num_hidden_layers"]))
-    width, shared = config["moe_intermediate_size"], config.get("n_shared_experts") or 0
-    return Experts(config["n_routed_experts"], config["num_experts_per_tok"], width, sparse, width * shared)
+    sparse = tuple(layer >= config["first_k_dense_replace"] for layer in range(config["num_hidden_layers"]))
+    width = config["moe_intermediate_size"]
+    shared = width * config["n_shared_experts"]
+    return Experts(config["n_routed_experts"], config["num_experts_per_tok"], width, sparse, shared)
 
 
 def _latents(config: Config) -> Latents:
     return Latents(
-        config.get("q_lora_rank") or 0,
+        config["q_lora_rank"] or 0,
         config["kv_lora_rank"],
         config["qk_nope_head_dim"],
         config["qk_rope_head_dim"],
@@ -79,13 +79,13 @@ def _rotary(config: Config) -> dict[str, Any]:
 
 
 def _settings(config: Config, **routing: Any) -> dict[str, Any]:
-    scaling = config.get("routed_scaling_factor", 1.0)
+    scaling = config["routed_scaling_factor"]
     router = {"moe_router_dtype": "fp32", "moe_router_topk_scaling_factor": scaling, **routing}
     return {"qk_layernorm": True, **_rotary(config), **router}
 
 
 def _v3_config(config: Config) -> dict[str, Any]:
-    groups = config.get("n_group") or 1
+    groups = config["n_group"]
     grouped = {"moe_router_num_groups": groups, "moe_router_group_topk": config["topk_group"]} if groups > 1 else {}
     return _settings(config, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, **grouped)
 
@@ -94,23 +94,44 @@ def _v2_config(config: Config) -> dict[str, Any]:
     return _settings(config, moe_router_pre_softmax=True)
 
 
+COUNTS = (
+    *("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size", "n_group", "topk_group"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+
+
+def _check(config: Config, least: int) -> None:
+    """What both generations have: all of it said, and nothing that vLLM or transformers leaves out."""
+    need(config, *COUNTS, *(["q_lora_rank"] if config.get("q_lora_rank", 0) is not None else []))
+    need(config, "first_k_dense_replace", least=0)
+    if not isinstance(config.get("routed_scaling_factor"), (int, float)):
+        raise UnsupportedModel(f"routed_scaling_factor={config.get('routed_scaling_factor')!r}: a number is needed")
+    refuse(config, moe_layer_freq=1, tie_word_embeddings=False)
+    check_experts(config, _experts, least)
+
+
 def _check_v3(config: Config) -> None:
     """DeepSeek-V3 scores a group by its two best experts, Megatron by its best topk / topk_group (arXiv 2412.19437)."""
     check_decoder(config, attention_bias=False, rope_interleave=True, norm_topk_prob=True)
+    _check(config, least=2)
     # vLLM takes what is not said for DeepSeek-V2's way, which is another.
     refuse({"scoring_func": None, "topk_method": None} | dict(config), scoring_func="sigmoid", topk_method="noaux_tc")
-    groups, chosen, per_token = config.get("n_group") or 1, config.get("topk_group") or 1, config["num_experts_per_tok"]
+    groups, chosen, per_token = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
+    if config["n_routed_experts"] % groups or chosen > groups:
+        raise UnsupportedModel(
+            f"n_group={groups} and topk_group={chosen}: groups must divide n_routed_experts="
+            f"{config['n_routed_experts']}, and a token cannot choose more of them than there are"
+        )
     if groups > 1 and per_token // chosen != 2:
         raise UnsupportedModel(
             f"num_experts_per_tok={per_token} and topk_group={chosen}: Megatron chooses groups by their best "
             f"{per_token}//{chosen}={per_token // chosen} experts, this model by their best 2"
         )
-    if per_token == 1:
-        raise UnsupportedModel("num_experts_per_tok=1: Megatron does not normalize the score of a single expert")
 
 
 def _check_v2(config: Config) -> None:
     check_decoder(config, attention_bias=False, mlp_bias=False, norm_topk_prob=False)
+    _check(config, least=1)
     if config.get("topk_method", "greedy") != "greedy":
         raise UnsupportedModel(
             f"topk_method={config['topk_method']!r}: this model chooses groups by their best expert, Megatron by the "

@@ -12,6 +12,7 @@ from hybrid3d.families.family import (
     Same,
     Stacked,
     Vocabulary,
+    need,
     refuse,
 )
 
@@ -42,7 +43,18 @@ QK_NORM: dict[str, RowMap] = {
 
 def check_decoder(config: Config, **faithful: Any) -> None:
     """Refuse what no family computes, and other values than `faithful`."""
-    refuse(config, hidden_act="silu", use_sliding_window=False, partial_rotary_factor=1.0, **faithful)
+    faithful |= dict(hidden_act="silu", use_sliding_window=False, partial_rotary_factor=1.0)
+    refuse(config, is_causal=True, dual_chunk_attention_config=None, **faithful)
+
+
+def _check_qwen2(config: Config) -> None:
+    need(config, "num_key_value_heads")
+    check_decoder(config)
+
+
+def _check_qwen3(config: Config) -> None:
+    need(config, "num_key_value_heads", "head_dim")
+    check_decoder(config, attention_bias=False)
 
 
 LLAMA = Family(
@@ -54,11 +66,11 @@ QWEN2 = Family(
     "Qwen2ForCausalLM",
     TENSORS | QKV_BIAS,
     transformer_config=lambda config: {"add_qkv_bias": True},
-    check=check_decoder,
+    check=_check_qwen2,
 )
 QWEN3 = Family(
     "Qwen3ForCausalLM",
     TENSORS | QK_NORM,
     transformer_config=lambda config: {"qk_layernorm": True},
-    check=lambda config: check_decoder(config, attention_bias=False),
+    check=_check_qwen3,
 )

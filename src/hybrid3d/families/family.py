@@ -152,6 +152,7 @@ class Family:
         experts: of the sparse layers; None in a dense family.
         latents: of multi-head latent attention; None where attention has grouped queries.
         scaling: the kind of scaled rotary embedding that the family computes.
+        theta: base of the rotary embedding where a config says none.
         untrained: patterns of tensors that a checkpoint may carry and training leaves as they are.
     """
 
@@ -162,7 +163,12 @@ class Family:
     experts: Callable[[Config], Experts | None] = field(default=lambda config: None)
     latents: Callable[[Config], Latents | None] = field(default=lambda config: None)
     scaling: str = "llama3"
+    theta: float = 10000.0
     untrained: Callable[[Config], Iterable[str]] = field(default=lambda config: ())
+
+    def rope(self, config: Config) -> Rope:
+        """Rotary settings of a model of this family; UnsupportedModel for what it does not compute."""
+        return rope_of(config, self.scaling, self.theta)
 
     def kinds(self, config: Config) -> tuple[int, ...]:
         """For each layer the first one that is like it: layers differ in being sparse or dense, and in nothing else."""
@@ -199,34 +205,56 @@ def refuse(config: Config, **faithful: Any) -> None:
             raise UnsupportedModel(f"{key}={config[key]!r}: only {value!r} is computed faithfully")
 
 
+def need(config: Config, *keys: str, least: int = 1) -> None:
+    """Refuse a config that does not say these counts: what is left out means another number in each library.
+
+    Raises:
+        UnsupportedModel: with every such key.
+    """
+    wrong = [
+        f"{key}: {repr(config[key]) if key in config else 'missing'}"
+        for key in keys
+        if type(config.get(key)) is not int or config[key] < least
+    ]
+    if wrong:
+        raise UnsupportedModel(f"config.json needs whole numbers of {least} or more for {', '.join(wrong)}")
+
+
 _SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 
 
-def rope_of(config: Config, known: str = "llama3") -> Rope:
+def rope_of(config: Config, known: str = "llama3", theta: float = 10000.0) -> Rope:
     """Rotary settings, in either form: `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
 
     Args:
         known: the kind of scaling that the family computes.
+        theta: the base where none is said.
 
     Raises:
-        UnsupportedModel: the scaling is of another kind, or lacks a constant.
+        UnsupportedModel: the scaling is of another kind, lacks a constant, or has one that is not computed.
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise UnsupportedModel(f"rope_parameters={scaling!r}: a table of constants is needed")
     if scaling.get("partial_rotary_factor", 1.0) != 1.0:
         factor = scaling["partial_rotary_factor"]
         raise UnsupportedModel(f"partial_rotary_factor={factor}: only 1.0 is computed faithfully")
-    theta = scaling.get("rope_theta") or config.get("rope_theta", 10000.0)
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or theta
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return Rope(theta)
     if kind != known:
         raise UnsupportedModel(f"rope_type={kind!r}: this family knows 'default' and {known!r}")
-    lacking = [key for key in _SCALINGS[kind] if key not in scaling]
+    lacking = [key for key in _SCALINGS[kind] if not isinstance(scaling.get(key), (int, float))]
     if lacking:
         raise UnsupportedModel(f"rope_type={kind!r} lacks {', '.join(lacking)}")
     if kind == "llama3":
         return Rope(theta, llama3={key: scaling[key] for key in _SCALINGS[kind]})
+    refuse({"attention_factor": None, "truncate": True} | dict(scaling), attention_factor=None, truncate=True)
+    if bool(scaling.get("mscale")) != bool(scaling.get("mscale_all_dim")):
+        said = ", ".join(f"{key}={scaling.get(key)}" for key in ("mscale", "mscale_all_dim"))
+        raise UnsupportedModel(f"{said}: one without the other is computed differently by each engine")
     return Rope(theta, yarn={key: value for key, value in scaling.items() if isinstance(value, (int, float))})

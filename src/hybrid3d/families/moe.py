@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hybrid3d.families.dense import HF, MEGATRON, QK_NORM, TENSORS, check_decoder
-from hybrid3d.families.family import Config, Experts, Family, RowMap, Same, Stacked
+from hybrid3d.families.family import Config, Experts, Family, RowMap, Same, Stacked, UnsupportedModel, need
 
 
 def experts_of(block: str, gate: str, up: str, down: str) -> dict[str, RowMap]:
@@ -19,11 +20,46 @@ def experts_of(block: str, gate: str, up: str, down: str) -> dict[str, RowMap]:
     }
 
 
+def check_experts(config: Config, family_of_experts: Callable[[Config], Experts], least: int) -> None:
+    """Refuse experts that no layer has, and tokens that are sent to more experts than there are, or than to `least`.
+
+    Args:
+        least: experts that a token must be sent to.
+    """
+    experts = family_of_experts(config)
+    if not any(experts.sparse):
+        raise UnsupportedModel(f"none of num_hidden_layers={len(experts.sparse)} layers has experts")
+    if experts.per_token < least:
+        raise UnsupportedModel(
+            f"num_experts_per_tok={experts.per_token}: Megatron does not normalize the score of a single expert"
+        )
+    if experts.per_token > experts.count:
+        raise UnsupportedModel(f"num_experts_per_tok={experts.per_token} is more than the {experts.count} experts")
+
+
 def _qwen3_experts(config: Config) -> Experts:
     dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
     sparse = (layer not in dense and (layer + 1) % step == 0 for layer in range(config["num_hidden_layers"]))
-    count = config.get("num_experts") or config["num_local_experts"]
-    return Experts(count, config["num_experts_per_tok"], config["moe_intermediate_size"], tuple(sparse))
+    return Experts(
+        config[_count_key(config)], config["num_experts_per_tok"], config["moe_intermediate_size"], tuple(sparse)
+    )
+
+
+def _count_key(config: Config) -> str:
+    return "num_experts" if "num_experts" in config else "num_local_experts"
+
+
+def _check_qwen3(config: Config) -> None:
+    check_decoder(config, attention_bias=False)
+    need(config, "num_key_value_heads", _count_key(config), "num_experts_per_tok", "moe_intermediate_size")
+    need({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step")
+    check_experts(config, _qwen3_experts, least=2 if config.get("norm_topk_prob") else 1)
+
+
+def _check_mixtral(config: Config) -> None:
+    check_decoder(config, sliding_window=None, router_jitter_noise=0.0)
+    need(config, "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
+    check_experts(config, _mixtral_experts, least=2)
 
 
 def _mixtral_experts(config: Config) -> Experts:
@@ -40,12 +76,13 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     TENSORS | QK_NORM | experts_of("mlp", "gate_proj", "up_proj", "down_proj"),
     transformer_config=_qwen3_config,
-    check=lambda config: check_decoder(config, attention_bias=False),
+    check=_check_qwen3,
     experts=_qwen3_experts,
 )
 MIXTRAL = Family(
     "MixtralForCausalLM",
     TENSORS | experts_of("block_sparse_moe", "w1", "w3", "w2"),
-    check=lambda config: check_decoder(config, sliding_window=None, router_jitter_noise=0.0),
+    check=_check_mixtral,
     experts=_mixtral_experts,
+    theta=1e6,
 )

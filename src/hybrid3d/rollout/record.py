@@ -8,7 +8,7 @@ fills in. A loader may do nothing else: anything but a view, a copy or a constan
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,6 @@ class Destination:
 
     name: str
     tensor: torch.Tensor
-    in_place: bool
 
 
 class _Stand(torch.Tensor):
@@ -123,7 +122,7 @@ class _Recording(TorchDispatchMode):
             raise UnsupportedLoader(f"{stand.canonical}: {error}") from None
         dtype = str(target.dtype).removeprefix("torch.")
         self.pieces += [
-            Piece(stand.canonical, box, View(view.tensor, offset, stride), dtype, destination.in_place)
+            Piece(stand.canonical, box, View(view.tensor, offset, stride), dtype, in_place=False)
             for box, offset, stride in boxes
         ]
 
@@ -154,9 +153,22 @@ def record_demand(
         UnsupportedLoader: the loader does more than slice, copy and fill, or leaves part of a parameter unwritten.
     """
     recording = _Recording(shapes, destinations)
-    stands = ((name, _Stand(name, torch.empty(shape, dtype=dtype, device="meta"))) for name, shape in shapes.items())
+    given = [""]
+
+    def stands() -> Iterator[tuple[str, _Stand]]:
+        for name, shape in shapes.items():
+            given[0] = name
+            yield name, _Stand(name, torch.empty(shape, dtype=dtype, device="meta"))
+
     with torch.no_grad(), recording:
-        model.load_weights(stands)
+        try:
+            model.load_weights(stands())
+        except UnsupportedLoader:
+            raise
+        except Exception as error:  # a loader that knows no such tensor fails in its own way
+            raise UnsupportedLoader(
+                f"vLLM's loader of {type(model).__name__} fails on {given[0]}: {type(error).__name__}: {error}"
+            ) from error
     _check_written(recording, destinations)
     return Demand(tuple(recording.pieces), tuple(recording.fills))
 
@@ -168,17 +180,21 @@ def _check_written(recording: _Recording, destinations: list[Destination]) -> No
         writes.setdefault(piece.view.tensor, []).append((piece.view, piece.box.size))
     for fill in recording.fills:
         writes.setdefault(fill.view.tensor, []).append((fill.view, fill.size))
+    wrong: dict[str, str] = {}
     for destination in destinations:
         d = recording.first_of_tied(destination)
         if d.name not in writes and not isinstance(d.tensor, torch.nn.Parameter):
             continue
         times, run = _times_written(d.tensor, writes.get(d.name, []))
         if not bool((times == 1).all()):
-            raise UnsupportedLoader(
-                f"of the {d.tensor.numel()} elements of {d.name} vLLM's loader leaves {int((times == 0).sum()) * run} "
-                f"unwritten and writes {int((times > 1).sum()) * run} more than once: "
-                "what it lacks is in no tensor that Megatron holds"
+            wrong[d.name] = (
+                f"  {d.name}: of {d.tensor.numel()} elements {int((times == 0).sum()) * run} are left unwritten, "
+                f"and {int((times > 1).sum()) * run} are written more than once"
             )
+    if wrong:
+        lines = [*list(wrong.values())[:20], *(["  ..."] if len(wrong) > 20 else [])]
+        said = f"{len(wrong)} tensors of vLLM's are not written by what Megatron holds, each element once:"
+        raise UnsupportedLoader("\n".join([said, *lines]))
 
 
 def _times_written(tensor: torch.Tensor, writes: list[tuple[View, Shape]]) -> tuple[torch.Tensor, int]:

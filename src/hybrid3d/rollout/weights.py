@@ -44,7 +44,6 @@ class RolloutWeights:
         self._vllm_config = vllm_config
         self._units = _units(model)
         self._unit_of = {name: i for i, unit in enumerate(self._units) for name in unit.names(model)}
-        self._live = {name: tensor for name, _, _, tensor in _tensors_of(model)}
         self.demand = self._record(model, vllm_config, shapes)
         self._open: _Opened | None = None
         self._left: dict[int, int] = {}
@@ -54,9 +53,7 @@ class RolloutWeights:
         live = _swap_in_loader_layout(model, on_meta=True)
         try:
             destinations = [
-                Destination(name, tensor, not current_platform.is_cpu() and _same_layout(live[module].get(key), tensor))
-                for name, module, key, tensor in _tensors_of(model)
-                if key not in DERIVED
+                Destination(name, tensor) for name, _, key, tensor in _tensors_of(model) if key not in DERIVED
             ]
             with set_current_vllm_config(vllm_config):
                 demand = record_demand(model, shapes, vllm_config.model_config.dtype, destinations)
@@ -85,8 +82,6 @@ class RolloutWeights:
         self.finalize_bytes = 0
 
     def write(self, piece: Piece) -> torch.Tensor:
-        if piece.in_place:  # live memory: nothing need be open, so it may be received into ahead of time
-            return _strided(self._live[piece.view.tensor], piece.view, piece.box.size)
         return self._opened(piece).view(piece.view, piece.box.size)
 
     def landed(self, piece: Piece) -> None:

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from hybrid3d.config import Train
-from hybrid3d.families import Config, Family, family_of, head_dim, query_groups, rope_of
+from hybrid3d.families import Config, Family, family_of, head_dim, query_groups
 from hybrid3d.train.runtime import ON_CUDA, device, on_device
 
 USE_TE = ON_CUDA  # Transformer Engine is part of a GPU install, and builds only there
@@ -132,7 +132,7 @@ def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | No
     spec = get_gpt_decoder_block_spec(settings, USE_TE, normalization="RMSNorm", vp_stage=vp_stage)
     if not ON_CUDA:
         _use_torch_modules(spec)
-    rope = rope_of(config, family_of(config).scaling)
+    rope = family_of(config).rope(config)
     model = GPTModel(
         settings,
         spec,
