@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from checkpoints import DENSE, FAMILIES, SPARSE
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
 from hybrid3d.reshard.coverage import check_coverage, lower_bound
 from hybrid3d.reshard.executor import Executor, Tensors
-from hybrid3d.reshard.layout import Demand, Holdings
+from hybrid3d.reshard.layout import Demand, Fill, Holdings
 from hybrid3d.reshard.planner import make_plan
 from hybrid3d.reshard.transport import LocalTransport
 from hybrid3d.rollout.probe import demand_of_all, model_of_rank
@@ -47,8 +48,10 @@ DENSE_TRAIN: list[dict[str, int]] = [
     dict(tp=2, cp=2),
     dict(tp=4, pp=2),
     dict(tp=2, pp=4),
-    dict(tp=2, pp=2, dp=2),
-    dict(tp=2, dp=4),
+    dict(tp=2, pp=2, first_stage_layers=1),
+    dict(pp=2, dp=2, last_stage_layers=1),
+    dict(tp=4, pp=3, last_stage_layers=2),
+    dict(tp=4, pp=2, first_stage_layers=1),
 ]
 DENSE_ROLLOUT: list[dict[str, Any]] = [dict(tp=1), dict(tp=2), dict(tp=4)]
 SPARSE_TRAIN: list[dict[str, int]] = [
@@ -61,6 +64,9 @@ SPARSE_TRAIN: list[dict[str, int]] = [
     dict(tp=2, pp=2, ep=2, vpp=2),
     dict(pp=2, dp=2, ep=2, first_stage_layers=1),
     dict(tp=2, pp=2, dp=2, ep=4, last_stage_layers=1),
+    dict(tp=2, cp=2, ep=2),
+    dict(dp=4, ep=2, etp=2),
+    dict(pp=4),
 ]
 SPARSE_ROLLOUT: list[dict[str, Any]] = [
     dict(tp=1),
@@ -68,6 +74,8 @@ SPARSE_ROLLOUT: list[dict[str, Any]] = [
     dict(tp=4),
     dict(tp=2, expert_parallel=True),
     dict(tp=2, dp=2, expert_parallel=True),
+    dict(tp=4, expert_parallel=True),
+    dict(tp=1, dp=4, expert_parallel=True),
 ]
 LAYOUTS = {
     **dict.fromkeys(DENSE, (DENSE_TRAIN, DENSE_ROLLOUT)),
@@ -80,27 +88,6 @@ class Cell:
     family: str
     train: Train
     rollout: Rollout
-
-    @property
-    def features(self) -> set[str]:
-        """What is hard about it."""
-        train, rollout = self.train, self.rollout
-        grouped = self.family in (*DENSE, "qwen3_moe", "mixtral")
-        there = {
-            "VPP": train.vpp > 1,
-            "uneven PP stages": bool(train.first_stage_layers or train.last_stage_layers),
-            "EP": train.ep > 1,
-            "ETP": train.etp > 1,
-            "CP": train.cp > 1,
-            "replicated KV heads": grouped and rollout.tp > 2,
-            "fewer query groups than TP": grouped and train.tp > 2,
-            "padded vocabulary": True,  # vLLM pads 330 rows to 384, Megatron at TP4 to 332
-            "tied embeddings": self.family == "qwen2",
-            "router bias": self.family in ("deepseek_v3", "moonlight"),
-            "expert-parallel rollout": rollout.expert_parallel,
-            "expert-parallel rollout over DP": rollout.expert_parallel and rollout.dp > 1,
-        }
-        return {name for name, is_there in there.items() if is_there}
 
     def __str__(self) -> str:
         sides = (self.train, Train(), ("micro_batch_size",)), (self.rollout, rollout_of(), ())
@@ -124,18 +111,27 @@ def cells(families: tuple[str, ...] = FAMILIES) -> Iterator[Cell]:
 
 @dataclass(frozen=True)
 class Proof:
-    """What came of a cell: how many elements were compared, what differs, and a digest of holdings and demand."""
+    """What came of a cell.
+
+    Attributes:
+        elements: how many were compared.
+        wrong: the ranks and tensors that differ.
+        digest: of the set of (what a rank holds, what it wants): replicas of ranks do not change it.
+        features: what is hard about the cell.
+    """
 
     elements: int
     wrong: list[str]
     received_bytes: int
     lower_bound_bytes: int
     digest: str
+    features: frozenset[str]
 
 
 @dataclass(frozen=True)
 class Trained:
     holdings: Holdings
+    padding: tuple[Fill, ...]
     tensors: dict[str, torch.Tensor]
 
 
@@ -159,6 +155,7 @@ class Grid:
         trained = self._trained(cell.family, cell.train)
         engine = self._wanted(cell.family, cell.rollout)
         ranks = sorted(trained)
+        assert len(ranks) % len(engine) == 0, str(cell)
         holdings = {rank: trained[rank].holdings for rank in ranks}
         wanted = {rank: engine[rank % len(engine)] for rank in ranks}
         demand = {rank: wanted[rank].demand for rank in ranks}
@@ -182,8 +179,37 @@ class Grid:
             if not torch.equal(_bits(tensor), _bits(got[rank][name]))
         ]
         elements = sum(t.numel() for rank in ranks for t in wanted[rank].truth.values())
-        digest = hashlib.sha256(repr((holdings, demand)).encode()).hexdigest()
-        return Proof(elements, wrong, sum(received), sum(lower_bound(holdings, demand).values()), digest)
+        least = sum(lower_bound(holdings, demand).values())
+        return Proof(elements, wrong, sum(received), least, _digest(holdings, demand), self._features(cell))
+
+    def _features(self, cell: Cell) -> frozenset[str]:
+        """What is hard about a cell, as its layouts, the checkpoint's config and both engines say."""
+        train, rollout = cell.train, cell.rollout
+        config, _ = self._weights(cell.family)
+        trained, engine = self._trained(cell.family, train).values(), self._wanted(cell.family, rollout)
+        held = {piece.name for rank in trained for piece in rank.holdings.pieces}
+        keys = Counter(  # by how many of the ranks that share one attention each key is wanted
+            key
+            for rank in engine[: rollout.tp]
+            for key in {(p.name, p.box) for p in rank.demand.pieces if p.name.endswith("k_proj.weight")}
+        )
+        there = {
+            "VPP": train.vpp > 1,
+            "uneven PP stages": bool(train.first_stage_layers or train.last_stage_layers),
+            "EP": train.ep > 1,
+            "ETP": train.etp > 1,
+            "ETP larger than TP": train.etp > train.tp,
+            "CP": train.cp > 1,
+            "expert-parallel rollout": rollout.expert_parallel,
+            "expert-parallel rollout over DP": rollout.expert_parallel and rollout.dp > 1,
+            "tied embeddings": config["tie_word_embeddings"],
+            "fewer query groups than TP": config["num_key_value_heads"] < train.tp,
+            "replicated KV heads": max(keys.values(), default=1) > 1,
+            "vocabulary padded by Megatron": any(rank.padding for rank in trained),
+            "vocabulary padded by vLLM": any(rank.demand.fills for rank in engine),
+            "router bias": any(name.endswith("e_score_correction_bias") for name in held),
+        }
+        return frozenset(name for name, is_there in there.items() if is_there)
 
     def unlike_the_whole(self, cell: Cell) -> list[str]:
         """Where one layer of each kind, repeated, says something else than the engines say of all their layers."""
@@ -228,7 +254,8 @@ class Grid:
                     offset = shard.data.storage_offset() - base.storage_offset()
                     view = real.as_strided(shard.data.shape, shard.data.stride(), offset)
                     _fill(view, shard, global_tensor(shard.key, weights, config))
-                found[rank] = Trained(megatron_weights(stages, config).holdings, tensors)
+                held = megatron_weights(stages, config)
+                found[rank] = Trained(held.holdings, held.padding, tensors)
         return found
 
     def _wanted(self, family: str, rollout: Rollout) -> list[Wanted]:
@@ -257,6 +284,11 @@ def _fill(view: torch.Tensor, shard: Any, whole: torch.Tensor) -> None:
     index = tuple(slice(a, a + n) for a, n in zip(shard.global_offset[front:], view.shape, strict=True))
     part = whole[index]
     view[tuple(slice(0, n) for n in part.shape)].copy_(part)
+
+
+def _digest(holdings: dict[int, Holdings], demand: dict[int, Demand]) -> str:
+    pairs = {repr((holdings[rank], demand[rank])) for rank in holdings}
+    return hashlib.sha256("\n".join(sorted(pairs)).encode()).hexdigest()
 
 
 def _unwritten(truth: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
