@@ -39,13 +39,21 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2-ep2-etp2": dict(tp=2, dp=2, ep=2, etp=2),
     "tp2-pp2-ep2": dict(tp=2, pp=2, ep=2, last_stage_layers=1),
     "pp2-vpp2-ep2": dict(pp=2, vpp=2, dp=2, ep=2),
+    "dp4-ep2-etp2": dict(dp=4, ep=2, etp=2),  # experts are sharded where attention is not
+    "dp4-ep4": dict(dp=4, ep=4),
+    "pp2-first1": dict(pp=2, dp=2, first_stage_layers=1),  # of DeepSeek the first stage has no experts
 }
 DENSE_LAYOUTS = ("tp1-pp1", "tp2-pp1", "tp4-pp1", "tp1-pp2", "tp2-pp2", "tp2-pp2-vpp2")
-SPARSE_LAYOUTS = ("tp1-pp1", "tp2-pp2", "ep2", "tp2-ep2", "tp2-ep2-etp2", "tp2-pp2-ep2", "pp2-vpp2-ep2")
+SPARSE_LAYOUTS = (
+    *("tp1-pp1", "tp2-pp2", "ep2", "tp2-ep2", "tp2-ep2-etp2", "tp2-pp2-ep2", "pp2-vpp2-ep2"),
+    *("dp4-ep2-etp2", "dp4-ep4", "pp2-first1"),
+)
 FEW_LAYOUTS = ("tp1-pp1", "tp2-ep2", "tp2-pp2-ep2")
 CASES = {
     **dict.fromkeys(DENSE, DENSE_LAYOUTS),
-    **{family: SPARSE_LAYOUTS if family in ("qwen3_moe", "deepseek_v3") else FEW_LAYOUTS for family in SPARSE},
+    **dict.fromkeys(SPARSE, FEW_LAYOUTS),
+    **dict.fromkeys(("qwen3_moe", "deepseek_v3"), SPARSE_LAYOUTS),
+    "qwen2": (*DENSE_LAYOUTS, "pp2-first1"),  # tied embeddings lie on both stages
 }
 # Kinds of loss and sizes of micro batches: in one layout each kind in each size.
 STEPS = {layout: [("sft", 4), ("grpo", 4)] for layout in LAYOUTS}

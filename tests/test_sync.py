@@ -6,6 +6,8 @@ Real ranks, real Megatron, real vLLM: `jobs/sync.py` does the work, one launch p
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from typing import Any
 import pytest
 
 import checkpoints
+from hybrid3d.families import family_of
+from hybrid3d.inputs import read_config
+from reference import tensors_in
 from run_ranks import run_ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
@@ -29,6 +34,8 @@ LAUNCHES: dict[str, tuple[int, tuple[str, ...], str]] = {
     "tp2-bfloat16": (2, ("deepseek_v3",), "bfloat16"),
 }
 SEEDS = (1, 2, 3)
+KINDS = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "head"}  # of the outputs; the rest are of linears
+SYNCS = {"sync1": "second sync", "sync2": "third sync", "sync11": "twelfth sync"}
 
 
 @pytest.fixture(scope="module", params=LAUNCHES)
@@ -53,7 +60,7 @@ def cases_of(results: list[dict]) -> list[list[dict]]:
     return list(cases.values())
 
 
-@pytest.mark.parametrize("sync", ["sync1", "sync2", "sync11"], ids=["second sync", "third sync", "twelfth sync"])
+@pytest.mark.parametrize("sync", SYNCS, ids=SYNCS.values())
 @pytest.mark.parametrize("what", ["loader_layout", "outputs", "logprobs"])
 def test_bit_for_bit_as_freshly_loaded(results: list[dict], sync: str, what: str) -> None:
     judged = [result for result in results if sync in result]
@@ -63,6 +70,33 @@ def test_bit_for_bit_as_freshly_loaded(results: list[dict], sync: str, what: str
         assert compared["elements"] > 0
         assert compared["wrong"] == [], (result["family"], result["train"], result["rank"])
         assert result[sync]["landed"] >= 40  # tensors seen before their finalization: not only live ones
+
+
+def test_all_that_computes_is_compared(results: list[dict], tiny_checkpoint: Callable[..., Path]) -> None:
+    """What there is to compare is read from the checkpoint: it cannot vanish by a name that vLLM changes."""
+    for result in results:
+        folder = tiny_checkpoint(result["family"], SEEDS[0])
+        config = read_config(folder)
+        experts, latents = family_of(config).experts(config), family_of(config).latents(config)
+        layers = list(range(config["num_hidden_layers"]))
+        sparse = [layer for layer in layers if experts and experts.sparse[layer]]
+        assert (sparse != []) == (result["family"] in checkpoints.SPARSE)
+        assert (latents is not None) == (result["family"] in checkpoints.LATENT)
+        matrices = {name for name, tensor in tensors_in(folder).items() if tensor.dim() == 2}
+        assert result["matrices"].keys() == matrices
+        for sync in SYNCS.keys() & result.keys():
+            compared = defaultdict(list, result[sync]["outputs"]["modules"])
+            for matrix in matrices:
+                if ".experts." not in matrix:  # those of experts are in blocks
+                    assert set(result["matrices"][matrix]) <= set(compared[KINDS.get(matrix, "linear")]), matrix
+            assert len(compared["embedding"]) == len(compared["head"]) == 2  # a tied one has two names
+            assert layers_of(compared["block"]) == sparse
+            for derived in ("W_UV", "W_UK_T"):
+                assert layers_of(compared[derived]) == (layers if latents else [])
+
+
+def layers_of(modules: list[str]) -> list[int]:
+    return sorted(int(re.search(r"\.layers\.(\d+)\.", module)[1]) for module in modules)
 
 
 def test_wrong_bytes_are_seen(results: list[dict]) -> None:

@@ -10,6 +10,7 @@ by twelve, and is compared after the last too.
 import dataclasses
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -66,7 +67,12 @@ class Engine(rollout_engine.RolloutEngine):
 
     @torch.no_grad()
     def outputs(self) -> dict[str, torch.Tensor]:
-        """What each linear, embedding and head computes on fixed random inputs."""
+        """What each linear, embedding, head and sparse layer computes on fixed random inputs, as `module.kind`.
+
+        The tensors that latent attention derives from `kv_b_proj` are kinds of their own.
+        """
+        from vllm.model_executor.layers.linear import LinearBase
+
         found, dtype = {}, next(self.model.parameters()).dtype
         for path, module in self.model.named_modules(remove_duplicate=False):
             method, random = getattr(module, "quant_method", None), torch.Generator().manual_seed(7)
@@ -76,9 +82,10 @@ class Engine(rollout_engine.RolloutEngine):
                 found[f"{path}.head"] = method.apply(
                     module, torch.randn(5, module.embedding_dim, generator=random).to(dtype)
                 )
-            elif hasattr(module, "input_size_per_partition"):
-                inputs = torch.randn(5, module.input_size_per_partition, generator=random).to(dtype)
-                found[path] = method.apply(module, inputs, module.bias)
+            elif isinstance(module, LinearBase):
+                size = getattr(module, "input_size_per_partition", module.input_size)  # a replicated one is whole
+                inputs = torch.randn(5, size, generator=random).to(dtype)
+                found[f"{path}.linear"] = method.apply(module, inputs, module.bias)
             elif hasattr(module, "experts") and not hasattr(module, "layers"):
                 found[f"{path}.block"] = self._block(module)
             derived = {name: getattr(module, name) for name in rollout_weights.DERIVED if hasattr(module, name)}
@@ -210,15 +217,32 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def compare(engine: Engine, landed: Landed, truth: tuple) -> dict:
     _, before, outputs, logprobs = truth
-    live = tensors_of(engine.model)
+    live, computed = tensors_of(engine.model), engine.outputs()
     assert live.keys() - before.keys() <= {n for n in live if n.endswith(rollout_weights.DERIVED)}
     got = {name: landed.tensors.get(name, live[name]) for name in before}
     return {
         "landed": len(landed.tensors),
         "loader_layout": differing(got, before),
-        "outputs": differing(engine.outputs(), outputs),
+        "outputs": differing(computed, outputs) | {"modules": by_kind(computed)},
         "logprobs": differing({"all": engine.logprobs()}, {"all": logprobs}),
     }
+
+
+def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
+    """The modules whose outputs were compared."""
+    found: dict[str, list[str]] = {}
+    for module, _, kind in (name.rpartition(".") for name in names):
+        found.setdefault(kind, []).append(module)
+    return found
+
+
+def matrices(sync: WeightSync) -> dict[str, list[str]]:
+    """By name of each canonical matrix, the modules that it is written into."""
+    found: dict[str, set[str]] = {}
+    for piece in sync._sink.demand.pieces:
+        if len(piece.box.size) == 2:
+            found.setdefault(piece.name, set()).add(piece.view.tensor.rpartition(".")[0])
+    return {name: sorted(modules) for name, modules in found.items()}
 
 
 def split_boxes(sync: WeightSync, bucket_bytes: int) -> int:
@@ -259,6 +283,7 @@ def prove(rank: int, rollout_tp: int, dtype: str, family: str, folders: list[str
         result["last"] = layout is layouts[-1]
         result["bucket_bytes"] = int(recipe.sync.bucket_mib * 2**20)
         result["split_boxes"] = split_boxes(sync, result["bucket_bytes"])
+        result["matrices"] = matrices(sync)
         for number in range(12 if result["last"] else 3):
             load_files(folders[number % 3], weights.demand, weights.tensors, rank)
             landed.tensors.clear()
