@@ -88,6 +88,7 @@ def asked(case: str) -> Any:
         pytest.param("qwen3-235b-a22b", range(8), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.timeout(1200)
 def test_vllm_says_the_same_of_every_layer(case: str, ranks: tuple[int, ...]) -> None:
     recipe, shapes, stamped = asked(case)
     for rank in ranks:
