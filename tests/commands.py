@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from checkpoints import make_checkpoint
+
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def experts_folder(folder: Path, demo: Path, family: str) -> Path:
+    """Lay out `folder` for the demo recipe with a tiny model of `family`, and return the model's folder."""
+    (folder / "build").mkdir()
+    (folder / "build" / "demo").symlink_to(demo)
+    model = make_checkpoint(folder / "model", family, seed=1, vocab_size=600)  # the demo's tokenizer fits in
+    for path in (demo / "base").glob("*token*"):
+        shutil.copy(path, model)
+    return model
+
+
+EXPERTS = ["model.path=model", "run.eval_every=100", "train.micro_batch_size=8", "rollout.kv_cache_gib=0.0625"]
 
 
 def hybrid3d(folder: Path, *arguments: str, timeout: float = 600, expect: int = 0) -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import make_checkpoint
-from commands import ROOT, hybrid3d, read_rows
+from commands import EXPERTS, ROOT, experts_folder, hybrid3d, read_rows
 from hybrid3d.exporting import copy_companions, export_entries, is_untrained
 from hybrid3d.families.deepseek import COUNTS
 from hybrid3d.reshard.box import Box
@@ -160,15 +158,11 @@ def as_published(folder: Path, block: tuple[int, int]) -> None:
 def test_both_engines_take_a_checkpoint_as_published_and_give_back_its_bf16_form(demo: Path, tmp_path: Path) -> None:
     """Four real ranks; the learning rate is 0, so that an export must be what was loaded."""
     block = (48, 80)
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build" / "demo").symlink_to(demo)
-    model = make_checkpoint(tmp_path / "model", "deepseek_v3", seed=1, vocab_size=600)
+    model = experts_folder(tmp_path, demo, "deepseek_v3")
     as_published(model, block)
-    for path in (demo / "base").glob("*token*"):
-        shutil.copy(path, model)
-    settings = ["model.path=model", "run.steps=1", "run.eval_every=100", "optimizer.lr=0", "train.ep=2"]
-    settings += ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4", "train.micro_batch_size=8"]
-    hybrid3d(tmp_path, "train", str(ROOT / "recipes/demo-cpu.yaml"), *settings, "rollout.kv_cache_gib=0.0625")
+    settings = [*EXPERTS, "run.steps=1", "optimizer.lr=0", "train.ep=2"]
+    settings += ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4"]
+    hybrid3d(tmp_path, "train", str(ROOT / "recipes/demo-cpu.yaml"), *settings)
     rows = read_rows(tmp_path / "runs/demo-cpu")
     assert len(rows) == 2
     for row in rows:

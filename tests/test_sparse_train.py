@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from checkpoints import make_checkpoint
-from commands import ROOT, hybrid3d, read_rows
+from commands import EXPERTS, ROOT, experts_folder, hybrid3d, read_rows
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
@@ -17,8 +15,6 @@ LAYOUTS = {
     "ep2": ["train.tp=1", "train.pp=1", "train.dp=4", "train.ep=2", "rollout.tp=2"],
     "tp2-pp2": ["train.tp=2", "train.pp=2", "rollout.tp=2"],
 }
-
-
 QUICK = {("qwen3_moe", "ep2"), ("deepseek_v3", "tp2-pp2")}  # the other pairs in make test-all
 
 
@@ -31,13 +27,8 @@ QUICK = {("qwen3_moe", "ep2"), ("deepseek_v3", "tp2-pp2")}  # the other pairs in
     ],
 )
 def test_every_sync_is_exact_and_both_engines_agree(family: str, layout: str, demo: Path, tmp_path: Path) -> None:
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build" / "demo").symlink_to(demo)
-    make_checkpoint(tmp_path / "model", family, seed=1, vocab_size=600)
-    for path in (demo / "base").glob("*token*"):
-        shutil.copy(path, tmp_path / "model")
-    settings = ["model.path=model", f"run.steps={STEPS}", "run.eval_every=100", "train.micro_batch_size=8"]
-    settings += ["algorithm.prompts_per_step=8", "algorithm.samples_per_prompt=4", "rollout.kv_cache_gib=0.0625"]
+    experts_folder(tmp_path, demo, family)
+    settings = [*EXPERTS, f"run.steps={STEPS}", "algorithm.prompts_per_step=8", "algorithm.samples_per_prompt=4"]
     # Untrained, it is never right: decay moves it away from the reference, and KL has a gradient then.
     settings += ["optimizer.lr=0.01", "optimizer.weight_decay=0.5", "algorithm.kl.coef=0.1"]
     hybrid3d(tmp_path, "train", str(ROOT / "recipes/demo-cpu.yaml"), *settings, *LAYOUTS[layout])

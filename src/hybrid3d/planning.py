@@ -6,7 +6,7 @@ import contextlib
 import gc
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.table import Table
@@ -16,7 +16,7 @@ from hybrid3d.families import Config
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.coverage import check_same_tensors, lower_bound
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings
-from hybrid3d.reshard.planner import Plan
+from hybrid3d.reshard.planner import Plan, sums
 from hybrid3d.reshard.stamp import alike, distinct, only
 from hybrid3d.rollout.probe import demand_of_all
 from hybrid3d.sync import plan_sync
@@ -66,9 +66,9 @@ def plan_of(recipe: Recipe, config: Config, say: Callable[[str], None] = lambda 
     times = dict.fromkeys(shapes, 1) if whole else alike(holdings, demand)
     part = (holdings, demand) if whole else (only(holdings, times), only(demand, times))
     plan = plan_sync(recipe, *part)
-    sent = plan.sent_bytes if whole else sent_evenly(plan, part[0], times, recipe.machine.gpus_per_node)
-    local = _sums((t.dst, t.nbytes * times[t.target.name]) for t in plan.transfers if t.is_local)
-    received = _sums((t.dst, t.nbytes * times[t.target.name]) for t in plan.transfers if not t.is_local)
+    sent = plan.sent_bytes if whole else _sent_evenly(plan, part[0], times, recipe.machine.gpus_per_node)
+    local = sums((t.dst, t.nbytes * times[t.target.name]) for t in plan.transfers if t.is_local)
+    received = sums((t.dst, t.nbytes * times[t.target.name]) for t in plan.transfers if not t.is_local)
     held, wanted = _nbytes(holdings), _nbytes(demand)
     itemsize = ITEMSIZE[recipe.model.dtype]
     model = sum(math.prod(shape) * itemsize for shape in shapes.values())
@@ -92,7 +92,7 @@ def plan_of(recipe: Recipe, config: Config, say: Callable[[str], None] = lambda 
     }
 
 
-def sent_evenly(
+def _sent_evenly(
     plan: Plan, holdings: Mapping[int, Holdings], times: Mapping[str, int], ranks_per_node: int
 ) -> dict[int, float]:
     """By rank, the bytes it sends where the replicas that are equally near to a reader share what that reads.
@@ -117,13 +117,6 @@ def sent_evenly(
                 for rank in ranks:
                     sent[rank] += share
     return sent
-
-
-def _sums(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
-    total: dict[int, int] = defaultdict(int)
-    for rank, nbytes in pairs:
-        total[rank] += nbytes
-    return total
 
 
 def _nbytes(sides: Mapping[int, Holdings] | Mapping[int, Demand]) -> dict[int, int]:

@@ -253,7 +253,7 @@ def rope_of(config: Config, known: str = "llama3", theta: float = 10000.0) -> Ro
         raise UnsupportedModel(f"rope_type={kind!r} lacks {', '.join(lacking)}")
     if kind == "llama3":
         return Rope(theta, llama3={key: scaling[key] for key in _SCALINGS[kind]})
-    refuse({"attention_factor": None, "truncate": True} | dict(scaling), attention_factor=None, truncate=True)
+    refuse(scaling, attention_factor=None, truncate=True)
     if bool(scaling.get("mscale")) != bool(scaling.get("mscale_all_dim")):
         said = ", ".join(f"{key}={scaling.get(key)}" for key in ("mscale", "mscale_all_dim"))
         raise UnsupportedModel(f"{said}: one without the other is computed differently by each engine")

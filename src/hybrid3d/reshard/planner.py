@@ -105,15 +105,15 @@ class Plan:
 
     @cached_property
     def received_bytes(self) -> Mapping[int, int]:
-        return _sums((m.dst, m.nbytes) for m in self.messages)
+        return sums((m.dst, m.nbytes) for m in self.messages)
 
     @cached_property
     def sent_bytes(self) -> Mapping[int, int]:
-        return _sums((m.src, m.nbytes) for m in self.messages)
+        return sums((m.src, m.nbytes) for m in self.messages)
 
     @cached_property
     def local_bytes(self) -> Mapping[int, int]:
-        return _sums((t.dst if t.src == FILES else t.src, t.nbytes) for t in self.transfers if t.is_local)
+        return sums((t.dst if t.src == FILES else t.src, t.nbytes) for t in self.transfers if t.is_local)
 
     def of(self, rank: int) -> list[Bucket]:
         """The buckets in which `rank` has something to do, each without what concerns others only."""
@@ -242,7 +242,8 @@ def _messages(transfers: Iterable[Transfer], first_tag: int) -> tuple[Message, .
     )
 
 
-def _sums(pairs: Iterable[tuple[int, int]]) -> Mapping[int, int]:
+def sums(pairs: Iterable[tuple[int, int]]) -> Mapping[int, int]:
+    """The sum of what is paired with each rank."""
     total: dict[int, int] = defaultdict(int)
     for rank, nbytes in pairs:
         total[rank] += nbytes
