@@ -23,15 +23,15 @@ from run_ranks import run_ranks
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
 JOB = Path(__file__).parent / "jobs" / "sync.py"
-# Rollout TP, families and dtype of each launch. Tied embeddings and biases at every TP, TP4 having fewer KV heads than
+# Rollout TP, families, dtype and the slot of each rank in each launch. Tied embeddings and biases at every TP, TP4 having fewer KV heads than
 # ranks; every family at TP2. Models with experts have launches of their own: vLLM makes its groups once a process.
-LAUNCHES: dict[str, tuple[int, tuple[str, ...], str]] = {
-    "tp1": (1, ("qwen2",), "float32"),
-    "tp2": (2, checkpoints.DENSE, "float32"),
-    "tp4": (4, ("qwen2",), "float32"),
-    "tp1-experts": (1, ("qwen3_moe", "deepseek_v3"), "float32"),
-    "tp2-experts": (2, checkpoints.SPARSE, "float32"),
-    "tp2-bfloat16": (2, ("deepseek_v3",), "bfloat16"),
+LAUNCHES: dict[str, tuple[int, tuple[str, ...], str, tuple[int, ...]]] = {
+    "tp1": (1, ("qwen2",), "float32", (2, 3, 1, 0)),
+    "tp2": (2, checkpoints.DENSE, "float32", (0, 1, 2, 3)),
+    "tp4": (4, ("qwen2",), "float32", (2, 0, 3, 1)),
+    "tp1-experts": (1, ("qwen3_moe", "deepseek_v3"), "float32", (0, 1, 2, 3)),
+    "tp2-experts": (2, checkpoints.SPARSE, "float32", (3, 0, 2, 1)),
+    "tp2-bfloat16": (2, ("deepseek_v3",), "bfloat16", (0, 2, 1, 3)),
 }
 SEEDS = (1, 2, 3)
 KINDS = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "head"}  # of the outputs; the rest are of linears
@@ -41,10 +41,10 @@ SYNCS = {"sync1": "second sync", "sync2": "third sync", "sync11": "twelfth sync"
 @pytest.fixture(scope="module", params=LAUNCHES)
 def results(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path], tmp_path_factory: Any) -> list[dict]:
     """One result per rank, family and train layout."""
-    tp, families, dtype = LAUNCHES[request.param]
+    tp, families, dtype, slots = LAUNCHES[request.param]
     out = tmp_path_factory.mktemp("sync") / "results.json"
     cases = [f"{family}={','.join(str(tiny_checkpoint(family, seed)) for seed in SEEDS)}" for family in families]
-    run_ranks(JOB, 4, [str(out), str(tp), dtype, *cases], timeout=1100)
+    run_ranks(JOB, 4, [str(out), str(tp), dtype, json.dumps(slots), *cases], timeout=1100)
     results = json.loads(out.read_text())
     expected = [family for family in families for _ in range(4 if family in checkpoints.DENSE else 2)]
     assert sorted(case[0]["family"] for case in cases_of(results)) == sorted(expected)

@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("recipe", help="a recipe's YAML file")
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the recipe's")
     plan.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    plan.add_argument("--picture", metavar="FILE", help="draw who sends how much to whom, as PNG, SVG or PDF")
     plan.set_defaults(run=_plan)
     return parser
 
@@ -125,14 +126,17 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
     if recipe.rollout is None:
         raise RecipeError(recipe.name, ["the recipe has no `rollout` section: there is no sync to plan"])
     config = check_model(recipe, planned=True)
-    from hybrid3d.planning import page_of, plan_of
+    from hybrid3d.planning.page import draw, page_of
+    from hybrid3d.planning.report import report
 
     with Console(stderr=True).status("") as status:
-        numbers = plan_of(recipe, config, say=status.update)
+        found = report(recipe, config, say=status.update)
+    if options.picture:
+        draw(found, Path(options.picture))
     if options.json:
-        print(json.dumps(numbers, indent=2))
+        print(json.dumps(found.numbers(), indent=2))
     else:
-        Console().print(page_of(recipe, numbers))
+        Console().print(page_of(found))
     return DONE
 
 

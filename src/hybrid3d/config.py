@@ -46,7 +46,8 @@ class Model:
 class Train:
     """The train layout: sizes of Megatron's mesh axes, and sequences in a micro batch.
 
-    The first and the last pipeline stage have as many layers as the others, if nothing else is said.
+    The first and the last pipeline stage have as many layers as the others, if nothing else is said. Under full
+    `recompute` a layer keeps its input only, and goes forward once more before it goes backward.
     """
 
     tp: Count = 1
@@ -60,6 +61,7 @@ class Train:
     last_stage_layers: Count | None = None
     expert_bias_update_rate: NonNegative = 0.0
     micro_batch_size: Count = 8
+    recompute: Literal["none", "full"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,7 @@ class Rollout:
     """The rollout layout; lengths in tokens; what vLLM may take of a GPU's memory, and its KV cache's GiB on CPU.
 
     `dp` engines of `tp` ranks share one set of experts under `expert_parallel`; without it each engine has its own.
+    `placement` deals out shards so that they overlap most with what a rank holds, or in the order of ranks.
     """
 
     tp: Count = 1
@@ -75,6 +78,7 @@ class Rollout:
     max_model_len: Count
     max_new_tokens: Count
     temperature: Positive = 1.0
+    placement: Literal["overlap", "consecutive"] = "overlap"
     memory_fraction: Fraction = 0.5
     kv_cache_gib: Positive = 1.0
 
@@ -154,10 +158,17 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What predictions are made for."""
+    """What predictions are made for: a named machine, and numbers of its own in place of that one's.
+
+    GB are 10^9 bytes; rates of links are those of one GPU in each direction.
+    """
 
     gpus_per_node: Count = 8
-    kind: Text = "h100-8x400g"
+    kind: Literal["a100-8x200g", "h100-8x400g", "h200-8x400g"] = "h100-8x400g"
+    memory_gb: Positive | None = None
+    copies_gb_per_s: Positive | None = None
+    nvlink_gb_per_s: Positive | None = None
+    network_gb_per_s: Positive | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

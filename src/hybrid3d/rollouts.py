@@ -78,7 +78,9 @@ class Rollouts:
         return items[first:last]
 
     def _of_all_replicas(self, items: list) -> list:
-        return [item for share in ranks.gather(items if self._engine.leads else []) for item in share]
+        """Everyone's items, in the order in which they were dealt out: that of replicas, whichever ranks they are."""
+        shares = ranks.gather((self._engine.replica, items) if self._engine.leads else None)
+        return [item for _, share in sorted(filter(None, shares), key=lambda s: s[0]) for item in share]
 
 
 def request_seed(seed: int, step: int, prompt: int, sample: int) -> int:

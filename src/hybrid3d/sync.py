@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from hybrid3d import ranks
 from hybrid3d.config import Recipe
-from hybrid3d.reshard.coverage import check_coverage, check_same_tensors, lower_bound
+from hybrid3d.reshard.coverage import check_same_tensors, checked_plan, lower_bound
 from hybrid3d.reshard.executor import Executor, Tensors
-from hybrid3d.reshard.layout import Demand, Holdings
-from hybrid3d.reshard.planner import Plan, make_plan
 from hybrid3d.reshard.transport import make_transport
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.train.runtime import device, synchronize
@@ -33,17 +30,6 @@ class SyncReport:
     finalize_bytes: int
 
 
-def plan_sync(recipe: Recipe, holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> Plan:
-    """The plan of a recipe's sync, checked: every element that is wanted arrives once.
-
-    Raises:
-        PlanError: what is held and what is wanted do not fit each other.
-    """
-    plan = make_plan(holdings, demand, int(recipe.sync.bucket_mib * MIB), recipe.machine.gpus_per_node)
-    check_coverage(plan, holdings, demand)
-    return plan
-
-
 class WeightSync:
     """Brings a rank's share of the rollout layout up to date with the train layout.
 
@@ -60,7 +46,8 @@ class WeightSync:
         self._sink = engine.weights(shapes)
         demand = dict(enumerate(ranks.gather(self._sink.demand)))
         check_same_tensors(holdings, demand)
-        plan = plan_sync(recipe, holdings, demand)
+        bucket, per_node = int(recipe.sync.bucket_mib * MIB), recipe.machine.gpus_per_node
+        plan = checked_plan(holdings, demand, bucket, per_node)
         self._lower_bound = lower_bound(holdings, demand)[rank]
         group = dist.new_group(list(range(recipe.world_size)))
         self._executor = Executor(plan, rank, make_transport(device(), group), device())

@@ -1,6 +1,6 @@
 """One rank of the sync proof: real Megatron weights go into a real vLLM, and vLLM's own loading is the truth.
 
-    torchrun --nproc-per-node 4 sync.py OUT.json ROLLOUT_TP DTYPE FAMILY=FOLDER_A,FOLDER_B,FOLDER_C ...
+    torchrun --nproc-per-node 4 sync.py OUT.json ROLLOUT_TP DTYPE SLOTS FAMILY=FOLDER_A,FOLDER_B,FOLDER_C ...
 
 For each family, vLLM loads checkpoints B and C itself, once each. Then, for each train layout, a vLLM that was started
 with dummy weights is given A, B and C by three syncs and is compared after the second and the third; in the last layout
@@ -125,7 +125,7 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def fresh(recipe: Recipe, rank: int, folder: str, ident: str) -> tuple:
+def fresh(recipe: Recipe, rank: int, folder: str, ident: str, slots: list[int]) -> tuple:
     """What vLLM gets by loading a checkpoint itself: tensors before its processing, and what it computes after."""
     from vllm.model_executor.model_loader import base_loader
 
@@ -139,7 +139,7 @@ def fresh(recipe: Recipe, rank: int, folder: str, ident: str) -> tuple:
     base_loader.process_weights_after_loading = seen
     rollout_engine.LLM = lambda **settings: real_llm(**{**settings, "load_format": "auto", "model": folder})
     try:
-        engine = Engine(recipe, rank, ident)
+        engine = Engine(recipe, rank, ident, slots)
     finally:
         base_loader.process_weights_after_loading, rollout_engine.LLM = process, real_llm
     return engine, before, engine.outputs(), engine.logprobs()
@@ -264,12 +264,15 @@ def mismatch(policy: Policy, engine: Engine) -> float | None:
     return None if said is None else (said[0, 1:].double() - theirs).abs().max().item()
 
 
-def prove(rank: int, rollout_tp: int, dtype: str, family: str, folders: list[str], kept: list) -> list[dict]:
+def prove(
+    rank: int, rollout_tp: int, dtype: str, slots: list[int], family: str, folders: list[str], kept: list
+) -> list[dict]:
     config = json.loads((Path(folders[0]) / "config.json").read_text())
     layouts = SPARSE_LAYOUTS if family_of(config).experts(config) else DENSE_LAYOUTS
     base = recipe_for(folders[0], layouts[0], rollout_tp, dtype, 64)
-    truths = [fresh(base, rank, folder, f"{ranks.ident()}-{family}{i}") for i, folder in enumerate(folders[1:])]
-    engine, landed, results = Engine(base, rank, f"{ranks.ident()}-{family}"), Landed(), []
+    ident = f"{ranks.ident()}-{family}"
+    truths = [fresh(base, rank, folder, f"{ident}{i}", slots) for i, folder in enumerate(folders[1:])]
+    engine, landed, results = Engine(base, rank, ident, slots), Landed(), []
     kept += [engine, *truths]  # an engine that is dropped takes the default process group with it
     for layout in layouts:
         runtime.initialize(layout, seed=1)
@@ -306,12 +309,13 @@ def prove(rank: int, rollout_tp: int, dtype: str, family: str, folders: list[str
 
 
 def main() -> None:
-    out, rollout_tp, dtype, *cases = sys.argv[1:]
+    out, rollout_tp, dtype, placed, *cases = sys.argv[1:]
+    slots = json.loads(placed)
     ranks.start()
     results, kept = [], []
     for case in cases:
         family, _, folders = case.partition("=")
-        results += prove(ranks.rank(), int(rollout_tp), dtype, family, folders.split(","), kept)
+        results += prove(ranks.rank(), int(rollout_tp), dtype, slots, family, folders.split(","), kept)
     everyone = [result for share in ranks.gather(results) for result in share]
     if ranks.rank() == 0:
         Path(out).write_text(json.dumps(everyone))

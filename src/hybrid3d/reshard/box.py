@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from dataclasses import dataclass
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +70,25 @@ class Box:
             size = (*self.size[:dim], min(step, self.size[dim] - low), *self.size[dim + 1 :])
             parts += Box(start, size).split(limit)
         return parts
+
+
+@functools.lru_cache(1 << 16)
+def volume(boxes: tuple[Box, ...], without: tuple[Box, ...] = ()) -> int:
+    """The number of elements in the union of `boxes` that lie in none of `without`.
+
+    Counted on the grid that the edges of all boxes draw (coordinate compression).
+    """
+    if not boxes:
+        return 0
+    if len(boxes) == 1 and not without:
+        return boxes[0].numel
+    every = [*boxes, *without]
+    edges = [np.unique([e for b in every for e in (b.start[d], b.stop[d])]) for d in range(len(boxes[0].size))]
+    covered = np.zeros([len(e) for e in edges], dtype=bool)
+    for value, group in ((True, boxes), (False, without)):
+        for box in group:
+            cells = (np.searchsorted(e, ab) for e, ab in zip(edges, zip(box.start, box.stop, strict=True), strict=True))
+            covered[tuple(slice(a, b) for a, b in cells)] = value
+    for dim, e in enumerate(edges):
+        covered = covered * np.append(np.diff(e), 0).reshape([-1 if d == dim else 1 for d in range(len(edges))])
+    return int(covered.sum())

@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
-import numpy as np
-
-from hybrid3d.reshard.box import Box
+from hybrid3d.reshard.box import volume
+from hybrid3d.reshard.classes import distinct
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece
-from hybrid3d.reshard.planner import FILES, Plan, PlanError, Transfer
-from hybrid3d.reshard.stamp import distinct
+from hybrid3d.reshard.planner import FILES, Plan, PlanError, Transfer, make_plan
+from hybrid3d.reshard.routes import Route, Routed
+
+
+def checked_plan(
+    holdings: Mapping[int, Holdings], demand: Mapping[int, Demand], bucket_bytes: int, ranks_per_node: int
+) -> Plan:
+    """`make_plan`, checked: every element that is wanted arrives once.
+
+    Raises:
+        PlanError: what is held and what is wanted do not fit each other.
+    """
+    plan = make_plan(holdings, demand, bucket_bytes, ranks_per_node)
+    check_coverage(plan, holdings, demand)
+    return plan
 
 
 def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> None:
@@ -34,7 +46,7 @@ def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping
     for (rank, name), pieces in wanted.items():
         targets = [t.target.box for t in arriving[rank, name]]
         got, asked = sum(b.numel for b in targets), sum(p.box.numel for p in pieces)
-        union = volume(targets)
+        union = volume(tuple(targets))
         if not got == asked == union:
             raise PlanError(f"rank {rank}, {name}: {asked} elements wanted, {got} arrive, {union} of them distinct")
 
@@ -53,6 +65,47 @@ def check_same_tensors(holdings: Mapping[int, Holdings], demand: Mapping[int, De
     ):
         if names:
             raise PlanError(f"{len(names)} {problem}: {', '.join(sorted(names)[:20])}")
+
+
+def check_routes(routed: Iterable[Routed], holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> None:
+    """What `check_coverage` says of every transfer, said of the first tensor of each class.
+
+    Raises:
+        PlanError: with the first violation found.
+    """
+    held = {key: {p.box for p in pieces} for key, pieces in _by_name(holdings).items()}
+    wanted = {key: Counter(p.box for p in pieces) for key, pieces in _by_name(demand).items()}
+    unread = {key for key, boxes in wanted.items() if any(box.numel for box in boxes)}
+    for one in routed:
+        name = one.tensors.names[0]
+        for source in one.sources:
+            for rank in source.holders:
+                if source.box not in held.get((rank, name), ()):
+                    raise PlanError(f"rank {rank} does not hold {name} {source.box}")
+        for route in one.routes:
+            _check_parts(name, route)
+            mine = {part.held for parts in route.parts.values() for part in parts if part.source is None}
+            for rank in route.readers:
+                if wanted.get((rank, name)) != Counter(route.parts.keys()):
+                    raise PlanError(f"rank {rank} does not want {name} as it would land there")
+                if not mine <= held.get((rank, name), set()):
+                    raise PlanError(f"rank {rank} does not hold what it would copy of {name}")
+                unread.discard((rank, name))
+    if unread:
+        rank, name = min(unread)
+        raise PlanError(f"rank {rank} wants {name}, and nothing arrives")
+
+
+def _check_parts(name: str, route: Route) -> None:
+    """Of every wanted element one part, within what its source holds."""
+    boxes = [part.box for parts in route.parts.values() for part in parts]
+    asked, got = sum(box.numel for box in route.parts), sum(box.numel for box in boxes)
+    union = volume(tuple(boxes))
+    inside = all(w.contains(p.box) and p.held.contains(p.box) for w, parts in route.parts.items() for p in parts)
+    sources = all(p.source is None or p.source.box == p.held for parts in route.parts.values() for p in parts)
+    if not (asked == got == union and inside and sources):
+        readers = f"ranks {', '.join(map(str, route.readers[:5]))}"
+        raise PlanError(f"{readers}, {name}: {asked} elements wanted, {got} arrive, {union} of them distinct")
 
 
 def _check_messages(plan: Plan) -> None:
@@ -78,7 +131,7 @@ def lower_bound(
 ) -> dict[int, int]:
     """Per rank, the fewest bytes that it must receive: the union of wanted boxes minus the union of held boxes.
 
-    Counted on the grid that the edges of all boxes draw (coordinate compression), in the dtype that is wanted.
+    In the dtype that is wanted.
 
     Args:
         times: how often a tensor counts, where it stands for others.
@@ -88,29 +141,11 @@ def lower_bound(
     for (rank, name), pieces in _by_name(demand).items():
         if rank == FILES:
             continue
-        have = [p.box for p in held.get((rank, name), [])]
+        have = tuple(p.box for p in held.get((rank, name), []))
         for dtype in {p.dtype for p in pieces}:
-            lacking = volume([p.box for p in pieces if p.dtype == dtype], without=have)
+            lacking = volume(tuple(p.box for p in pieces if p.dtype == dtype), without=have)
             bound[rank] += lacking * ITEMSIZE[dtype] * (times[name] if times else 1)
     return bound
-
-
-def volume(boxes: list[Box], without: list[Box] | None = None) -> int:
-    """The number of elements in the union of `boxes` that lie in none of `without`."""
-    if not boxes:
-        return 0
-    if len(boxes) == 1 and not without:
-        return boxes[0].numel
-    every = [*boxes, *(without or [])]
-    edges = [np.unique([e for b in every for e in (b.start[d], b.stop[d])]) for d in range(len(boxes[0].size))]
-    covered = np.zeros([len(e) for e in edges], dtype=bool)
-    for value, group in ((True, boxes), (False, without or [])):
-        for box in group:
-            cells = (np.searchsorted(e, ab) for e, ab in zip(edges, zip(box.start, box.stop, strict=True), strict=True))
-            covered[tuple(slice(a, b) for a, b in cells)] = value
-    for dim, e in enumerate(edges):
-        covered = covered * np.append(np.diff(e), 0).reshape([-1 if d == dim else 1 for d in range(len(edges))])
-    return int(covered.sum())
 
 
 def _by_name(sides: Mapping[int, Holdings] | Mapping[int, Demand]) -> dict[tuple[int, str], list[Piece]]:

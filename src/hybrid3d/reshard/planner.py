@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hybrid3d.reshard.box import Box
+from hybrid3d.reshard.classes import classes_of, distinct
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece
+from hybrid3d.reshard.routes import Route, Routed, route
 
 FILES = -1
 
@@ -152,51 +154,37 @@ def make_plan(
     Raises:
         PlanError: somebody wants what nobody holds.
     """
-    chooser = _Chooser(holdings, ranks_per_node)
+    holders, readers = distinct(holdings), distinct(demand)
+    classes = classes_of([side for _, side in holders], [side for _, side in readers])
+    routed = route(classes, [ranks for ranks, _ in holders], [ranks for ranks, _ in readers], ranks_per_node)
+    sources = _Sources(holdings, routed)
     wanted = sorted(((i, rank, p) for rank, d in demand.items() for i, p in enumerate(d.pieces)), key=lambda w: w[:2])
-    transfers = [t for _, rank, piece in wanted for t in chooser.transfers(rank, piece)]
-    if chooser.missing:
-        raise PlanError(_missing_message(chooser.missing))
+    transfers = [t for _, rank, piece in wanted for t in sources.transfers(rank, piece)]
+    if sources.missing:
+        raise PlanError(_missing_message(sources.missing))
     return Plan(tuple(_buckets(transfers, bucket_bytes)), bucket_bytes)
 
 
-class _Chooser:
-    """Chooses sources one wanted piece at a time, and remembers how much each rank sends by then."""
+class _Sources:
+    """Each wanted piece's transfers, as the route of its tensor has them."""
 
-    def __init__(self, holdings: Mapping[int, Holdings], ranks_per_node: int):
-        self.ranks_per_node = ranks_per_node
-        self.sent: dict[int, int] = defaultdict(int)
+    def __init__(self, holdings: Mapping[int, Holdings], routed: Iterable[Routed]):
         self.missing: list[tuple[int, str, Box]] = []
-        # Replicas by the box that they hold: one of them, the nearest, is as good as all.
-        self.holders: dict[str, dict[Box, dict[int, tuple[int, Piece]]]] = defaultdict(lambda: defaultdict(dict))
-        for rank, held in holdings.items():
-            for piece in held.pieces:
-                self.holders[piece.name][piece.box][rank] = rank, piece
+        self._held = {(rank, p.name, p.box): p for rank, held in holdings.items() for p in held.pieces}
+        self._route: dict[tuple[str, int], Route] = {}
+        self._number: dict[str, int] = {}  # of a tensor within its class
+        for one in routed:
+            for number, name in enumerate(one.tensors.names):
+                self._number[name] = number
+                for route_ in one.routes:
+                    self._route |= {(name, rank): route_ for rank in route_.readers}
+                    self.missing += [(rank, name, box) for box in route_.missing for rank in route_.readers]
 
-    def transfers(self, rank: int, wanted: Piece) -> list[Transfer]:
-        rest, found = [wanted.box] if wanted.box.numel else [], []
-        nearest = [
-            replicas[min(replicas, key=lambda src: self._cost(src, rank))]
-            for box, replicas in self.holders[wanted.name].items()
-            if box.overlaps(wanted.box)
-        ]
-        for src, held in sorted(nearest, key=lambda n: (self._cost(n[0], rank), n[1].box.start, n[1].box.size)):
-            for box in list(rest):
-                common = box.intersect(held.box)
-                if common is not None:
-                    rest.remove(box)
-                    rest += box.subtract(common)
-                    found.append(Transfer(src, rank, held.part(common), wanted.part(common)))
-                    if src != rank:
-                        self.sent[src] += found[-1].nbytes
-            if not rest:
-                break
-        self.missing += [(rank, wanted.name, box) for box in rest]
-        return sorted(found, key=lambda t: t.target.box.start)
-
-    def _cost(self, src: int, dst: int) -> tuple[bool, bool, int, int]:
-        other_node = src // self.ranks_per_node != dst // self.ranks_per_node
-        return (src != dst and FILES not in (src, dst), other_node, self.sent[src], src)
+    def transfers(self, rank: int, wanted: Piece) -> Iterator[Transfer]:
+        for part in self._route[wanted.name, rank].parts[wanted.box]:
+            src = rank if part.source is None else part.source.server(rank, self._number[wanted.name])
+            held = self._held[src, wanted.name, part.held]
+            yield Transfer(src, rank, held.part(part.box), wanted.part(part.box))
 
 
 def _buckets(transfers: Iterable[Transfer], limit: int) -> Iterator[Bucket]:

@@ -21,7 +21,9 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+import torch.distributed as dist
 from vllm import LLM, SamplingParams
+from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -64,12 +66,31 @@ def _override(config: Any, layers: int | None) -> Any:
 
 
 @contextlib.contextmanager
-def external_rank(rank: int, rollout: Rollout) -> Iterator[None]:
+def external_rank(slot: int, rollout: Rollout) -> Iterator[None]:
     """vLLM derives its data-parallel rank from RANK as if it were alone in the world; say it where it has one."""
     if rollout.dp == 1:
         yield
         return
-    with mock.patch.dict(os.environ, RANK=str(rank % (rollout.tp * rollout.dp))):
+    with mock.patch.dict(os.environ, RANK=str(slot % (rollout.tp * rollout.dp))):
+        yield
+
+
+@contextlib.contextmanager
+def _placed(slots: Sequence[int]) -> Iterator[None]:
+    """Have vLLM build its groups over slots: it takes ranks for them, in their order.
+
+    torch numbers a group's members in the order of ranks unless it is told to keep the order given, which is vLLM's.
+    """
+    make_group, new_group = parallel_state.init_model_parallel_group, dist.new_group
+    rank_in = {slot: rank for rank, slot in enumerate(slots)}
+
+    def over_slots(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        return make_group([[rank_in[slot] for slot in group] for group in group_ranks], *args, **kwargs)
+
+    with (
+        mock.patch.object(parallel_state, "init_model_parallel_group", over_slots),
+        mock.patch.object(dist, "new_group", functools.partial(new_group, sort_ranks=False)),
+    ):
         yield
 
 
@@ -90,22 +111,23 @@ class RolloutEngine:
         leads: whether this rank speaks for its replica.
     """
 
-    def __init__(self, recipe: Recipe, rank: int, ident: str):
+    def __init__(self, recipe: Recipe, rank: int, ident: str, slots: Sequence[int]):
         """Start vLLM with dummy weights: the first sync brings the real ones.
 
         Args:
+            slots: every rank's place in the rollout layout, counted over all engines.
             ident: a name that no other run on this machine has, for vLLM's shared memory.
         """
         rollout = recipe.rollout
         assert rollout is not None, "checked when the recipe was read"
-        self.replica, within = divmod(rank, rollout.tp)
+        self.replica, within = divmod(slots[rank], rollout.tp)
         self.replicas = recipe.world_size // rollout.tp
         self.leads = within == 0
         self._temperature = rollout.temperature
         self._max_new_tokens = rollout.max_new_tokens
         if current_platform.is_cpu():
             _name_shared_memory(ident)
-        with external_rank(rank, rollout):
+        with external_rank(slots[rank], rollout), _placed(slots):
             self._llm = LLM(
                 **engine_settings(recipe),
                 gpu_memory_utilization=rollout.memory_fraction,

@@ -8,9 +8,10 @@ answered here.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -27,54 +28,121 @@ from hybrid3d.rollout import engine
 from hybrid3d.rollout.record import UnsupportedLoader
 from hybrid3d.rollout.weights import RolloutWeights
 
-from vllm.config import VllmConfig, set_current_vllm_config  # isort: skip
+from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config  # isort: skip
 from vllm.distributed import parallel_state  # isort: skip
 from vllm.engine.arg_utils import EngineArgs  # isort: skip
-from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager  # isort: skip
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # isort: skip
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager, determine_expert_map  # isort: skip
 from vllm.model_executor.model_loader.utils import initialize_model  # isort: skip
 from vllm.utils.torch_utils import set_default_torch_dtype  # isort: skip
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a rank wants, and the bytes of its largest module, which bound what finalization takes."""
+    """What a slot wants, and what else it takes.
+
+    Attributes:
+        finalize_bytes: of its largest module, which bound what finalization takes.
+        kv_bytes: what the KV cache takes of a token, by layer.
+    """
 
     demand: Demand
     finalize_bytes: int
+    kv_bytes: Mapping[int, int]
 
 
-def demand_of_all(config: Config, recipe: Recipe, shapes: Mapping[str, Shape]) -> dict[int, Asked]:
-    """What each rank of the recipe's rollout layout wants of the canonical tensors; replicas share what they want.
+def demand_of_slots(
+    config: Config,
+    recipe: Recipe,
+    shapes: Mapping[str, Shape],
+    layers: Container[int] | None = None,
+    first_only: bool = False,
+) -> list[Asked]:
+    """What each slot of an engine of the recipe's rollout layout wants of the canonical tensors.
 
-    vLLM is asked about the shortest model that has a layer of each kind; `demand_of` would say the same of each rank,
-    and takes minutes for hundreds of layers with experts.
+    vLLM is asked about the shortest model that has a layer of each kind, and, where experts are dealt out, about one
+    share of them and its map of all: `demand_of` would say the same of each slot, and takes minutes for hundreds.
+
+    Args:
+        layers: leave the others out.
+        first_only: only of the first slot, which wants a largest share.
     """
-    assert recipe.rollout is not None, "checked when the recipe was read"
+    rollout = recipe.rollout
+    assert rollout is not None, "checked when the recipe was read"
     kinds = family_of(config).kinds(config)
-    layers = max(kinds) + 1
-    few = {name: shape for name, shape in shapes.items() if (layer_of(name) or 0) < layers}
-    ranks = recipe.rollout.tp * recipe.rollout.dp
-    first = [_over_layers(demand_of(recipe, few, rank, layers), kinds) for rank in range(ranks)]
-    return {rank: first[rank % ranks] for rank in range(recipe.world_size)}
+    few = {name: shape for name, shape in shapes.items() if (layer_of(name) or 0) <= max(kinds)}
+    slots = rollout.tp * rollout.dp
+    asked = [demand_of(recipe, few, slot, max(kinds) + 1) for slot in range(1 if first_only else rollout.tp)]
+    if slots > rollout.tp and not first_only:
+        experts = family_of(config).experts(config)
+        assert experts is not None, "checked with the recipe: engines of several replicas share experts"
+        shares = expert_shares(experts.count, slots)
+        every = [_with_experts(asked[slot % rollout.tp], asked[0], shares[slot]) for slot in range(slots)]
+        if every[: rollout.tp] != asked:
+            raise UnsupportedLoader("vLLM's loader does not put experts where its own map of experts has them")
+        asked = every
+    return [_over_layers(one, kinds, layers) for one in asked]
+
+
+def expert_shares(experts: int, slots: int) -> list[dict[int, int]]:
+    """The experts that vLLM gives each slot of an expert-parallel engine, by their places there."""
+    maps = [determine_expert_map(slots, slot, experts)[1].tolist() for slot in range(slots)]
+    return [{place: expert for expert, place in enumerate(found) if place >= 0} for found in maps]
+
+
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+
+
+def _with_experts(asked: Asked, first: Asked, share: Mapping[int, int]) -> Asked:
+    """What was asked of a slot, with another share of the experts.
+
+    Args:
+        first: what was asked of the first slot, which has a largest share: it says what each place among them takes.
+        share: the expert in each place.
+    """
+    places: dict[str, int] = {}
+    experts = []
+    for piece in first.demand.pieces:
+        found = _EXPERT.search(piece.name)
+        if found and places.setdefault(found[0], len(places)) in share:
+            experts.append(replace(piece, name=_EXPERT.sub(str(share[places[found[0]]]), piece.name)))
+    pieces = asked.demand.pieces
+    where = [i for i, piece in enumerate(pieces) if _EXPERT.search(piece.name)]
+    low, high = (where[0], where[-1] + 1) if where else (len(pieces), len(pieces))
+    return replace(asked, demand=replace(asked.demand, pieces=(*pieces[:low], *experts, *pieces[high:])))
 
 
 def demand_of(recipe: Recipe, shapes: Mapping[str, Shape], rank: int, layers: int | None = None) -> Asked:
     """What a rank of one engine wants, as its whole share of the model says, or that of a model with so many layers."""
     with model_of_rank(recipe, rank, layers=layers) as (model, config):
         weights = RolloutWeights(model, config, shapes)
-        return Asked(weights.demand, weights.largest_unit_bytes)
+        return Asked(weights.demand, weights.largest_unit_bytes, dict(_kv_bytes(config)))
 
 
-def _over_layers(asked: Asked, kinds: Sequence[int]) -> Asked:
-    """What was asked of one layer of each kind, for all layers."""
+def _kv_bytes(config: VllmConfig) -> Iterator[tuple[int, int]]:
+    """By layer, what its attention keeps of a token."""
+    for name, attention in get_layers_from_vllm_config(config, AttentionLayerBase).items():
+        spec = attention.get_kv_cache_spec(config)
+        layer = layer_of(f"{name}.")
+        assert layer is not None, f"attention outside of layers: {name}"
+        yield layer, spec.page_size_bytes // spec.block_size
+
+
+def _over_layers(asked: Asked, kinds: Sequence[int], wanted: Container[int] | None) -> Asked:
+    """What was asked of one layer of each kind, for all layers, or for those wanted."""
     filled = [fill.view.tensor for fill in asked.demand.fills if layer_of(fill.view.tensor) is not None]
     if filled:
         raise UnsupportedLoader(f"vLLM's loader fills {filled[0]} with a constant: no plan repeats that for all layers")
     at: dict[int | None, list[Piece]] = defaultdict(list)
     for piece in asked.demand.pieces:
         at[layer_of(piece.view.tensor)].append(piece)
-    inside = [piece for layer, kind in enumerate(kinds) for piece in stamped(at[kind], kind, layer)]
-    return replace(asked, demand=Demand((*inside, *at[None]), asked.demand.fills))
+    layers = [layer for layer in range(len(kinds)) if wanted is None or layer in wanted]
+    inside = [piece for layer in layers for piece in stamped(at[kinds[layer]], kinds[layer], layer)]
+    return replace(
+        asked,
+        demand=Demand((*inside, *at[None]), asked.demand.fills),
+        kv_bytes={layer: asked.kv_bytes[kind] for layer, kind in enumerate(kinds)},
+    )
 
 
 @contextlib.contextmanager

@@ -86,6 +86,8 @@ def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> Tra
         apply_rope_fusion=ON_CUDA and family.latents(config) is None,
         bias_dropout_fusion=False,
     )
+    if layout.recompute == "full":
+        run |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     settings = model | _attention(config, family) | _experts(config, family, layout) | run
     kind = TransformerConfig if family.latents(config) is None else MLATransformerConfig
     return kind(**(settings | family.transformer_config(config)))

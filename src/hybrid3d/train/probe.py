@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 import torch
+from megatron.core.parallel_state import RankGenerator
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -22,13 +25,28 @@ def expected_shapes(config: Config) -> dict[str, Shape]:
     return canonical_shapes(_stamped(config, Train(), torch.float32)[0].pieces)
 
 
-def holdings_of_all(config: Config, recipe: Recipe) -> dict[int, Holdings]:
-    """What each rank of the recipe's train layout holds.
+def holdings_of_all(config: Config, recipe: Recipe, layers: Container[int] | None = None) -> dict[int, Holdings]:
+    """What each rank of the recipe's train layout holds; ranks that hold the same share one object.
 
     Megatron is asked about a layer of each kind, and which layers each stage has; `holdings_of` would say the same of
     each rank, and takes minutes for hundreds of them.
+
+    Args:
+        layers: leave the others out.
     """
-    return _stamped(config, recipe.train, getattr(torch, recipe.model.dtype))
+    return _stamped(config, recipe.train, getattr(torch, recipe.model.dtype), layers)
+
+
+def standing_layers(config: Config, layout: Train) -> dict[int, int]:
+    """The first layer of each kind in every stage's every chunk, and how many layers there it stands for."""
+    kinds = family_of(config).kinds(config)
+    stages = layers_of_stages(config, layout)
+    alike: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for stage, chunks in enumerate(stages):
+        for chunk, layers in enumerate(chunks):
+            for layer in layers:
+                alike[stage, chunk, kinds[layer]].append(layer)
+    return {layers[0]: len(layers) for layers in alike.values()}
 
 
 def holdings_of(config: Config, layout: Train, rank: int, dtype: torch.dtype) -> Holdings:
@@ -37,13 +55,15 @@ def holdings_of(config: Config, layout: Train, rank: int, dtype: torch.dtype) ->
         return megatron_weights(build_model(config, layout, dtype, meta=True), config).holdings
 
 
-def _stamped(config: Config, layout: Train, dtype: torch.dtype) -> dict[int, Holdings]:
+def _stamped(
+    config: Config, layout: Train, dtype: torch.dtype, wanted: Container[int] | None = None
+) -> dict[int, Holdings]:
     stage_ranks = layout.tp * layout.cp * layout.dp  # Megatron's ranks are those of one stage after the other
     kinds = family_of(config).kinds(config)
-    stages = _layers_of_stages(config, layout, dtype)
+    stages = layers_of_stages(config, layout)
     found: dict[int, Holdings] = {}
-    for rank in range(stage_ranks):
-        first, last = _ask_ends(config, layout, rank, dtype, layers=max(kinds) + 1)
+    for ranks in _ranks_alike(layout):
+        first, last = _ask_ends(config, layout, ranks[0], dtype, layers=max(kinds) + 1)
         for stage, chunks in enumerate(stages):
             pieces: list[Piece] = []
             for chunk, layers in enumerate(chunks):
@@ -51,17 +71,35 @@ def _stamped(config: Config, layout: Train, dtype: torch.dtype) -> dict[int, Hol
                 outer = [first] * starts + [last] * ends
                 pieces += [_in_chunk(piece, chunk) for end in outer for piece in end.before]
                 for number, layer in enumerate(layers):
-                    kind = kinds[layer]
-                    local = f"stage0.decoder.layers.{kind}.", f"stage{chunk}.decoder.layers.{number}."
-                    pieces += stamped(first.layers[kind], kind, layer, local)
+                    if wanted is None or layer in wanted:
+                        kind = kinds[layer]
+                        local = f"stage0.decoder.layers.{kind}.", f"stage{chunk}.decoder.layers.{number}."
+                        pieces += stamped(first.layers[kind], kind, layer, local)
                 pieces += [_in_chunk(piece, chunk) for end in outer for piece in end.after]
-            found[stage * stage_ranks + rank] = Holdings(tuple(pieces))
+            found |= dict.fromkeys((stage * stage_ranks + rank for rank in ranks), Holdings(tuple(pieces)))
     return dict(sorted(found.items()))
 
 
-def _layers_of_stages(config: Config, layout: Train, dtype: torch.dtype) -> list[list[range]]:
+def _ranks_alike(layout: Train) -> list[list[int]]:
+    """The ranks of a stage that hold the same: those whose places in Megatron's TP, ETP and EP groups are the same."""
+    size = layout.tp * layout.cp * layout.dp
+    order = "tp-cp-ep-dp-pp"  # the default of `initialize_model_parallel`, which is not told another
+    experts = RankGenerator(layout.etp, layout.ep, size // (layout.etp * layout.ep), 1, 1, order)
+    dense = RankGenerator(layout.tp, 1, layout.dp, 1, layout.cp, order)
+    place: dict[int, list[int]] = defaultdict(list)
+    for groups in (dense.get_ranks("tp"), experts.get_ranks("tp"), experts.get_ranks("ep")):
+        for group in groups:
+            for i, rank in enumerate(group):
+                place[rank].append(i)
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank in range(size):
+        alike[tuple(place[rank])].append(rank)
+    return list(alike.values())
+
+
+def layers_of_stages(config: Config, layout: Train) -> list[list[range]]:
     """The layers of each stage's chunks, as Megatron deals them out."""
-    settings = transformer_config(config, layout, dtype)
+    settings = transformer_config(config, layout, torch.float32)
 
     def layers(stage: int, chunk: int | None) -> range:
         start = get_transformer_layer_offset(settings, chunk, stage)

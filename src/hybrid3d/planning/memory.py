@@ -1,0 +1,260 @@
+"""What a GPU's memory holds in each phase of a step, and what is left of it.
+
+Weights are as both engines say; the rest follows from their number and from the shapes of the model:
+
+- gradients: float32, as Megatron reduces them, on every rank;
+- optimizer: Adam's two moments and, in bfloat16, a float32 copy of the weights, over the data-parallel ranks, as
+  Megatron's distributed optimizer shards them; experts over the ranks that hold the same ones;
+- activations: what a layer keeps for its backward pass (arXiv 2205.05198, section 4, with attention that keeps no
+  scores, gated MLPs and grouped queries), of as many micro batches as are in flight on a stage; under full recompute a
+  layer's input, and all that one layer keeps; on the last stage the logits and their probabilities besides;
+- reference: the frozen policy's weights, where there is a KL term;
+- KV cache: what is left to vLLM of its fraction after its weights and its work space.
+
+vLLM sleeps while Megatron trains; gradients and optimizer stay while vLLM generates.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hybrid3d.config import Recipe, Train
+from hybrid3d.families import Config, family_of
+from hybrid3d.planning.hardware import Hardware
+from hybrid3d.reshard.classes import distinct
+from hybrid3d.reshard.layout import ITEMSIZE, Holdings
+from hybrid3d.rollout.probe import Asked
+from hybrid3d.shape import ModelShape
+from hybrid3d.train.probe import layers_of_stages
+
+FLOAT32 = 4
+# `max_num_batched_tokens` and `max_num_seqs` of vLLM 0.32.0 for an offline engine on a large GPU: its work space.
+BATCHED_TOKENS, SEQUENCES = 16384, 1024
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements that each rank holds: of routed experts, and of all else."""
+
+    dense: np.ndarray
+    experts: np.ndarray
+
+    @classmethod
+    def of(cls, holdings: Mapping[int, Holdings], times: Mapping[str, int]) -> Held:
+        counts = {True: np.zeros(len(holdings), np.int64), False: np.zeros(len(holdings), np.int64)}
+        for ranks, side in distinct(holdings):
+            for piece in side.pieces:
+                counts[_EXPERT.search(piece.name) is not None][ranks] += piece.box.numel * times[piece.name]
+        return cls(dense=counts[False], experts=counts[True])
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes on the fullest rank of a stage, by what they are."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+    rollout_weights: int
+    staging: int
+
+    @property
+    def always(self) -> int:
+        """What stays through the whole step."""
+        return self.weights + self.gradients + self.optimizer + self.reference
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The phases of a step on the GPU that is fullest in each.
+
+    Attributes:
+        stages: what each pipeline stage's fullest rank has.
+        capacity: of a GPU.
+        fraction: of it that vLLM may take.
+        work_space: what vLLM takes besides its weights and its KV cache.
+        kv_bytes_per_token: of the KV cache.
+    """
+
+    stages: tuple[Resident, ...]
+    capacity: int
+    fraction: float
+    work_space: int
+    kv_bytes_per_token: int
+    max_model_len: int
+
+    @cached_property
+    def train(self) -> int:
+        return max(stage.always + stage.activations for stage in self.stages)
+
+    @cached_property
+    def sync(self) -> int:
+        return max(stage.always + stage.rollout_weights + stage.staging for stage in self.stages)
+
+    @cached_property
+    def generate(self) -> int:
+        return max(stage.always for stage in self.stages) + self.rollout
+
+    @property
+    def rollout(self) -> int:
+        """All that vLLM may take."""
+        return int(self.fraction * self.capacity)
+
+    @cached_property
+    def kv_cache(self) -> int:
+        return self.rollout - max(stage.rollout_weights for stage in self.stages) - self.work_space
+
+    @property
+    def kv_tokens(self) -> int:
+        return max(0, self.kv_cache) // self.kv_bytes_per_token
+
+    def problems(self) -> list[str]:
+        """What does not fit, with both numbers."""
+        found = []
+        for phase in ("train", "sync", "generate"):
+            needed = getattr(self, phase)
+            if needed > self.capacity:
+                found.append(f"the {phase} phase needs {gb(needed)} of a GPU's {gb(self.capacity)}")
+        if self.kv_tokens < self.max_model_len:
+            found.append(
+                f"vLLM's share of {gb(self.rollout)} leaves its KV cache {self.kv_tokens} tokens, less than one "
+                f"sequence of rollout.max_model_len={self.max_model_len}"
+            )
+        return found
+
+
+def gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB"
+
+
+def fullest(stages: tuple[Resident, ...]) -> dict[str, int]:
+    """Of each kind of bytes the most that a stage has."""
+    rows = [asdict(stage) for stage in stages]
+    return {key: max(row[key] for row in rows) for key in rows[0]}
+
+
+def memory_of(
+    recipe: Recipe,
+    config: Config,
+    hardware: Hardware,
+    held: Held,
+    wanted: Asked,
+    wanted_bytes: int,
+) -> Memory:
+    """Each phase's memory.
+
+    Args:
+        held: what Megatron says that each rank holds.
+        wanted: what vLLM says of an engine's first slot, which wants a largest share.
+        wanted_bytes: of that share.
+    """
+    rollout, train = recipe.rollout, recipe.train
+    assert rollout is not None
+    family = family_of(config)
+    shape = ModelShape.from_config(config, family.experts(config), family.latents(config))
+    itemsize = ITEMSIZE[recipe.model.dtype]
+    stage_ranks = recipe.world_size // train.pp
+    activations = stage_activations(recipe, shape, layers_of_stages(config, train))
+    stages = []
+    for stage in range(train.pp):
+        ranks = range(stage * stage_ranks, (stage + 1) * stage_ranks)
+        rank = max(ranks, key=lambda r: held.dense[r] + held.experts[r])
+        dense, experts = int(held.dense[rank]), int(held.experts[rank])
+        weights = (dense + experts) * itemsize
+        sharded = dense / (train.dp * train.cp) + experts / (stage_ranks // (train.ep * train.etp))
+        stages.append(
+            Resident(
+                weights=weights,
+                gradients=(dense + experts) * FLOAT32,
+                optimizer=round(sharded * FLOAT32 * (2 if itemsize == FLOAT32 else 3)),
+                reference=weights if recipe.algorithm.kl.where == "loss" else 0,
+                activations=activations[stage],
+                rollout_weights=wanted_bytes,
+                staging=int(2 * recipe.sync.bucket_mib * 2**20) + wanted.finalize_bytes,
+            )
+        )
+    return Memory(
+        stages=tuple(stages),
+        capacity=int(hardware.memory),
+        fraction=rollout.memory_fraction,
+        work_space=_work_space(shape, rollout.tp, itemsize),
+        kv_bytes_per_token=sum(wanted.kv_bytes.values()),
+        max_model_len=rollout.max_model_len,
+    )
+
+
+def stage_activations(recipe: Recipe, shape: ModelShape, stages: Sequence[Sequence[Sequence[int]]]) -> list[int]:
+    """Bytes that are kept for the backward pass on each stage's ranks, in sequences of `rollout.max_model_len`.
+
+    Args:
+        stages: the layers of each stage's chunks.
+    """
+    train = recipe.train
+    assert recipe.rollout is not None
+    tokens = train.micro_batch_size * recipe.rollout.max_model_len // train.cp
+    itemsize = ITEMSIZE[recipe.model.dtype]
+    micro_batches = recipe.sequences_per_step // (train.dp * train.micro_batch_size)
+    sparse = shape.experts.sparse if shape.experts else (False,) * shape.num_layers
+    kept = {kind: kept_of_token(shape, train, kind) * itemsize for kind in set(sparse)}
+    inputs = shape.hidden_size * itemsize // _sequence_shards(shape, train)
+    found = []
+    for stage, chunks in enumerate(stages):
+        # Chunks that have gone forward and wait for their backward pass in Megatron's schedules, plain or interleaved.
+        ahead = train.pp - stage - 1
+        waiting = ahead + 1 if train.vpp == 1 else 2 * ahead + (train.vpp - 1) * train.pp + 1
+        waiting = min(waiting, micro_batches * train.vpp)
+        layers = [layer for chunk in chunks for layer in chunk]
+        if train.recompute == "full":
+            nbytes = waiting * len(layers) // train.vpp * inputs + max(kept[sparse[layer]] for layer in layers)
+        else:
+            nbytes = waiting * sum(kept[sparse[layer]] for layer in layers) // train.vpp
+        if stage == train.pp - 1:
+            # logits, and in float32: scaled by the temperature, their probabilities, their gradient
+            nbytes += shape.vocab_size // train.tp * (itemsize + 3 * FLOAT32)
+        found.append(tokens * nbytes)
+    return found
+
+
+def kept_of_token(shape: ModelShape, train: Train, sparse: bool) -> int:
+    """Elements that one layer keeps of a token on a rank, for the backward pass."""
+    hidden, tp = shape.hidden_size, train.tp
+    if shape.latents is None:
+        queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        attention = queries + 2 * max(keys, shape.head_dim * tp) + queries
+        latents = 0
+    else:
+        each = shape.latents.nope + shape.latents.rope
+        attention = shape.num_attention_heads * (2 * each + 2 * shape.latents.value)
+        latents = 2 * (shape.latents.q_rank + shape.latents.kv_rank) + shape.latents.rope
+    shards = _sequence_shards(shape, train)
+    # The inputs and the outputs of both norms are whole rows; all else is split over TP.
+    kept = (4 * hidden + latents) // shards + attention // tp
+    if not sparse:
+        return kept + 3 * shape.intermediate_size // tp
+    experts = shape.experts
+    assert experts is not None
+    copies = experts.per_token * train.etp // shards  # of a token, over the ranks that share experts, when balanced
+    routed = copies * (2 * hidden + 3 * experts.width // train.etp)
+    return kept + routed + 3 * experts.shared_width // tp + FLOAT32 * experts.count // shards
+
+
+def _sequence_shards(shape: ModelShape, train: Train) -> int:
+    """Over how many ranks whole rows are split: Megatron trains experts under TP with sequence parallelism only."""
+    return train.tp if shape.experts else 1
+
+
+def _work_space(shape: ModelShape, tp: int, itemsize: int) -> int:
+    """What vLLM computes in: the widest layer over a full batch of tokens, and logits of as many sequences."""
+    widest = 3 * shape.intermediate_size // tp
+    if shape.experts:
+        widest = max(widest, shape.experts.per_token * (3 * shape.experts.width // tp + shape.hidden_size))
+    layer = BATCHED_TOKENS * (2 * shape.hidden_size + widest) * itemsize
+    return layer + 2 * SEQUENCES * shape.vocab_size * FLOAT32

@@ -1,0 +1,150 @@
+"""A recipe's plan as a person reads it: a page for the terminal, and a picture of who sends how much to whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hybrid3d.config import Recipe
+from hybrid3d.planning.memory import gb
+from hybrid3d.planning.report import Report
+
+SHADES = " ░▒▓█"
+MOST_GROUPS = 16  # rows of the picture on a terminal
+MOST_PIXELS = 512  # rows of the picture in a file
+
+
+def page_of(report: Report) -> RenderableType:
+    """Layouts, bytes, seconds, memory, and the traffic drawn."""
+    return Group(
+        _layouts(report), "", _bytes(report), "", _sentences(report), "", _memory(report), "", _traffic(report)
+    )
+
+
+def _layouts(report: Report) -> Table:
+    recipe = report.recipe
+    train, rollout, ranks = recipe.train, recipe.rollout, recipe.world_size
+    assert rollout is not None
+    table = Table(title=f"{recipe.name}: one sync of {gb(report.traffic.model)} over {ranks} GPUs")
+    table.add_column("train layout (Megatron)")
+    table.add_column("rollout layout (vLLM)")
+    experts = f", experts EP{train.ep} x ETP{train.etp}" if train.ep * train.etp > 1 else ""
+    interleaved = f" x VPP{train.vpp}" if train.vpp > 1 else ""
+    shared = f", experts EP{rollout.tp * rollout.dp}" if rollout.expert_parallel else ""
+    table.add_row(
+        f"TP{train.tp} x PP{train.pp}{interleaved} x DP{train.dp}{experts}",
+        f"TP{rollout.tp} x DP{ranks // rollout.tp}{shared}",
+    )
+    table.add_row(f"holds {_range(report.traffic.held)} a rank", f"wants {_range(report.traffic.wanted)} a rank")
+    return table
+
+
+def _range(of_ranks: np.ndarray) -> str:
+    low, high = gb(of_ranks.min()), gb(of_ranks.max())
+    return high if low == high else f"{low} to {high}"
+
+
+def _bytes(report: Report) -> Table:
+    table = Table(title="bytes of a sync")
+    for title in ("", "min of ranks", "mean", "max", "all ranks"):
+        table.add_column(title, justify="left" if not title else "right")
+    names = {
+        "wanted_bytes": "wanted",
+        "held_bytes": "held",
+        "local_bytes": "already there",
+        "received_bytes": "received",
+        "received_over_network_bytes": "  of it over the network",
+        "sent_bytes": "sent",
+        "gather_bytes": "received if gathered",
+    }
+    for key, of_ranks in report.per_rank.items():
+        table.add_row(names[key], gb(of_ranks.min()), gb(of_ranks.mean()), gb(of_ranks.max()), gb(of_ranks.sum()))
+    return table
+
+
+def _sentences(report: Report) -> Text:
+    traffic, sync = report.traffic, report.sync
+    received, bound = traffic.traffic.sum(), traffic.lower_bound.sum()
+    usual, chosen = report.numbers()["placement"]["consecutive"], report.moved_if(traffic.placed.slots)
+    return Text(
+        f"coverage   exact: every wanted element arrives once, from a rank that holds it\n"
+        f"received   {received:,} bytes; the lower bound is {bound:,}\n"
+        f"placement  {gb(usual['received_bytes'] - chosen['received_bytes'])} fewer received, "
+        f"{gb(usual['network_bytes'] - chosen['network_bytes'])} fewer over the network, than on consecutive ranks\n"
+        f"staging    {traffic.staging / 2**20:.0f} MiB a rank; finalization {gb(traffic.finalize)} at most\n"
+        f"seconds    {sync.seconds:.3f} on {report.recipe.machine.kind}: {_bottleneck(report)}; "
+        f"gathered: {report.gather_seconds:.3f} or more"
+    )
+
+
+def _bottleneck(report: Report) -> str:
+    sync = report.sync
+    names = {"network": "the network", "nvlink": "NVLink", "copies": "copies in memory"}
+    others = ", ".join(f"{text} {getattr(sync, key):.3f}" for key, text in names.items() if key != sync.bottleneck)
+    return f"{names[sync.bottleneck]} of rank {sync.rank} decides ({others})"
+
+
+def _memory(report: Report) -> Table:
+    memory = report.memory
+    table = Table(title=f"memory of the fullest GPU, of {gb(memory.capacity)}")
+    for title in ("phase", "taken", "of it"):
+        table.add_column(title, justify="right" if title == "taken" else "left")
+    most = {key: max(getattr(stage, key) for stage in memory.stages) for key in vars(memory.stages[0])}
+    stays = [f"{key} {gb(most[key])}" for key in ("weights", "gradients", "optimizer", "reference") if most[key]]
+    table.add_row("train", gb(memory.train), ", ".join([*stays, f"activations {gb(most['activations'])}"]))
+    table.add_row(
+        "sync", gb(memory.sync), f"... rollout weights {gb(most['rollout_weights'])}, staging and finalization"
+    )
+    table.add_row(
+        "generate",
+        gb(memory.generate),
+        f"... vLLM {gb(memory.rollout)}: KV cache {gb(memory.kv_cache)}, "
+        f"{memory.kv_tokens // memory.max_model_len} sequences of {memory.max_model_len} tokens",
+    )
+    return table
+
+
+def _traffic(report: Report) -> Text:
+    """Senders down, receivers across; the darker the more bytes."""
+    matrix, size = shrunk(report.traffic.traffic, report.recipe, MOST_GROUPS)
+    shade = np.ceil(matrix / max(1, matrix.max()) * (len(SHADES) - 1)).astype(int)
+    what = f"{size} ranks" if size > 1 else "rank"
+    text = Text(f"who sends (down) to whom (across): a cell is {what} to {what}, the darkest {gb(matrix.max())}\n")
+    for row in shade:
+        text.append("  " + "".join(SHADES[cell] * 2 for cell in row) + "\n")
+    return text
+
+
+def shrunk(traffic: np.ndarray, recipe: Recipe, most: int) -> tuple[np.ndarray, int]:
+    """The traffic between groups of consecutive ranks, and the size of a group: nodes, or several, where it is large."""
+    size, ranks = 1, len(traffic)
+    while ranks // size > most or ranks % size:
+        size = recipe.machine.gpus_per_node if size == 1 else size * 2
+        if size >= ranks:
+            size = ranks
+    groups = ranks // size
+    return traffic.reshape(groups, size, groups, size).sum((1, 3)), size
+
+
+def draw(report: Report, path: Path) -> None:
+    """The traffic as a picture in a file, whose ending says its format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matrix, size = shrunk(report.traffic.traffic, report.recipe, MOST_PIXELS)
+    figure, axis = pyplot.subplots(figsize=(7, 6))
+    image = axis.imshow(matrix / 1e9, cmap="viridis", interpolation="nearest")
+    unit = f"group of {size} ranks" if size > 1 else "rank"
+    axis.set_xlabel(f"receiving {unit}")
+    axis.set_ylabel(f"sending {unit}")
+    axis.set_title(f"{report.recipe.name}: GB sent in one sync", fontsize=10)
+    figure.colorbar(image, ax=axis, label="GB")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,47 @@
+"""Where each rank generates: its slot in the rollout layout, chosen before engines start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybrid3d.config import Recipe
+from hybrid3d.reshard.classes import TensorClass, classes_of, distinct
+from hybrid3d.reshard.layout import Demand, Holdings
+from hybrid3d.reshard.placement import Lacking, consecutive, lacking, place
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where ranks generate: the slot of each, and what was counted to choose it."""
+
+    slots: np.ndarray
+    lacks: Lacking
+    classes: Sequence[TensorClass]
+    holders: Sequence[Sequence[int]]
+
+    def readers(self, slots: int) -> list[list[int]]:
+        """The ranks that have each slot of some engine."""
+        return [np.flatnonzero(self.slots % slots == slot).tolist() for slot in range(slots)]
+
+
+def placed(
+    recipe: Recipe, holdings: Mapping[int, Holdings], wanted: Sequence[Demand], times: Mapping[str, int] | None = None
+) -> Placed:
+    """Place a recipe's ranks.
+
+    Args:
+        wanted: what each slot of an engine wants.
+        times: how often a tensor counts, where it stands for others.
+    """
+    assert recipe.rollout is not None
+    world, per_node = recipe.world_size, recipe.machine.gpus_per_node
+    groups = distinct(holdings)
+    holders = [ranks for ranks, _ in groups]
+    classes = classes_of([side for _, side in groups], wanted, times)
+    lacks = lacking(classes, holders, len(wanted), world, per_node)
+    chosen = recipe.rollout.placement == "overlap"
+    slots = place(lacks, len(wanted), recipe.rollout.tp, per_node) if chosen else consecutive(world)
+    return Placed(slots, lacks, classes, holders)

@@ -1,0 +1,140 @@
+"""A recipe's plan as numbers: what `hybrid3d plan --json` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hybrid3d.config import Recipe, RecipeError
+from hybrid3d.families import Config
+from hybrid3d.planning.fitting import nearest_that_fit
+from hybrid3d.planning.hardware import Hardware, hardware_of
+from hybrid3d.planning.memory import Held, Memory, fullest, gb, memory_of
+from hybrid3d.planning.seconds import Prediction, over_network, predict
+from hybrid3d.planning.traffic import Planned, Sides, ask, planned
+from hybrid3d.reshard.placement import consecutive
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is known of a recipe's run before it starts."""
+
+    recipe: Recipe
+    hardware: Hardware
+    traffic: Planned
+    sync: Prediction
+    memory: Memory
+
+    @property
+    def gather_bytes(self) -> np.ndarray:
+        """By rank, what it would receive if every tensor were rebuilt on it, as by broadcasts and all-gathers."""
+        return self.traffic.model - self.traffic.held
+
+    @property
+    def gather_seconds(self) -> float:
+        """Of that way, at least: what a node lacks comes over all its links at once, and once only."""
+        lacking = (self.traffic.model - self.traffic.held_on_node) / self.recipe.machine.gpus_per_node
+        return float(max((lacking / self.hardware.network).max(), (self.gather_bytes / self.hardware.nvlink).max()))
+
+    @property
+    def per_rank(self) -> dict[str, np.ndarray]:
+        traffic, per_node = self.traffic.traffic, self.recipe.machine.gpus_per_node
+        return {
+            "wanted_bytes": self.traffic.wanted,
+            "held_bytes": self.traffic.held,
+            "local_bytes": self.traffic.local,
+            "received_bytes": traffic.sum(0),
+            "received_over_network_bytes": over_network(traffic, per_node).sum(0),
+            "sent_bytes": traffic.sum(1),
+            "gather_bytes": self.gather_bytes,
+        }
+
+    def moved_if(self, slots: np.ndarray) -> dict[str, int]:
+        """Bytes received, and over the network, where ranks have these slots."""
+        lacks = self.traffic.placed.lacks
+        within = slots % lacks.by_group.shape[1]
+        return {"received_bytes": lacks.received(within), "network_bytes": lacks.over_network(within)}
+
+    def numbers(self) -> dict[str, Any]:
+        """Sums over ranks, except where a key starts with `max_`. Sizes are bytes.
+
+        All is what a run then measures, but for these: `max_finalize_bytes` is a bound, `gather_bytes` what ranks would
+        receive if every tensor were rebuilt on every rank, and `seconds` and `memory` are models. Where the plan is too
+        large to be made transfer by transfer, `max_staging_bytes` is a bound too, and `buckets` is null.
+        """
+        traffic, ranks = self.traffic, self.per_rank
+        usual = consecutive(self.recipe.world_size)
+        sums = {key: int(ranks[key].sum()) for key in ranks if key != "sent_bytes"}
+        return {
+            "name": self.recipe.name,
+            "ranks": self.recipe.world_size,
+            **sums,
+            "lower_bound_bytes": int(traffic.lower_bound.sum()),
+            "max_received_bytes": int(ranks["received_bytes"].max()),
+            "max_sent_bytes": int(ranks["sent_bytes"].max()),
+            "max_staging_bytes": traffic.staging,
+            "max_finalize_bytes": traffic.finalize,
+            "coverage": "exact",
+            "buckets": traffic.buckets,
+            "per_rank": {key: _spread(of_ranks) for key, of_ranks in ranks.items()},
+            "placement": self.moved_if(traffic.placed.slots) | {"consecutive": self.moved_if(usual)},
+            "seconds": {
+                "sync": self.sync.seconds,
+                "bottleneck": self.sync.bottleneck,
+                "network": self.sync.network,
+                "nvlink": self.sync.nvlink,
+                "copies": self.sync.copies,
+                "gather": self.gather_seconds,
+            },
+            "memory": {
+                "gpu": self.memory.capacity,
+                "train": self.memory.train,
+                "sync": self.memory.sync,
+                "generate": self.memory.generate,
+                **{f"max_{key}": n for key, n in fullest(self.memory.stages).items()},
+                "kv_cache": self.memory.kv_cache,
+                "kv_cache_tokens": self.memory.kv_tokens,
+            },
+        }
+
+
+def report(recipe: Recipe, config: Config, say: Callable[[str], None] = lambda what: None) -> Report:
+    """Plan a recipe that fits.
+
+    Args:
+        say: is told what is being done: large plans take half a minute.
+
+    Raises:
+        RecipeError: it does not fit into the machine's memory.
+        PlanError: what is held and what is wanted do not fit each other.
+        UnsupportedModel: an engine does with a tensor what cannot be planned.
+    """
+    sides = ask(recipe, config, say)
+    memory = check_memory(recipe, config, sides, say)
+    say("placing ranks, planning, and checking that every wanted element arrives once")
+    traffic, hardware = planned(recipe, sides), hardware_of(recipe.machine)
+    sync = predict(traffic.traffic, traffic.local, hardware, recipe.machine.gpus_per_node)
+    return Report(recipe, hardware, traffic, sync, memory)
+
+
+def check_memory(recipe: Recipe, config: Config, sides: Sides, say: Callable[[str], None]) -> Memory:
+    """The memory of a recipe that fits; RecipeError with the numbers, and the nearest layouts that fit, if not."""
+    hardware = hardware_of(recipe.machine)
+    held = Held.of(sides.holdings, sides.times)
+    memory = memory_of(recipe, config, hardware, held, sides.slots[0], sides.wanted_bytes(0))
+    problems = memory.problems()
+    if problems:
+        say("looking for layouts that fit")
+        most = ", ".join(f"{key.replace('_', ' ')} {gb(n)}" for key, n in fullest(memory.stages).items())
+        near = nearest_that_fit(recipe, config)
+        offer = "; ".join(near) if near else "none found by changing two settings: take more GPUs, or a larger machine"
+        problems += [f"the most that a rank has: {most}", f"nearest that fit: {offer}"]
+        raise RecipeError(f"recipe {recipe.name} does not fit a GPU of {recipe.machine.kind}", problems)
+    return memory
+
+
+def _spread(of_ranks: np.ndarray) -> dict[str, float]:
+    return {"min": int(of_ranks.min()), "mean": float(of_ranks.mean()), "max": int(of_ranks.max())}

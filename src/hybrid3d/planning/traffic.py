@@ -1,0 +1,186 @@
+"""What a recipe's syncs move: who sends how much to whom, computed for every rank and checked."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybrid3d.config import Recipe
+from hybrid3d.families import Config
+from hybrid3d.planning.placing import Placed, placed
+from hybrid3d.reshard.box import volume
+from hybrid3d.reshard.classes import distinct, only
+from hybrid3d.reshard.coverage import check_routes, check_same_tensors, checked_plan, lower_bound
+from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Shape
+from hybrid3d.reshard.planner import PlanError
+from hybrid3d.reshard.routes import Routed, route
+from hybrid3d.reshard.stamp import layer_of
+from hybrid3d.rollout.probe import Asked, demand_of_slots
+from hybrid3d.train.probe import expected_shapes, holdings_of_all, standing_layers
+
+Say = Callable[[str], None]
+
+# Of more wanted pieces than this, the plan is not made transfer by transfer: that would take minutes, or hours.
+WHOLE_PLAN = 20_000
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What both engines say of a recipe's layouts.
+
+    Attributes:
+        shapes: of all canonical tensors.
+        holdings: of every rank, in all layers or in those that stand for the others.
+        slots: what each slot of an engine wants.
+        times: how many tensors each one held stands for.
+        whole: whether nothing stands for anything else.
+    """
+
+    shapes: Mapping[str, Shape]
+    holdings: Mapping[int, Holdings]
+    slots: Sequence[Asked]
+    times: Mapping[str, int]
+    whole: bool
+
+    def wanted_bytes(self, slot: int) -> int:
+        return sum(piece.nbytes * self.times[piece.name] for piece in self.slots[slot].demand.pieces)
+
+
+def ask(recipe: Recipe, config: Config, say: Say = lambda what: None) -> Sides:
+    """Ask Megatron about every rank and vLLM about every slot.
+
+    Raises:
+        UnsupportedModel: an engine does with a tensor what cannot be planned.
+    """
+    assert recipe.rollout is not None, "checked when the recipe was read"
+    shapes = expected_shapes(config)
+    whole = len(shapes) * recipe.world_size <= WHOLE_PLAN
+    standing = None if whole else standing_layers(config, recipe.train)
+    say(f"asking Megatron what {recipe.world_size} ranks hold")
+    holdings = holdings_of_all(config, recipe, standing)
+    say(f"asking vLLM what {recipe.rollout.tp * recipe.rollout.dp} ranks of an engine want")
+    slots = demand_of_slots(config, recipe, shapes, standing)
+    held = {piece.name for _, side in distinct(holdings) for piece in side.pieces}
+    times = {name: standing.get(layer_of(name), 1) if standing else 1 for name in held}
+    check_same_tensors(holdings, dict(enumerate(one.demand for one in slots)))
+    return Sides(shapes, holdings, slots, times, whole)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A recipe's sync, as far as it is known before ranks start.
+
+    Attributes:
+        held, wanted: bytes by rank.
+        traffic: bytes by sender and receiver; what stays on its rank is in `local`.
+        lower_bound: the fewest bytes that each rank must receive, counted apart.
+        model: bytes of all canonical tensors.
+        held_on_node: of the model, what the ranks of each rank's node hold together.
+        placed: the slot of each rank.
+        finalize: the most that opened modules take on a rank.
+        buckets, staging: of the plan made transfer by transfer; None, and a bound, where it is too large for that.
+    """
+
+    held: np.ndarray
+    wanted: np.ndarray
+    traffic: np.ndarray
+    local: np.ndarray
+    lower_bound: np.ndarray
+    model: int
+    held_on_node: np.ndarray
+    placed: Placed
+    finalize: int
+    buckets: int | None
+    staging: int
+
+
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """A large plan is millions of objects without a cycle, and looking for cycles a third of its time."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+@_no_collector()
+def planned(recipe: Recipe, sides: Sides) -> Planned:
+    """Place the ranks and route every tensor; all of it is checked.
+
+    Raises:
+        PlanError: what is held and what is wanted do not fit each other.
+    """
+    world, per_node = recipe.world_size, recipe.machine.gpus_per_node
+    holdings, wanted = sides.holdings, [one.demand for one in sides.slots]
+    found = placed(recipe, holdings, wanted, sides.times)
+    demand = {rank: wanted[slot % len(wanted)] for rank, slot in enumerate(found.slots)}
+    routed = _routed(found, recipe, len(wanted))
+    first = {one.names[0]: one.count for one in found.classes}
+    part = only(holdings, first), only(demand, first)
+    check_routes(routed, *part)
+    traffic, local = _traffic(routed, world)
+    bound = lower_bound(*part, first)
+    bucket = int(recipe.sync.bucket_mib * 2**20)
+    plan = checked_plan(holdings, demand, bucket, per_node) if sides.whole else None
+    itemsize = ITEMSIZE[recipe.model.dtype]
+    return Planned(
+        held=_nbytes(holdings, sides.times),
+        wanted=_nbytes(demand, sides.times),
+        traffic=traffic,
+        local=local,
+        lower_bound=np.array([bound[rank] for rank in range(world)]),
+        model=sum(math.prod(shape) * itemsize for shape in sides.shapes.values()),
+        held_on_node=_held_on_node(found),
+        placed=found,
+        finalize=max(one.finalize_bytes for one in sides.slots),
+        buckets=len(plan.buckets) if plan else None,
+        staging=max(plan.staging_bytes.values(), default=0) if plan else 2 * bucket,
+    )
+
+
+def _routed(found: Placed, recipe: Recipe, slots: int) -> list[Routed]:
+    routed = list(route(found.classes, found.holders, found.readers(slots), recipe.machine.gpus_per_node))
+    for one in routed:
+        for way in one.routes:
+            if way.missing:
+                name, box, rank = one.tensors.names[0], way.missing[0], way.readers[0]
+                raise PlanError(f"{name} {list(box.start)} + {list(box.size)}, wanted by rank {rank}: no rank holds it")
+    return routed
+
+
+def _traffic(routed: Sequence[Routed], world: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes by sender and receiver, and bytes that stay where they are."""
+    traffic, local = np.zeros((world, world), np.int64), np.zeros(world, np.int64)
+    for one in routed:
+        for source in one.sources:
+            senders, readers, nbytes = source.traffic(one.tensors.count)
+            np.add.at(traffic, (senders, readers), nbytes)
+        for way in one.routes:
+            parts = [part for several in way.parts.values() for part in several if part.source is None]
+            local[list(way.readers)] += sum(part.nbytes for part in parts) * one.tensors.count
+    return traffic, local
+
+
+def _nbytes(sides: Mapping[int, Holdings] | Mapping[int, Demand], times: Mapping[str, int]) -> np.ndarray:
+    found = np.zeros(len(sides), np.int64)
+    for ranks, side in distinct(sides):
+        found[ranks] = sum(piece.nbytes * times[piece.name] for piece in side.pieces)
+    return found
+
+
+def _held_on_node(found: Placed) -> np.ndarray:
+    nbytes = np.zeros(len(found.lacks.groups), np.int64)
+    for one in found.classes:
+        itemsize = next(itemsize for boxes in one.wanted.values() for _, itemsize in boxes)
+        for node, groups in enumerate(found.lacks.groups):
+            boxes = {box for group in groups for box in one.held.get(group, ())}
+            nbytes[node] += volume(tuple(sorted(boxes, key=lambda b: b.start))) * itemsize * one.count
+    return nbytes[found.lacks.node]
