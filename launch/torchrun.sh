@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The body of every script in torchrun/: torchrun.sh RECIPE [key=value ...], on each of the nodes.
+# NODES and GPUS_PER_NODE come from the script; NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, as torchrun knows them,
+# from the environment. One process per GPU.
+set -euo pipefail
+recipe=$1
+shift
+NNODES=${NNODES:-$NODES}
+MASTER_PORT=${MASTER_PORT:-29500}
+ranks_per_node=${NPROC_PER_NODE:-$GPUS_PER_NODE}
+world_size=$((NNODES * ranks_per_node))
+. launch/settings.sh
+
+if ((NNODES > 1)) && [[ -z ${NODE_RANK:-} || -z ${MASTER_ADDR:-} ]]; then
+    echo "$recipe runs on $NNODES nodes: set NODE_RANK (0 to $((NNODES - 1))) and MASTER_ADDR (node 0) on each" >&2
+    exit 2
+fi
+NODE_RANK=${NODE_RANK:-0}
+MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
+
+# Names shared memory. Of its own for each start: what a killed start left behind would stop the next.
+export HYBRID3D_RUN=${HYBRID3D_RUN:-hybrid3d-$(date +%s)-$$}
+
+bash launch/prepare-node.sh "$ranks_per_node" "$world_size"
+if ((NNODES > 1)); then # torchrun itself would wait for long, and end in a traceback
+    RANK=$NODE_RANK WORLD_SIZE=$NNODES MASTER_ADDR=$MASTER_ADDR MASTER_PORT=$MASTER_PORT \
+        "$PYTHON" -m hybrid3d.rendezvous "$recipe" "$@"
+fi
+exec "$PYTHON" -m torch.distributed.run --nnodes="$NNODES" --node-rank="$NODE_RANK" \
+    --nproc-per-node="$ranks_per_node" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
+    -m hybrid3d train "$recipe" "$@"
