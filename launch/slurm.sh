@@ -20,21 +20,31 @@ export HYBRID3D_RUN=${HYBRID3D_RUN:-hybrid3d-$SLURM_JOB_ID-${SLURM_RESTART_COUNT
 # Unless asked otherwise, a rank may use all of the job's cores on its node: SLURM would bind it to a single one.
 export SLURM_CPU_BIND=${SLURM_CPU_BIND:-none}
 
-srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-    bash launch/prepare-node.sh "$ranks_per_node" "$world_size"
-
 # --signal=B:USR1@seconds sends this before the time is up. Preemption and lost nodes requeue without our help.
-requeue() {
-    echo "requeued: goes on from the last checkpoint"
-    scontrol requeue "$SLURM_JOB_ID"
-}
-trap requeue USR1
+trap 'echo "requeued: goes on from the last checkpoint"; scontrol requeue "$SLURM_JOB_ID"' USR1
 
-# In the background, because bash handles signals between commands only; one rank that fails ends the others.
-srun --kill-on-bad-exit=1 "$PYTHON" -m hybrid3d train "$recipe" "$@" &
-step=$!
-while true; do
-    code=0
-    wait "$step" || code=$?
-    kill -0 "$step" 2>/dev/null || exit "$code"
-done
+# A step of this job; its exit code in `code`. In the background, because bash handles signals between commands only.
+run() {
+    srun "$@" &
+    local step=$!
+    while true; do
+        code=0
+        wait "$step" || code=$?
+        kill -0 "$step" 2>/dev/null || return 0
+    done
+}
+
+each_node=(--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)
+run "${each_node[@]}" bash launch/prepare-node.sh "$ranks_per_node" "$world_size"
+if ((code == 0)); then # one rank that fails ends the others
+    run --kill-on-bad-exit=1 "$PYTHON" -m hybrid3d train "$recipe" "$@"
+fi
+
+# srun gives up on a lost node when SLURM has noticed too, and is about to end this script and to requeue the job: one
+# that ends by itself first would not be requeued.
+if ((code != 0 && code != 2)) && ! timeout 60 srun "${each_node[@]}" true 2>/dev/null; then
+    echo "a node does not answer: waiting for SLURM to requeue the job"
+    sleep 1800 &
+    wait $!
+fi
+exit "$code"

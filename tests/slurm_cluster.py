@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -125,11 +126,14 @@ class Cluster:
         self._start(name, "slurmd", "-D", "-N", name, "-f", str(self.folder / "slurm.conf"))
 
     def kill_node(self, name: str) -> None:
-        """As if its power were cut: the daemon and everything that runs in its jobs, at once."""
+        """As if its power were cut: the daemon and everything that runs in its jobs, and their shared memory."""
         daemon = self._daemons.pop(name)
         daemon.kill()
         daemon.wait()
-        _kill(_processes(self.folder, name))
+        segments = {segment for pid in _processes(self.folder, name) for segment in _shared_memory(pid)}
+        self._kill_all(name)
+        for segment in segments:
+            segment.unlink(missing_ok=True)
 
     def log(self) -> str:
         """The ends of the daemons' logs, for messages."""
@@ -175,14 +179,23 @@ class Cluster:
         end = time.monotonic() + seconds
         while not holds():
             dead = {name: process.returncode for name, process in self._daemons.items() if process.poll() is not None}
-            assert not dead and time.monotonic() < end, f"the cluster does not start; ended: {dead}\n{self.log()}"
+            if dead or time.monotonic() > end:
+                raise RuntimeError(f"the cluster does not start; ended: {dead}\n{self.log()}")
             time.sleep(0.2)
 
     def _end(self) -> None:
         for daemon in reversed(self._daemons.values()):
             daemon.kill()
             daemon.wait()
-        _kill(_processes(self.folder))
+        self._kill_all()
+
+    def _kill_all(self, node: str | None = None) -> None:
+        """Until none is left: a process may start another while we look."""
+        while pids := _processes(self.folder, node):
+            for pid in pids:
+                with suppress(ProcessLookupError):  # ended by itself, which is as good
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
 
 
 def free_ports(count: int) -> list[int]:
@@ -206,9 +219,13 @@ def _processes(folder: Path, node: str | None = None) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             variables = set((process / "environ").read_bytes().decode(errors="replace").split("\0"))
-            opened = {os.readlink(link) for link in (process / "fd").iterdir()}
+            links = list((process / "fd").iterdir())
         except OSError:  # ended meanwhile
             continue
+        opened = set()
+        for link in links:
+            with suppress(OSError):  # closed meanwhile
+                opened.add(os.readlink(link))
         in_job = f"SLURM_CONF={folder}/slurm.conf" in variables and "SLURM_JOB_ID" in str(variables)
         on_node = node is None or f"SLURMD_NODENAME={node}" in variables
         logs = {f"{folder}/{node}.log"} if node else {str(path) for path in folder.glob("*.log")}
@@ -217,7 +234,9 @@ def _processes(folder: Path, node: str | None = None) -> list[int]:
     return [pid for pid in found if pid != os.getpid()]
 
 
-def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):  # ended by itself, which is as good
-            os.kill(pid, signal.SIGKILL)
+def _shared_memory(pid: int) -> set[Path]:
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # ended meanwhile
+        return set()
+    return {Path(match) for match in re.findall(r"/dev/shm/\S+", maps)}

@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -27,13 +27,18 @@ CHECKED = "HYBRID3D_CHECKED"
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(arguments)
+    ranks.adopt_slurm()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a recipe's paths are local: nothing is looked up elsewhere
     from hybrid3d.preflight import USER_MISTAKES
 
     try:
         return int(options.run(options, arguments))
     except USER_MISTAKES as error:
-        if not ranks.under_launcher() or ranks.environment_rank() == 0:
+        if ranks.under_launcher() and ranks.rank() > 0:
+            from hybrid3d import rendezvous
+
+            rendezvous.report(str(error))  # rank 0 says it, once
+        else:
             Console(stderr=True).print(f"{error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return MISTAKE
 
@@ -76,11 +81,9 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
         check_run(recipe)
     if ranks.under_launcher():
-        _check_world(recipe)
         from hybrid3d import tasks
-        from hybrid3d.worker import run_rank
 
-        return run_rank(folder, lambda rank, console: tasks.train(recipe, folder, rank, console))
+        return _run_rank(recipe, folder, lambda rank, console: tasks.train(recipe, folder, rank, console))
     console = Console()
     code = _launch(arguments, recipe, folder, console)
     if code == DONE:
@@ -94,11 +97,9 @@ def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
         raise RecipeError(recipe.name, ["the run has no `rollout` section: there is nothing to generate with"])
     if not ranks.under_launcher():
         return _launch(arguments, recipe, folder, Console())
-    _check_world(recipe)
     from hybrid3d import tasks
-    from hybrid3d.worker import run_rank
 
-    return run_rank(folder, lambda rank, console: tasks.evaluate(recipe, folder, step, rank, console))
+    return _run_rank(recipe, folder, lambda rank, console: tasks.evaluate(recipe, folder, step, rank, console))
 
 
 def _export(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -108,11 +109,9 @@ def _export(options: argparse.Namespace, arguments: list[str]) -> int:
         raise RecipeError(f"export to {out}", ["it is not an empty folder: choose another, or remove it"])
     if not ranks.under_launcher():
         return _launch(arguments, recipe, folder, Console())
-    _check_world(recipe)
     from hybrid3d import tasks
-    from hybrid3d.worker import run_rank
 
-    return run_rank(folder, lambda rank, console: tasks.export(recipe, folder, step, out, rank, console))
+    return _run_rank(recipe, folder, lambda rank, console: tasks.export(recipe, folder, step, out, rank, console))
 
 
 def _is_empty_folder(path: Path) -> bool:
@@ -155,12 +154,22 @@ def _finished(options: argparse.Namespace) -> tuple[Recipe, RunFolder, int]:
     return recipe, folder, find_step(folder, options.step)
 
 
+def _run_rank(recipe: Recipe, folder: RunFolder, task: Callable[[int, Console | None], None]) -> int:
+    from hybrid3d.worker import run_rank
+
+    _check_world(recipe)
+    return run_rank(recipe, folder, task, launched=CHECKED in os.environ)
+
+
 def _check_world(recipe: Recipe) -> None:
-    """An external launcher must have started as many ranks as the recipe's layout has."""
-    started = ranks.environment_world_size()
+    """An external launcher must have started as many ranks as the recipe's layout has, each with its GPU."""
+    from hybrid3d.launcher import check_node
+
+    started = ranks.world_size()
     if started != recipe.world_size:
         problem = f"train.tp x pp x cp x dp = {recipe.world_size} ranks, but the launcher started {started}"
         raise RecipeError(recipe.name, [f"{problem}: start as many, or set train.dp"])
+    check_node(recipe)
 
 
 def _launch(arguments: list[str], recipe: Recipe, folder: RunFolder, console: Console) -> int:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import uuid
 from typing import Any
@@ -58,6 +59,24 @@ def check_devices(recipe: Recipe) -> None:
     if gpus and recipe.world_size > gpus:
         problem = f"train.tp x pp x cp x dp = {recipe.world_size} ranks exceed this machine's {gpus} GPUs"
         raise RecipeError(recipe.name, [f"{problem}: start it with torchrun or srun on several"])
+
+
+def check_node(recipe: Recipe) -> None:
+    """Under torchrun or srun: each of this node's ranks needs a GPU, where there are GPUs at all.
+
+    And as many must be here as the recipe is made for: which ranks share a node decides what crosses the network.
+    """
+    gpus, here = torch.cuda.device_count(), ranks.local_world_size()
+    where = f"{here} ranks were started on {socket.gethostname()}"
+    planned = recipe.machine.gpus_per_node
+    if 0 < gpus < here:
+        problem = f"{where}, which shows them {gpus} GPUs: start {gpus} a node, or let each see all of the node's GPUs"
+        raise RecipeError(
+            recipe.name, [f"{problem} (srun: --gpus-per-node={here}, neither --gpus-per-task nor --gpu-bind)"]
+        )
+    if gpus and here not in {min(planned, recipe.world_size), recipe.world_size % planned}:
+        problem = f"{where}, and the recipe is made for {planned} a node"
+        raise RecipeError(recipe.name, [f"{problem}: start as many, or set machine.gpus_per_node={here}"])
 
 
 def failure_message(folder: RunFolder, failures: dict[int, Any]) -> str:

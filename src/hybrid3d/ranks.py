@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,25 @@ IDENT = "HYBRID3D_RUN"
 
 def under_launcher() -> bool:
     """Whether this process is one rank of a `torchrun` or an `srun` already."""
-    return "RANK" in os.environ or ("SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1)
+    return "RANK" in os.environ or ("SLURM_STEP_ID" in os.environ and int(os.environ["SLURM_STEP_NUM_TASKS"]) > 1)
 
 
 def adopt_slurm() -> None:
-    """Say what `srun` says in the words of `torchrun`; the rendezvous address must be in the environment."""
-    if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
+    """Under `srun`, say what it says in the words of `torchrun`. The rendezvous address must be in the environment."""
+    if "RANK" not in os.environ and under_launcher():
+        nodes = _tasks_per_node(os.environ["SLURM_STEP_TASKS_PER_NODE"])
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
-        os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
+        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+        os.environ["LOCAL_WORLD_SIZE"] = str(nodes[int(os.environ["SLURM_NODEID"])])
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """SLURM's `4(x2),1` as 4, 4, 1."""
+    found: list[int] = []
+    for match in re.finditer(r"(\d+)(?:\(x(\d+)\))?", text):
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
 
 
 def ident() -> str:
@@ -37,31 +48,33 @@ def remove_shared_memory(run: str) -> None:
         segment.unlink(missing_ok=True)
 
 
-def environment_rank() -> int:
-    """This process's number under `torchrun` or `srun`, before anything is started."""
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-
-
-def environment_world_size() -> int:
-    """How many ranks `torchrun` or `srun` started, before anything is."""
-    return int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
-
-
 def rank() -> int:
     """This process's number."""
     return int(os.environ["RANK"])
 
 
 def world_size() -> int:
+    """How many ranks were started, on all nodes together."""
     return int(os.environ["WORLD_SIZE"])
 
 
-def start() -> None:
-    """Bind this rank to its GPU, where there is one, and build the default process group."""
+def local_rank() -> int:
+    """This process's number on its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """How many ranks were started on this node; all, where the launcher does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
+def start(store: dist.Store) -> None:
+    """Bind this rank to its GPU, where there is one, and build the default process group through a store."""
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=10))
+        torch.cuda.set_device(local_rank())
+    backend, default = "cpu:gloo,cuda:nccl" if cuda else "gloo", dist.PrefixStore("default", store)
+    dist.init_process_group(backend, store=default, rank=rank(), world_size=world_size(), timeout=timedelta(minutes=10))
 
 
 def gather(value: Any) -> list[Any]:

@@ -15,27 +15,40 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.console import Console
 
-from hybrid3d import ranks
+from hybrid3d import ranks, rendezvous
+from hybrid3d.config import Recipe
 from hybrid3d.run_folder import RunFolder
 
 Task = Callable[[int, "Console | None"], None]
 """A rank's work: given its number, and a console where it is the one that speaks."""
 
 
-def run_rank(folder: RunFolder, task: Task) -> int:
-    """Run a task as one rank; 0 when it ended well.
+def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> int:
+    """Run a task as one rank; 0 when it ended well, 2 where the ranks were not started alike, 1 where it failed.
 
     The rank's own output and that of every library goes to its log. What it fails of is written, in one line, to
     where the launcher looks; a rank that is not the first to fail mostly fails of its lost peer.
+
+    Args:
+        launched: by our own launcher, which says why a rank failed; under torchrun and srun the rank says it.
     """
-    ranks.adopt_slurm()
     _die_with_parent()
     rank = ranks.rank()
     folder.logs.mkdir(parents=True, exist_ok=True)
     folder.failure_of(rank).unlink(missing_ok=True)
+    # Where NCCL's flight recorder writes what each rank was doing when a collective hung; it appends the rank
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.logs / "nccl-rank-"))
+    stderr = Console(file=os.fdopen(os.dup(2), "w"))
     console = _redirect(folder.log_of(rank), speaks=rank == 0)
     try:
-        ranks.start()
+        store = rendezvous.meet(rendezvous.record_of(recipe))
+    except rendezvous.NotMet as error:
+        print(error)
+        if not error.said and ranks.local_rank() == 0:
+            _say(stderr, f"{recipe.name}: {error}")
+        return error.code
+    try:
+        ranks.start(store)
         task(rank, console)
         if dist.is_initialized():
             dist.barrier()
@@ -45,9 +58,15 @@ def run_rank(folder: RunFolder, task: Task) -> int:
         traceback.print_exc()
         reason = {"rank": rank, "time": time.time(), "peer": _is_lost_peer(error), "reason": _one_line(error)}
         folder.failure_of(rank).write_text(json.dumps(reason))
+        if not launched and not reason["peer"]:
+            _say(stderr, f"rank {rank} failed: {reason['reason']}\nits log: {folder.log_of(rank)}")
         ranks.remove_shared_memory(ranks.ident())
         sys.stderr.flush()
         os._exit(1)  # communication threads may be waiting for ranks that are gone
+
+
+def _say(console: Console, message: str) -> None:
+    console.print(message, style="red", highlight=False, markup=False, soft_wrap=True)
 
 
 def _redirect(log: Path, speaks: bool) -> Console | None:

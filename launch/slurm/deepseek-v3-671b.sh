@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# DeepSeek-V3 671B on 128 nodes of 8 GPUs: sbatch launch/slurm/deepseek-v3-671b.sh [key=value ...]
+#SBATCH --job-name=deepseek-v3-671b
+#SBATCH --nodes=128
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+exec bash launch/slurm.sh recipes/deepseek-v3-671b.yaml "$@"

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Qwen2.5-32B on 4 nodes of 8 GPUs: sbatch launch/slurm/qwen2.5-32b.sh [key=value ...]
+#SBATCH --job-name=qwen2.5-32b
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+exec bash launch/slurm.sh recipes/qwen2.5-32b.yaml "$@"
