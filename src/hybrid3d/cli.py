@@ -6,17 +6,22 @@ Exit codes: 0 done, 2 a mistake of the user's (found before ranks start), 1 the 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from hybrid3d import __version__, ranks
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from hybrid3d.worker import Task
 
 DONE, FAILED, MISTAKE = 0, 1, 2
 
@@ -83,7 +88,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     if ranks.under_launcher():
         from hybrid3d import tasks
 
-        return _run_rank(recipe, folder, lambda rank, console: tasks.train(recipe, folder, rank, console))
+        return _run_rank(recipe, folder, functools.partial(tasks.train, recipe, folder))
     console = Console()
     code = _launch(arguments, recipe, folder, console)
     if code == DONE:
@@ -99,7 +104,7 @@ def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
         return _launch(arguments, recipe, folder, Console())
     from hybrid3d import tasks
 
-    return _run_rank(recipe, folder, lambda rank, console: tasks.evaluate(recipe, folder, step, rank, console))
+    return _run_rank(recipe, folder, functools.partial(tasks.evaluate, recipe, folder, step))
 
 
 def _export(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -111,7 +116,7 @@ def _export(options: argparse.Namespace, arguments: list[str]) -> int:
         return _launch(arguments, recipe, folder, Console())
     from hybrid3d import tasks
 
-    return _run_rank(recipe, folder, lambda rank, console: tasks.export(recipe, folder, step, out, rank, console))
+    return _run_rank(recipe, folder, functools.partial(tasks.export, recipe, folder, step, out))
 
 
 def _is_empty_folder(path: Path) -> bool:
@@ -154,7 +159,7 @@ def _finished(options: argparse.Namespace) -> tuple[Recipe, RunFolder, int]:
     return recipe, folder, find_step(folder, options.step)
 
 
-def _run_rank(recipe: Recipe, folder: RunFolder, task: Callable[[int, Console | None], None]) -> int:
+def _run_rank(recipe: Recipe, folder: RunFolder, task: Task) -> int:
     from hybrid3d.worker import run_rank
 
     _check_world(recipe)

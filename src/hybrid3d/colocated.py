@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 
 from hybrid3d import ranks
@@ -21,13 +23,15 @@ class Colocated:
         engine: vLLM, in the same process.
         sync: brings the policy's weights to the engine.
         rollouts: draws samples and measures accuracy with the weights that the engine has.
+
+    `slots` has every rank's place in the rollout layout.
     """
 
-    def __init__(self, recipe: Recipe, rank: int, trainable: bool = True):
+    def __init__(self, recipe: Recipe, rank: int, slots: Sequence[int], trainable: bool = True):
         self.config = read_config(recipe.model.path)
         self.tokenizer = read_tokenizer(recipe)
         self.policy = Policy(self.config, recipe, rank, trainable)
-        self.engine = RolloutEngine(recipe, rank, ranks.ident())
+        self.engine = RolloutEngine(recipe, rank, ranks.ident(), slots)
         self.sync = WeightSync(recipe, self.policy.weights, self.engine, rank)
         train, held_out = read_data(recipe, self.config, self.tokenizer)
         self.rollouts = Rollouts(recipe, self.engine, self.tokenizer, train, held_out)

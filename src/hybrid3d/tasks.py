@@ -9,15 +9,19 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.console import Console
 
+from hybrid3d import ranks
 from hybrid3d.config import Recipe
 from hybrid3d.run_folder import RunFolder, checkpoint_folder, draw_curves
 
 
-def train(recipe: Recipe, folder: RunFolder, rank: int, console: Console | None) -> None:
+def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, console: Console | None) -> None:
     """Train to the end, resuming where the folder's last checkpoint stands."""
     from hybrid3d.display import Display
+    from hybrid3d.planning.placing import agree
     from hybrid3d.train import runtime
 
+    slots = agree(recipe, store)
+    ranks.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
     from hybrid3d import trainer
 
@@ -25,20 +29,25 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, console: Console | None)
     if rank == 0:
         folder.create(recipe)
     with Display(recipe.name, recipe.run.steps, console) as display:
-        loop(recipe, folder, rank, display)
+        loop(recipe, folder, rank, slots, display)
     if rank == 0:
         draw_curves(folder)
         folder.add_event("end", step=recipe.run.steps)
 
 
-def evaluate(recipe: Recipe, folder: RunFolder, step: int, rank: int, console: Console | None) -> None:
+def evaluate(
+    recipe: Recipe, folder: RunFolder, step: int, rank: int, store: dist.Store, console: Console | None
+) -> None:
     """Held-out accuracy of a checkpoint: greedy answers of vLLM with the checkpoint's weights."""
+    from hybrid3d.planning.placing import agree
     from hybrid3d.train import checkpoint, runtime
 
+    slots = agree(recipe, store)
+    ranks.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
     from hybrid3d.colocated import Colocated
 
-    run = Colocated(recipe, rank, trainable=False)
+    run = Colocated(recipe, rank, slots, trainable=False)
     checkpoint.load_weights(run.policy, checkpoint_folder(folder, step))
     run.sync.run()
     accuracy = run.rollouts.accuracy()
@@ -48,15 +57,17 @@ def evaluate(recipe: Recipe, folder: RunFolder, step: int, rank: int, console: C
     run.close()
 
 
-def export(recipe: Recipe, folder: RunFolder, step: int, out: Path, rank: int, console: Console | None) -> None:
+def export(
+    recipe: Recipe, folder: RunFolder, step: int, out: Path, rank: int, store: dist.Store, console: Console | None
+) -> None:
     """Write a checkpoint as Hugging Face files; every rank writes the boxes that it holds."""
-    from hybrid3d import ranks
     from hybrid3d.exporting import copy_companions, export_entries, is_untrained
     from hybrid3d.inputs import read_config
     from hybrid3d.reshard.files import carry_files, create_files, export_files
     from hybrid3d.train import checkpoint, runtime
     from hybrid3d.train.policy import Policy
 
+    ranks.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
     policy = Policy(read_config(recipe.model.path), recipe, rank, trainable=False)
     checkpoint.load_weights(policy, checkpoint_folder(folder, step))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +26,9 @@ from hybrid3d.train.runtime import device
 SAMPLES_KEPT = 4  # a step, in samples.jsonl
 
 
-def train_grpo(recipe: Recipe, folder: RunFolder, rank: int, display: Display) -> None:
+def train_grpo(recipe: Recipe, folder: RunFolder, rank: int, slots: Sequence[int], display: Display) -> None:
     """GRPO (arXiv 2402.03300). Row s of the metrics tells of the policy after s updates; the last is only measured."""
-    run = Colocated(recipe, rank)
+    run = Colocated(recipe, rank, slots)
     policy = run.policy
     run.engine.sleep()
     reference = Policy(run.config, recipe, rank, trainable=False) if recipe.algorithm.kl.where == "loss" else None
@@ -55,7 +56,7 @@ def train_grpo(recipe: Recipe, folder: RunFolder, rank: int, display: Display) -
     run.close()
 
 
-def train_sft(recipe: Recipe, folder: RunFolder, rank: int, display: Display) -> None:
+def train_sft(recipe: Recipe, folder: RunFolder, rank: int, slots: Sequence[int], display: Display) -> None:
     """Supervised: negative log-likelihood of the answers. Row s of the metrics is the loss before update s + 1."""
     config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
     policy = Policy(config, recipe, rank)

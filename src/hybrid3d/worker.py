@@ -19,8 +19,11 @@ from hybrid3d import ranks, rendezvous
 from hybrid3d.config import Recipe
 from hybrid3d.run_folder import RunFolder
 
-Task = Callable[[int, "Console | None"], None]
-"""A rank's work: given its number, and a console where it is the one that speaks."""
+Task = Callable[[int, dist.Store, "Console | None"], None]
+"""A rank's work: given its number, a store that all ranks have met at, and a console where it is the one that speaks.
+
+It begins by building the default process group through the store.
+"""
 
 
 def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> int:
@@ -48,8 +51,7 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
             _say(stderr, f"{recipe.name}: {error}")
         return error.code
     try:
-        ranks.start(store)
-        task(rank, console)
+        task(rank, store, console)
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()

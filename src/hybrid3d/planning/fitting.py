@@ -1,17 +1,16 @@
-"""The nearest layouts that fit, for a recipe that does not."""
+"""Whether a recipe fits a GPU's memory, and the nearest layouts that do where it does not."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from hybrid3d.config import ModelShape, Recipe, RecipeError, Train, check_layout
 from hybrid3d.families import Config, family_of
 from hybrid3d.planning.hardware import hardware_of
-from hybrid3d.planning.memory import Held, Memory, memory_of
-from hybrid3d.reshard.classes import distinct
-from hybrid3d.reshard.layout import Holdings
+from hybrid3d.planning.memory import Held, Memory, fullest, gb, held_of, memory_of
+from hybrid3d.planning.sides import Say
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.rollout.probe import Asked, demand_of_slots
 from hybrid3d.train.probe import expected_shapes, holdings_of_all, standing_layers
@@ -19,14 +18,37 @@ from hybrid3d.train.probe import expected_shapes, holdings_of_all, standing_laye
 OFFERED = 3
 
 
-def nearest_that_fit(recipe: Recipe, config: Config) -> list[str]:
-    """Up to three ways to make a recipe fit, as overrides, fewest changes first."""
-    found: list[str] = []
-    asked = _Asked(config)
+def check_memory(recipe: Recipe, config: Config, say: Say = lambda what: None) -> Memory:
+    """The memory of a recipe that fits its machine.
+
+    Raises:
+        RecipeError: it does not; with the numbers, and the nearest layouts that fit.
+    """
+    say("asking both engines how much a rank holds")
+    memory_of_ = MemoryOf(config)
+    memory = memory_of_(recipe)
+    problems = memory.problems()
+    if problems:
+        most = ", ".join(f"{key.replace('_', ' ')} {gb(n)}" for key, n in fullest(memory.stages).items())
+        say("looking for layouts that fit")
+        near = [
+            " ".join(f"{key}={value}" for key, value in changes.items()) for changes in _fitting(recipe, memory_of_)
+        ]
+        offer = "; ".join(near) if near else "none is one or two settings away: take more GPUs, or larger ones"
+        problems += [f"the most that a rank has: {most}", f"nearest that fit: {offer}"]
+        raise RecipeError(f"recipe {recipe.name} does not fit a GPU of {recipe.machine.kind}", problems)
+    return memory
+
+
+def _fitting(recipe: Recipe, memory_of_: MemoryOf) -> list[dict[str, object]]:
+    """Up to three ways to make a recipe fit, fewest changes first, none of them another with something added."""
+    found: list[dict[str, object]] = []
     for changes in _changes(recipe):
+        if any(one.items() <= changes.items() for one in found):
+            continue
         changed = _changed(recipe, changes)
-        if _is_valid(changed, config) and not asked.memory(changed).problems():
-            found.append(" ".join(f"{key}={value}" for key, value in changes.items()))
+        if memory_of_.is_valid(changed) and not memory_of_(changed).problems():
+            found.append(changes)
             if len(found) == OFFERED:
                 break
     return found
@@ -62,42 +84,42 @@ def _changed(recipe: Recipe, changes: dict[str, object]) -> Recipe:
     return recipe
 
 
-def _is_valid(recipe: Recipe, config: Config) -> bool:
-    family = family_of(config)
-    try:
-        check_layout(
-            recipe, ModelShape.from_config(config, family.experts(config), family.latents(config)), device=None
-        )
-    except RecipeError:
-        return False
-    return True
-
-
-class _Asked:
+class MemoryOf:
     """The memory of recipes of one model; each engine is asked about a layout once, and about as little as says it."""
 
     def __init__(self, config: Config):
         self._config = config
         self._shapes = expected_shapes(config)
-        self._held: dict[Train, Held] = {}
+        self._held: dict[Train, list[Held]] = {}
         self._wanted: dict[tuple[int, int, bool], tuple[Asked, int]] = {}
 
-    def memory(self, recipe: Recipe) -> Memory:
+    def is_valid(self, recipe: Recipe) -> bool:
+        family = family_of(self._config)
+        shape = ModelShape.from_config(self._config, family.experts(self._config), family.latents(self._config))
+        try:
+            check_layout(recipe, shape, device=None)
+        except RecipeError:
+            return False
+        return True
+
+    def __call__(self, recipe: Recipe) -> Memory:
         layout, rollout = dataclasses.replace(recipe.train, micro_batch_size=1, recompute="none"), recipe.rollout
         assert rollout is not None
         if layout not in self._held:
-            standing = standing_layers(self._config, layout)
-            holdings = holdings_of_all(self._config, recipe, standing)
-            self._held[layout] = Held.of(holdings, _times(standing, holdings))
+            times = _times(standing_layers(self._config, layout))
+            holdings = holdings_of_all(self._config, recipe, standing_layers(self._config, layout), first_only=True)
+            stage_ranks = recipe.world_size // layout.pp
+            firsts = [holdings[stage * stage_ranks] for stage in range(layout.pp)]
+            self._held[layout] = [held_of(first.pieces, times) for first in firsts]
         slots = rollout.tp, rollout.dp, rollout.expert_parallel
         if slots not in self._wanted:
             standing = standing_layers(self._config, Train())
             first = demand_of_slots(self._config, recipe, self._shapes, standing, first_only=True)[0]
-            nbytes = sum(piece.nbytes * standing.get(layer_of(piece.name), 1) for piece in first.demand.pieces)
-            self._wanted[slots] = first, nbytes
-        return memory_of(recipe, self._config, hardware_of(recipe.machine), self._held[layout], *self._wanted[slots])
+            times = _times(standing)
+            self._wanted[slots] = first, sum(piece.nbytes * times(piece.name) for piece in first.demand.pieces)
+        hardware = hardware_of(recipe.machine)
+        return memory_of(recipe, self._config, hardware, self._held[layout], *self._wanted[slots])
 
 
-def _times(standing: dict[int, int], holdings: dict[int, Holdings]) -> dict[str, int]:
-    names = {piece.name for _, side in distinct(holdings) for piece in side.pieces}
-    return {name: standing.get(layer_of(name), 1) for name in names}
+def _times(standing: Mapping[int, int]) -> Callable[[str], int]:
+    return lambda name: standing.get(layer_of(name), 1)

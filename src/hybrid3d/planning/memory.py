@@ -17,17 +17,14 @@ vLLM sleeps while Megatron trains; gradients and optimizer stay while vLLM gener
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-
-import numpy as np
 
 from hybrid3d.config import Recipe, Train
 from hybrid3d.families import Config, family_of
 from hybrid3d.planning.hardware import Hardware
-from hybrid3d.reshard.classes import distinct
-from hybrid3d.reshard.layout import ITEMSIZE, Holdings
+from hybrid3d.reshard.layout import ITEMSIZE, Piece
 from hybrid3d.rollout.probe import Asked
 from hybrid3d.shape import ModelShape
 from hybrid3d.train.probe import layers_of_stages
@@ -40,18 +37,18 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 @dataclass(frozen=True)
 class Held:
-    """Elements that each rank holds: of routed experts, and of all else."""
+    """Elements that a rank holds: of routed experts, and of all else."""
 
-    dense: np.ndarray
-    experts: np.ndarray
+    dense: int
+    experts: int
 
-    @classmethod
-    def of(cls, holdings: Mapping[int, Holdings], times: Mapping[str, int]) -> Held:
-        counts = {True: np.zeros(len(holdings), np.int64), False: np.zeros(len(holdings), np.int64)}
-        for ranks, side in distinct(holdings):
-            for piece in side.pieces:
-                counts[_EXPERT.search(piece.name) is not None][ranks] += piece.box.numel * times[piece.name]
-        return cls(dense=counts[False], experts=counts[True])
+
+def held_of(pieces: Iterable[Piece], times: Callable[[str], int]) -> Held:
+    """What pieces add up to, where a tensor stands for `times` of them."""
+    counts = {True: 0, False: 0}
+    for piece in pieces:
+        counts[_EXPERT.search(piece.name) is not None] += piece.box.numel * times(piece.name)
+    return Held(dense=counts[False], experts=counts[True])
 
 
 @dataclass(frozen=True)
@@ -145,14 +142,14 @@ def memory_of(
     recipe: Recipe,
     config: Config,
     hardware: Hardware,
-    held: Held,
+    held: Sequence[Held],
     wanted: Asked,
     wanted_bytes: int,
 ) -> Memory:
     """Each phase's memory.
 
     Args:
-        held: what Megatron says that each rank holds.
+        held: what Megatron says that a rank of each stage holds: those of one stage hold equally much.
         wanted: what vLLM says of an engine's first slot, which wants a largest share.
         wanted_bytes: of that share.
     """
@@ -164,16 +161,14 @@ def memory_of(
     stage_ranks = recipe.world_size // train.pp
     activations = stage_activations(recipe, shape, layers_of_stages(config, train))
     stages = []
-    for stage in range(train.pp):
-        ranks = range(stage * stage_ranks, (stage + 1) * stage_ranks)
-        rank = max(ranks, key=lambda r: held.dense[r] + held.experts[r])
-        dense, experts = int(held.dense[rank]), int(held.experts[rank])
-        weights = (dense + experts) * itemsize
-        sharded = dense / (train.dp * train.cp) + experts / (stage_ranks // (train.ep * train.etp))
+    for stage, its in enumerate(held):
+        elements = its.dense + its.experts
+        weights = elements * itemsize
+        sharded = its.dense / (train.dp * train.cp) + its.experts / (stage_ranks // (train.ep * train.etp))
         stages.append(
             Resident(
                 weights=weights,
-                gradients=(dense + experts) * FLOAT32,
+                gradients=elements * FLOAT32,
                 optimizer=round(sharded * FLOAT32 * (2 if itemsize == FLOAT32 else 3)),
                 reference=weights if recipe.algorithm.kl.where == "loss" else 0,
                 activations=activations[stage],

@@ -113,14 +113,15 @@ def _traffic(report: Report) -> Text:
     matrix, size = shrunk(report.traffic.traffic, report.recipe, MOST_GROUPS)
     shade = np.ceil(matrix / max(1, matrix.max()) * (len(SHADES) - 1)).astype(int)
     what = f"{size} ranks" if size > 1 else "rank"
-    text = Text(f"who sends (down) to whom (across): a cell is {what} to {what}, the darkest {gb(matrix.max())}\n")
+    scale = f"a cell is {what} to {what}, the darkest {gb(matrix.max())}"
+    text = Text(f"who sends (down) to whom (across): {scale}\n")
     for row in shade:
         text.append("  " + "".join(SHADES[cell] * 2 for cell in row) + "\n")
     return text
 
 
 def shrunk(traffic: np.ndarray, recipe: Recipe, most: int) -> tuple[np.ndarray, int]:
-    """The traffic between groups of consecutive ranks, and the size of a group: nodes, or several, where it is large."""
+    """The traffic between groups of consecutive ranks, and their size: a node, or several, where there are many."""
     size, ranks = 1, len(traffic)
     while ranks // size > most or ranks % size:
         size = recipe.machine.gpus_per_node if size == 1 else size * 2

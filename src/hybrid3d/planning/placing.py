@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
+import torch.distributed as dist
 
+from hybrid3d import ranks
 from hybrid3d.config import Recipe
+from hybrid3d.inputs import read_config
+from hybrid3d.planning.sides import ask
 from hybrid3d.reshard.classes import TensorClass, classes_of, distinct
 from hybrid3d.reshard.layout import Demand, Holdings
 from hybrid3d.reshard.placement import Lacking, consecutive, lacking, place
+
+_KEY = "slots"
+_PATIENCE = timedelta(minutes=10)  # asking both engines about the largest models takes a minute
+
+
+def agree(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
+    """The slot of each rank of a run, which rank 0 chooses before the default process group is there.
+
+    Args:
+        store: through which the ranks can talk by then.
+    """
+    if ranks.rank() == 0:
+        store.set(_KEY, json.dumps(choose(recipe)))
+    store.wait([_KEY], _PATIENCE)
+    return tuple(json.loads(store.get(_KEY)))
+
+
+def choose(recipe: Recipe) -> list[int]:
+    """The slot of each rank; the engines are not asked where there is nothing to choose."""
+    rollout = recipe.rollout
+    if rollout is None or rollout.placement == "consecutive" or rollout.tp * rollout.dp == 1:
+        return consecutive(recipe.world_size).tolist()
+    sides = ask(recipe, read_config(recipe.model.path))
+    return placed(recipe, sides.holdings, [one.demand for one in sides.slots], sides.times).slots.tolist()
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hybrid3d.config import Recipe, RecipeError
+from hybrid3d.config import Recipe
 from hybrid3d.families import Config
-from hybrid3d.planning.fitting import nearest_that_fit
+from hybrid3d.planning.fitting import check_memory
 from hybrid3d.planning.hardware import Hardware, hardware_of
-from hybrid3d.planning.memory import Held, Memory, fullest, gb, memory_of
+from hybrid3d.planning.memory import Memory, fullest
 from hybrid3d.planning.seconds import Prediction, over_network, predict
-from hybrid3d.planning.traffic import Planned, Sides, ask, planned
+from hybrid3d.planning.sides import Say, ask
+from hybrid3d.planning.traffic import Planned, planned
 from hybrid3d.reshard.placement import consecutive
 
 
@@ -101,7 +101,7 @@ class Report:
         }
 
 
-def report(recipe: Recipe, config: Config, say: Callable[[str], None] = lambda what: None) -> Report:
+def report(recipe: Recipe, config: Config, say: Say = lambda what: None) -> Report:
     """Plan a recipe that fits.
 
     Args:
@@ -112,28 +112,12 @@ def report(recipe: Recipe, config: Config, say: Callable[[str], None] = lambda w
         PlanError: what is held and what is wanted do not fit each other.
         UnsupportedModel: an engine does with a tensor what cannot be planned.
     """
+    memory = check_memory(recipe, config, say)
     sides = ask(recipe, config, say)
-    memory = check_memory(recipe, config, sides, say)
     say("placing ranks, planning, and checking that every wanted element arrives once")
     traffic, hardware = planned(recipe, sides), hardware_of(recipe.machine)
     sync = predict(traffic.traffic, traffic.local, hardware, recipe.machine.gpus_per_node)
     return Report(recipe, hardware, traffic, sync, memory)
-
-
-def check_memory(recipe: Recipe, config: Config, sides: Sides, say: Callable[[str], None]) -> Memory:
-    """The memory of a recipe that fits; RecipeError with the numbers, and the nearest layouts that fit, if not."""
-    hardware = hardware_of(recipe.machine)
-    held = Held.of(sides.holdings, sides.times)
-    memory = memory_of(recipe, config, hardware, held, sides.slots[0], sides.wanted_bytes(0))
-    problems = memory.problems()
-    if problems:
-        say("looking for layouts that fit")
-        most = ", ".join(f"{key.replace('_', ' ')} {gb(n)}" for key, n in fullest(memory.stages).items())
-        near = nearest_that_fit(recipe, config)
-        offer = "; ".join(near) if near else "none found by changing two settings: take more GPUs, or a larger machine"
-        problems += [f"the most that a rank has: {most}", f"nearest that fit: {offer}"]
-        raise RecipeError(f"recipe {recipe.name} does not fit a GPU of {recipe.machine.kind}", problems)
-    return memory
 
 
 def _spread(of_ranks: np.ndarray) -> dict[str, float]:

@@ -72,7 +72,7 @@ def only(sides: Mapping[int, Side], names: Iterable[str]) -> dict[int, Side]:
 _Found = dict[int, list[tuple[Box, str]]]
 
 
-def _by_name(sides: Sequence[Holdings] | Sequence[Demand]) -> dict[str, _Found]:
+def _by_name(sides: Sequence[Holdings | Demand]) -> dict[str, _Found]:
     found: dict[str, _Found] = {}
     for group, side in enumerate(sides):
         for piece in side.pieces:

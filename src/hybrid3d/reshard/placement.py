@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
 from hybrid3d.reshard.box import Box, volume
@@ -19,7 +20,7 @@ from hybrid3d.reshard.classes import TensorClass
 # What a byte over the network counts against one within a node: enough to come first wherever the two disagree.
 NETWORK = 1000
 
-Costs = np.ndarray
+Costs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Lacking:
         return int(self.by_node[self.node, slots].sum())
 
     def cost(self, ranks: np.ndarray) -> Costs:
-        return NETWORK * self.by_node[self.node[ranks]] + self.by_group[self.group[ranks]]
+        found: Costs = NETWORK * self.by_node[self.node[ranks]] + self.by_group[self.group[ranks]]
+        return found
 
 
 def lacking(
@@ -123,7 +125,8 @@ def place(lacks: Lacking, slots: int, tp: int, ranks_per_node: int) -> np.ndarra
 def _assign(cost: Costs) -> np.ndarray:
     """The column of each row, so that the sum is the least."""
     rows, columns = linear_sum_assignment(cost)
-    return columns[np.argsort(rows)]
+    of_row: np.ndarray = columns[np.argsort(rows)]
+    return of_row
 
 
 def _in_engines(chosen: np.ndarray, slots: int) -> np.ndarray:

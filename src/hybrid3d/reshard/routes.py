@@ -143,9 +143,10 @@ class _Router:
         for box, itemsize in self._tensors.wanted[group]:
             parts[box], rest = self._parts(box, itemsize, own, node)
             missing += rest
-        for part in (part for several in parts.values() for part in several if part.source is not None):
-            for rank in ranks:
-                part.source.readers[rank] = part.source.readers.get(rank, 0) + part.nbytes
+        for part in (part for several in parts.values() for part in several):
+            if part.source is not None:
+                for rank in ranks:
+                    part.source.readers[rank] = part.source.readers.get(rank, 0) + part.nbytes
         return Route(tuple(ranks), parts, tuple(missing))
 
     def _parts(

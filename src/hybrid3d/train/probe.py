@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Container
 from dataclasses import dataclass, replace
@@ -25,7 +26,9 @@ def expected_shapes(config: Config) -> dict[str, Shape]:
     return canonical_shapes(_stamped(config, Train(), torch.float32)[0].pieces)
 
 
-def holdings_of_all(config: Config, recipe: Recipe, layers: Container[int] | None = None) -> dict[int, Holdings]:
+def holdings_of_all(
+    config: Config, recipe: Recipe, layers: Container[int] | None = None, first_only: bool = False
+) -> dict[int, Holdings]:
     """What each rank of the recipe's train layout holds; ranks that hold the same share one object.
 
     Megatron is asked about a layer of each kind, and which layers each stage has; `holdings_of` would say the same of
@@ -33,8 +36,9 @@ def holdings_of_all(config: Config, recipe: Recipe, layers: Container[int] | Non
 
     Args:
         layers: leave the others out.
+        first_only: only of the first rank of each stage, and of those that hold the same.
     """
-    return _stamped(config, recipe.train, getattr(torch, recipe.model.dtype), layers)
+    return _stamped(config, recipe.train, getattr(torch, recipe.model.dtype), layers, first_only)
 
 
 def standing_layers(config: Config, layout: Train) -> dict[int, int]:
@@ -56,14 +60,20 @@ def holdings_of(config: Config, layout: Train, rank: int, dtype: torch.dtype) ->
 
 
 def _stamped(
-    config: Config, layout: Train, dtype: torch.dtype, wanted: Container[int] | None = None
+    config: Config,
+    layout: Train,
+    dtype: torch.dtype,
+    wanted: Container[int] | None = None,
+    first_only: bool = False,
 ) -> dict[int, Holdings]:
     stage_ranks = layout.tp * layout.cp * layout.dp  # Megatron's ranks are those of one stage after the other
     kinds = family_of(config).kinds(config)
     stages = layers_of_stages(config, layout)
     found: dict[int, Holdings] = {}
-    for ranks in _ranks_alike(layout):
-        first, last = _ask_ends(config, layout, ranks[0], dtype, layers=max(kinds) + 1)
+    ask_last = functools.cache(lambda rank: _ask_last(config, layout, rank, dtype, max(kinds) + 1))
+    for ranks in _ranks_alike(layout)[: 1 if first_only else None]:
+        first = _ask_first(config, layout, ranks[0], dtype, layers=max(kinds) + 1)
+        last = ask_last(ranks[0] % layout.tp)  # outside of layers TP alone shards, and Megatron's ranks count it first
         for stage, chunks in enumerate(stages):
             pieces: list[Piece] = []
             for chunk, layers in enumerate(chunks):
@@ -128,15 +138,22 @@ class _End:
         return cls(outside[0], layers, outside[1])
 
 
-def _ask_ends(config: Config, layout: Train, rank: int, dtype: torch.dtype, layers: int) -> tuple[_End, _End]:
-    """What the `rank`-th of a stage's ranks would hold of the first stage, if it had `layers`, and of the last."""
+def _ask_first(config: Config, layout: Train, rank: int, dtype: torch.dtype, layers: int) -> _End:
+    """What the `rank`-th of a stage's ranks would hold of the first stage, if that had `layers`."""
     plain = replace(layout, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
     if layout.pp == 1:  # the first stage has all that the last would have
-        return _End.of(holdings_of({**config, "num_hidden_layers": layers}, plain, rank, dtype)), _End([], {}, [])
-    config = {**config, "num_hidden_layers": layers + 1}
+        return _End.of(holdings_of({**config, "num_hidden_layers": layers}, plain, rank, dtype))
     plain = replace(plain, pp=2, first_stage_layers=layers)
+    return _End.of(holdings_of({**config, "num_hidden_layers": layers + 1}, plain, rank, dtype))
+
+
+def _ask_last(config: Config, layout: Train, rank: int, dtype: torch.dtype, layers: int) -> _End:
+    """What the `rank`-th of a stage's ranks would hold of the last stage, behind `layers`; nothing where one is all."""
+    if layout.pp == 1:
+        return _End([], {}, [])
+    plain = replace(layout, pp=2, vpp=1, first_stage_layers=layers, last_stage_layers=None)
     there = rank + layout.tp * layout.cp * layout.dp
-    return _End.of(holdings_of(config, plain, rank, dtype)), _End.of(holdings_of(config, plain, there, dtype))
+    return _End.of(holdings_of({**config, "num_hidden_layers": layers + 1}, plain, there, dtype))
 
 
 def _in_chunk(piece: Piece, chunk: int) -> Piece:
