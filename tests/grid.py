@@ -25,7 +25,7 @@ from hybrid3d.reshard.executor import Executor, Tensors
 from hybrid3d.reshard.layout import Demand, Fill, Holdings
 from hybrid3d.reshard.planner import make_plan
 from hybrid3d.reshard.transport import LocalTransport
-from hybrid3d.rollout.probe import demand_of_all, model_of_rank
+from hybrid3d.rollout.probe import demand_of_slots, model_of_rank
 from hybrid3d.rollout.weights import RolloutWeights
 from hybrid3d.train.model import build_model
 from hybrid3d.train.probe import holdings_of_all
@@ -217,10 +217,11 @@ class Grid:
         config, weights = self._weights(cell.family)
         recipe = self._recipe(cell.family, cell.train, cell.rollout)
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        holdings, asked = holdings_of_all(config, recipe), demand_of_all(config, recipe, shapes)
-        assert holdings.keys() == asked.keys() == trained.keys()
+        holdings, slots = holdings_of_all(config, recipe), demand_of_slots(config, recipe, shapes)
+        assert holdings.keys() == trained.keys()
+        assert len(slots) == len(engine)
         held = [f"rank {rank} holds" for rank in trained if holdings[rank] != trained[rank].holdings]
-        wanted = [f"rank {rank} wants" for rank in trained if asked[rank].demand != engine[rank % len(engine)].demand]
+        wanted = [f"slot {slot} wants" for slot, one in enumerate(slots) if one.demand != engine[slot].demand]
         return held + wanted
 
     def _recipe(self, family: str, train: Train, rollout: Rollout) -> Recipe:

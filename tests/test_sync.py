@@ -15,16 +15,20 @@ from typing import Any
 import pytest
 
 import checkpoints
+from hybrid3d.config import load_recipe
 from hybrid3d.families import family_of
 from hybrid3d.inputs import read_config
+from hybrid3d.planning.sides import ask
+from hybrid3d.planning.traffic import planned
 from reference import tensors_in
 from run_ranks import run_ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
 JOB = Path(__file__).parent / "jobs" / "sync.py"
-# Rollout TP, families, dtype and the slot of each rank in each launch. Tied embeddings and biases at every TP, TP4 having fewer KV heads than
-# ranks; every family at TP2. Models with experts have launches of their own: vLLM makes its groups once a process.
+# Rollout TP, families, dtype and the slot of each rank in each launch. Tied embeddings and biases at every TP, TP4
+# having fewer KV heads than ranks; every family at TP2. Models with experts have launches of their own: vLLM makes its
+# groups once a process.
 LAUNCHES: dict[str, tuple[int, tuple[str, ...], str, tuple[int, ...]]] = {
     "tp1": (1, ("qwen2",), "float32", (2, 3, 1, 0)),
     "tp2": (2, checkpoints.DENSE, "float32", (0, 1, 2, 3)),
@@ -123,6 +127,20 @@ def test_nothing_but_the_plan_moves(results: list[dict]) -> None:
             assert result["c10d"].get("c10d::recv_", 0) == result["report"]["received_bytes"]
         sent = sum(result["c10d"].get("c10d::send", 0) for result in case)
         assert sent == sum(result["report"]["received_bytes"] for result in case)
+
+
+def test_the_plan_says_what_is_measured(results: list[dict], tmp_path: Path) -> None:
+    """Of every rank, byte for byte, from the recipe alone, though vLLM's ranks are placed in some other order."""
+    for case in cases_of(results):
+        (tmp_path / "recipe.yaml").write_text(case[0]["recipe"])
+        recipe = load_recipe(tmp_path / "recipe.yaml")
+        plan = planned(recipe, ask(recipe, read_config(recipe.model.path)), case[0]["slots"])
+        by_rank = sorted(case, key=lambda result: result["rank"])
+        assert [result["report"]["received_bytes"] for result in by_rank] == plan.traffic.sum(0).tolist()
+        assert [result["c10d"].get("c10d::send", 0) for result in by_rank] == plan.traffic.sum(1).tolist()
+        assert [result["report"]["lower_bound_bytes"] for result in by_rank] == plan.lower_bound.tolist()
+        assert max(result["report"]["staging_bytes"] for result in case) == plan.staging
+        assert max(result["report"]["finalize_bytes"] for result in case) <= plan.finalize
 
 
 def test_both_engines_say_the_same(results: list[dict]) -> None:

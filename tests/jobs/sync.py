@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid3d import ranks
-from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
+from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train, recipe_to_yaml
 from hybrid3d.families import family_of
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
@@ -283,6 +283,7 @@ def prove(
         weights, before = policy.weights, engine.addresses()
         sync = WeightSync(recipe, weights, engine, rank)
         result = {"family": family, "dtype": dtype, "train": vars(layout), "rollout_tp": rollout_tp, "rank": rank}
+        result["recipe"], result["slots"] = recipe_to_yaml(recipe), slots
         result["last"] = layout is layouts[-1]
         result["bucket_bytes"] = int(recipe.sync.bucket_mib * 2**20)
         result["split_boxes"] = split_boxes(sync, result["bucket_bytes"])

@@ -5,9 +5,10 @@ Weights are as both engines say; the rest follows from their number and from the
 - gradients: float32, as Megatron reduces them, on every rank;
 - optimizer: Adam's two moments and, in bfloat16, a float32 copy of the weights, over the data-parallel ranks, as
   Megatron's distributed optimizer shards them; experts over the ranks that hold the same ones;
-- activations: what a layer keeps for its backward pass (arXiv 2205.05198, section 4, with attention that keeps no
-  scores, gated MLPs and grouped queries), of as many micro batches as are in flight on a stage; under full recompute a
-  layer's input, and all that one layer keeps; on the last stage the logits and their probabilities besides;
+- activations: what a layer keeps for its backward pass (as arXiv 2205.05198, section 4, counts it, here for attention
+  that keeps no scores, gated MLPs, grouped queries and latents), of as many micro batches as are in flight on a stage;
+  under full recompute a layer's input, and all that one layer keeps; on the last stage the logits and their
+  probabilities besides;
 - reference: the frozen policy's weights, where there is a KL term;
 - KV cache: what is left to vLLM of its fraction after its weights and its work space.
 
@@ -219,26 +220,29 @@ def stage_activations(recipe: Recipe, shape: ModelShape, stages: Sequence[Sequen
 
 
 def kept_of_token(shape: ModelShape, train: Train, sparse: bool) -> int:
-    """Elements that one layer keeps of a token on a rank, for the backward pass."""
-    hidden, tp = shape.hidden_size, train.tp
+    """Elements that one layer keeps of a token on a rank, for the backward pass, where its activation is fused.
+
+    Whole rows: the inputs and the outputs of both norms, and a sum between them. Split over TP: what attention is given,
+    before and after it is rotated, its output in two layouts, an MLP's gate, up and product.
+    """
+    hidden, tp, heads = shape.hidden_size, train.tp, shape.num_attention_heads
+    rows = 5 * hidden
     if shape.latents is None:
-        queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        attention = queries + 2 * max(keys, shape.head_dim * tp) + queries
-        latents = 0
+        keys = max(shape.num_key_value_heads, tp) * shape.head_dim
+        attention = 4 * heads * shape.head_dim + 3 * keys
     else:
-        each = shape.latents.nope + shape.latents.rope
-        attention = shape.num_attention_heads * (2 * each + 2 * shape.latents.value)
-        latents = 2 * (shape.latents.q_rank + shape.latents.kv_rank) + shape.latents.rope
+        its = shape.latents
+        attention = heads * (3 * (its.nope + its.rope) + its.nope + its.value + 2 * its.value)
+        rows += 3 * its.kv_rank + its.rope + 2 * its.q_rank
     shards = _sequence_shards(shape, train)
-    # The inputs and the outputs of both norms are whole rows; all else is split over TP.
-    kept = (4 * hidden + latents) // shards + attention // tp
+    kept = rows // shards + attention // tp
     if not sparse:
         return kept + 3 * shape.intermediate_size // tp
     experts = shape.experts
     assert experts is not None
-    copies = experts.per_token * train.etp // shards  # of a token, over the ranks that share experts, when balanced
-    routed = copies * (2 * hidden + 3 * experts.width // train.etp)
-    return kept + routed + 3 * experts.shared_width // tp + FLOAT32 * experts.count // shards
+    copies = experts.per_token * train.etp  # of a token, over the ranks that share experts, when they are balanced
+    routed = copies * (2 * hidden + 3 * experts.width // train.etp) // shards
+    return kept + routed + 3 * experts.shared_width // tp + experts.count // shards
 
 
 def _sequence_shards(shape: ModelShape, train: Train) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,8 +62,11 @@ def _no_collector() -> Iterator[None]:
 
 
 @_no_collector()
-def planned(recipe: Recipe, sides: Sides) -> Planned:
+def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) -> Planned:
     """Place the ranks and route every tensor; all of it is checked.
+
+    Args:
+        slots: of the ranks, where they are placed already.
 
     Raises:
         PlanError: what is held and what is wanted do not fit each other.
@@ -71,6 +74,8 @@ def planned(recipe: Recipe, sides: Sides) -> Planned:
     world, per_node = recipe.world_size, recipe.machine.gpus_per_node
     holdings, wanted = sides.holdings, [one.demand for one in sides.slots]
     found = placed(recipe, holdings, wanted, sides.times)
+    if slots is not None:
+        found = replace(found, slots=np.array(slots))
     demand = {rank: wanted[slot % len(wanted)] for rank, slot in enumerate(found.slots)}
     routed = _routed(found, recipe, len(wanted))
     first = {one.names[0]: one.count for one in found.classes}

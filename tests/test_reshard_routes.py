@@ -1,0 +1,176 @@
+"""Routes by class of tensors, against plans made transfer by transfer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hybrid3d.reshard.box import Box
+from hybrid3d.reshard.classes import classes_of, distinct, only
+from hybrid3d.reshard.coverage import check_routes, lower_bound
+from hybrid3d.reshard.layout import Demand, Holdings, Piece, View
+from hybrid3d.reshard.planner import PlanError, make_plan
+from hybrid3d.reshard.routes import Part, Route, Routed, Source, route
+from hybrid3d.reshard.stamp import layer_of, stamped
+from test_reshard_box import Side, World, worlds
+
+RANDOM = settings(max_examples=60, deadline=None)
+Sides = tuple[dict[int, Holdings], dict[int, Demand]]
+
+
+def piece(name: str, local: str, start: int = 0, size: int = 4) -> Piece:
+    return Piece(name, Box((start,), (size,)), View(local, start, (1,)), "float32")
+
+
+def classes(holdings: dict[int, Holdings], demand: dict[int, Demand]) -> dict[tuple[str, ...], int]:
+    found = classes_of([side for _, side in distinct(holdings)], [side for _, side in distinct(demand)])
+    return {one.names: one.count for one in found}
+
+
+def routed(sides: Sides, per_node: int, times: dict[str, int] | None = None) -> list[Routed]:
+    holders, readers = distinct(sides[0]), distinct(sides[1])
+    found = classes_of([side for _, side in holders], [side for _, side in readers], times)
+    return list(route(found, [ranks for ranks, _ in holders], [ranks for ranks, _ in readers], per_node))
+
+
+def repeated(world: World, copies: int) -> Sides:
+    """Each tensor of a random world in several layers."""
+
+    def of(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        named = [Piece(f"layers.0.{p.name}", p.box, p.view, p.dtype, p.in_place) for p in pieces]
+        return tuple(p for layer in range(copies) for p in stamped(named, 0, layer))
+
+    holdings = {rank: Holdings(of(side.pieces)) for rank, side in world.holdings.items()}
+    return holdings, {rank: Demand(of(side.pieces)) for rank, side in world.demand.items()}
+
+
+def test_what_is_in_one_class_is_held_and_wanted_in_the_same_boxes() -> None:
+    held = {0: [piece("a", "x"), piece("b", "y")], 1: [piece("c", "x")]}
+    holdings = {rank: Holdings(tuple(pieces)) for rank, pieces in held.items()}
+    wanted = tuple(piece(name, name) for name in "abc")
+    assert classes(holdings, dict.fromkeys((0, 1), Demand(wanted))) == {("a", "b"): 2, ("c",): 1}
+    others = {0: Demand(wanted), 1: Demand(wanted[1:])}
+    assert classes(holdings, others) == {("a",): 1, ("b",): 1, ("c",): 1}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        piece("b", "y", start=4),
+        piece("b", "y", size=3),
+        replace(piece("b", "y"), dtype="bfloat16"),
+    ],
+)
+def test_a_class_is_of_one_place_size_and_dtype(other: Piece) -> None:
+    one = piece("a", "x")
+    both = Demand((piece("a", "x", size=8), piece("b", "y", size=8)))
+    apart = {("a",): 1, ("b",): 1}
+    assert classes({0: Holdings((one, other))}, {1: both}) == apart
+    assert classes({1: Holdings(both.pieces)}, {0: Demand((one, other))}) == apart
+
+
+def test_what_ranks_share_they_share_again() -> None:
+    both, other = Demand((piece("a", "x"), piece("b", "y"))), Demand((piece("b", "x"),))
+    kept = only({0: both, 1: other, 2: both}, ["b"])
+    assert kept == {0: Demand((piece("b", "y"),)), 1: other, 2: Demand((piece("b", "y"),))}
+    assert [ranks for ranks, _ in distinct(kept)] == [[0, 2], [1]]
+
+
+@RANDOM
+@given(worlds(), st.integers(1, 4), st.integers(1, 3))
+def test_one_layer_s_routes_are_the_traffic_of_all_between_every_two_ranks(
+    world: World, copies: int, per_node: int
+) -> None:
+    """Counted for one layer and multiplied, against every transfer of the plan of all layers: who sends included."""
+    sides = repeated(world, copies)
+    kept = {p.name for side in sides for of in side.values() for p in of.pieces if layer_of(p.name) == 0}
+    first = only(sides[0], kept), only(sides[1], kept)
+    ways = routed(first, per_node, dict.fromkeys(kept, copies))
+    sent: Counter[tuple[int, int]] = Counter()
+    for one in ways:
+        for source in one.sources:
+            for src, dst, nbytes in zip(*(a.flat for a in source.traffic(one.tensors.count)), strict=True):
+                sent[int(src), int(dst)] += int(nbytes)
+    planned: Counter[tuple[int, int]] = Counter()
+    for t in make_plan(*sides, 10_000, per_node).transfers:
+        planned[t.src, t.dst] += 0 if t.is_local else t.nbytes
+    assert +sent == +planned
+    bound = lower_bound(*first, dict.fromkeys(kept, copies))
+    received = {rank: sum(n for (_, dst), n in sent.items() if dst == rank) for rank in bound}
+    assert received == bound == lower_bound(*sides)
+    check_routes(ways, *first)
+
+
+@RANDOM
+@given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 30))
+def test_replicas_take_turns(replicas: int, readers: int, count: int) -> None:
+    """Over all readers and tensors no two replicas are further apart than one message."""
+    source = Source(Box((0,), (8,)), tuple(range(replicas)), {100 + reader: 32 for reader in range(readers)})
+    source.start(Counter())
+    servers = Counter(source.server(reader, number) for number in range(count) for reader in source.readers)
+    each = [servers.get(rank, 0) for rank in range(replicas)]
+    assert sum(each) == readers * count
+    assert max(each) - min(each) <= 1
+    senders, _, nbytes = source.traffic(count)
+    counted = np.bincount(senders.ravel(), nbytes.ravel(), replicas) / 32
+    assert counted.tolist() == each
+
+
+def wrong_box(part: Part) -> Part:
+    start = (part.box.start[0] + 1, *part.box.start[1:])
+    return replace(part, box=Box(start, part.box.size))
+
+
+def smaller(part: Part) -> Part:
+    return replace(part, box=Box(part.box.start, (part.box.size[0] - 1, *part.box.size[1:])))
+
+
+def local(part: Part) -> Part:
+    return replace(part, source=None)
+
+
+def from_nobody(part: Part) -> Part:
+    assert part.source is not None
+    return replace(part, source=Source(part.held, (99,)))
+
+
+@pytest.mark.parametrize("spoil", [wrong_box, smaller, local, from_nobody])
+def test_a_broken_route_is_refused(spoil: Callable[[Part], Part]) -> None:
+    held, wanted = Side(4), Side(4)
+    for rank in range(4):
+        held.add(rank, "t", Box((rank * 2, 0), (2, 3)), "float32")
+        wanted.add(rank, "t", Box((0, 0), (8, 3)), "float32")
+    world = World({"t": (8, 3)}, held, wanted)
+    (one,) = routed((world.holdings, world.demand), 4)
+    check_routes([one], world.holdings, world.demand)
+    first = one.routes[0]
+    ((box, parts),) = first.parts.items()
+    at = next(i for i, part in enumerate(parts) if part.source is not None)
+    broken = {box: (*parts[:at], spoil(parts[at]), *parts[at + 1 :])}
+    spoiled = Routed(one.tensors, (Route(first.readers, broken, ()), *one.routes[1:]), sources_of(one, broken))
+    with pytest.raises(PlanError, match="t"):
+        check_routes([spoiled], world.holdings, world.demand)
+    with pytest.raises(PlanError, match="nothing arrives"):
+        check_routes([Routed(one.tensors, one.routes[1:], one.sources)], world.holdings, world.demand)
+
+
+def sources_of(one: Routed, parts: dict[Box, tuple[Part, ...]]) -> tuple[Source, ...]:
+    new = [part.source for several in parts.values() for part in several if part.source is not None]
+    return tuple({id(source): source for source in (*one.sources, *new)}.values())
+
+
+@RANDOM
+@given(worlds())
+def test_an_element_that_nobody_holds_is_missing(world: World) -> None:
+    rank = next((rank for rank, side in world.demand.items() if any(p.box.numel for p in side.pieces)), None)
+    assume(rank is not None)
+    lost = next(p.name for p in world.demand[rank].pieces if p.box.numel)
+    holdings = {r: Holdings(tuple(p for p in side.pieces if p.name != lost)) for r, side in world.holdings.items()}
+    ways = routed((holdings, world.demand), 2)
+    assert any(way.missing for one in ways if lost in one.tensors.names for way in one.routes)
