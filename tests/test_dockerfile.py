@@ -1,0 +1,117 @@
+"""The Dockerfile, read: its versions are those of pyproject.toml, what it copies exists, it does not run as root.
+
+No test builds it: that needs Docker and NVIDIA's image.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """(instruction, its arguments) in order; comments are dropped, continued lines joined. No heredocs."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    words = [line.strip().split(maxsplit=1) for line in joined.splitlines() if line.strip()]
+    return [(name.upper(), rest) for name, rest in words]
+
+
+def of(name: str, text: str = DOCKERFILE) -> list[str]:
+    return [rest for instruction, rest in instructions(text) if instruction == name]
+
+
+def arguments() -> dict[str, str]:
+    """Each ARG and its default."""
+    return {name: value.strip('"') for name, _, value in (rest.partition("=") for rest in of("ARG"))}
+
+
+def requirement(name: str) -> Requirement:
+    """What the package, or its extra for GPUs, asks of a distribution."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = map(Requirement, project["dependencies"] + project["optional-dependencies"]["gpu"])
+    (found,) = (one for one in asked if one.name == name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("distribution", "argument"), [("torch", "TORCH_VERSION"), ("transformer-engine", "TE_VERSION")]
+)
+def test_compiled_versions_are_those_of_the_package(distribution: str, argument: str) -> None:
+    version = arguments()[argument]
+    assert requirement(distribution).specifier.contains(version), f"{argument}={version}, {requirement(distribution)}"
+    installs = [run for run in of("RUN") if re.search(rf"{distribution}(\[[\w,]+\])?==\${argument}\b", run)]
+    assert len(installs) == 1
+
+
+def test_transformer_engine_is_asked_for_with_the_extras_of_the_package() -> None:
+    (extras,) = re.findall(r"transformer-engine\[([\w,]+)\]", " ".join(of("RUN")))
+    assert set(extras.split(",")) == requirement("transformer-engine").extras
+
+
+@pytest.mark.parametrize("distribution", ["vllm", "megatron-core"])
+def test_the_engines_come_from_the_extra_and_nowhere_else(distribution: str) -> None:
+    assert [one.operator for one in requirement(distribution).specifier] == ["=="]
+    runs = of("RUN")
+    assert sum("optional-dependencies" in run and "'gpu'" in run and "pip install -r" in run for run in runs) == 1
+    assert not re.search(rf"install\b[^&]*\b{distribution}\b", " ".join(runs))
+
+
+def test_apex_is_a_commit() -> None:
+    assert re.fullmatch(r"[0-9a-f]{40}", arguments()["APEX_COMMIT"])
+    assert sum("NVIDIA/apex.git@$APEX_COMMIT" in run for run in of("RUN")) == 1
+
+
+def test_the_base_image_is_nvidias_and_pinned() -> None:
+    (base,) = of("FROM")
+    assert re.fullmatch(r"nvcr\.io/nvidia/pytorch:\d\d\.\d\d-py3", base)
+
+
+def test_what_is_copied_exists_and_is_let_through() -> None:
+    sources = [word for rest in of("COPY") for word in rest.split()[:-1]]
+    assert sources
+    assert [name for name in sources if not (ROOT / name).exists()] == []
+    let_through = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    assert sorted(let_through) == sorted(sources)
+    assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*"  # and nothing else is
+
+
+def test_what_changes_least_comes_first() -> None:
+    """Editing the source compiles and downloads nothing again; editing pyproject.toml compiles nothing again."""
+    text = [f"{name} {rest}" for name, rest in instructions(DOCKERFILE)]
+    order = ["transformer-engine[", "apex.git@", "COPY pyproject.toml", "install -r gpu.txt", "COPY src"]
+    places = [next(place for place, line in enumerate(text) if part in line) for part in order]
+    assert places == sorted(places)
+
+
+def test_it_does_not_run_as_root() -> None:
+    user = of("USER")[-1]
+    assert user not in ("root", "0")
+    assert any(re.search(rf"\buseradd\b[^&]* {user}( |$)", run) for run in of("RUN"))
+    names = [name for name, _ in instructions(DOCKERFILE)]
+    assert set(names[len(names) - names[::-1].index("USER") :]) <= {"HEALTHCHECK", "CMD"}
+
+
+def test_its_health_is_that_the_engines_import_and_see_a_gpu() -> None:
+    (check,) = of("HEALTHCHECK")
+    code = re.search(r'CMD python -c "([^"]+)"', check)
+    assert code
+    compile(code[1], "HEALTHCHECK", "exec")
+    for needed in ("torch", "megatron.core", "transformer_engine.pytorch", "vllm", "device_count() > 0"):
+        assert needed in code[1]
+
+
+def test_it_holds_no_secret() -> None:
+    assert not re.search(r"token|password|secret|api_?key|credential", DOCKERFILE, re.IGNORECASE)
+
+
+def test_how_a_dockerfile_is_read() -> None:
+    text = 'FROM a:1\n# RUN no\nrun x \\\n    # inside\n    && y\nENV A="" \\\n    B=2\n'
+    assert instructions(text) == [("FROM", "a:1"), ("RUN", "x  && y"), ("ENV", 'A=""  B=2')]
