@@ -25,7 +25,8 @@ RUN python3 -m venv --without-pip $VIRTUAL_ENV \
     && pip --python $VIRTUAL_ENV/bin/python install pip
 
 # From what changes least to what changes most: torch, what is compiled against it, what is downloaded, this package.
-RUN pip install "setuptools>=78.1.1,<81" wheel packaging ninja pybind11 torch==$TORCH_VERSION
+# wheel is pinned: a later one may lack the module that Transformer Engine builds with.
+RUN pip install "setuptools>=78.1.1,<81" wheel==0.48.0 packaging ninja pybind11 torch==$TORCH_VERSION
 
 # Compiled here: in this image Transformer Engine would otherwise look for a wheel made for the image's own PyTorch.
 RUN NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE \
