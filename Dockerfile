@@ -9,7 +9,7 @@ FROM nvcr.io/nvidia/pytorch:25.11-py3
 # tests/test_dockerfile.py holds these against pyproject.toml. Everything else is installed from there.
 ARG TORCH_VERSION=2.13.0
 ARG TE_VERSION=2.11.0
-# Apex has no releases; this commit is compiled elsewhere with torch 2.12 and 2.13 and CUDA 13.
+# Apex is not on PyPI. Others compile this commit with CUDA 13 and torch 2.12 and 2.13.
 ARG APEX_COMMIT=becbb77cea4cb54f2929f7c938a0a6f7dd1fdc39
 # A100; H100 and H200; B200. Not called TORCH_CUDA_ARCH_LIST: the image sets that one, and would win.
 ARG CUDA_ARCHS="8.0;9.0;10.0"
@@ -48,10 +48,10 @@ COPY src src
 RUN pip install --no-deps --no-build-isolation .
 COPY recipes recipes
 
-# Not root. Files that a run writes belong to this id: with --build-arg UID=$(id -u) they are yours.
-ARG UID=1000
-RUN useradd --non-unique --uid $UID --home-dir /home/hybrid3d hybrid3d \
-    && mkdir runs && chown $UID /home/hybrid3d runs
+# Not root. Files that a run writes belong to this id: with --build-arg USER_ID=$(id -u) they are yours.
+ARG USER_ID=1000
+RUN useradd --non-unique --uid $USER_ID --home-dir /home/hybrid3d hybrid3d \
+    && mkdir runs && chown $USER_ID /home/hybrid3d runs
 USER hybrid3d
 
 # The engines import, and the driver shows a GPU: it is counted without being used, so a run loses no memory to this.

@@ -94,7 +94,9 @@ def test_what_changes_least_comes_first() -> None:
 def test_it_does_not_run_as_root() -> None:
     user = of("USER")[-1]
     assert user not in ("root", "0")
-    assert any(re.search(rf"\buseradd\b[^&]* {user}( |$)", run) for run in of("RUN"))
+    (added,) = (run for run in of("RUN") if re.search(rf"\buseradd\b[^&]* {user}( |$)", run))
+    assert "--uid $USER_ID" in added  # not $UID: in bash that is the builder's own, root's
+    assert int(arguments()["USER_ID"]) > 0
     names = [name for name, _ in instructions(DOCKERFILE)]
     assert set(names[len(names) - names[::-1].index("USER") :]) <= {"HEALTHCHECK", "CMD"}
 
