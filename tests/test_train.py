@@ -76,6 +76,11 @@ def test_the_run_folder_is_complete(work: Path, runs: dict[str, Any]) -> None:
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
     sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
     assert sample.keys() == {"step", "prompt", "answer", "reward"}
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["kernels", "start", "checkpoint", "checkpoint", "end"]
+    said = events[0]["in_use"]
+    assert said.startswith("training kernels: torch")
+    assert [(run / f"logs/rank-{rank}.log").read_text().count(said) for rank in range(4)] == [1, 0, 0, 0]
 
 
 def test_same_seed_same_metrics_whatever_the_bucket(work: Path, runs: dict[str, Any]) -> None:

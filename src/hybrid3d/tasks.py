@@ -24,10 +24,13 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
     ranks.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
     from hybrid3d import trainer
+    from hybrid3d.train.kernels import in_use
 
     loop = {"grpo": trainer.train_grpo, "sft": trainer.train_sft}[recipe.algorithm.name]
     if rank == 0:
         folder.create(recipe)
+        folder.add_event("kernels", in_use=in_use())
+        print(in_use(), flush=True)  # to this rank's log
     with Display(recipe.name, recipe.run.steps, console) as display:
         loop(recipe, folder, rank, slots, display)
     if rank == 0:

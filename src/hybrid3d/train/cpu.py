@@ -1,7 +1,7 @@
-"""Lets Megatron-Core run where there is no CUDA. Nothing here is reached on a machine that has it.
+"""Lets Megatron-Core run where there is no CUDA. On a machine that has it only `cuda_means(META)` is reached, to ask.
 
 Megatron-Core writes `device="cuda"`, asks for CUDA streams and keeps CUDA random states. On a CPU those three are
-answered with the CPU's own: `cuda_means_cpu()` redirects tensor placement, and `install()` replaces the handful of
+answered with the CPU's own: `cuda_means(CPU)` redirects tensor placement, and `install()` replaces the handful of
 `torch.cuda` entries that Megatron calls. Each entry names who calls it.
 """
 
@@ -14,25 +14,31 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def _is_cuda(device: object) -> bool:
-    return torch.device(device).type == "cuda" if isinstance(device, (str, torch.device)) else False
+    if isinstance(device, int):  # the number of a GPU
+        return not isinstance(device, bool)
+    return isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"
 
 
-class cuda_means_cpu(TorchFunctionMode):
-    """Within this context a tensor that is asked for on CUDA is made, or stays, on the CPU."""
+class cuda_means(TorchFunctionMode):
+    """Within this context a tensor that is asked for on CUDA is made, or stays, on another device."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self._device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
+            kwargs["device"] = self._device
         kwargs.pop("pin_memory", None)
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
+            args = (args[0], self._device, *args[2:])
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # the mixed-precision optimizers sort parameters by this name and know only CUDA's
             return func(*args).replace("torch.", "torch.cuda.")
@@ -65,7 +71,7 @@ class _Event:
 
 
 def install() -> None:
-    """Replace what Megatron-Core calls of `torch.cuda`, and mend its use of torch's Adam; call it once."""
+    """Replace what Megatron-Core calls of `torch.cuda`; call it once."""
     cuda = torch.cuda
     cuda.current_device = lambda: CPU  # parallel layers, rotary embedding, optimizer
     cuda.synchronize = lambda device=None: None  # timers
@@ -83,17 +89,12 @@ def install() -> None:
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     _mend_experts()
     _mend_uneven_collectives()
-    _keep_adam_steps()
 
 
 def _mend_experts() -> None:
-    """Where there is no Transformer Engine, and where tensors lie in host memory already."""
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    """Tensors lie in host memory already, and there is one stream."""
+    from megatron.core.transformer.moe import token_dispatcher
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # the router asks whether it is None
-    multi_latent_attention.HAVE_TE = False  # its imports of stand-ins succeed, and isinstance() of one raises
     to_cpu = token_dispatcher.maybe_move_tensor_to_cpu
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -133,17 +134,3 @@ def _mend_uneven_collectives() -> None:
 
     mappings._gather_along_first_dim = gather_uneven
     mappings._reduce_scatter_along_first_dim = scatter_uneven
-
-
-def _keep_adam_steps() -> None:
-    """Torch's Adam counts its steps in a tensor per parameter, which Megatron saves and loads apart, then misses."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def set_states_but_steps(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
-        group, place = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
-        set_states(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_steps

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import TELinear
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import (
@@ -25,9 +26,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from hybrid3d.config import Train
 from hybrid3d.families import Config, Family, family_of, head_dim, query_groups
+from hybrid3d.train.kernels import FUSE_GRADIENTS, USE_TE
 from hybrid3d.train.runtime import ON_CUDA, device, on_device
-
-USE_TE = ON_CUDA  # Transformer Engine is part of a GPU install, and builds only there
 
 
 def build_model(config: Config, layout: Train, dtype: torch.dtype, meta: bool = False) -> list[GPTModel]:
@@ -40,8 +40,9 @@ def build_model(config: Config, layout: Train, dtype: torch.dtype, meta: bool = 
         meta: allocate nothing; for asking only.
     """
     settings = transformer_config(config, layout, dtype)
+    settings.init_model_with_meta_device = meta  # Transformer Engine's layers name their device themselves
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
-    with on_device(), torch.device("meta") if meta else device():
+    with on_device(meta), torch.device("meta") if meta else device():
         return [_build_stage(config, settings, stage) for stage in stages]
 
 
@@ -79,11 +80,9 @@ def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> Tra
         calculate_per_token_loss=True,  # the loss is a mean over the step's tokens, whatever micro batches they are in
         perform_initialization=False,  # weights come from a checkpoint
         use_cpu_initialization=not ON_CUDA,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=USE_TE,
+        gradient_accumulation_fusion=FUSE_GRADIENTS,
         bias_activation_fusion=ON_CUDA,
-        masked_softmax_fusion=ON_CUDA,
-        apply_rope_fusion=ON_CUDA and family.latents(config) is None,
+        apply_rope_fusion=USE_TE and family.latents(config) is None,
         bias_dropout_fusion=False,
     )
     if layout.recompute == "full":
@@ -132,7 +131,7 @@ def padded_vocabulary(config: Config, tp: int) -> int:
 
 def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | None) -> GPTModel:
     spec = get_gpt_decoder_block_spec(settings, USE_TE, normalization="RMSNorm", vp_stage=vp_stage)
-    if not ON_CUDA:
+    if not USE_TE:
         _use_torch_modules(spec)
     rope = family_of(config).rope(config)
     model = GPTModel(
@@ -167,7 +166,9 @@ def _mark_shards(model: GPTModel) -> None:
     dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        if type(module) in dims and weight is not None and not hasattr(weight, "tensor_model_parallel"):
+        if USE_TE and type(module) is TELinear:
+            weight.tensor_model_parallel = False  # whole on every rank, but Transformer Engine marks every weight
+        elif type(module) in dims and weight is not None and not hasattr(weight, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(weight, True, dims[type(module)], 1)
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:

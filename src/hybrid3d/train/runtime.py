@@ -34,9 +34,15 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def on_device() -> contextlib.AbstractContextManager[object]:
-    """The context in which Megatron's code runs: nothing on CUDA, CUDA answered by the CPU elsewhere."""
-    return contextlib.nullcontext() if ON_CUDA else cpu.cuda_means_cpu()
+def on_device(meta: bool = False) -> contextlib.AbstractContextManager[object]:
+    """The context in which Megatron's code runs: CUDA is answered by the CPU where there is none.
+
+    Args:
+        meta: allocate nothing on a GPU either; for asking only.
+    """
+    if ON_CUDA:
+        return cpu.cuda_means(cpu.META) if meta else contextlib.nullcontext()
+    return cpu.cuda_means(cpu.CPU)
 
 
 def initialize(layout: Train, seed: int, gloo: bool = True) -> None:

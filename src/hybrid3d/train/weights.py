@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from hybrid3d.families import Config, UnsupportedModel, family_of
@@ -81,7 +81,7 @@ def _shards(stages: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor, Sha
     """(local name, the live parameter or buffer, a shard whose data is a view of it) for all that a rank holds."""
     for number, stage in enumerate(stages):
         for name, entry in stage.sharded_state_dict(metadata=dict(METADATA)).items():
-            if name.endswith("_extra_state"):
+            if isinstance(entry, ShardedObject):  # Transformer Engine's scales of FP8, of which there are none
                 continue
             built = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
             for shard in built if isinstance(built, list) else [built]:
