@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -51,6 +52,7 @@ def check_run(recipe: Recipe) -> None:
         raise RecipeError(recipe.name, [f"reward.name: {error}"]) from None
     check_folder(recipe)
     check_weights(config, recipe)
+    check_fit(recipe, config)
 
 
 def check_folder(recipe: Recipe) -> None:
@@ -62,6 +64,22 @@ def check_folder(recipe: Recipe) -> None:
     if before != recipe:
         problem = f"{folder.path} holds a run of another recipe ({folder.recipe})"
         raise RecipeError(recipe.name, [f"{problem}: choose another name, or remove the folder"])
+
+
+def check_fit(recipe: Recipe, config: Config) -> None:
+    """Whether what ranks will hold fits the recipe's machine.
+
+    Raises:
+        RecipeError: it does not; with the numbers, and the nearest layouts that fit.
+    """
+    from hybrid3d.planning.hardware import hardware_of
+
+    weights = sum(math.prod(entry.shape) for entry in read_index(recipe.model.path).values()) * 4
+    # A hundredth of a GPU fits in any layout; asking both engines takes seconds.
+    if recipe.rollout is not None and 100 * weights > hardware_of(recipe.machine).memory:
+        from hybrid3d.planning.fitting import check_memory
+
+        check_memory(recipe, config)
 
 
 def check_weights(config: Config, recipe: Recipe) -> None:

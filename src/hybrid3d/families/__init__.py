@@ -16,7 +16,7 @@ from hybrid3d.families.family import (
     query_groups,
     rope_of,
 )
-from hybrid3d.families.moe import MIXTRAL, QWEN3_MOE
+from hybrid3d.families.moe import EXPERT, MIXTRAL, QWEN3_MOE, is_expert
 
 FAMILIES = {
     family.architecture: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, DEEPSEEK_V2)
@@ -42,6 +42,7 @@ def family_of(config: Config) -> Family:
 
 
 __all__ = [
+    "EXPERT",
     "FAMILIES",
     "Config",
     "Experts",
@@ -52,6 +53,7 @@ __all__ = [
     "UnsupportedModel",
     "family_of",
     "head_dim",
+    "is_expert",
     "query_groups",
     "rope_of",
 ]

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 from hybrid3d.families.dense import HF, MEGATRON, QK_NORM, TENSORS, check_decoder
 from hybrid3d.families.family import Config, Experts, Family, RowMap, Same, Stacked, UnsupportedModel, need
+
+# The number of a routed expert in the name of a canonical tensor.
+EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+
+
+def is_expert(name: str) -> bool:
+    """Whether a canonical tensor is one of a routed expert's."""
+    return EXPERT.search(name) is not None
 
 
 def experts_of(block: str, gate: str, up: str, down: str) -> dict[str, RowMap]:

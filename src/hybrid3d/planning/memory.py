@@ -17,13 +17,12 @@ vLLM sleeps while Megatron trains; gradients and optimizer stay while vLLM gener
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from hybrid3d.config import Recipe, Train
-from hybrid3d.families import Config, family_of
+from hybrid3d.families import Config, family_of, is_expert
 from hybrid3d.planning.hardware import Hardware
 from hybrid3d.reshard.layout import ITEMSIZE, Piece
 from hybrid3d.rollout.probe import Asked
@@ -33,7 +32,6 @@ from hybrid3d.train.probe import layers_of_stages
 FLOAT32 = 4
 # `max_num_batched_tokens` and `max_num_seqs` of vLLM 0.32.0 for an offline engine on a large GPU: its work space.
 BATCHED_TOKENS, SEQUENCES = 16384, 1024
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ def held_of(pieces: Iterable[Piece], times: Callable[[str], int]) -> Held:
     """What pieces add up to, where a tensor stands for `times` of them."""
     counts = {True: 0, False: 0}
     for piece in pieces:
-        counts[_EXPERT.search(piece.name) is not None] += piece.box.numel * times(piece.name)
+        counts[is_expert(piece.name)] += piece.box.numel * times(piece.name)
     return Held(dense=counts[False], experts=counts[True])
 
 
@@ -222,14 +220,14 @@ def stage_activations(recipe: Recipe, shape: ModelShape, stages: Sequence[Sequen
 def kept_of_token(shape: ModelShape, train: Train, sparse: bool) -> int:
     """Elements that one layer keeps of a token on a rank, for the backward pass, where its activation is fused.
 
-    Whole rows: the inputs and the outputs of both norms, and a sum between them. Split over TP: what attention is given,
-    before and after it is rotated, its output in two layouts, an MLP's gate, up and product.
+    Whole rows: the inputs and the outputs of both norms, and a sum between them. Split over TP: what attention is
+    given, before and after its norms and its rotation, its output in two layouts, an MLP's gate, up and product.
     """
     hidden, tp, heads = shape.hidden_size, train.tp, shape.num_attention_heads
     rows = 5 * hidden
     if shape.latents is None:
         keys = max(shape.num_key_value_heads, tp) * shape.head_dim
-        attention = 4 * heads * shape.head_dim + 3 * keys
+        attention = 5 * heads * shape.head_dim + 4 * keys
     else:
         its = shape.latents
         attention = heads * (3 * (its.nope + its.rope) + its.nope + its.value + 2 * its.value)

@@ -77,7 +77,7 @@ def _sentences(report: Report) -> Text:
         f"{gb(usual['network_bytes'] - chosen['network_bytes'])} fewer over the network, than on consecutive ranks\n"
         f"staging    {traffic.staging / 2**20:.0f} MiB a rank; finalization {gb(traffic.finalize)} at most\n"
         f"seconds    {sync.seconds:.3f} on {report.recipe.machine.kind}: {_bottleneck(report)}; "
-        f"gathered: {report.gather_seconds:.3f} or more"
+        f"gathered: {report.gathered.seconds(report.hardware):.3f}"
     )
 
 

@@ -12,6 +12,7 @@ from hybrid3d.families import Config
 from hybrid3d.planning.fitting import check_memory
 from hybrid3d.planning.hardware import Hardware, hardware_of
 from hybrid3d.planning.memory import Memory, fullest
+from hybrid3d.planning.peers import Gathered, gathered
 from hybrid3d.planning.seconds import Prediction, over_network, predict
 from hybrid3d.planning.sides import Say, ask
 from hybrid3d.planning.traffic import Planned, planned
@@ -27,17 +28,7 @@ class Report:
     traffic: Planned
     sync: Prediction
     memory: Memory
-
-    @property
-    def gather_bytes(self) -> np.ndarray:
-        """By rank, what it would receive if every tensor were rebuilt on it, as by broadcasts and all-gathers."""
-        return self.traffic.model - self.traffic.held
-
-    @property
-    def gather_seconds(self) -> float:
-        """Of that way, at least: what a node lacks comes over all its links at once, and once only."""
-        lacking = (self.traffic.model - self.traffic.held_on_node) / self.recipe.machine.gpus_per_node
-        return float(max((lacking / self.hardware.network).max(), (self.gather_bytes / self.hardware.nvlink).max()))
+    gathered: Gathered
 
     @property
     def per_rank(self) -> dict[str, np.ndarray]:
@@ -49,7 +40,7 @@ class Report:
             "received_bytes": traffic.sum(0),
             "received_over_network_bytes": over_network(traffic, per_node).sum(0),
             "sent_bytes": traffic.sum(1),
-            "gather_bytes": self.gather_bytes,
+            "gather_bytes": self.gathered.received,
         }
 
     def moved_if(self, slots: np.ndarray) -> dict[str, int]:
@@ -87,7 +78,7 @@ class Report:
                 "network": self.sync.network,
                 "nvlink": self.sync.nvlink,
                 "copies": self.sync.copies,
-                "gather": self.gather_seconds,
+                "gather": self.gathered.seconds(self.hardware),
             },
             "memory": {
                 "gpu": self.memory.capacity,
@@ -117,7 +108,7 @@ def report(recipe: Recipe, config: Config, say: Say = lambda what: None) -> Repo
     say("placing ranks, planning, and checking that every wanted element arrives once")
     traffic, hardware = planned(recipe, sides), hardware_of(recipe.machine)
     sync = predict(traffic.traffic, traffic.local, hardware, recipe.machine.gpus_per_node)
-    return Report(recipe, hardware, traffic, sync, memory)
+    return Report(recipe, hardware, traffic, sync, memory, gathered(recipe, traffic))
 
 
 def _spread(of_ranks: np.ndarray) -> dict[str, float]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hybrid3d.config import Recipe
+from hybrid3d.families import is_expert
 from hybrid3d.planning.placing import Placed, placed
 from hybrid3d.planning.sides import Sides
-from hybrid3d.reshard.box import volume
 from hybrid3d.reshard.classes import distinct, only
 from hybrid3d.reshard.coverage import check_routes, checked_plan, lower_bound
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings
@@ -29,20 +29,21 @@ class Planned:
         held, wanted: bytes by rank.
         traffic: bytes by sender and receiver; what stays on its rank is in `local`.
         lower_bound: the fewest bytes that each rank must receive, counted apart.
-        model: bytes of all canonical tensors.
-        held_on_node: of the model, what the ranks of each rank's node hold together.
+        held_experts: of what is held, that of routed experts.
+        model, model_experts: bytes of all canonical tensors, and of those of routed experts.
         placed: the slot of each rank.
         finalize: the most that opened modules take on a rank.
         buckets, staging: of the plan made transfer by transfer; None, and a bound, where it is too large for that.
     """
 
     held: np.ndarray
+    held_experts: np.ndarray
     wanted: np.ndarray
     traffic: np.ndarray
     local: np.ndarray
     lower_bound: np.ndarray
     model: int
-    held_on_node: np.ndarray
+    model_experts: int
     placed: Placed
     finalize: int
     buckets: int | None
@@ -85,15 +86,16 @@ def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) ->
     bound = lower_bound(*part, first)
     bucket = int(recipe.sync.bucket_mib * 2**20)
     plan = checked_plan(holdings, demand, bucket, per_node) if sides.whole else None
-    itemsize = ITEMSIZE[recipe.model.dtype]
+    sizes = {name: math.prod(shape) * ITEMSIZE[recipe.model.dtype] for name, shape in sides.shapes.items()}
     return Planned(
         held=_nbytes(holdings, sides.times),
+        held_experts=_nbytes(holdings, sides.times, is_expert),
         wanted=_nbytes(demand, sides.times),
         traffic=traffic,
         local=local,
         lower_bound=np.array([bound[rank] for rank in range(world)]),
-        model=sum(math.prod(shape) * itemsize for shape in sides.shapes.values()),
-        held_on_node=_held_on_node(found),
+        model=sum(sizes.values()),
+        model_experts=sum(nbytes for name, nbytes in sizes.items() if is_expert(name)),
         placed=found,
         finalize=max(one.finalize_bytes for one in sides.slots),
         buckets=len(plan.buckets) if plan else None,
@@ -124,18 +126,12 @@ def _traffic(routed: Sequence[Routed], world: int) -> tuple[np.ndarray, np.ndarr
     return traffic, local
 
 
-def _nbytes(sides: Mapping[int, Holdings] | Mapping[int, Demand], times: Mapping[str, int]) -> np.ndarray:
+def _nbytes(
+    sides: Mapping[int, Holdings] | Mapping[int, Demand],
+    times: Mapping[str, int],
+    counts: Callable[[str], bool] = lambda name: True,
+) -> np.ndarray:
     found = np.zeros(len(sides), np.int64)
     for ranks, side in distinct(sides):
-        found[ranks] = sum(piece.nbytes * times[piece.name] for piece in side.pieces)
+        found[ranks] = sum(piece.nbytes * times[piece.name] for piece in side.pieces if counts(piece.name))
     return found
-
-
-def _held_on_node(found: Placed) -> np.ndarray:
-    nbytes = np.zeros(len(found.lacks.groups), np.int64)
-    for one in found.classes:
-        itemsize = next(itemsize for boxes in one.wanted.values() for _, itemsize in boxes)
-        for node, groups in enumerate(found.lacks.groups):
-            boxes = {box for group in groups for box in one.held.get(group, ())}
-            nbytes[node] += volume(tuple(sorted(boxes, key=lambda b: b.start))) * itemsize * one.count
-    return nbytes[found.lacks.node]

@@ -8,7 +8,6 @@ answered here.
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybrid3d.config import Recipe
-from hybrid3d.families import Config, family_of
+from hybrid3d.families import EXPERT, Config, family_of
 from hybrid3d.reshard.layout import Demand, Piece, Shape
 from hybrid3d.reshard.stamp import layer_of, stamped
 from hybrid3d.rollout import engine
@@ -90,9 +89,6 @@ def expert_shares(experts: int, slots: int) -> list[dict[int, int]]:
     return [{place: expert for expert, place in enumerate(found) if place >= 0} for found in maps]
 
 
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
-
-
 def _with_experts(asked: Asked, first: Asked, share: Mapping[int, int]) -> Asked:
     """What was asked of a slot, with another share of the experts.
 
@@ -103,11 +99,11 @@ def _with_experts(asked: Asked, first: Asked, share: Mapping[int, int]) -> Asked
     places: dict[str, int] = {}
     experts = []
     for piece in first.demand.pieces:
-        found = _EXPERT.search(piece.name)
+        found = EXPERT.search(piece.name)
         if found and places.setdefault(found[0], len(places)) in share:
-            experts.append(replace(piece, name=_EXPERT.sub(str(share[places[found[0]]]), piece.name)))
+            experts.append(replace(piece, name=EXPERT.sub(str(share[places[found[0]]]), piece.name)))
     pieces = asked.demand.pieces
-    where = [i for i, piece in enumerate(pieces) if _EXPERT.search(piece.name)]
+    where = [i for i, piece in enumerate(pieces) if EXPERT.search(piece.name)]
     low, high = (where[0], where[-1] + 1) if where else (len(pieces), len(pieces))
     return replace(asked, demand=replace(asked.demand, pieces=(*pieces[:low], *experts, *pieces[high:])))
 

@@ -1,0 +1,52 @@
+"""The way of other trainers, for comparison: every tensor is rebuilt on every rank, and what is not wanted thrown away.
+
+Each stage broadcasts what it holds to the ranks in the same place of the other stages, and then all-gathers over TP,
+and over EP for experts, complete what each rank has. Where a group lies within a node it is NVLink's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybrid3d.config import Recipe
+from hybrid3d.planning.hardware import Hardware
+from hybrid3d.planning.traffic import Planned
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """By rank, the bytes that it receives over the network and from its own node."""
+
+    far: np.ndarray
+    near: np.ndarray
+
+    @property
+    def received(self) -> np.ndarray:
+        return self.far + self.near
+
+    def seconds(self, hardware: Hardware) -> float:
+        """With both kinds of links at their full rate, and at the same time."""
+        return float(np.maximum(self.far / hardware.network, self.near / hardware.nvlink).max())
+
+
+def gathered(recipe: Recipe, traffic: Planned) -> Gathered:
+    """What ranks receive when they rebuild every tensor."""
+    train, per_node = recipe.train, recipe.machine.gpus_per_node
+    node = (np.arange(recipe.world_size) // per_node).reshape(train.pp, -1)
+    far, near = (np.zeros(node.shape) for _ in range(2))
+    for held, model, group in (
+        (traffic.held - traffic.held_experts, traffic.model - traffic.model_experts, train.tp),
+        (traffic.held_experts, traffic.model_experts, train.ep * train.etp),
+    ):
+        of_stage = held.reshape(node.shape)
+        for stage in range(train.pp):
+            broadcast = np.where(np.arange(train.pp)[:, None] == stage, 0, of_stage[stage])
+            far += np.where(node != node[stage], broadcast, 0)
+            near += np.where(node != node[stage], 0, broadcast)
+        rest = np.maximum(model - of_stage.sum(0, keepdims=True), 0)
+        outside = 1 - min(per_node, group) / group
+        far += outside * rest
+        near += (1 - outside) * rest
+    return Gathered(far.reshape(-1).round().astype(np.int64), near.reshape(-1).round().astype(np.int64))

@@ -1,0 +1,129 @@
+"""The memory model against what PyTorch keeps and what Megatron's optimizer allocates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoints
+from hybrid3d.config import Train
+from hybrid3d.families import FAMILIES, family_of
+from hybrid3d.planning.memory import Held, Memory, Resident, held_of, kept_of_token, stage_activations
+from hybrid3d.shape import ModelShape
+from hybrid3d.train.model import build_model
+from hybrid3d.train.probe import expected_shapes, holdings_of_all, standing_layers
+from hybrid3d.train.runtime import as_rank, on_device
+from test_full_scale import config_of, recipe_of
+
+pytestmark = pytest.mark.engines
+
+TOKENS = 64
+
+
+def config_for(family: str) -> dict[str, Any]:
+    config = checkpoints.make_config(family).to_dict()
+    architecture = next(name for name in FAMILIES if name.lower().startswith(family.replace("_", "") + "for"))
+    return config | {"architectures": [architecture]}
+
+
+def kept(config: dict[str, Any], layers: int, train: Train) -> int:
+    """Bytes that one forward pass of a model of so many layers keeps besides parameters and buffers."""
+    found: dict[int, torch.UntypedStorage] = {}
+    with as_rank(0, train, 1):
+        (model,) = build_model({**config, "num_hidden_layers": layers}, train, torch.float32)
+        for module in model.modules():
+            if hasattr(module, "config"):
+                module.config.bias_activation_fusion = True  # as on CUDA
+        named = [*model.parameters(), *model.buffers()]
+        own = {tensor.untyped_storage().data_ptr() for tensor in named}
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() not in own:
+                found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        tokens = torch.randint(config["vocab_size"], (1, TOKENS))
+        with on_device(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(tokens, torch.arange(TOKENS)[None], None)
+    return sum(storage.nbytes() for storage in found.values())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3"])
+def test_what_a_layer_keeps_of_a_token(family: str) -> None:
+    """Within a tenth or so: rotation tables, statistics of norms and router logits are in no formula."""
+    config = config_for(family)
+    its = family_of(config)
+    shape = ModelShape.from_config(config, its.experts(config), its.latents(config))
+    sparse = shape.experts is not None
+    dense_layers = config.get("first_k_dense_replace", 0) if sparse else 0
+    measured = kept(config, dense_layers + 2, Train()) - kept(config, dense_layers + 1, Train())
+    assert kept_of_token(shape, Train(), sparse) * 4 * TOKENS == pytest.approx(measured, rel=0.12)
+
+
+def test_under_full_recompute_a_layer_keeps_its_input() -> None:
+    config = config_for("qwen2")
+    measured = kept(config, 3, Train(recompute="full")) - kept(config, 2, Train(recompute="full"))
+    assert measured == config["hidden_size"] * 4 * TOKENS
+
+
+def test_a_rank_of_every_stage_holds_what_the_layout_makes_of_the_parameters() -> None:
+    """671B: experts over EP x PP, by their number; all ranks together hold every parameter once per replica."""
+    recipe = recipe_of("deepseek-v3-671b")
+    config, train = config_of(recipe), recipe.train
+    standing = standing_layers(config, train)
+    holdings = holdings_of_all(config, recipe, standing, first_only=True)
+    stage_ranks = recipe.world_size // train.pp
+
+    def times(name: str) -> int:
+        from hybrid3d.reshard.stamp import layer_of
+
+        return standing.get(layer_of(name), 1)
+
+    held = [held_of(holdings[stage * stage_ranks].pieces, times) for stage in range(train.pp)]
+    experts = sum(s[0] * s[1] for name, s in expected_shapes(config).items() if ".experts." in name)
+    assert sum(its.experts for its in held) * train.ep == experts
+    assert held[5] == Held(dense=held[6].dense, experts=held[6].experts)
+
+
+def test_pipeline_stages_keep_as_many_micro_batches_as_wait_there() -> None:
+    """1F1B: the first of 16 stages has 16 in flight, the last one; interleaved more (arXiv 2104.04473, figure 4)."""
+    recipe = recipe_of("deepseek-v3-671b", "train.recompute=full", "train.ep=8")
+    config = config_of(recipe)
+    its = family_of(config)
+    shape = ModelShape.from_config(config, its.experts(config), its.latents(config))
+    stages = [[range(stage * 4, stage * 4 + 4)] for stage in range(15)] + [[range(60, 61)]]
+    found = stage_activations(recipe, shape, stages)
+    tokens, inputs = 8192, 7168 * 2 // 8
+    one_layer = {sparse: kept_of_token(shape, recipe.train, sparse) * 2 for sparse in (True, False)}
+    assert found[1] == tokens * (15 * 4 * inputs + one_layer[True])
+    assert found[14] == tokens * (2 * 4 * inputs + one_layer[True])
+    assert found[15] > tokens * (inputs + one_layer[True])  # and the logits
+
+
+def memory(**changes: int) -> Memory:
+    stage = dict(
+        weights=10, gradients=20, optimizer=15, reference=10, activations=20, rollout_weights=10, staging=1
+    ) | {key: value for key, value in changes.items() if key in Resident.__dataclass_fields__}
+    return Memory(
+        stages=(Resident(**{key: value * 10**9 for key, value in stage.items()}),),
+        capacity=80 * 10**9,
+        fraction=changes.get("percent", 30) / 100,
+        work_space=2 * 10**9,
+        kv_bytes_per_token=100_000,
+        max_model_len=changes.get("max_model_len", 4096),
+    )
+
+
+def test_phases_add_up_and_each_is_refused_by_its_numbers() -> None:
+    fits = memory()
+    assert [fits.train, fits.sync, fits.generate] == [75 * 10**9, 66 * 10**9, 79 * 10**9]
+    assert (fits.kv_cache, fits.kv_tokens) == (12 * 10**9, 120_000)
+    assert fits.problems() == []
+    assert memory(activations=26).problems() == ["the train phase needs 81.0 GB of a GPU's 80.0 GB"]
+    assert memory(rollout_weights=22).problems()[0].startswith("vLLM's share of 24.0 GB leaves its KV cache")
+    assert memory(percent=35).problems() == ["the generate phase needs 83.0 GB of a GPU's 80.0 GB"]
+    assert memory(rollout_weights=30).problems()[0] == "the sync phase needs 86.0 GB of a GPU's 80.0 GB"
