@@ -9,13 +9,14 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "srun")
 PACKAGES = ("munge", "slurmctld", "slurmd", "slurm-client")
+DAEMONS = ("/usr/sbin", "/sbin")  # where Debian has them, which need not be in a user's path
 INSTALL_SECONDS = 240
 
 CONF = """
@@ -52,7 +53,7 @@ NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=
 
 def why_not() -> str | None:
     """Why no cluster can be started here; None where it can. Installs Debian's packages where it may."""
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    path = os.pathsep.join([os.environ["PATH"], *DAEMONS])
     missing = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
     if not missing:
         return None if os.geteuid() == 0 else "slurmd starts jobs as root only"
@@ -77,11 +78,12 @@ class Cluster:
     """Nodes `n1`, `n2`... of `cpus` each, all of them this machine; as a context, ended by pid.
 
     Attributes:
-        environment: what a user of the cluster needs in the environment.
+        environment: of its users and daemons: what was given, and where the cluster is.
     """
 
-    def __init__(self, folder: Path, nodes: int = 2, cpus: int = 2):
-        self.folder, self.environment = folder, {**_outside_slurm(), "SLURM_CONF": str(folder / "slurm.conf")}
+    def __init__(self, folder: Path, environment: Mapping[str, str], nodes: int = 2, cpus: int = 2):
+        self.folder = folder
+        self.environment = {**_outside_slurm(environment), "SLURM_CONF": str(folder / "slurm.conf")}
         self._names = [f"n{number + 1}" for number in range(nodes)]
         self._cpus = cpus
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -207,10 +209,10 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def _outside_slurm() -> dict[str, str]:
-    """This process's environment with the daemons' folders in its path, and nothing of a SLURM that it may be in."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH"))}
-    return {**kept, "PATH": os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])}
+def _outside_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment with the daemons' folders in its path, and nothing of a SLURM that we may be in."""
+    kept = {key: value for key, value in environment.items() if not key.startswith(("SLURM", "SBATCH"))}
+    return {**kept, "PATH": os.pathsep.join([kept["PATH"], *DAEMONS])}
 
 
 def _processes(folder: Path, node: str | None = None) -> list[int]:

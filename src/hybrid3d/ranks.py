@@ -65,7 +65,7 @@ def local_rank() -> int:
 
 def local_world_size() -> int:
     """How many ranks were started on this node; all, where the launcher does not say."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
 
 
 def start(store: dist.Store) -> None:

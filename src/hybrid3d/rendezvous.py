@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -69,7 +69,7 @@ def meet(record: Record, what: str = "ranks") -> dist.Store:
         NotMet: nobody answers, not all have come, or not all were started with the same.
     """
     store = _connect(what)
-    rank = ranks.rank()
+    rank, one = ranks.rank(), what.removesuffix("s")
     try:
         store.set(f"record/{rank}", json.dumps(record))
         store.add("arrived", 1)
@@ -79,7 +79,8 @@ def meet(record: Record, what: str = "ranks") -> dist.Store:
         message, code = json.loads(store.get("answer"))
         store.add("read", 1)
     except dist.DistError as error:
-        raise NotMet(f"{what[:-1]} 0 at {address()} ended before all {what} had come ({_short(error)})", 1) from error
+        message = f"{one} 0 at {address()} ended before all {what} had come: see its output ({_short(error)})"
+        raise NotMet(message, 1) from error
     if code:
         raise NotMet(message, code, said=True)
     return store
@@ -109,19 +110,20 @@ def differences(records: Sequence[Record], what: str = "ranks") -> list[str]:
         for number, record in enumerate(records):
             who.setdefault(record.get(key, "nothing"), []).append(number)
         if len(who) > 1:
-            lines.append(f"{key}: " + ", ".join(f"{value} on {what} {spans(these)}" for value, these in who.items()))
+            lines.append(f"{key}: " + ", ".join(f"{value} on {_named(these, what)}" for value, these in who.items()))
     return lines
 
 
-def spans(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 5 as `0-2, 5`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
+def _named(numbers: Sequence[int], what: str) -> str:
+    """0, 1, 2, 5 of ranks as `ranks 0-2, 5`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            spans.append([number, number])
+    listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"{what.removesuffix('s') if len(numbers) == 1 else what} {listed}"
 
 
 def _connect(what: str) -> dist.Store:
@@ -160,11 +162,11 @@ def _answer(store: dist.Store, what: str) -> dist.Store:
         time.sleep(0.05)
     message, code = "", 0
     if arrived < world:
-        lacking = spans(rank for rank in range(world) if not store.check([f"record/{rank}"]))
+        lacking = _named([rank for rank in range(world) if not store.check([f"record/{rank}"])], what)
         message = (
             f"{world - arrived} of {world} {what} have not come to {address()} within {patience():g} s ({PATIENCE})"
         )
-        message, code = f"{message}: {what} {lacking}. Have they started? {CHECKS}", 1
+        message, code = f"{message}: {lacking}. Have they started? {CHECKS}", 1
     else:
         records = [json.loads(store.get(f"record/{rank}")) for rank in range(world)]
         problems = _problems(records, what)
@@ -185,7 +187,7 @@ def _problems(records: Sequence[Record], what: str) -> list[str]:
         if "mistake" in record:
             mistakes.setdefault(record["mistake"], []).append(number)
     if mistakes:
-        return [f"{what} {spans(these)}: {mistake}" for mistake, these in mistakes.items()]
+        return [f"{_named(these, what)}: {mistake}" for mistake, these in mistakes.items()]
     lines = differences(records, what)
     if lines:
         lines[:0] = [
