@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# DeepSeek-V3 671B, wide expert-parallel rollout on 128 nodes of 8 GPUs: sbatch launch/slurm/deepseek-v3-671b-wide-ep.sh [key=value ...]
+# DeepSeek-V3 671B, wide expert-parallel rollout on 64 nodes of 8 GPUs.
+# sbatch launch/slurm/deepseek-v3-671b-wide-ep.sh [key=value ...]
 #SBATCH --job-name=deepseek-v3-671b-wide-ep
-#SBATCH --nodes=128
+#SBATCH --nodes=64
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
