@@ -16,7 +16,8 @@ if ((shm < needed)); then
         "    or --ipc=host; without one: mount -o remount,size=${needed}m /dev/shm (as root)")
 fi
 
-# Each of a rank's gloo groups keeps a socket to each of its members.
+# Each of a rank's gloo groups keeps a socket to each of its members, and some groups have all ranks: room for eight of
+# them. With four ranks the demo has 210 files open, 73 of them sockets.
 files=$(ulimit -n)
 needed=$((1024 + 8 * world))
 if [[ $files != unlimited ]] && ((files < needed)); then

@@ -137,7 +137,7 @@ def test_a_job_that_is_interrupted_goes_on(
 
 
 def test_ranks_that_do_not_fit_are_one_message(cluster: Cluster, work: Path) -> None:
-    job, output = submit(cluster, work, "misfit", "train.dp=2")
+    job, output = submit(cluster, work, "misfit", "train.dp=2", "train.micro_batch_size=32")
     state = cluster.wait_until(job, ["COMPLETED", "FAILED"], SECONDS)["JobState"]
     said = output.read_text()
     assert state == "FAILED"
