@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
-from hybrid3d.reshard.box import volume
-from hybrid3d.reshard.classes import distinct
+from hybrid3d.reshard.box import Box, volume
+from hybrid3d.reshard.classes import Side, distinct
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece
 from hybrid3d.reshard.planner import FILES, Plan, PlanError, Transfer, make_plan
 from hybrid3d.reshard.routes import Route, Routed
@@ -73,27 +73,48 @@ def check_routes(routed: Iterable[Routed], holdings: Mapping[int, Holdings], dem
     Raises:
         PlanError: with the first violation found.
     """
-    held = {key: {p.box for p in pieces} for key, pieces in _by_name(holdings).items()}
-    wanted = {key: Counter(p.box for p in pieces) for key, pieces in _by_name(demand).items()}
-    unread = {key for key, boxes in wanted.items() if any(box.numel for box in boxes)}
+    held, wanted = _boxes_by_name(holdings), _boxes_by_name(demand)
+    wanting: dict[str, list[int]] = defaultdict(list)
+    for ranks, side in distinct(demand):
+        for name in {piece.name for piece in side.pieces}:
+            wanting[name] += ranks
     for one in routed:
         name = one.tensors.names[0]
         for source in one.sources:
             for rank in source.holders:
-                if source.box not in held.get((rank, name), ()):
+                if source.box not in held.get(rank, {}).get(name, ()):
                     raise PlanError(f"rank {rank} does not hold {name} {source.box}")
         for route in one.routes:
             _check_parts(name, route)
-            mine = {part.held for parts in route.parts.values() for part in parts if part.source is None}
-            for rank in route.readers:
-                if wanted.get((rank, name)) != Counter(route.parts.keys()):
+            own = {part.held for parts in route.parts.values() for part in parts if part.source is None}
+            its = {id(wanted[rank]): rank for rank in route.readers}.values()  # of those that want the same, one
+            for rank in its:
+                if sorted(wanted[rank].get(name, ()), key=_place) != sorted(route.parts, key=_place):
                     raise PlanError(f"rank {rank} does not want {name} as it would land there")
-                if not mine <= held.get((rank, name), set()):
+            for rank in route.readers if own else ():
+                if not own <= set(held[rank].get(name, ())):
                     raise PlanError(f"rank {rank} does not hold what it would copy of {name}")
-                unread.discard((rank, name))
-    if unread:
-        rank, name = min(unread)
-        raise PlanError(f"rank {rank} wants {name}, and nothing arrives")
+        lacking = set(wanting.pop(name, ())).symmetric_difference(r for route in one.routes for r in route.readers)
+        if lacking:
+            raise PlanError(f"rank {min(lacking)} wants {name}, and nothing arrives")
+    if wanting:
+        name, ranks = next(iter(wanting.items()))
+        raise PlanError(f"rank {ranks[0]} wants {name}, and nothing arrives")
+
+
+def _place(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return box.start, box.size
+
+
+def _boxes_by_name(sides: Mapping[int, Side]) -> dict[int, dict[str, tuple[Box, ...]]]:
+    """By rank and name; ranks that share a side share one object."""
+    found: dict[int, dict[str, tuple[Box, ...]]] = {}
+    for ranks, side in distinct(sides):
+        of_side: dict[str, tuple[Box, ...]] = {}
+        for piece in side.pieces:
+            of_side[piece.name] = (*of_side.get(piece.name, ()), piece.box)
+        found |= dict.fromkeys(ranks, of_side)
+    return found
 
 
 def _check_parts(name: str, route: Route) -> None:
@@ -136,16 +157,29 @@ def lower_bound(
     Args:
         times: how often a tensor counts, where it stands for others.
     """
-    held = _by_name(holdings)
+    held = _boxes_by_name(holdings)
     bound = dict.fromkeys(demand, 0)
-    for (rank, name), pieces in _by_name(demand).items():
-        if rank == FILES:
-            continue
-        have = tuple(p.box for p in held.get((rank, name), []))
-        for dtype in {p.dtype for p in pieces}:
-            lacking = volume(tuple(p.box for p in pieces if p.dtype == dtype), without=have)
-            bound[rank] += lacking * ITEMSIZE[dtype] * (times[name] if times else 1)
+    for ranks, side in distinct(demand):
+        wanted: dict[str, list[Piece]] = defaultdict(list)
+        for piece in side.pieces:
+            wanted[piece.name].append(piece)
+        count = {name: times[name] if times else 1 for name in wanted}
+        whole = {name: _lacking(pieces, ()) * count[name] for name, pieces in wanted.items()}
+        total = sum(whole.values())
+        for rank in ranks:
+            if rank != FILES:
+                mine = ((name, boxes) for name, boxes in held.get(rank, {}).items() if name in wanted)
+                bound[rank] = total - sum(
+                    whole[name] - _lacking(wanted[name], boxes) * count[name] for name, boxes in mine
+                )
     return bound
+
+
+def _lacking(wanted: Iterable[Piece], held: tuple[Box, ...]) -> int:
+    by_dtype: dict[str, tuple[Box, ...]] = {}
+    for piece in wanted:
+        by_dtype[piece.dtype] = (*by_dtype.get(piece.dtype, ()), piece.box)
+    return sum(volume(boxes, held) * ITEMSIZE[dtype] for dtype, boxes in by_dtype.items())
 
 
 def _by_name(sides: Mapping[int, Holdings] | Mapping[int, Demand]) -> dict[tuple[int, str], list[Piece]]:
