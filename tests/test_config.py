@@ -88,7 +88,7 @@ def test_defaults(load: Any) -> None:
         "model": {"path": "build/demo/base", "dtype": "float32"},
         "train": {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "cp": 1, "dp": 1}
         | {"first_stage_layers": None, "last_stage_layers": None, "expert_bias_update_rate": 0.0}
-        | {"micro_batch_size": 8},
+        | {"micro_batch_size": 8, "recompute": "none"},
         "rollout": None,
         "sync": {"bucket_mib": 64.0, "verify": "never"},
         "data": {
@@ -118,7 +118,8 @@ def test_defaults(load: Any) -> None:
             "min_lr": 0.0,
         },
         "run": {"steps": 200, "eval_every": 10, "checkpoint_every": 0, "seed": 1, "dir": "runs"},
-        "machine": {"gpus_per_node": 8, "kind": "h100-8x400g"},
+        "machine": {"gpus_per_node": 8, "kind": "h100-8x400g"}
+        | dict.fromkeys(("memory_gb", "copies_gb_per_s", "nvlink_gb_per_s", "network_gb_per_s")),
     }
 
 
@@ -204,7 +205,7 @@ def test_every_problem_in_one_message(load: Any, tmp_path: Path) -> None:
             "model.path: missing, expected a string, not empty",
             "train.ttp: unknown key, did you mean tp?; "
             "known keys of train: tp, pp, vpp, ep, etp, cp, dp, "
-            "first_stage_layers, last_stage_layers, expert_bias_update_rate, micro_batch_size",
+            "first_stage_layers, last_stage_layers, expert_bias_update_rate, micro_batch_size, recompute",
             "train.pp: expected an integer, 1 or more, got 0 (an integer)",
             "data.columns: unknown key; known keys of data: train, eval, prompt, answer, chat_template",
             "reward.name: expected a string, not empty, got ' ' (a string)",

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
-from commands import ROOT, hybrid3d
+from commands import ROOT
 from hybrid3d.config import Recipe, load_recipe
+from hybrid3d.planning.fitting import MemoryOf
 from hybrid3d.planning.hardware import hardware_of
 from hybrid3d.planning.peers import gathered
+from hybrid3d.planning.report import report
+from hybrid3d.planning.seconds import over_network, predict
 from hybrid3d.planning.sides import ask
 from hybrid3d.planning.traffic import planned
 from hybrid3d.preflight import check_model
@@ -23,7 +26,7 @@ from hybrid3d.preflight import check_model
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if "models/" in path.read_text())
-LARGE = {"deepseek-v3-671b", "deepseek-v3-671b-wide-ep"}
+LARGEST = "deepseek-v3-671b"
 
 
 def recipe_of(name: str, *overrides: str) -> Recipe:
@@ -48,19 +51,28 @@ def test_a_recipe_is_reasoned_in_two_lines(name: str) -> None:
     assert lines[2] == f"name: {name}"
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != LARGEST])
 def test_a_recipe_s_plan_is_exact_and_its_memory_fits(name: str) -> None:
-    """On one core; DeepSeek-V3 over 1,024 GPUs within a minute of it and 8 GiB."""
+    recipe = recipe_of(name)
+    check_numbers(recipe, report(recipe, check_model(recipe, planned=True)).numbers())
+
+
+def test_deepseek_v3_over_1024_gpus_takes_a_minute_of_one_core_and_8_gib() -> None:
+    command = [sys.executable, "-m", "hybrid3d", "plan", f"recipes/{LARGEST}.yaml", "--json"]
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    command = [sys.executable, "-m", "hybrid3d", "plan", f"recipes/{name}.yaml", "--json"]
     done = subprocess.run(["taskset", "-c", "0", *command], capture_output=True, text=True, timeout=800)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
-    numbers: dict[str, Any] = json.loads(done.stdout)
-    after, recipe = resource.getrusage(resource.RUSAGE_CHILDREN), recipe_of(name)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(f"{name}: {seconds:.0f} s of one core, {time.monotonic() - start:.0f} s of the clock")
-    assert seconds < 60
-    assert after.ru_maxrss < 8 * 2**20  # KiB, of the largest child so far
+    print(f"{seconds:.0f} s of one core, {time.monotonic() - start:.0f} s of the clock")
+    assert seconds <= 60
+    assert after.ru_maxrss <= 8 * 2**20  # KiB, of the largest child so far
+    recipe = recipe_of(LARGEST)
+    assert recipe.world_size == 1024
+    check_numbers(recipe, json.loads(done.stdout))
+
+
+def check_numbers(recipe: Recipe, numbers: dict[str, Any]) -> None:
     assert numbers["coverage"] == "exact"
     assert numbers["ranks"] == recipe.world_size
     assert numbers["received_bytes"] == numbers["lower_bound_bytes"]
@@ -69,9 +81,10 @@ def test_a_recipe_s_plan_is_exact_and_its_memory_fits(name: str) -> None:
     assert numbers["placement"]["network_bytes"] == numbers["received_over_network_bytes"]
     for key in ("received_bytes", "network_bytes"):
         assert numbers["placement"][key] <= numbers["placement"]["consecutive"][key]
-    memory = numbers["memory"]
+    memory, rollout = numbers["memory"], recipe.rollout
+    assert rollout is not None
     assert max(memory[phase] for phase in ("train", "sync", "generate")) <= memory["gpu"]
-    assert memory["kv_cache_tokens"] >= recipe.rollout.max_model_len
+    assert memory["kv_cache_tokens"] >= rollout.max_model_len
     seconds = numbers["seconds"]
     assert seconds["sync"] == max(seconds["network"], seconds["nvlink"], seconds["copies"]) > 0
 
@@ -82,8 +95,8 @@ def test_deepseek_v3_is_hybridflow_s_table_2() -> None:
     By hand: 1,342 GB of which experts are 1,308; a rank of 96 holds 1,308 / 96 + 34 / 96 = 14.0 GB, so it receives
     1,328; it wants 1,342 / 32 = 41.9 GB, what latent attention has on every rank aside: 0.84 s at 50 GB/s.
     """
-    layers = ["train.first_stage_layers=6", "train.last_stage_layers=5"]
-    recipe = recipe_of("deepseek-v3-671b", "train.tp=8", "train.pp=12", "train.ep=8", "train.dp=1", *layers)
+    layers, batch = ["train.first_stage_layers=6", "train.last_stage_layers=5"], "algorithm.prompts_per_step=510"
+    recipe = recipe_of("deepseek-v3-671b", "train.tp=8", "train.pp=12", "train.ep=8", "train.dp=1", *layers, batch)
     plan = planned(recipe, ask(recipe, check_model(recipe, planned=True)))
     peers = gathered(recipe, plan)
     assert plan.model / 1e9 == pytest.approx(1342, abs=0.5)
@@ -98,21 +111,27 @@ def test_deepseek_v3_is_hybridflow_s_table_2() -> None:
 
 
 def test_wide_expert_parallelism_over_512_gpus_worked_by_hand() -> None:
-    """EP128 over TP8: two experts of each of 58 layers, and an eighth of the rest."""
+    """EP128 over TP8: two experts of each of 58 layers; vLLM keeps shared experts, routers and latents whole there."""
     recipe = recipe_of("deepseek-v3-671b-wide-ep")
     assert recipe.world_size == 512
     plan = planned(recipe, ask(recipe, check_model(recipe, planned=True)))
-    experts = 58 * 2 * 3 * 7168 * 2048 * 2
-    assert plan.model_experts == experts * 128
-    rest = plan.wanted - experts
-    assert rest.min() / 1e9 == pytest.approx((plan.model - plan.model_experts) / 8e9, rel=0.35)
+    expert = 58 * 3 * 7168 * 2048 * 2
+    assert plan.model_experts == 256 * expert
+    latents = 61 * 7168 * (1536 + 512 + 64) * 2
+    routers = 58 * 256 * 7168 * 2
+    whole = expert + latents + routers
+    eighth = (plan.model - plan.model_experts - whole) / 8
+    assert plan.wanted.mean() == pytest.approx(2 * expert + whole + eighth, rel=1e-3)
     received = plan.traffic.sum(0)
     assert (received == plan.lower_bound).all()
-    assert received.max() / 1e9 < 20.8
-    assert received.max() / hardware_of(recipe.machine).network < 0.42
+    far = over_network(plan.traffic, 8)
+    sync = predict(plan.traffic, plan.local, hardware_of(recipe.machine), 8)
+    assert sync.bottleneck == "network"
+    assert sync.seconds == max(far.sum(0).max(), far.sum(1).max()) / 50e9
+    assert sync.seconds == pytest.approx(0.41, abs=0.01)  # of 20.8 GB wanted hardly any is on the node: 20.8 / 50
 
 
-def test_what_does_not_fit_is_refused_with_what_would(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_with_what_would() -> None:
     arguments = ["recipes/qwen2.5-7b.yaml", "train.tp=1", "train.dp=8", "rollout.tp=1"]
     done = subprocess.run(
         [sys.executable, "-m", "hybrid3d", "plan", *arguments], capture_output=True, text=True, timeout=300
@@ -123,5 +142,6 @@ def test_what_does_not_fit_is_refused_with_what_would(tmp_path: Path) -> None:
     assert "GB of a GPU's 80.0 GB" in done.stderr
     offer = done.stderr.split("nearest that fit: ")[1].splitlines()[0].split("; ")
     assert 1 <= len(offer) <= 3
-    for changes in offer:  # each is then accepted
-        hybrid3d(ROOT, "plan", *arguments, *changes.split(), "--json")
+    for changes in offer:  # each then fits
+        recipe = load_recipe(arguments[0], [*arguments[1:], *changes.split()])
+        assert MemoryOf(check_model(recipe, planned=True))(recipe).problems() == []

@@ -122,3 +122,38 @@ def test_eval_and_export_agree_with_plain_engines(work: Path, runs: dict[str, An
     plain = {e: answers_of(work, e, work / "exported", data, MAX_NEW_TOKENS) for e in ("transformers", "vllm")}
     assert plain["transformers"]["tokens"] == plain["vllm"]["tokens"]
     assert plain["transformers"]["accuracy"] == plain["vllm"]["accuracy"] == reported
+
+
+def placed(name: str, *overrides: str) -> list[str]:
+    """TP4 trains and TP2 generates: on consecutive ranks half of them would want a part that others hold."""
+    return [*settings(name, 64), "train.tp=4", "train.pp=1", "run.steps=1", "run.eval_every=9", *overrides]
+
+
+def test_a_run_is_placed_as_planned_and_receives_less(work: Path) -> None:
+    plans = {
+        where: json.loads(hybrid3d(work, "plan", *placed("placed", f"rollout.placement={where}"), "--json"))
+        for where in ("overlap", "consecutive")
+    }
+    hybrid3d(work, "train", *placed("placed"))
+    for row in read_rows(work / "runs/placed"):
+        assert row["sync/received_bytes"] == row["sync/lower_bound_bytes"] == plans["overlap"]["received_bytes"]
+        assert row["sync/max_staging_bytes"] == plans["overlap"]["max_staging_bytes"]
+        assert row["mismatch/logprob_abs_max"] <= 1e-3
+    consecutive = plans["overlap"]["placement"]["consecutive"]["received_bytes"]
+    assert plans["overlap"]["received_bytes"] < consecutive == plans["consecutive"]["received_bytes"]
+
+
+@pytest.mark.slow
+def test_placement_changes_nothing_but_what_moves(work: Path) -> None:
+    rows = {}
+    for where in ("overlap", "consecutive"):
+        hybrid3d(work, "train", *placed(where, f"rollout.placement={where}"))
+        moved = ("sync/received_bytes", "sync/lower_bound_bytes", "sync/max_staging_bytes")
+        rows[where] = without(read_rows(work / "runs" / where), *moved)
+    assert rows["overlap"] == rows["consecutive"]
+
+
+def test_a_model_that_does_not_fit_is_refused_before_ranks_start(work: Path) -> None:
+    said = hybrid3d(work, "train", *settings("large", 64), "machine.memory_gb=0.005", expect=2)
+    assert said == ""
+    assert not (work / "runs/large").exists()

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 from hybrid3d.reshard.box import Box, volume
-from hybrid3d.reshard.classes import Side, distinct
+from hybrid3d.reshard.classes import distinct
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece
 from hybrid3d.reshard.planner import FILES, Plan, PlanError, Transfer, make_plan
 from hybrid3d.reshard.routes import Route, Routed
@@ -73,7 +73,7 @@ def check_routes(routed: Iterable[Routed], holdings: Mapping[int, Holdings], dem
     Raises:
         PlanError: with the first violation found.
     """
-    held, wanted = _boxes_by_name(holdings), _boxes_by_name(demand)
+    held, wanted = _boxes_by_name(distinct(holdings)), _boxes_by_name(distinct(demand))
     wanting: dict[str, list[int]] = defaultdict(list)
     for ranks, side in distinct(demand):
         for name in {piece.name for piece in side.pieces}:
@@ -106,10 +106,12 @@ def _place(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return box.start, box.size
 
 
-def _boxes_by_name(sides: Mapping[int, Side]) -> dict[int, dict[str, tuple[Box, ...]]]:
+def _boxes_by_name(
+    groups: Iterable[tuple[list[int], Holdings | Demand]],
+) -> dict[int, dict[str, tuple[Box, ...]]]:
     """By rank and name; ranks that share a side share one object."""
     found: dict[int, dict[str, tuple[Box, ...]]] = {}
-    for ranks, side in distinct(sides):
+    for ranks, side in groups:
         of_side: dict[str, tuple[Box, ...]] = {}
         for piece in side.pieces:
             of_side[piece.name] = (*of_side.get(piece.name, ()), piece.box)
@@ -157,7 +159,7 @@ def lower_bound(
     Args:
         times: how often a tensor counts, where it stands for others.
     """
-    held = _boxes_by_name(holdings)
+    held = _boxes_by_name(distinct(holdings))
     bound = dict.fromkeys(demand, 0)
     for ranks, side in distinct(demand):
         wanted: dict[str, list[Piece]] = defaultdict(list)

@@ -1,0 +1,88 @@
+"""Every large recipe's plan as the tables of docs/plans.md: `python benchmarks/plans.py > docs/plans.md`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+PAGE = """# What the recipes' syncs move
+
+Printed by `python benchmarks/plans.py` ({today}, no GPU: all of it is computed from the engines' own code). Bytes are
+exact; seconds are of the link model of the recipe's machine (`planning/seconds.py`), and were not measured.
+
+## Bytes, seconds, memory
+
+Per rank in GB: what it wants, what it receives, and what it would receive if every tensor were rebuilt on every rank
+(broadcasts over pipeline stages, all-gathers over TP and EP). Memory is the fullest GPU's in GB.
+
+{moved}
+
+## Placement
+
+Bytes of a sync over all ranks in GB, on consecutive ranks and as placed. Where both layouts shard alike, or a rank's
+part of each tensor is the same wherever it generates, there is nothing to gain. TP groups that stride over larger train
+groups receive least (arXiv 2409.19256), and experts gain where they are dealt out in other shares.
+
+{placed}"""
+
+
+def plan(recipe: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "hybrid3d", "plan", str(recipe), "--json"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def moved(p: dict[str, Any]) -> dict[str, str]:
+    return {
+        "recipe": p["name"],
+        "GPUs": str(p["ranks"]),
+        "wanted": gb(p["per_rank"]["wanted_bytes"]["max"]),
+        "received": gb(p["per_rank"]["received_bytes"]["mean"]),
+        "gathered": gb(p["per_rank"]["gather_bytes"]["mean"]),
+        "sync, s": f"{p['seconds']['sync']:.3f}",
+        "bottleneck": p["seconds"]["bottleneck"],
+        "gather, s": f"{p['seconds']['gather']:.3f}",
+        "train": gb(p["memory"]["train"]),
+        "generate": gb(p["memory"]["generate"]),
+    }
+
+
+def placed(p: dict[str, Any]) -> dict[str, str]:
+    chosen, usual = p["placement"], p["placement"]["consecutive"]
+    fewer = 1 - chosen["received_bytes"] / max(1, usual["received_bytes"])
+    return {
+        "recipe": p["name"],
+        "received, consecutive": gb(usual["received_bytes"]),
+        "received, placed": gb(chosen["received_bytes"]),
+        "network, consecutive": gb(usual["network_bytes"]),
+        "network, placed": gb(chosen["network_bytes"]),
+        "fewer received, %": f"{100 * fewer:.1f}",
+    }
+
+
+def gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.1f}"
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    lines = [list(rows[0]), ["---", *["---:"] * (len(rows[0]) - 1)], *(list(row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    recipes = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if "models/" in path.read_text()]
+    plans = [plan(path) for path in recipes]
+    today = datetime.datetime.now(datetime.UTC).date()
+    print(PAGE.format(today=today, moved=table(list(map(moved, plans))), placed=table(list(map(placed, plans)))))
+
+
+if __name__ == "__main__":
+    main()
