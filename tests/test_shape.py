@@ -322,6 +322,13 @@ def test_what_is_only_planned_may_be_more_than_this_machine_runs(misfits: Misfit
     assert len(misfits(*wide, shape=SPARSE)) == 2
 
 
+def test_an_engine_has_an_expert_for_each_of_its_ranks(misfits: Misfits) -> None:
+    wide = ["rollout.expert_parallel=true", "train.dp=8", "algorithm.prompts_per_step=32"]
+    assert misfits(*wide, "rollout.dp=4", shape=SPARSE, device=None) == []
+    (problem,) = misfits(*wide, "rollout.dp=8", shape=SPARSE, device=None)
+    assert problem == "rollout.tp*dp=2*8=16 ranks of an engine share 8 experts: at most 8"
+
+
 def test_latents_on_a_cpu(misfits: Misfits) -> None:
     narrow = replace(LATENT, latents=Latents(q_rank=0, kv_rank=256, nope=32, rope=64, value=48))
     assert misfits(shape=narrow, device="cuda") == []

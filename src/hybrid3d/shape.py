@@ -195,6 +195,12 @@ def _rollout_layout(recipe: Recipe, model: ModelShape, ranks: int | None) -> Ite
     if model.experts is not None and not rollout.expert_parallel:
         rules.append(_divides(model.experts.width, "an expert's width"))
     yield from _broken("rollout.tp", rollout.tp, rules, range(1, model.num_attention_heads + 1))
+    slots = rollout.tp * rollout.dp
+    if model.experts is not None and rollout.expert_parallel and slots > model.experts.count:
+        yield (
+            f"rollout.tp*dp={rollout.tp}*{rollout.dp}={slots} ranks of an engine share "
+            f"{model.experts.count} experts: at most {model.experts.count}"
+        )
 
 
 def _rollout_limits(recipe: Recipe, model: ModelShape, device: Device | None) -> Iterator[str]:

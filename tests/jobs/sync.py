@@ -28,9 +28,14 @@ from hybrid3d.sync import WeightSync
 from hybrid3d.train import runtime
 from hybrid3d.train.policy import Policy
 
-DENSE_LAYOUTS = [Train(dp=4), Train(tp=2, dp=2), Train(pp=2, dp=2), Train(tp=2, pp=2)]
 SPARSE_LAYOUTS = [Train(dp=4, ep=4), Train(tp=2, pp=2, ep=2)]
 PROMPT = torch.randint(3, 320, (100,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def dense_layouts(rollout_tp: int) -> list[Train]:
+    """All pairs are proven in the grid, by value; here every kind at TP2, and elsewhere the two that differ most."""
+    between = [Train(tp=2, dp=2), Train(pp=2, dp=2)] if rollout_tp == 2 else []
+    return [Train(dp=4), *between, Train(tp=2, pp=2)]
 
 
 def recipe_for(folder: str, train: Train, rollout_tp: int, dtype: str, bucket_mib: float) -> Recipe:
@@ -268,7 +273,7 @@ def prove(
     rank: int, rollout_tp: int, dtype: str, slots: list[int], family: str, folders: list[str], kept: list
 ) -> list[dict]:
     config = json.loads((Path(folders[0]) / "config.json").read_text())
-    layouts = SPARSE_LAYOUTS if family_of(config).experts(config) else DENSE_LAYOUTS
+    layouts = SPARSE_LAYOUTS if family_of(config).experts(config) else dense_layouts(rollout_tp)
     base = recipe_for(folders[0], layouts[0], rollout_tp, dtype, 64)
     ident = f"{ranks.ident()}-{family}"
     truths = [fresh(base, rank, folder, f"{ident}{i}", slots) for i, folder in enumerate(folders[1:])]
