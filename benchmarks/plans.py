@@ -57,7 +57,7 @@ def moved(p: dict[str, Any]) -> dict[str, str]:
 
 def placed(p: dict[str, Any]) -> dict[str, str]:
     chosen, usual = p["placement"], p["placement"]["consecutive"]
-    fewer = 1 - chosen["received_bytes"] / max(1, usual["received_bytes"])
+    fewer = (usual["received_bytes"] - chosen["received_bytes"]) / max(1, usual["received_bytes"])
     return {
         "recipe": p["name"],
         "received, consecutive": gb(usual["received_bytes"]),

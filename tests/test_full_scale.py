@@ -102,7 +102,7 @@ def one_row_on(piece: Piece) -> list[Piece]:
 def test_one_tensor_unlike_the_others_is_not_lost_among_them(
     spoil: Callable[[Piece], list[Piece]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_of("deepseek-v3-671b-expert-parallel", "train.dp=1")
+    recipe = recipe_of("deepseek-v3-671b-expert-parallel", "train.dp=1", "train.ep=8")
     config = config_of(recipe)
     spoiled = {
         rank: Holdings(tuple(q for p in held.pieces for q in ([p] if p.name != LOST else spoil(p))))
