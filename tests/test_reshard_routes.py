@@ -174,3 +174,17 @@ def test_an_element_that_nobody_holds_is_missing(world: World) -> None:
     holdings = {r: Holdings(tuple(p for p in side.pieces if p.name != lost)) for r, side in world.holdings.items()}
     ways = routed((holdings, world.demand), 2)
     assert any(way.missing for one in ways if lost in one.tensors.names for way in one.routes)
+
+
+@RANDOM
+@given(worlds(), st.integers(1, 3))
+def test_who_shares_an_object_does_not_matter(world: World, per_node: int) -> None:
+    """Where a plan is foretold, ranks share what they want as one object; in a run each has its own."""
+    wanted = next(iter(world.demand.values()))
+    ranks = sorted(world.holdings)
+    shared, own = dict.fromkeys(ranks, wanted), {rank: replace(wanted) for rank in ranks}
+    assert len(distinct(shared)) == 1
+    assert len(distinct(own)) == len(ranks)
+    backwards = dict(reversed(own.items()))
+    assert make_plan(world.holdings, shared, 64, per_node) == make_plan(world.holdings, own, 64, per_node)
+    assert make_plan(world.holdings, shared, 64, per_node) == make_plan(world.holdings, backwards, 64, per_node)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from hybrid3d import ranks
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
 from hybrid3d.exporting import is_redundant, is_untrained
 from hybrid3d.families import Config, UnsupportedModel, family_of
@@ -52,7 +54,7 @@ def check_run(recipe: Recipe) -> None:
         raise RecipeError(recipe.name, [f"reward.name: {error}"]) from None
     check_folder(recipe)
     check_weights(config, recipe)
-    check_fit(recipe, config)
+    check_fit(recipe)
 
 
 def check_folder(recipe: Recipe) -> None:
@@ -66,20 +68,24 @@ def check_folder(recipe: Recipe) -> None:
         raise RecipeError(recipe.name, [f"{problem}: choose another name, or remove the folder"])
 
 
-def check_fit(recipe: Recipe, config: Config) -> None:
-    """Whether what ranks will hold fits the recipe's machine.
+def check_fit(recipe: Recipe) -> None:
+    """Whether what ranks will hold fits the recipe's machine. Of ranks that are started already, rank 0 says so.
+
+    A model whose weights are less than a hundredth of a GPU is not looked at: asking both engines takes seconds.
 
     Raises:
-        RecipeError: it does not; with the numbers, and the nearest layouts that fit.
+        RecipeError: it does not fit; with the numbers, and the nearest layouts that do.
     """
+    from hybrid3d.planning.apart import ask_apart
     from hybrid3d.planning.hardware import hardware_of
 
     weights = sum(math.prod(entry.shape) for entry in read_index(recipe.model.path).values()) * 4
-    # A hundredth of a GPU fits in any layout; asking both engines takes seconds.
-    if recipe.rollout is not None and 100 * weights > hardware_of(recipe.machine).memory:
-        from hybrid3d.planning.fitting import check_memory
-
-        check_memory(recipe, config)
+    small = 100 * weights <= hardware_of(recipe.machine).memory
+    if recipe.rollout is None or small or (ranks.under_launcher() and ranks.rank() > 0):
+        return
+    misfit = json.loads(ask_apart("hybrid3d.planning.fitting", recipe))
+    if misfit is not None:
+        raise RecipeError(*misfit)
 
 
 def check_weights(config: Config, recipe: Recipe) -> None:

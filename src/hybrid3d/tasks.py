@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,35 +18,42 @@ from hybrid3d.run_folder import RunFolder, checkpoint_folder, draw_curves
 def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, console: Console | None) -> None:
     """Train to the end, resuming where the folder's last checkpoint stands."""
     from hybrid3d.display import Display
-    from hybrid3d.planning.placing import agree
     from hybrid3d.train import runtime
 
-    slots = agree(recipe, store)
+    slots = _agree(recipe, store) if recipe.algorithm.name != "sft" else ()
     ranks.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
     from hybrid3d import trainer
     from hybrid3d.train.kernels import in_use
 
-    loop = {"grpo": trainer.train_grpo, "sft": trainer.train_sft}[recipe.algorithm.name]
     if rank == 0:
         folder.create(recipe)
         folder.add_event("kernels", in_use=in_use())
         print(in_use(), flush=True)  # to this rank's log
     with Display(recipe.name, recipe.run.steps, console) as display:
-        loop(recipe, folder, rank, slots, display)
+        if recipe.algorithm.name == "sft":
+            trainer.train_sft(recipe, folder, rank, display)
+        else:
+            trainer.train_grpo(recipe, folder, rank, slots, display)
     if rank == 0:
         draw_curves(folder)
         folder.add_event("end", step=recipe.run.steps)
+
+
+def _agree(recipe: Recipe, store: dist.Store) -> Sequence[int]:
+    """Where each rank generates; vLLM is imported only by those that do."""
+    from hybrid3d.planning.placing import agree
+
+    return agree(recipe, store)
 
 
 def evaluate(
     recipe: Recipe, folder: RunFolder, step: int, rank: int, store: dist.Store, console: Console | None
 ) -> None:
     """Held-out accuracy of a checkpoint: greedy answers of vLLM with the checkpoint's weights."""
-    from hybrid3d.planning.placing import agree
     from hybrid3d.train import checkpoint, runtime
 
-    slots = agree(recipe, store)
+    slots = _agree(recipe, store)
     ranks.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
     from hybrid3d.colocated import Colocated

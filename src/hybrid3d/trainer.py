@@ -56,7 +56,7 @@ def train_grpo(recipe: Recipe, folder: RunFolder, rank: int, slots: Sequence[int
     run.close()
 
 
-def train_sft(recipe: Recipe, folder: RunFolder, rank: int, slots: Sequence[int], display: Display) -> None:
+def train_sft(recipe: Recipe, folder: RunFolder, rank: int, display: Display) -> None:
     """Supervised: negative log-likelihood of the answers. Row s of the metrics is the loss before update s + 1."""
     config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
     policy = Policy(config, recipe, rank)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
-from hybrid3d.config import ModelShape, Recipe, RecipeError, Train, check_layout
+from hybrid3d.config import ModelShape, Recipe, RecipeError, Train, check_layout, load_recipe
 from hybrid3d.families import Config, family_of
+from hybrid3d.inputs import read_config
 from hybrid3d.planning.hardware import hardware_of
 from hybrid3d.planning.memory import Held, Memory, fullest, gb, held_of, memory_of
 from hybrid3d.planning.sides import Say
@@ -25,14 +29,14 @@ def check_memory(recipe: Recipe, config: Config, say: Say = lambda what: None) -
         RecipeError: it does not; with the numbers, and the nearest layouts that fit.
     """
     say("asking both engines how much a rank holds")
-    memory_of_ = MemoryOf(config)
-    memory = memory_of_(recipe)
+    ask_memory = MemoryOf(config)
+    memory = ask_memory(recipe)
     problems = memory.problems()
     if problems:
         most = ", ".join(f"{key.replace('_', ' ')} {gb(n)}" for key, n in fullest(memory.stages).items())
         say("looking for layouts that fit")
         near = [
-            " ".join(f"{key}={value}" for key, value in changes.items()) for changes in _fitting(recipe, memory_of_)
+            " ".join(f"{key}={value}" for key, value in changes.items()) for changes in _fitting(recipe, ask_memory)
         ]
         offer = "; ".join(near) if near else "none is one or two settings away: take more GPUs, or larger ones"
         problems += [f"the most that a rank has: {most}", f"nearest that fit: {offer}"]
@@ -40,14 +44,14 @@ def check_memory(recipe: Recipe, config: Config, say: Say = lambda what: None) -
     return memory
 
 
-def _fitting(recipe: Recipe, memory_of_: MemoryOf) -> list[dict[str, object]]:
+def _fitting(recipe: Recipe, ask_memory: MemoryOf) -> list[dict[str, object]]:
     """Up to three ways to make a recipe fit, fewest changes first, none of them another with something added."""
     found: list[dict[str, object]] = []
     for changes in _changes(recipe):
         if any(one.items() <= changes.items() for one in found):
             continue
         changed = _changed(recipe, changes)
-        if memory_of_.is_valid(changed) and not memory_of_(changed).problems():
+        if ask_memory.is_valid(changed) and not ask_memory(changed).problems():
             found.append(changes)
             if len(found) == OFFERED:
                 break
@@ -69,7 +73,8 @@ def _changes(recipe: Recipe) -> Iterator[dict[str, object]]:
     single += [{"train.pp": train.pp * 2, "train.dp": train.dp // 2}] if train.dp % 2 == 0 else []
     single += [{"train.tp": train.tp * 2, "train.dp": train.dp // 2}] if train.dp % 2 == 0 else []
     single += [{"train.dp": train.dp * n} for n in (2, 4)]
-    single += [{"machine.kind": "h200-8x400g"}] if recipe.machine.kind != "h200-8x400g" else []
+    if recipe.machine.kind != "h200-8x400g" and recipe.machine.memory_gb is None:
+        single.append({"machine.kind": "h200-8x400g"})
     yield from single
     for one, other in itertools.combinations(single, 2):
         if not one.keys() & other.keys():
@@ -123,3 +128,12 @@ class MemoryOf:
 
 def _times(standing: Mapping[int, int]) -> Callable[[str], int]:
     return lambda name: standing.get(layer_of(name), 1)
+
+
+if __name__ == "__main__":
+    said = load_recipe(sys.argv[1])
+    try:
+        check_memory(said, read_config(said.model.path))
+        Path(sys.argv[2]).write_text(json.dumps(None))
+    except RecipeError as misfit:
+        Path(sys.argv[2]).write_text(json.dumps([misfit.subject, misfit.problems]))

@@ -78,6 +78,7 @@ class Memory:
         fraction: of it that vLLM may take.
         work_space: what vLLM takes besides its weights and its KV cache.
         kv_bytes_per_token: of the KV cache.
+        max_model_len: tokens of the longest sequence.
     """
 
     stages: tuple[Resident, ...]

@@ -12,6 +12,7 @@ from rich.text import Text
 from hybrid3d.config import Recipe
 from hybrid3d.planning.memory import gb
 from hybrid3d.planning.report import Report
+from hybrid3d.reshard.placement import consecutive
 
 SHADES = " ░▒▓█"
 MOST_GROUPS = 16  # rows of the picture on a terminal
@@ -34,9 +35,10 @@ def _layouts(report: Report) -> Table:
     table.add_column("rollout layout (vLLM)")
     experts = f", experts EP{train.ep} x ETP{train.etp}" if train.ep * train.etp > 1 else ""
     interleaved = f" x VPP{train.vpp}" if train.vpp > 1 else ""
+    sequences = f" x CP{train.cp}" if train.cp > 1 else ""
     shared = f", experts EP{rollout.tp * rollout.dp}" if rollout.expert_parallel else ""
     table.add_row(
-        f"TP{train.tp} x PP{train.pp}{interleaved} x DP{train.dp}{experts}",
+        f"TP{train.tp} x PP{train.pp}{interleaved}{sequences} x DP{train.dp}{experts}",
         f"TP{rollout.tp} x DP{ranks // rollout.tp}{shared}",
     )
     table.add_row(f"holds {_range(report.traffic.held)} a rank", f"wants {_range(report.traffic.wanted)} a rank")
@@ -69,7 +71,7 @@ def _bytes(report: Report) -> Table:
 def _sentences(report: Report) -> Text:
     traffic, sync = report.traffic, report.sync
     received, bound = traffic.traffic.sum(), traffic.lower_bound.sum()
-    usual, chosen = report.numbers()["placement"]["consecutive"], report.moved_if(traffic.placed.slots)
+    usual, chosen = report.moved_if(consecutive(report.recipe.world_size)), report.moved_if(traffic.placed.slots)
     return Text(
         f"coverage   exact: every wanted element arrives once, from a rank that holds it\n"
         f"received   {received:,} bytes; the lower bound is {bound:,}\n"
@@ -124,7 +126,7 @@ def shrunk(traffic: np.ndarray, recipe: Recipe, most: int) -> tuple[np.ndarray, 
     """The traffic between groups of consecutive ranks, and their size: a node, or several, where there are many."""
     size, ranks = 1, len(traffic)
     while ranks // size > most or ranks % size:
-        size = recipe.machine.gpus_per_node if size == 1 else size * 2
+        size = max(2, recipe.machine.gpus_per_node) if size == 1 else size * 2
         if size >= ranks:
             size = ranks
     groups = ranks // size

@@ -46,7 +46,8 @@ def gathered(recipe: Recipe, traffic: Planned) -> Gathered:
             far += np.where(node != node[stage], broadcast, 0)
             near += np.where(node != node[stage], 0, broadcast)
         rest = np.maximum(model - of_stage.sum(0, keepdims=True), 0)
-        outside = 1 - min(per_node, group) / group
+        inside = min(per_node, group)  # of what a rank lacks of its group's, the part that the rest of its node has
+        outside = 1 - (inside - 1) / (group - 1) if group > 1 else 0
         far += outside * rest
         near += (1 - outside) * rest
     return Gathered(far.reshape(-1).round().astype(np.int64), near.reshape(-1).round().astype(np.int64))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,16 +13,15 @@ import numpy as np
 import torch.distributed as dist
 
 from hybrid3d import ranks
-from hybrid3d.config import Recipe, load_recipe, recipe_to_yaml
+from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs import read_config
+from hybrid3d.planning.apart import ASKING, AskingFailed, ask_apart
 from hybrid3d.planning.sides import ask
 from hybrid3d.reshard.classes import TensorClass, classes_of, distinct
 from hybrid3d.reshard.layout import Demand, Holdings
 from hybrid3d.reshard.placement import Lacking, consecutive, lacking, place
 
 _KEY = "slots"
-_PATIENCE = timedelta(minutes=10)  # asking both engines about the largest models takes a minute
-_OF_A_RANK = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 
 
 def agree(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
@@ -35,37 +31,21 @@ def agree(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
         store: through which the ranks can talk by then.
 
     Raises:
-        RuntimeError: (on rank 0) what the engines answered instead.
+        RuntimeError: (on every rank) what the engines answered instead.
     """
-    if not _is_free(recipe):
+    rollout = recipe.rollout
+    if rollout is None or rollout.placement == "consecutive" or rollout.tp * rollout.dp == 1:
         return tuple(consecutive(recipe.world_size).tolist())
     if ranks.rank() == 0:
-        store.set(_KEY, json.dumps(_chosen_apart(recipe)))
-    store.wait([_KEY], _PATIENCE)
-    return tuple(json.loads(store.get(_KEY)))
-
-
-def _is_free(recipe: Recipe) -> bool:
-    """Whether there is anything to choose."""
-    rollout = recipe.rollout
-    return rollout is not None and rollout.placement == "overlap" and rollout.tp * rollout.dp > 1
-
-
-def _chosen_apart(recipe: Recipe) -> list[int]:
-    """Choose in a process of its own: vLLM keeps parts of the models that were asked for those that run."""
-    with tempfile.TemporaryDirectory() as folder:
-        said, chosen = Path(folder) / "recipe.yaml", Path(folder) / "slots.json"
-        said.write_text(recipe_to_yaml(recipe))
-        alone = {key: value for key, value in os.environ.items() if not key.startswith(_OF_A_RANK)}
-        command = [sys.executable, "-m", "hybrid3d.planning.placing", str(said), str(chosen)]
-        done = subprocess.run(command, env=alone, stderr=subprocess.PIPE, text=True, timeout=_PATIENCE.total_seconds())
-        sys.stderr.write(done.stderr)
-        if done.returncode:
-            raise RuntimeError(
-                f"asking both engines where to place ranks failed: {done.stderr.strip().splitlines()[-1]}"
-            )
-        found: list[int] = json.loads(chosen.read_text())
-        return found
+        try:
+            store.set(_KEY, ask_apart("hybrid3d.planning.placing", recipe))
+        except AskingFailed as error:
+            store.set(_KEY, json.dumps(str(error)))
+    store.wait([_KEY], ASKING + timedelta(minutes=5))
+    found = json.loads(store.get(_KEY))
+    if isinstance(found, str):
+        raise RuntimeError(f"where to place ranks could not be asked: {found}")
+    return tuple(found)
 
 
 def choose(recipe: Recipe) -> list[int]:

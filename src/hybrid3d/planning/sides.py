@@ -38,9 +38,6 @@ class Sides:
     times: Mapping[str, int]
     whole: bool
 
-    def wanted_bytes(self, slot: int) -> int:
-        return sum(piece.nbytes * self.times[piece.name] for piece in self.slots[slot].demand.pieces)
-
 
 def ask(recipe: Recipe, config: Config, say: Say = lambda what: None) -> Sides:
     """Ask Megatron about every rank and vLLM about every slot.

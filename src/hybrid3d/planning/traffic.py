@@ -84,13 +84,18 @@ def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) ->
     check_routes(routed, *part)
     traffic, local = _traffic(routed, world)
     bound = lower_bound(*part, first)
+    wanted_bytes = _nbytes(demand, sides.times)
+    unlike = np.flatnonzero(traffic.sum(0) + local != wanted_bytes)
+    if unlike.size:  # the classes, on which all of the above rests, have lost or doubled a tensor
+        rank = int(unlike[0])
+        raise PlanError(f"rank {rank} wants {wanted_bytes[rank]} bytes, {traffic.sum(0)[rank] + local[rank]} arrive")
     bucket = int(recipe.sync.bucket_mib * 2**20)
     plan = checked_plan(holdings, demand, bucket, per_node) if sides.whole else None
     sizes = {name: math.prod(shape) * ITEMSIZE[recipe.model.dtype] for name, shape in sides.shapes.items()}
     return Planned(
         held=_nbytes(holdings, sides.times),
         held_experts=_nbytes(holdings, sides.times, is_expert),
-        wanted=_nbytes(demand, sides.times),
+        wanted=wanted_bytes,
         traffic=traffic,
         local=local,
         lower_bound=np.array([bound[rank] for rank in range(world)]),

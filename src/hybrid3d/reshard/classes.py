@@ -6,6 +6,7 @@ or counted is so for a class at a time, and for each group of ranks that share w
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ class TensorClass:
     """Tensors of which every group of ranks holds the same boxes and wants the same boxes, in the same dtypes.
 
     Attributes:
-        names: the tensors, in the order in which they are wanted.
+        names: the tensors, by the numbers in them, so that all who count them count alike.
         count: how many there are, with those that they stand for.
         held: the boxes that a group of holders has, by the group's number.
         wanted: the boxes that a group of readers wants, each with the bytes of an element, by the group's number.
@@ -37,7 +38,7 @@ class TensorClass:
 def classes_of(
     holders: Sequence[Holdings], readers: Sequence[Demand], times: Mapping[str, int] | None = None
 ) -> list[TensorClass]:
-    """All tensors by class, in the order in which they are first wanted.
+    """All tensors by class, in the order of their first names.
 
     Args:
         holders: what each group of ranks holds.
@@ -48,7 +49,13 @@ def classes_of(
     classes: dict[object, list[str]] = defaultdict(list)
     for name, boxes in wanted.items():
         classes[_signature(held.get(name, {})), _signature(boxes)].append(name)
-    return [_class_of(names, held.get(names[0], {}), wanted[names[0]], times or {}) for names in classes.values()]
+    ordered = sorted((sorted(names, key=_natural) for names in classes.values()), key=lambda names: _natural(names[0]))
+    return [_class_of(names, held.get(names[0], {}), wanted[names[0]], times or {}) for names in ordered]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def distinct(sides: Mapping[int, Side]) -> list[tuple[list[int], Side]]:

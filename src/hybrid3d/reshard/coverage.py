@@ -87,12 +87,12 @@ def check_routes(routed: Iterable[Routed], holdings: Mapping[int, Holdings], dem
         for route in one.routes:
             _check_parts(name, route)
             own = {part.held for parts in route.parts.values() for part in parts if part.source is None}
-            its = {id(wanted[rank]): rank for rank in route.readers}.values()  # of those that want the same, one
+            its = {id(wanted.get(rank)): rank for rank in route.readers}.values()  # of those that want the same, one
             for rank in its:
-                if sorted(wanted[rank].get(name, ()), key=_place) != sorted(route.parts, key=_place):
+                if sorted(wanted.get(rank, {}).get(name, ()), key=_place) != sorted(route.parts, key=_place):
                     raise PlanError(f"rank {rank} does not want {name} as it would land there")
             for rank in route.readers if own else ():
-                if not own <= set(held[rank].get(name, ())):
+                if not own <= set(held.get(rank, {}).get(name, ())):
                     raise PlanError(f"rank {rank} does not hold what it would copy of {name}")
         lacking = set(wanting.pop(name, ())).symmetric_difference(r for route in one.routes for r in route.readers)
         if lacking:

@@ -30,14 +30,12 @@ class Lacking:
     Attributes:
         by_group, by_node: bytes by group, or by node, and slot; nodes whose ranks hold the same count as one.
         group, node: of each rank.
-        groups: on each node.
     """
 
     by_group: Costs
     by_node: Costs
     group: np.ndarray
     node: np.ndarray
-    groups: tuple[frozenset[int], ...]
 
     def received(self, slots: np.ndarray) -> int:
         """Bytes received where rank r has `slots[r]`."""
@@ -81,7 +79,7 @@ def lacking(
             for counts, having in ((by_group, one.held.items()), (by_node, near)):
                 for number, held in having:
                     counts[number, slot] -= (whole - _missing(wanted, held)) * one.count
-    return Lacking(by_group, by_node, group, node, tuple(kinds))
+    return Lacking(by_group, by_node, group, node)
 
 
 def _missing(wanted: Sequence[tuple[Box, int]], held: tuple[Box, ...]) -> int:
@@ -112,10 +110,12 @@ def place(lacks: Lacking, slots: int, tp: int, ranks_per_node: int) -> np.ndarra
         if slots <= node:
             chosen = _assign(np.tile(cost, len(members) // slots))
             within = _in_engines(chosen % slots, slots)
-        elif tp <= node and node % tp == 0:
+        elif node % tp == 0:
             within = _assign_groups(cost, tp, node)
-        else:
+        elif tp == slots:
             within = _assign(cost)
+        else:
+            continue  # TP groups of several nodes, several to an engine: exchanged, they would span more
         usual = np.arange(len(members))
         if cost[usual, within % slots].sum() < cost[usual, usual % slots].sum():
             found[members] = first + within

@@ -176,9 +176,9 @@ class _Sources:
         for one in routed:
             for number, name in enumerate(one.tensors.names):
                 self._number[name] = number
-                for route_ in one.routes:
-                    self._route |= {(name, rank): route_ for rank in route_.readers}
-                    self.missing += [(rank, name, box) for box in route_.missing for rank in route_.readers]
+                for way in one.routes:
+                    self._route |= {(name, rank): way for rank in way.readers}
+                    self.missing += [(rank, name, box) for box in way.missing for rank in way.readers]
 
     def transfers(self, rank: int, wanted: Piece) -> Iterator[Transfer]:
         for part in self._route[wanted.name, rank].parts[wanted.box]:

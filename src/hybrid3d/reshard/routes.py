@@ -37,7 +37,8 @@ class Source:
         return self.holders[turn % len(self.holders)]
 
     def start(self, sent: Mapping[int, int]) -> None:
-        """Fix the order of turns: who has sent least goes first."""
+        """Fix the order of turns, the same whoever makes the plan: who has sent least goes first."""
+        self.readers = dict(sorted(self.readers.items()))
         self.holders = tuple(sorted(self.holders, key=lambda rank: (sent[rank], rank)))
         self._place = {reader: place for place, reader in enumerate(self.readers)}
 
@@ -102,7 +103,7 @@ def route(
     sent: dict[int, int] = defaultdict(int)
     for tensors in classes:
         routed = _Router(tensors, holders, ranks_per_node).routed(readers)
-        for source in routed.sources:
+        for source in sorted(routed.sources, key=lambda s: (s.box.start, s.box.size, s.holders)):
             source.start(sent)
             senders, _, nbytes = source.traffic(tensors.count)
             for rank, n in zip(senders.flat, nbytes.flat, strict=True):

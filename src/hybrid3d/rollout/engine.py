@@ -67,11 +67,12 @@ def _override(config: Any, layers: int | None) -> Any:
 
 @contextlib.contextmanager
 def external_rank(slot: int, rollout: Rollout) -> Iterator[None]:
-    """vLLM derives its data-parallel rank from RANK as if it were alone in the world; say it where it has one."""
-    if rollout.dp == 1:
-        yield
-        return
-    with mock.patch.dict(os.environ, RANK=str(slot % (rollout.tp * rollout.dp))):
+    """Have vLLM take the slot for its rank: it derives from RANK which shard it compiles and caches graphs for.
+
+    Its data-parallel rank it derives as if its engine were alone in the world.
+    """
+    rank = slot if rollout.dp == 1 else slot % (rollout.tp * rollout.dp)
+    with mock.patch.dict(os.environ, RANK=str(rank)):
         yield
 
 

@@ -97,15 +97,20 @@ def _with_experts(asked: Asked, first: Asked, share: Mapping[int, int]) -> Asked
         share: the expert in each place.
     """
     places: dict[str, int] = {}
-    experts = []
+    experts: dict[int | None, list[Piece]] = defaultdict(list)
     for piece in first.demand.pieces:
         found = EXPERT.search(piece.name)
         if found and places.setdefault(found[0], len(places)) in share:
-            experts.append(replace(piece, name=EXPERT.sub(str(share[places[found[0]]]), piece.name)))
-    pieces = asked.demand.pieces
-    where = [i for i, piece in enumerate(pieces) if EXPERT.search(piece.name)]
-    low, high = (where[0], where[-1] + 1) if where else (len(pieces), len(pieces))
-    return replace(asked, demand=replace(asked.demand, pieces=(*pieces[:low], *experts, *pieces[high:])))
+            named = EXPERT.sub(str(share[places[found[0]]]), piece.name)
+            experts[layer_of(piece.name)].append(replace(piece, name=named))
+    pieces: list[Piece] = []
+    for piece in asked.demand.pieces:
+        if EXPERT.search(piece.name):
+            pieces += experts.pop(layer_of(piece.name), ())  # in place of the first of its layer
+        else:
+            pieces.append(piece)
+    pieces += [piece for of_layer in experts.values() for piece in of_layer]
+    return replace(asked, demand=replace(asked.demand, pieces=tuple(pieces)))
 
 
 def demand_of(recipe: Recipe, shapes: Mapping[str, Shape], rank: int, layers: int | None = None) -> Asked:

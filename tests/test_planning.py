@@ -1,0 +1,108 @@
+"""What `hybrid3d plan` adds to the plan: its own checks, the picture, and questions that leave no trace in a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commands import ROOT, python
+from hybrid3d.config import Machine, Recipe, Rollout, load_recipe, recipe_to_yaml
+from hybrid3d.planning import placing, sides, traffic
+from hybrid3d.planning.page import shrunk
+from hybrid3d.reshard.planner import PlanError
+from hybrid3d.rollout import probe
+from hybrid3d.rollout.engine import external_rank
+from hybrid3d.train.probe import expected_shapes
+
+pytestmark = pytest.mark.engines
+
+
+def recipe_for(folder: Path, *overrides: str) -> tuple[Recipe, dict[str, Any]]:
+    lengths = ["rollout.max_model_len=128", "rollout.max_new_tokens=8"]
+    recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", [f"model.path={folder}", *lengths, *overrides])
+    return recipe, json.loads((folder / "config.json").read_text())
+
+
+def test_a_class_that_has_lost_a_tensor_is_seen(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, config = recipe_for(tiny_checkpoint("qwen2"))
+    asked = sides.ask(recipe, config)
+    real = placing.classes_of
+
+    def fewer(*args: Any) -> list[Any]:
+        return [replace(one, count=max(1, one.count - 1)) for one in real(*args)]
+
+    traffic.planned(recipe, asked)
+    monkeypatch.setattr(placing, "classes_of", fewer)
+    with pytest.raises(PlanError, match=r"bytes, .* arrive"):
+        traffic.planned(recipe, asked)
+
+
+def test_experts_of_layers_around_a_dense_one(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Each slot of four, as its own whole model says it."""
+    source = tiny_checkpoint("qwen3_moe")
+    config = json.loads((source / "config.json").read_text()) | {"mlp_only_layers": [2], "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe, config = recipe_for(tmp_path, "rollout.tp=1", "rollout.dp=4", "rollout.expert_parallel=true")
+    shapes = expected_shapes(config)
+    slots = probe.demand_of_slots(config, recipe, shapes)
+    assert [slot.demand for slot in slots] == [probe.demand_of(recipe, shapes, slot).demand for slot in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "slot", "rank"), [({"tp": 2}, 5, "5"), ({"tp": 2, "dp": 2, "expert_parallel": True}, 5, "1")]
+)
+def test_vllm_takes_the_slot_for_its_rank(
+    rollout: dict[str, Any], slot: int, rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with external_rank(slot, Rollout(**rollout, max_model_len=8, max_new_tokens=4)):
+        assert os.environ["RANK"] == rank
+    assert os.environ["RANK"] == "3"
+
+
+@pytest.mark.parametrize("per_node", [1, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 6, 32, 1024])
+def test_the_picture_keeps_every_byte(ranks: int, per_node: int) -> None:
+    recipe = replace(load_recipe(ROOT / "recipes/demo-cpu.yaml"), machine=Machine(gpus_per_node=per_node))
+    whole = np.arange(ranks * ranks).reshape(ranks, ranks)
+    matrix, size = shrunk(whole, recipe, 16)
+    assert matrix.shape == (ranks // size, ranks // size)
+    assert len(matrix) <= 16
+    assert matrix.sum() == whole.sum()
+
+
+def test_what_only_asks_leaves_no_trace_where_engines_will_run(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A rank that checks its memory and its place has not had vLLM imported; and is refused by the numbers."""
+    recipe, _ = recipe_for(tiny_checkpoint("qwen2"), "train.tp=4", "train.pp=1")
+    (tmp_path / "recipe.yaml").write_text(recipe_to_yaml(recipe))
+    script = """
+import sys
+from dataclasses import replace
+from hybrid3d.config import RecipeError, load_recipe
+from hybrid3d.planning.apart import ask_apart
+from hybrid3d.preflight import check_fit
+recipe = load_recipe("recipe.yaml")
+check_fit(replace(recipe, machine=replace(recipe.machine, memory_gb=4.0)))
+try:
+    check_fit(replace(recipe, machine=replace(recipe.machine, memory_gb=0.001)))
+except RecipeError as misfit:
+    print(misfit)
+print(ask_apart("hybrid3d.planning.placing", recipe))
+print("vllm" in sys.modules)
+"""
+    *refused, slots, imported = python(tmp_path, "-c", script).splitlines()
+    assert "recipe demo-cpu does not fit a GPU" in refused[0]
+    assert any("of a GPU's 0.0 GB" in line for line in refused)
+    assert json.loads(slots) == [0, 2, 1, 3]
+    assert imported == "False"
