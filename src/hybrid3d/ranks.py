@@ -68,13 +68,20 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
 
 
-def start(store: dist.Store) -> None:
-    """Bind this rank to its GPU, where there is one, and build the default process group through a store."""
+def start(store: dist.Store | None = None) -> None:
+    """Bind this rank to its GPU, where there is one, and build the default process group.
+
+    Args:
+        store: through which the ranks have met already; without it they meet at MASTER_ADDR:MASTER_PORT.
+    """
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank())
-    backend, default = "cpu:gloo,cuda:nccl" if cuda else "gloo", dist.PrefixStore("default", store)
-    dist.init_process_group(backend, store=default, rank=rank(), world_size=world_size(), timeout=timedelta(minutes=10))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    met: dict[str, Any] = {}
+    if store is not None:
+        met = {"store": dist.PrefixStore("default", store), "rank": rank(), "world_size": world_size()}
+    dist.init_process_group(backend, timeout=timedelta(minutes=10), **met)
 
 
 def gather(value: Any) -> list[Any]:
