@@ -161,15 +161,12 @@ class Side:
         dtype: str = "float32",
         order: Shape | None = None,
         gap: int = 0,
-        in_place: bool = True,
     ) -> None:
         """Append a piece to a rank: dims in memory in this order, outermost first; the innermost `gap` too long."""
         stride, step = [0] * len(box.size), 1
         for d in reversed(range(len(box.size)) if order is None else order):
             stride[d], step = step, step * (box.size[d] + (gap if step == 1 else 0))
-        self.pieces[rank].append(
-            Piece(name, box, View(dtype, self.length[rank, dtype], tuple(stride)), dtype, in_place)
-        )
+        self.pieces[rank].append(Piece(name, box, View(dtype, self.length[rank, dtype], tuple(stride)), dtype))
         self.length[rank, dtype] += step + gap
 
 

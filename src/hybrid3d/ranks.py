@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -89,3 +91,29 @@ def gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def gather_alike(value: Any) -> list[tuple[list[int], Any]]:
+    """Every rank's value, each once, with the ranks that have it; on every rank.
+
+    For what is large and mostly the same: it is sent as often as it differs.
+    """
+    own = pickle.dumps(value)
+    having: dict[tuple[bytes, int], list[int]] = {}
+    for other, digest in enumerate(gather((hashlib.sha256(own).digest(), len(own)))):
+        having.setdefault(digest, []).append(other)
+    found = []
+    for (_, nbytes), those in having.items():
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        if those[0] == rank():
+            buffer = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        dist.broadcast(buffer, those[0])
+        found.append((those, pickle.loads(buffer.numpy().tobytes())))
+    return found
+
+
+def least(number: int) -> int:
+    """The smallest of the numbers that ranks give, on every rank."""
+    tensor = torch.tensor(number)
+    dist.all_reduce(tensor, dist.ReduceOp.MIN)
+    return int(tensor)

@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from hybrid3d import ranks
 from hybrid3d.config import Recipe
-from hybrid3d.reshard.coverage import check_same_tensors, checked_plan, lower_bound
+from hybrid3d.reshard.classes import outline_of
+from hybrid3d.reshard.coverage import check_arrivals, check_same_tensors, lower_bound
 from hybrid3d.reshard.executor import Executor, Tensors
+from hybrid3d.reshard.planner import Known, Routes
 from hybrid3d.reshard.transport import make_transport
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.train.runtime import device, synchronize
@@ -39,24 +41,27 @@ class WeightSync:
     """
 
     def __init__(self, recipe: Recipe, trained: MegatronWeights, engine: RolloutEngine, rank: int):
-        holdings = dict(enumerate(ranks.gather(trained.holdings)))
-        shapes = canonical_shapes([piece for held in holdings.values() for piece in held.pieces])
+        held = trained.holdings
+        holders = ranks.gather_alike(outline_of(held))
         self._engine = engine
-        self._source = Tensors(trained.tensors)
-        self._sink = engine.weights(shapes)
-        demand = dict(enumerate(ranks.gather(self._sink.demand)))
-        check_same_tensors(holdings, demand)
-        bucket, per_node = int(recipe.sync.bucket_mib * MIB), recipe.machine.gpus_per_node
-        plan = checked_plan(holdings, demand, bucket, per_node)
-        self._lower_bound = lower_bound(holdings, demand)[rank]
-        group = dist.new_group(list(range(recipe.world_size)))
-        self._executor = Executor(plan, rank, make_transport(device(), group), device())
+        self._sink = engine.weights(canonical_shapes([side for _, side in holders]))
+        wanted = self._sink.demand
+        readers = ranks.gather_alike(outline_of(wanted))
+        check_same_tensors(holders, readers)
+        routes = Routes(holders, readers, int(recipe.sync.bucket_mib * MIB), recipe.machine.gpus_per_node)
+        moves = routes.moves(rank, Known({rank: held}, {rank: wanted}))
+        plan = routes.plan(rank, moves, routes.ends([moves], ranks.least))
+        check_arrivals(plan, wanted)
+        self._lower_bound = lower_bound({rank: held}, {rank: wanted})[rank]
+        self._sink.prepare(plan.layers)
+        transport = make_transport(device(), dist.new_group(list(range(recipe.world_size))))
+        self._executor = Executor(plan, Tensors(trained.tensors), self._sink, transport, device())
 
     def run(self) -> SyncReport:
         """Move the weights as they are now; every rank calls this together."""
         start = time.perf_counter()
         self._sink.begin()
-        done = self._executor.run(self._source, self._sink)
+        done = self._executor.run()
         self._sink.end()
         self._engine.reset_cache()
         synchronize()

@@ -17,7 +17,7 @@ from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs import read_config
 from hybrid3d.planning.apart import ASKING, AskingFailed, ask_apart
 from hybrid3d.planning.sides import ask
-from hybrid3d.reshard.classes import TensorClass, classes_of, distinct
+from hybrid3d.reshard.classes import TensorClass, classes_of, groups_of, outline_of
 from hybrid3d.reshard.layout import Demand, Holdings
 from hybrid3d.reshard.placement import Lacking, consecutive, lacking, place
 
@@ -80,9 +80,9 @@ def placed(
     """
     assert recipe.rollout is not None
     world, per_node = recipe.world_size, recipe.machine.gpus_per_node
-    groups = distinct(holdings)
+    groups = groups_of(holdings)
     holders = [ranks for ranks, _ in groups]
-    classes = classes_of([side for _, side in groups], wanted, times)
+    classes = classes_of([side for _, side in groups], [outline_of(one) for one in wanted], times)
     lacks = lacking(classes, holders, len(wanted), world, per_node)
     chosen = recipe.rollout.placement == "overlap"
     slots = place(lacks, len(wanted), recipe.rollout.tp, per_node) if chosen else consecutive(world)

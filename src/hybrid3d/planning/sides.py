@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
-from hybrid3d.reshard.classes import distinct
+from hybrid3d.reshard.classes import distinct, groups_of
 from hybrid3d.reshard.coverage import check_same_tensors
 from hybrid3d.reshard.layout import Holdings, Shape
 from hybrid3d.reshard.stamp import layer_of
@@ -55,5 +55,5 @@ def ask(recipe: Recipe, config: Config, say: Say = lambda what: None) -> Sides:
     slots = demand_of_slots(config, recipe, shapes, standing)
     held = {piece.name for _, side in distinct(holdings) for piece in side.pieces}
     times = {name: standing.get(layer_of(name), 1) if standing else 1 for name in held}
-    check_same_tensors(holdings, dict(enumerate(one.demand for one in slots)))
+    check_same_tensors(groups_of(holdings), groups_of(dict(enumerate(one.demand for one in slots))))
     return Sides(shapes, holdings, slots, times, whole)

@@ -14,10 +14,10 @@ from hybrid3d.config import Recipe
 from hybrid3d.families import is_expert
 from hybrid3d.planning.placing import Placed, placed
 from hybrid3d.planning.sides import Sides
-from hybrid3d.reshard.classes import distinct, only
-from hybrid3d.reshard.coverage import check_routes, checked_plan, lower_bound
+from hybrid3d.reshard.classes import distinct, groups_of, only
+from hybrid3d.reshard.coverage import check_coverage, check_routes, lower_bound
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings
-from hybrid3d.reshard.planner import PlanError
+from hybrid3d.reshard.planner import PlanError, make_plan
 from hybrid3d.reshard.routes import Routed, route
 
 
@@ -32,8 +32,9 @@ class Planned:
         held_experts: of what is held, that of routed experts.
         model, model_experts: bytes of all canonical tensors, and of those of routed experts.
         placed: the slot of each rank.
-        finalize: the most that opened modules take on a rank.
-        buckets, staging: of the plan made transfer by transfer; None, and a bound, where it is too large for that.
+        finalize: a bound on what opened modules take on a rank: two of them are open at most.
+        buckets, staging: the most of a rank, of the plan made transfer by transfer; None, and a bound, where it is too
+            large for that.
     """
 
     held: np.ndarray
@@ -81,7 +82,7 @@ def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) ->
     routed = _routed(found, recipe, len(wanted))
     first = {one.names[0]: one.count for one in found.classes}
     part = only(holdings, first), only(demand, first)
-    check_routes(routed, *part)
+    check_routes(routed, *map(groups_of, part))
     traffic, local = _traffic(routed, world)
     bound = lower_bound(*part, first)
     wanted_bytes = _nbytes(demand, sides.times)
@@ -90,7 +91,8 @@ def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) ->
         rank = int(unlike[0])
         raise PlanError(f"rank {rank} wants {wanted_bytes[rank]} bytes, {traffic.sum(0)[rank] + local[rank]} arrive")
     bucket = int(recipe.sync.bucket_mib * 2**20)
-    plan = checked_plan(holdings, demand, bucket, per_node) if sides.whole else None
+    plan = make_plan(holdings, demand, bucket, per_node) if sides.whole else {}
+    check_coverage(plan, holdings, demand if plan else {})
     sizes = {name: math.prod(shape) * ITEMSIZE[recipe.model.dtype] for name, shape in sides.shapes.items()}
     return Planned(
         held=_nbytes(holdings, sides.times),
@@ -102,9 +104,9 @@ def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) ->
         model=sum(sizes.values()),
         model_experts=sum(nbytes for name, nbytes in sizes.items() if is_expert(name)),
         placed=found,
-        finalize=max(one.finalize_bytes for one in sides.slots),
-        buckets=len(plan.buckets) if plan else None,
-        staging=max(plan.staging_bytes.values(), default=0) if plan else 2 * bucket,
+        finalize=2 * max(one.finalize_bytes for one in sides.slots),
+        buckets=max(len(part.buckets) for part in plan.values()) if plan else None,
+        staging=max(sum(part.staging_bytes) for part in plan.values()) if plan else 2 * bucket,
     )
 
 

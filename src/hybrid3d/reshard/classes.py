@@ -13,9 +13,18 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings
+from hybrid3d.reshard.layout import Demand, Holdings
 
 Side = TypeVar("Side", Holdings, Demand)
+
+Boxes = tuple[tuple[Box, str], ...]
+"""What a side has of one tensor: boxes, each with its dtype."""
+
+Outline = Mapping[Boxes, tuple[str, ...]]
+"""What others need to know of a side: of which tensors it has which boxes, not where they lie in its memory."""
+
+Group = tuple[Sequence[int], Outline]
+"""Ranks that share a side."""
 
 
 @dataclass(frozen=True)
@@ -26,35 +35,70 @@ class TensorClass:
         names: the tensors, by the numbers in them, so that all who count them count alike.
         count: how many there are, with those that they stand for.
         held: the boxes that a group of holders has, by the group's number.
-        wanted: the boxes that a group of readers wants, each with the bytes of an element, by the group's number.
+        wanted: the boxes that a group of readers wants, each with its dtype, by the group's number.
     """
 
     names: tuple[str, ...]
     count: int
     held: Mapping[int, tuple[Box, ...]]
-    wanted: Mapping[int, tuple[tuple[Box, int], ...]]
+    wanted: Mapping[int, Boxes]
+
+
+def outline_of(side: Holdings | Demand) -> Outline:
+    """A side without the places where its pieces lie."""
+    of_tensor: dict[str, list[tuple[Box, str]]] = defaultdict(list)
+    for piece in side.pieces:
+        of_tensor[piece.name].append((piece.box, piece.dtype))
+    found: dict[Boxes, list[str]] = defaultdict(list)
+    for name, boxes in of_tensor.items():
+        found[tuple(boxes)].append(name)
+    return {boxes: tuple(names) for boxes, names in found.items()}
 
 
 def classes_of(
-    holders: Sequence[Holdings], readers: Sequence[Demand], times: Mapping[str, int] | None = None
+    holders: Sequence[Outline], readers: Sequence[Outline], times: Mapping[str, int] | None = None
 ) -> list[TensorClass]:
-    """All tensors by class, in the order of their first names.
+    """All tensors that are wanted, by class, in the order of their first names.
 
     Args:
         holders: what each group of ranks holds.
         readers: what each group of ranks wants.
         times: how often a tensor counts, where it stands for others; once where nothing is said.
     """
-    held, wanted = _by_name(holders), _by_name(readers)
-    classes: dict[object, list[str]] = defaultdict(list)
-    for name, boxes in wanted.items():
-        classes[_signature(held.get(name, {})), _signature(boxes)].append(name)
-    ordered = sorted((sorted(names, key=_natural) for names in classes.values()), key=lambda names: _natural(names[0]))
-    return [_class_of(names, held.get(names[0], {}), wanted[names[0]], times or {}) for names in ordered]
+    known: dict[Boxes, int] = {}
+    held, wanted = _by_name(holders, known), _by_name(readers, known)
+    boxes = list(known)
+    classes: dict[tuple[_Found, _Found], list[str]] = defaultdict(list)
+    for name, found in wanted.items():
+        classes[held.get(name, ()), found].append(name)
+    every = [
+        TensorClass(
+            names=tuple(sorted(names, key=natural)),
+            count=sum(times[name] for name in names) if times else len(names),
+            held={group: tuple(dict.fromkeys(box for box, _ in boxes[number])) for group, number in held_by},
+            wanted={group: boxes[number] for group, number in wanted_by},
+        )
+        for (held_by, wanted_by), names in classes.items()
+    ]
+    return sorted(every, key=lambda one: natural(one.names[0]))
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Layer 2 before layer 10."""
+_Found = tuple[tuple[int, int], ...]
+"""Of a tensor: (group, number of the boxes that it has)."""
+
+
+def _by_name(sides: Sequence[Outline], known: dict[Boxes, int]) -> dict[str, _Found]:
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for group, side in enumerate(sides):
+        for boxes, names in side.items():
+            entry = group, known.setdefault(boxes, len(known))
+            for name in names:
+                found[name].append(entry)
+    return {name: tuple(entries) for name, entries in found.items()}
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sorts layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -66,6 +110,11 @@ def distinct(sides: Mapping[int, Side]) -> list[tuple[list[int], Side]]:
     return [(shared, sides[shared[0]]) for shared in ranks.values()]
 
 
+def groups_of(sides: Mapping[int, Side]) -> list[Group]:
+    """The ranks that share a side, each group with the side's outline."""
+    return [(ranks, outline_of(side)) for ranks, side in distinct(sides)]
+
+
 def only(sides: Mapping[int, Side], names: Iterable[str]) -> dict[int, Side]:
     """What ranks have of these canonical tensors; what they share they share again."""
     names = frozenset(names)
@@ -74,27 +123,3 @@ def only(sides: Mapping[int, Side], names: Iterable[str]) -> dict[int, Side]:
         part = replace(side, pieces=tuple(p for p in side.pieces if p.name in names))
         kept |= dict.fromkeys(ranks, part)
     return {rank: kept[rank] for rank in sides}
-
-
-_Found = dict[int, list[tuple[Box, str]]]
-
-
-def _by_name(sides: Sequence[Holdings | Demand]) -> dict[str, _Found]:
-    found: dict[str, _Found] = {}
-    for group, side in enumerate(sides):
-        for piece in side.pieces:
-            found.setdefault(piece.name, {}).setdefault(group, []).append((piece.box, piece.dtype))
-    return found
-
-
-def _signature(found: _Found) -> object:
-    return tuple((group, tuple(boxes)) for group, boxes in found.items())
-
-
-def _class_of(names: list[str], held: _Found, wanted: _Found, times: Mapping[str, int]) -> TensorClass:
-    return TensorClass(
-        names=tuple(names),
-        count=sum(times.get(name, 1) for name in names),
-        held={group: tuple(dict.fromkeys(box for box, _ in boxes)) for group, boxes in held.items()},
-        wanted={group: tuple((box, ITEMSIZE[dtype]) for box, dtype in boxes) for group, boxes in wanted.items()},
-    )

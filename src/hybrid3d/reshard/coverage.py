@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from hybrid3d.reshard.box import Box, volume
-from hybrid3d.reshard.classes import distinct
+from hybrid3d.reshard.classes import Group, distinct, groups_of
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece
-from hybrid3d.reshard.planner import FILES, Plan, PlanError, Transfer, make_plan
+from hybrid3d.reshard.planner import FILES, Plan, PlanError, RankPlan, Transfer
 from hybrid3d.reshard.routes import Route, Routed
-
-
-def checked_plan(
-    holdings: Mapping[int, Holdings], demand: Mapping[int, Demand], bucket_bytes: int, ranks_per_node: int
-) -> Plan:
-    """`make_plan`, checked: every element that is wanted arrives once.
-
-    Raises:
-        PlanError: what is held and what is wanted do not fit each other.
-    """
-    plan = make_plan(holdings, demand, bucket_bytes, ranks_per_node)
-    check_coverage(plan, holdings, demand)
-    return plan
 
 
 def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> None:
@@ -31,34 +18,50 @@ def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping
     Raises:
         PlanError: with the first violation found.
     """
-    arriving: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
-    for t in plan.transfers:
-        arriving[t.dst, t.target.name].append(t)
-    held = _by_name(holdings)
-    wanted = _by_name(demand)
-    for key, transfers in arriving.items():
-        for t in transfers:
-            _check_end(t.source, held.get((t.src, t.source.name), []), f"rank {t.src} does not hold")
-            _check_end(t.target, wanted.get(key, []), f"rank {t.dst} does not want")
-            if t.source.name != t.target.name or t.source.box != t.target.box:
-                raise PlanError(f"rank {t.dst}: {t.source.name} {t.source.box} would land as {t.target}")
-    _check_messages(plan)
-    for (rank, name), pieces in wanted.items():
-        targets = [t.target.box for t in arriving[rank, name]]
-        got, asked = sum(b.numel for b in targets), sum(p.box.numel for p in pieces)
-        union = volume(tuple(targets))
+    there, held = Counter[tuple[int, int, str, Box, str]](), _pieces_by_name(holdings)
+    for rank, part in plan.items():
+        for t in part.transfers:
+            if t.src == rank:
+                _check_end(t, t.source, held.get((rank, t.name), []), f"rank {rank} does not hold")
+                there[t.src, t.dst, t.name, t.box, t.dtype] += 1
+    for rank, part in plan.items():
+        check_arrivals(part, demand.get(rank, Demand(())))
+        there.subtract((t.src, t.dst, t.name, t.box, t.dtype) for t in part.transfers if t.dst == rank)
+    for (src, dst, name, box, _), count in there.items():
+        if count:
+            raise PlanError(f"{name} {box} is {'sent' if count > 0 else 'received'} once too often: {src} to {dst}")
+
+
+def check_arrivals(part: RankPlan, demand: Demand) -> None:
+    """Of what a rank wants every element arrives exactly once at its place, and nothing else does.
+
+    Raises:
+        PlanError: with the first violation found.
+    """
+    rank = part.rank
+    wanted = _pieces_by_name({rank: demand})
+    arriving: dict[str, list[Box]] = defaultdict(list)
+    for t in part.transfers:
+        if t.dst == rank:
+            _check_end(t, t.target, wanted.get((rank, t.name), []), f"rank {rank} does not want")
+            arriving[t.name].append(t.box)
+    for (_, name), pieces in wanted.items():
+        got, asked = sum(b.numel for b in arriving[name]), sum(p.box.numel for p in pieces)
+        union = volume(tuple(arriving[name]))
         if not got == asked == union:
             raise PlanError(f"rank {rank}, {name}: {asked} elements wanted, {got} arrive, {union} of them distinct")
+    _check_messages(part)
 
 
-def check_same_tensors(holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> None:
+def check_same_tensors(holders: Iterable[Group], readers: Iterable[Group]) -> None:
     """What some rank holds some rank wants, and the reverse: else the two sides would compute different models.
 
     Raises:
         PlanError: naming the tensors (20 of them) and how many there are.
     """
-    held = {piece.name for _, side in distinct(holdings) for piece in side.pieces}
-    wanted = {piece.name for _, side in distinct(demand) for piece in side.pieces}
+    held, wanted = (
+        {name for _, side in groups for names in side.values() for name in names} for groups in (holders, readers)
+    )
     for names, problem in (
         (held - wanted, "tensors are trained and no rollout rank wants them"),
         (wanted - held, "tensors are wanted by rollout ranks and no train rank holds them"),
@@ -67,17 +70,19 @@ def check_same_tensors(holdings: Mapping[int, Holdings], demand: Mapping[int, De
             raise PlanError(f"{len(names)} {problem}: {', '.join(sorted(names)[:20])}")
 
 
-def check_routes(routed: Iterable[Routed], holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> None:
-    """What `check_coverage` says of every transfer, said of the first tensor of each class.
+def check_routes(routed: Iterable[Routed], holders: Iterable[Group], readers: Iterable[Group]) -> None:
+    """What `check_coverage` says of every transfer, said of the first tensor of each class; others are not looked at.
 
     Raises:
         PlanError: with the first violation found.
     """
-    held, wanted = _boxes_by_name(distinct(holdings)), _boxes_by_name(distinct(demand))
+    routed = list(routed)
+    first = {one.tensors.names[0] for one in routed}
+    held, wanted = _boxes_of_ranks(holders, first), _boxes_of_ranks(readers, first)
     wanting: dict[str, list[int]] = defaultdict(list)
-    for ranks, side in distinct(demand):
-        for name in {piece.name for piece in side.pieces}:
-            wanting[name] += ranks
+    for rank, boxes in wanted.items():
+        for name in boxes:
+            wanting[name].append(rank)
     for one in routed:
         name = one.tensors.names[0]
         for source in one.sources:
@@ -97,24 +102,19 @@ def check_routes(routed: Iterable[Routed], holdings: Mapping[int, Holdings], dem
         lacking = set(wanting.pop(name, ())).symmetric_difference(r for route in one.routes for r in route.readers)
         if lacking:
             raise PlanError(f"rank {min(lacking)} wants {name}, and nothing arrives")
-    if wanting:
-        name, ranks = next(iter(wanting.items()))
-        raise PlanError(f"rank {ranks[0]} wants {name}, and nothing arrives")
 
 
 def _place(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return box.start, box.size
 
 
-def _boxes_by_name(
-    groups: Iterable[tuple[list[int], Holdings | Demand]],
-) -> dict[int, dict[str, tuple[Box, ...]]]:
-    """By rank and name; ranks that share a side share one object."""
+def _boxes_of_ranks(groups: Iterable[Group], names: Container[str]) -> dict[int, dict[str, tuple[Box, ...]]]:
+    """By rank and name, of these tensors; ranks that share a side share one object."""
     found: dict[int, dict[str, tuple[Box, ...]]] = {}
     for ranks, side in groups:
-        of_side: dict[str, tuple[Box, ...]] = {}
-        for piece in side.pieces:
-            of_side[piece.name] = (*of_side.get(piece.name, ()), piece.box)
+        of_side = {
+            name: tuple(box for box, _ in boxes) for boxes, named in side.items() for name in named if name in names
+        }
         found |= dict.fromkeys(ranks, of_side)
     return found
 
@@ -131,22 +131,20 @@ def _check_parts(name: str, route: Route) -> None:
         raise PlanError(f"{readers}, {name}: {asked} elements wanted, {got} arrive, {union} of them distinct")
 
 
-def _check_messages(plan: Plan) -> None:
+def _check_messages(part: RankPlan) -> None:
     """What is not local travels in its bucket's messages, each transfer in one of them, and nothing else does."""
-    for bucket in plan.buckets:
+    for bucket in part.buckets:
         carried = Counter(t for message in bucket.messages for t in message.transfers)
-        fitting = all(
-            (t.src, t.dst, t.target.dtype) == (m.src, m.dst, m.dtype) for m in bucket.messages for t in m.transfers
-        )
+        fitting = all((t.src, t.dst, t.dtype) == (m.src, m.dst, m.dtype) for m in bucket.messages for t in m.transfers)
         if not fitting or carried != Counter(t for t in bucket.transfers if not t.is_local):
             raise PlanError("a bucket's messages do not carry each of its transfers once")
 
 
-def _check_end(end: Piece, pieces: Iterable[Piece], problem: str) -> None:
+def _check_end(transfer: Transfer, end: Piece | None, pieces: Iterable[Piece], problem: str) -> None:
     for piece in pieces:
-        if piece.box.contains(end.box) and piece.part(end.box) == end:
+        if piece.box.contains(transfer.box) and piece.part(transfer.box) == end:
             return
-    raise PlanError(f"{problem} {end.name} {end.box} at {end.view}")
+    raise PlanError(f"{problem} {transfer.name} {transfer.box} at {end and end.view}")
 
 
 def lower_bound(
@@ -159,7 +157,8 @@ def lower_bound(
     Args:
         times: how often a tensor counts, where it stands for others.
     """
-    held = _boxes_by_name(distinct(holdings))
+    names = {piece.name for _, side in distinct(demand) for piece in side.pieces}
+    held = _boxes_of_ranks(groups_of(holdings), names)
     bound = dict.fromkeys(demand, 0)
     for ranks, side in distinct(demand):
         wanted: dict[str, list[Piece]] = defaultdict(list)
@@ -184,7 +183,7 @@ def _lacking(wanted: Iterable[Piece], held: tuple[Box, ...]) -> int:
     return sum(volume(boxes, held) * ITEMSIZE[dtype] for dtype, boxes in by_dtype.items())
 
 
-def _by_name(sides: Mapping[int, Holdings] | Mapping[int, Demand]) -> dict[tuple[int, str], list[Piece]]:
+def _pieces_by_name(sides: Mapping[int, Holdings] | Mapping[int, Demand]) -> dict[tuple[int, str], list[Piece]]:
     by_name: dict[tuple[int, str], list[Piece]] = defaultdict(list)
     for rank, side in sides.items():
         for piece in side.pieces:

@@ -1,16 +1,21 @@
-"""Runs a plan: pack, move and unpack, a bucket at a time, with two buckets of staging whatever the model's size."""
+"""Runs a rank's part of a plan: pack, move and unpack, a bucket at a time, with two buckets of staging at most.
+
+Everything that does not change from run to run is found once: the views that are read and written, the messages, and
+which tensors are copied together.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from hybrid3d.reshard.layout import Fill, Piece
-from hybrid3d.reshard.planner import Bucket, Message, Plan, Transfer
-from hybrid3d.reshard.transport import Pending, Transport
+from hybrid3d.reshard.layout import ITEMSIZE, Fill, Piece
+from hybrid3d.reshard.memory import Memory
+from hybrid3d.reshard.planner import Bucket, Message, RankPlan, Transfer
+from hybrid3d.reshard.transport import Pending, Transport, as_bytes
 
 
 class Source(Protocol):
@@ -22,14 +27,24 @@ class Source(Protocol):
 
 
 class Sink(Protocol):
-    """Where a rank writes what it wants."""
+    """Where a rank writes what it wants, layer after layer.
+
+    Two layers may be open at a time: what is received next may be on its way while the last one is finished.
+    """
 
     def write(self, piece: Piece) -> torch.Tensor:
-        """A view to be written, shaped as the piece's box."""
+        """A view, shaped as the piece's box, which may be written while the piece's layer is open.
+
+        It is asked for once, before the first run.
+        """
         ...
 
-    def landed(self, piece: Piece) -> None:
-        """All of `piece` has been written."""
+    def open(self, layer: int | None) -> None:
+        """All of this layer (or of what is in none) is about to be written."""
+        ...
+
+    def close(self, layer: int | None) -> None:
+        """All of it has been written."""
         ...
 
 
@@ -53,7 +68,10 @@ class Tensors:
 
     write = read
 
-    def landed(self, piece: Piece) -> None:
+    def open(self, layer: int | None) -> None:
+        pass
+
+    def close(self, layer: int | None) -> None:
         pass
 
     def fill(self, fill: Fill) -> None:
@@ -61,97 +79,147 @@ class Tensors:
         tensor.as_strided(fill.size, fill.view.stride, tensor.storage_offset() + fill.view.offset).fill_(fill.value)
 
 
-class _InFlight:
-    """A bucket whose messages are under way, and the tensors that they fill."""
+@torch.no_grad()
+def copy_locally(plan: RankPlan, source: Source, sink: Tensors) -> None:
+    """Carry out a load or an export: nothing travels, both ends are known, and one box is read at a time."""
+    for t in plan.transfers:
+        assert t.source is not None
+        assert t.target is not None
+        sink.write(t.target).copy_(source.read(t.source))
 
-    def __init__(self, bucket: Bucket, arrivals: dict[int, torch.Tensor], pending: Pending):
-        self.bucket = bucket
-        self.arrivals = arrivals
-        self.pending = pending
+
+class _Copies:
+    """Tensors that are copied together, in as few launches as there are dtypes where nothing is strided."""
+
+    def __init__(self) -> None:
+        self._dense: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype:
+            targets, sources = self._dense.setdefault(target.dtype, ([], []))
+            targets.append(target)
+            sources.append(source)
+        else:
+            self._others.append((target, source))
+
+    def run(self) -> None:
+        for targets, sources in self._dense.values():
+            torch._foreach_copy_(targets, sources)
+        for target, source in self._others:
+            target.copy_(source)
+
+
+@dataclass
+class _Step:
+    """A bucket of this rank, with all that it touches: packed, sent, received, unpacked, and copied on the rank."""
+
+    layer: int | None
+    opens: bool
+    closes: bool
+    sends: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
+    receives: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
+    packing: _Copies = field(default_factory=_Copies)
+    unpacking: _Copies = field(default_factory=_Copies)
+    local: _Copies = field(default_factory=_Copies)
 
 
 class Executor:
-    """Executes one rank's part of a plan, any number of times.
+    """Executes one rank's part of a plan, any number of times, between the same tensors.
 
     Every rank of the plan calls `run` together. Bucket k+1 is packed and posted before bucket k is waited for, so
-    that at most two are in flight. Local copies take no staging and are made in the order of the plan.
+    that at most two are in flight, and what stays on the rank is copied while they are.
     """
 
-    def __init__(self, plan: Plan, rank: int, transport: Transport, device: torch.device | str = "cpu"):
-        self._rank = rank
+    def __init__(
+        self, plan: RankPlan, source: Source, sink: Sink, transport: Transport, device: torch.device | str = "cpu"
+    ):
+        self._rank = plan.rank
+        self._source = source
+        self._sink = sink
         self._transport = transport
-        self._device = torch.device(device)
-        self._buckets = plan.of(rank)
-        staged = [sum(m.staged_by(rank) for m in b.messages) for b in self._buckets]
-        self._slot_bytes = [max(staged[slot::2], default=0) for slot in (0, 1)]
+        self._staging = [Memory(nbytes, device) for nbytes in plan.staging_bytes]
+        writing = [any(t.dst == plan.rank for t in bucket.transfers) for bucket in plan.buckets]
+        opening = {bucket.layer: i for i, bucket in reversed(list(enumerate(plan.buckets))) if writing[i]}
+        closing = {bucket.layer: i for i, bucket in enumerate(plan.buckets) if writing[i]}
+        self._steps = [
+            self._bind(bucket, self._staging[i % 2], opening.get(bucket.layer) == i, closing.get(bucket.layer) == i)
+            for i, bucket in enumerate(plan.buckets)
+        ]
+        self._give_back()
+
+    def _bind(self, bucket: Bucket, staging: Memory, opens: bool, closes: bool) -> _Step:
+        step, at = _Step(bucket.layer, opens, closes), 0
+        # widest dtype first, so that every message is aligned without padding
+        for m in sorted(bucket.messages, key=lambda m: -ITEMSIZE[m.dtype]):
+            staged = m.staged_by(self._rank)
+            if m.src == self._rank:
+                flat = self._staged(m, staging, at, step.packing) if staged else self._read(m.transfers[0])
+                step.sends.append((as_bytes(flat), m.dst, m.tag))
+            else:
+                flat = self._staged(m, staging, at, step.unpacking) if staged else self._write(m.transfers[0])
+                step.receives.append((as_bytes(flat), m.src, m.tag))
+            at += staged
+        for t in bucket.transfers:
+            if t.is_local:
+                step.local.add(self._write(t), self._read(t))
+        return step
+
+    def _staged(self, message: Message, staging: Memory, at: int, copies: _Copies) -> torch.Tensor:
+        """Where a message lies between its packing and its being sent, or its arrival and its unpacking."""
+        flat = staging.flat(at, message.nbytes, getattr(torch, message.dtype))
+        parts = torch.split(flat, [t.box.numel for t in message.transfers])
+        for t, part in zip(message.transfers, parts, strict=True):
+            part = part.view(t.box.size)
+            if message.src == self._rank:
+                copies.add(part, self._read(t))
+            else:
+                copies.add(self._write(t), part)
+        return flat
+
+    def _read(self, transfer: Transfer) -> torch.Tensor:
+        assert transfer.source is not None, "every rank knows where its own pieces lie"
+        return self._source.read(transfer.source)
+
+    def _write(self, transfer: Transfer) -> torch.Tensor:
+        assert transfer.target is not None, "every rank knows where its own pieces lie"
+        return self._sink.write(transfer.target)
 
     @torch.no_grad()
-    def run(self, source: Source, sink: Sink) -> Report:
+    def run(self) -> Report:
         received_before = self._transport.received_bytes
-        slots = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in self._slot_bytes]
-        in_flight = None
-        for i, bucket in enumerate(self._buckets):
-            started = self._start(bucket, slots[i % 2], source, sink)
-            if in_flight is not None:
-                self._finish(in_flight, source, sink)
-            in_flight = started
-        if in_flight is not None:
-            self._finish(in_flight, source, sink)
-        return Report(self._transport.received_bytes - received_before, sum(s.nbytes for s in slots))
+        for staging in self._staging:
+            staging.take()
+        under_way: tuple[_Step, Pending] | None = None
+        for step in self._steps:
+            started = step, self._start(step)
+            if under_way is not None:
+                self._finish(*under_way)
+            under_way = started
+        if under_way is not None:
+            self._finish(*under_way)
+        self._give_back()
+        return Report(self._transport.received_bytes - received_before, sum(s.nbytes for s in self._staging))
 
-    def _start(self, bucket: Bucket, slot: torch.Tensor, source: Source, sink: Sink) -> _InFlight:
-        """Post the bucket's receives, pack and post its sends."""
-        staging = self._staging(bucket, slot)
-        arrivals = {}
-        for m in bucket.messages:
-            if m.dst == self._rank:
-                arrivals[m.tag] = staging[m.tag] if m.tag in staging else sink.write(m.transfers[0].target)
-                self._transport.submit_recv(arrivals[m.tag], m.src, m.tag)
-        for m in bucket.messages:
-            if m.src == self._rank:
-                packed = (
-                    self._pack(m, staging[m.tag], source) if m.tag in staging else source.read(m.transfers[0].source)
-                )
-                self._transport.submit_send(packed, m.dst, m.tag)
-        return _InFlight(bucket, arrivals, self._transport.run())
+    def _start(self, step: _Step) -> Pending:
+        """Post the bucket's receives, pack and post its sends, and copy what stays on the rank meanwhile."""
+        if step.opens:
+            self._sink.open(step.layer)
+        for flat, src, tag in step.receives:
+            self._transport.submit_recv(flat, src, tag)
+        step.packing.run()
+        for flat, dst, tag in step.sends:
+            self._transport.submit_send(flat, dst, tag)
+        pending = self._transport.run()
+        step.local.run()
+        return pending
 
-    def _staging(self, bucket: Bucket, slot: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Staging per message tag, widest dtype first, so that every message is aligned without padding."""
-        staging, at = {}, 0
-        for m in sorted(bucket.messages, key=lambda m: -getattr(torch, m.dtype).itemsize):
-            nbytes = m.staged_by(self._rank)
-            if nbytes:
-                staging[m.tag] = slot[at : at + nbytes].view(getattr(torch, m.dtype))
-                at += nbytes
-        return staging
+    def _finish(self, step: _Step, pending: Pending) -> None:
+        pending.wait()
+        step.unpacking.run()
+        if step.closes:
+            self._sink.close(step.layer)
 
-    @staticmethod
-    def _pack(message: Message, staging: torch.Tensor, source: Source) -> torch.Tensor:
-        for transfer, part in _parts(message, staging):
-            part.copy_(source.read(transfer.source))
-        return staging
-
-    def _finish(self, in_flight: _InFlight, source: Source, sink: Sink) -> None:
-        """Wait for the bucket, then write local and received boxes in the order in which they are wanted."""
-        in_flight.pending.wait()
-        received = {
-            transfer.target: part
-            for m in in_flight.bucket.messages
-            if m.tag in in_flight.arrivals and m.staged_by(self._rank)
-            for transfer, part in _parts(m, in_flight.arrivals[m.tag])
-        }
-        for t in in_flight.bucket.transfers:
-            if t.is_local:
-                sink.write(t.target).copy_(source.read(t.source))
-            elif t.dst != self._rank:
-                continue
-            elif t.target in received:
-                sink.write(t.target).copy_(received[t.target])
-            sink.landed(t.target)
-
-
-def _parts(message: Message, flat: torch.Tensor) -> list[tuple[Transfer, torch.Tensor]]:
-    """The transfers of a message, each with its part of the message's contiguous elements."""
-    sizes = [t.target.box.numel for t in message.transfers]
-    pieces = torch.split(flat, sizes)
-    return [(t, piece.view(t.target.box.size)) for t, piece in zip(message.transfers, pieces, strict=True)]
+    def _give_back(self) -> None:
+        for staging in self._staging:
+            staging.give_back()

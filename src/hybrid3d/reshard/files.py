@@ -15,10 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.executor import Executor, Tensors
+from hybrid3d.reshard.executor import Tensors, copy_locally
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape, View, contiguous_stride
-from hybrid3d.reshard.planner import FILES, make_plan
-from hybrid3d.reshard.transport import NoTransport
+from hybrid3d.reshard.planner import FILES, local_plan
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -279,10 +278,10 @@ def load_files(folder: str | Path, demand: Demand, tensors: Mapping[str, torch.T
         PlanError: something wanted is not in the files.
     """
     entries = read_index(folder)
-    plan = make_plan({FILES: file_holdings(entries)}, {rank: demand}, bucket_bytes=1)
+    plan = local_plan(rank, {FILES: file_holdings(entries)}, {rank: demand})
     sink = Tensors(tensors)
     with CheckpointReader(folder, entries) as source, torch.no_grad():
-        Executor(plan, rank, NoTransport()).run(source, sink)
+        copy_locally(plan, source, sink)
         for fill in demand.fills:
             sink.fill(fill)
 
@@ -304,9 +303,8 @@ def export_files(
         PlanError: a tensor of the checkpoint is held by no rank.
     """
     wanted = {name: entry for name, entry in entries.items() if name not in but}
-    plan = make_plan(holdings, {FILES: file_demand(wanted)}, bucket_bytes=1)
-    with torch.no_grad():
-        Executor(plan, rank, NoTransport()).run(Tensors(tensors), Tensors(open_for_writing(folder, entries)))
+    plan = local_plan(rank, holdings, {FILES: file_demand(wanted)})
+    copy_locally(plan, Tensors(tensors), Tensors(open_for_writing(folder, entries)))
 
 
 def carry_files(source: str | Path, folder: str | Path, entries: Mapping[str, Entry], names: Collection[str]) -> None:

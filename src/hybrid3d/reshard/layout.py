@@ -33,17 +33,12 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a canonical tensor and where it lies locally.
-
-    `in_place` is False where the memory exists only while its module is open for writing (see
-    `rollout.weights`), so that nothing may be received straight into it ahead of time.
-    """
+    """A box of a canonical tensor and where it lies locally."""
 
     name: str
     box: Box
     view: View
     dtype: str
-    in_place: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +54,7 @@ class Piece:
         steps = zip(box.start, self.box.start, self.view.stride, strict=True)
         offset = self.view.offset + sum((a - b) * s for a, b, s in steps)
         view = View(self.view.tensor, offset, self.view.stride)  # as `dataclasses.replace`, at a fraction of its time
-        return Piece(self.name, box, view, self.dtype, self.in_place)
+        return Piece(self.name, box, view, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

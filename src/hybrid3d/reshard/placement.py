@@ -15,7 +15,8 @@ import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
 from hybrid3d.reshard.box import Box, volume
-from hybrid3d.reshard.classes import TensorClass
+from hybrid3d.reshard.classes import Boxes, TensorClass
+from hybrid3d.reshard.layout import ITEMSIZE
 
 # What a byte over the network counts against one within a node: enough to come first wherever the two disagree.
 NETWORK = 1000
@@ -82,8 +83,8 @@ def lacking(
     return Lacking(by_group, by_node, group, node)
 
 
-def _missing(wanted: Sequence[tuple[Box, int]], held: tuple[Box, ...]) -> int:
-    return sum(volume((box,), held) * itemsize for box, itemsize in wanted)
+def _missing(wanted: Boxes, held: tuple[Box, ...]) -> int:
+    return sum(volume((box,), held) * ITEMSIZE[dtype] for box, dtype in wanted)
 
 
 def consecutive(ranks: int) -> np.ndarray:

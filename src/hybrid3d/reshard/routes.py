@@ -14,6 +14,7 @@ import numpy as np
 
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import TensorClass
+from hybrid3d.reshard.layout import ITEMSIZE
 
 Ranks = Sequence[int]
 
@@ -59,13 +60,13 @@ class Part:
     """A part of a wanted box; `source` is None where the reader holds it itself."""
 
     box: Box
-    itemsize: int
+    dtype: str
     held: Box
     source: Source | None
 
     @property
     def nbytes(self) -> int:
-        return self.box.numel * self.itemsize
+        return self.box.numel * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,8 @@ class _Router:
     def _route(self, group: int, own: int | None, node: int | None, ranks: list[int]) -> Route:
         parts: dict[Box, tuple[Part, ...]] = {}
         missing: list[Box] = []
-        for box, itemsize in self._tensors.wanted[group]:
-            parts[box], rest = self._parts(box, itemsize, own, node)
+        for box, dtype in self._tensors.wanted[group]:
+            parts[box], rest = self._parts(box, dtype, own, node)
             missing += rest
         for part in (part for several in parts.values() for part in several):
             if part.source is not None:
@@ -150,9 +151,7 @@ class _Router:
                     part.source.readers[rank] = part.source.readers.get(rank, 0) + part.nbytes
         return Route(tuple(ranks), parts, tuple(missing))
 
-    def _parts(
-        self, wanted: Box, itemsize: int, own: int | None, node: int | None
-    ) -> tuple[tuple[Part, ...], list[Box]]:
+    def _parts(self, wanted: Box, dtype: str, own: int | None, node: int | None) -> tuple[tuple[Part, ...], list[Box]]:
         rest, found = [wanted] if wanted.numel else [], []
         for held, near in self._nearest_first(wanted, own, node):
             for box in list(rest):
@@ -160,7 +159,7 @@ class _Router:
                 if common is not None:
                     rest.remove(box)
                     rest += box.subtract(common)
-                    found.append(Part(common, itemsize, held, None if near is None else self._source(held, *near)))
+                    found.append(Part(common, dtype, held, None if near is None else self._source(held, *near)))
             if not rest:
                 break
         return tuple(sorted(found, key=lambda part: part.box.start)), rest

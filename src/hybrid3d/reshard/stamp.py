@@ -27,4 +27,4 @@ def stamped(pieces: Iterable[Piece], old: int, new: int, local: tuple[str, str] 
     local = local or canonical
     for p in pieces:
         view = View(p.view.tensor.replace(*local, 1), p.view.offset, p.view.stride)
-        yield Piece(p.name.replace(*canonical, 1), p.box, view, p.dtype, p.in_place)
+        yield Piece(p.name.replace(*canonical, 1), p.box, view, p.dtype)

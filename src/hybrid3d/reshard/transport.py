@@ -16,7 +16,7 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Submit sends and receives of contiguous tensors, then start them all with `run`.
+    """Submit sends and receives of bytes (as `as_bytes` has them), then start them all with `run`.
 
     `received_bytes` is the sum of what receives were posted with, over the life of the transport. The two ends of
     a message name the same `tag`, and both submit the messages between them in the same order.
@@ -29,21 +29,6 @@ class Transport(Protocol):
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None: ...
 
     def run(self) -> Pending: ...
-
-
-class NoTransport:
-    """For plans in which every transfer is local, as load and export are: sending is a mistake."""
-
-    received_bytes = 0
-
-    def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        raise AssertionError(f"a local plan sends to rank {dst}")
-
-    def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
-        raise AssertionError(f"a local plan receives from rank {src}")
-
-    def run(self) -> Pending:
-        return _Works([])
 
 
 class _Works:
@@ -65,11 +50,11 @@ class GlooTransport:
         self._works: list[dist.Work | None] = []
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        self._works.append(dist.isend(_flat_bytes(tensor), group=self._group, group_dst=dst, tag=tag))
+        self._works.append(dist.isend(tensor, group=self._group, group_dst=dst, tag=tag))
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
         self.received_bytes += tensor.nbytes
-        self._works.append(dist.irecv(_flat_bytes(tensor), group=self._group, group_src=src, tag=tag))
+        self._works.append(dist.irecv(tensor, group=self._group, group_src=src, tag=tag))
 
     def run(self) -> Pending:
         started, self._works = _Works(self._works), []
@@ -85,11 +70,11 @@ class NcclTransport:
         self._ops: list[dist.P2POp] = []
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        self._ops.append(dist.P2POp(dist.isend, _flat_bytes(tensor), group=self._group, group_peer=dst))
+        self._ops.append(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=dst))
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
         self.received_bytes += tensor.nbytes
-        self._ops.append(dist.P2POp(dist.irecv, _flat_bytes(tensor), group=self._group, group_peer=src))
+        self._ops.append(dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=src))
 
     def run(self) -> Pending:
         works = dist.batch_isend_irecv(self._ops) if self._ops else []
@@ -107,11 +92,11 @@ class LocalTransport:
         self._expected: list[tuple[tuple[int, int, int], torch.Tensor]] = []
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        self._mailbox[self._rank, dst, tag] = _flat_bytes(tensor).clone()
+        self._mailbox[self._rank, dst, tag] = tensor.clone()
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
         self.received_bytes += tensor.nbytes
-        self._expected.append(((src, self._rank, tag), _flat_bytes(tensor)))
+        self._expected.append(((src, self._rank, tag), tensor))
 
     def run(self) -> Pending:
         started, self._expected = _Deliveries(self._mailbox, self._expected), []
@@ -140,7 +125,7 @@ def make_transport(device: torch.device, group: dist.ProcessGroup) -> Transport:
     return NcclTransport(group)
 
 
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor that has no gaps. Backends know no FP8 and gloo no BF16: everything travels as bytes."""
     flat = tensor.view(-1)  # refuses gaps, and keeps the stride of a single element, which a view as bytes refuses
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)

@@ -122,8 +122,7 @@ class _Recording(TorchDispatchMode):
             raise UnsupportedLoader(f"{stand.canonical}: {error}") from None
         dtype = str(target.dtype).removeprefix("torch.")
         self.pieces += [
-            Piece(stand.canonical, box, View(view.tensor, offset, stride), dtype, in_place=False)
-            for box, offset, stride in boxes
+            Piece(stand.canonical, box, View(view.tensor, offset, stride), dtype) for box, offset, stride in boxes
         ]
 
     def first_of_tied(self, destination: Destination) -> Destination:

@@ -4,7 +4,7 @@ What vLLM does to a module after loading (packing, swizzling, derived tensors) l
 could not write any more. So a unit (a decoder layer, or all that is in none) is *opened*: tensors in the layout that
 loaders write take the place of the live ones, in the same memory where the layout is the same. When its last box has
 landed the unit is *finalized*: vLLM's own processing runs, and the result is put where the live tensors are, so that
-no address changes. One unit is open at a time.
+no address changes. Two units are open at a time: one is being finalized while the next one is written.
 
 The functions of vLLM's `model_loader.reload` used here are private to it: this file and the pinned version go together.
 """
@@ -12,7 +12,8 @@ The functions of vLLM's `model_loader.reload` used here are private to it: this 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,32 +26,36 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Fill, Piece, Shape, View
-from hybrid3d.rollout.record import Destination, record_demand
+from hybrid3d.reshard.memory import Memory, aligned
+from hybrid3d.reshard.stamp import layer_of
+from hybrid3d.rollout.record import Destination, UnsupportedLoader, record_demand
 
 Module = torch.nn.Module
 # Parameters that no loader writes: latent attention makes them of `kv_b_proj` when it is finalized.
 DERIVED = ("W_UV", "W_UK_T")
+OPEN = 2  # units at a time
 
 
 class RolloutWeights:
     """What one vLLM rank wants, and the sink that takes it.
 
     Attributes:
-        demand: the rank's pieces, unit after unit, so that a plan in this order opens one unit at a time.
-        finalize_bytes: the most memory that opened tensors took besides the live ones, over the last sync.
+        demand: the rank's pieces.
+        finalize_bytes: memory that opened tensors take besides the live ones.
     """
 
     def __init__(self, model: Module, vllm_config: VllmConfig, shapes: Mapping[str, Shape]):
         self._vllm_config = vllm_config
+        self._device = vllm_config.device_config.device
         self._units = _units(model)
-        self._unit_of = {name: i for i, unit in enumerate(self._units) for name in unit.names(model)}
+        self._layer_of = {name: layer for layer, unit in self._units.items() for name in unit.names()}
         self.demand = self._record(model, vllm_config, shapes)
-        self._open: _Opened | None = None
-        self._left: dict[int, int] = {}
-        self.finalize_bytes = 0
+        self._memory = [Memory(0, self._device)] * OPEN
+        self._opened: dict[int | None, _Opened] = {}
+        self._left: set[int | None] = set()
 
     def _record(self, model: Module, vllm_config: VllmConfig, shapes: Mapping[str, Shape]) -> Demand:
-        live = _swap_in_loader_layout(model, on_meta=True)
+        live = _swap_in_loader_layout(model, _on_meta())
         try:
             destinations = [
                 Destination(name, tensor) for name, _, key, tensor in _tensors_of(model) if key not in DERIVED
@@ -59,106 +64,147 @@ class RolloutWeights:
                 demand = record_demand(model, shapes, vllm_config.model_config.dtype, destinations)
         finally:
             _swap_back(live)
-        order = lambda entry: self._unit_of[entry.view.tensor]  # noqa: E731
-        return Demand(tuple(sorted(demand.pieces, key=order)), demand.fills)
+        for piece in demand.pieces:
+            if layer_of(piece.name) != self._layer_of[piece.view.tensor]:
+                raise UnsupportedLoader(f"vLLM's loader writes {piece.name} into {piece.view.tensor}: of another layer")
+        return demand
 
     @property
     def largest_unit_bytes(self) -> int:
-        """Bytes of the largest unit's weights: opening takes at most this much memory besides the live weights."""
-        sizes: dict[int, int] = {}
-        for piece in self.demand.pieces:
-            unit = self._unit_of[piece.view.tensor]
-            sizes[unit] = sizes.get(unit, 0) + piece.nbytes
+        """Bytes of the largest unit's weights: opening it takes at most this much memory besides the live weights."""
+        tensors: dict[str, int] = defaultdict(int)
         dtypes = {piece.view.tensor: piece.dtype for piece in self.demand.pieces}
+        for piece in self.demand.pieces:
+            tensors[piece.view.tensor] += piece.nbytes
         for fill in self.demand.fills:
-            sizes[self._unit_of[fill.view.tensor]] += math.prod(fill.size) * ITEMSIZE[dtypes[fill.view.tensor]]
-        return max(sizes.values())
+            tensors[fill.view.tensor] += math.prod(fill.size) * ITEMSIZE[dtypes[fill.view.tensor]]
+        units: dict[int | None, int] = defaultdict(int)
+        for name, nbytes in tensors.items():
+            units[self._layer_of[name]] += aligned(nbytes)
+        return max(units.values())
+
+    @property
+    def finalize_bytes(self) -> int:
+        return sum(memory.nbytes for memory in self._memory)
+
+    def prepare(self, order: Sequence[int | None]) -> None:
+        """Find places for what is written, once.
+
+        Args:
+            order: the layers (None for what is in none) in the order in which they will be opened.
+        """
+        fills: dict[int | None, list[Fill]] = defaultdict(list)
+        for fill in self.demand.fills:
+            fills[self._layer_of[fill.view.tensor]].append(fill)
+        opened = {layer: _Opened(self._units[layer], fills[layer]) for layer in order}
+        taken = [[opened[layer].extra_bytes for layer in order[turn::OPEN]] for turn in range(OPEN)]
+        self._memory = [Memory(max(sizes, default=0), self._device) for sizes in taken]
+        for turn, layer in enumerate(order):
+            opened[layer].place(self._memory[turn % OPEN])
+        self._opened = opened
 
     def begin(self) -> None:
-        """Expect all of the demand; what was live stays until a unit is opened."""
-        self._left = dict.fromkeys(range(len(self._units)), 0)
-        for piece in self.demand.pieces:
-            self._left[self._unit_of[piece.view.tensor]] += piece.box.numel
-        self.finalize_bytes = 0
+        """Expect all of the demand; what was live stays until its layer is opened."""
+        for memory in self._memory:
+            memory.take()
+        self._left = set(self._opened)
 
     def write(self, piece: Piece) -> torch.Tensor:
-        return self._opened(piece).view(piece.view, piece.box.size)
+        return self._opened[self._layer_of[piece.view.tensor]].view(piece.view, piece.box.size)
 
-    def landed(self, piece: Piece) -> None:
-        unit = self._unit_of[piece.view.tensor]
-        self._left[unit] -= piece.box.numel
-        if self._left[unit] == 0:
-            self._opened(piece).finalize(self._vllm_config)
-            self._open = None
+    def open(self, layer: int | None) -> None:
+        self._opened[layer].open()
+
+    def close(self, layer: int | None) -> None:
+        self._opened[layer].finalize(self._vllm_config)
+        self._left.remove(layer)
 
     def end(self) -> None:
-        """Every unit must have been finalized.
+        """Every layer must have been finalized.
 
         Raises:
             RuntimeError: part of the demand did not land; the model is not usable until a sync succeeds.
         """
-        short = {i: n for i, n in self._left.items() if n}
-        if short or self._open is not None:
-            raise RuntimeError(f"the sync left {sum(short.values())} elements of {len(short)} units unwritten")
-
-    def _opened(self, piece: Piece) -> _Opened:
-        unit = self._unit_of[piece.view.tensor]
-        if self._open is None:
-            fills = [f for f in self.demand.fills if self._unit_of[f.view.tensor] == unit]
-            self._open = _Opened(self._units[unit], unit, fills)
-            self.finalize_bytes = max(self.finalize_bytes, self._open.extra_bytes)
-        assert self._open.number == unit, "a plan in the demand's order writes one unit after the other"
-        return self._open
+        for memory in self._memory:
+            memory.give_back()
+        if self._left:
+            raise RuntimeError(f"the sync left {len(self._left)} layers unwritten")
 
 
 class _Unit:
     """Modules that are opened and finalized together, with the path of each."""
 
-    def __init__(self, roots: list[tuple[str, Module]]):
-        self.root = torch.nn.ModuleList([module for _, module in roots])
-        self._roots = roots
+    def __init__(self) -> None:
+        self.root = torch.nn.ModuleList()
+        self._paths: list[str] = []
 
-    def names(self, model: Module) -> Iterator[str]:
+    def add(self, path: str, module: Module) -> None:
+        self.root.append(module)
+        self._paths.append(path)
+
+    def names(self) -> Iterator[str]:
         """Dotted names of every tensor that the unit could hold, live or in loader layout."""
-        for path, root in self._roots:
+        for path, root in zip(self._paths, self.root, strict=True):
             for below, module in root.named_modules():
                 info = get_layerwise_info(module)
                 for name in {**get_layer_tensors(module), **info.restore_metadata[0], **info.restore_metadata[1]}:
                     yield ".".join(part for part in (path, below, name) if part)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for path, root in self._roots:
+        for path, root in zip(self._paths, self.root, strict=True):
             for name, _, _, tensor in _tensors_of(root, path):
                 yield name, tensor
 
 
 class _Opened:
-    """A unit whose modules hold tensors in loader layout."""
+    """A unit's tensors in loader layout: in the live ones' memory where that has it, else in memory of their own."""
 
-    def __init__(self, unit: _Unit, number: int, fills: list[Fill]):
-        self.number = number
-        self._unit = unit
-        self._attributes = {module: _attributes_of(module) for module in unit.root.modules()}
-        self._live = _swap_in_loader_layout(unit.root, on_meta=False)
-        self._tensors = dict(unit.tensors())
-        live = {t.untyped_storage()._cdata for held in self._live.values() for t in held.values()}
-        fresh = {
-            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-            for t in self._tensors.values()
-            if t.untyped_storage()._cdata not in live
-        }
-        self.extra_bytes = sum(fresh.values())
-        for fill in fills:
-            self.view(fill.view, fill.size).fill_(fill.value)
+    def __init__(self, unit: _Unit, fills: Sequence[Fill]):
+        self.unit = unit
+        self._fills = fills
+        self._own: dict[int, tuple[torch.Tensor, int]] = {}  # by id: a tensor that is needed, and where it lies
+        self.extra_bytes = 0
+        self._memory = Memory(0, "cpu")
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._live: _Live = {}
+        self._attributes: dict[Module, dict[str, torch.Tensor]] = {}
+        for module in unit.root.modules():
+            for name, loader in _recorded(module):
+                if not _same_layout(get_layer_tensors(module).get(name), loader):
+                    self._own[id(loader)] = loader, self.extra_bytes
+                    self.extra_bytes += aligned(_extent(loader))
+
+    def place(self, memory: Memory) -> None:
+        """Lay what needs memory of its own into this."""
+        self._memory = memory
+        self._swap_in()
+        self._tensors = {name: tensor.data for name, tensor in self.unit.tensors()}
+        _swap_back(self._live)
 
     def view(self, view: View, size: Shape) -> torch.Tensor:
-        return _strided(self._tensors[view.tensor].data, view, size)
+        return _strided(self._tensors[view.tensor], view, size)
+
+    def open(self) -> None:
+        self._attributes = {module: _attributes_of(module) for module in self.unit.root.modules()}
+        self._swap_in()
+        for fill in self._fills:
+            self.view(fill.view, fill.size).fill_(fill.value)
+
+    def _swap_in(self) -> None:
+        def memory_for(loader: torch.Tensor, live: torch.Tensor | None) -> torch.Tensor:
+            if live is not None and _same_layout(live, loader):
+                return live.data
+            _, at = self._own[id(loader)]
+            flat = self._memory.flat(at, _extent(loader), loader.dtype)
+            return flat.as_strided(loader.shape, loader.stride())
+
+        self._live = _swap_in_loader_layout(self.unit.root, memory_for)
 
     def finalize(self, vllm_config: VllmConfig) -> None:
         """Run what vLLM runs after loading, as if for the first time, and put the result where the live tensors are."""
         device = vllm_config.device_config.device
         if current_platform.is_cpu():
-            for module in self._unit.root.modules():
+            for module in self.unit.root.modules():
                 if hasattr(getattr(module, "quant_method", None), "moe_kernel"):
                     module.quant_method.moe_kernel = None  # else vLLM takes the weights for packed ones
         with (
@@ -167,13 +213,17 @@ class _Opened:
             device,
             torch.no_grad(),
         ):
-            process_weights_after_loading(self._unit.root, vllm_config.model_config, device)
+            process_weights_after_loading(self.unit.root, vllm_config.model_config, device)
         for module, tensors in self._live.items():
             for name, old in tensors.items():
                 _keep_address(_holder(module, name), name, old)
         for module, tensors in self._attributes.items():
             for name, old in tensors.items():
                 _keep_address(vars(module), name, old)
+        for module in self.unit.root.modules():
+            for tensor in (*get_layer_tensors(module).values(), *_attributes_of(module).values()):
+                if self._memory.holds(tensor):  # where the next layer but one will be written
+                    tensor.data = tensor.data.clone()
 
 
 def _attributes_of(module: Module) -> dict[str, torch.Tensor]:
@@ -185,10 +235,10 @@ def _strided(tensor: torch.Tensor, view: View, size: Shape) -> torch.Tensor:
     return tensor.data.as_strided(size, view.stride, tensor.storage_offset() + view.offset)
 
 
-def _keep_address(held: dict[str, Any], name: str, old: torch.Tensor) -> None:
+def _keep_address(held: dict[str, Any], name: str, old: torch.Tensor | None) -> None:
     """Move a finalized tensor into the memory of the live one, and put the live object back."""
     new = held.get(name)
-    if new is None or new is old:
+    if new is None or old is None or new is old:
         return
     if not _same_layout(new, old):
         if not current_platform.is_cpu():  # captured graphs would go on reading the old memory
@@ -200,41 +250,52 @@ def _keep_address(held: dict[str, Any], name: str, old: torch.Tensor) -> None:
     held[name] = old
 
 
-def _swap_in_loader_layout(root: Module, on_meta: bool) -> dict[Module, dict[str, torch.Tensor]]:
-    """Put tensors in loader layout into the modules below `root`; return what was live.
+def _recorded(module: Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, a tensor on meta in the layout that loaders write) of what vLLM keeps a record of.
 
-    A swapped-in tensor shares the live one's memory where the layout is the same, so that tied tensors stay tied
-    and nothing is allocated. Tensors of which vLLM records no layout (`bias`) are in loader layout already.
+    What it keeps none of (`bias`) is in that layout already.
     """
-    live = {module: get_layer_tensors(module) for module in root.modules()}
-    tied: dict[int, torch.Tensor] = {}
+    info = get_layerwise_info(module)
+    for recorded in info.restore_metadata:
+        for name, meta in recorded.items():
+            if name not in module._non_persistent_buffers_set:
+                yield name, meta
+
+
+_Live = dict[Module, dict[str, "torch.Tensor | None"]]
+"""Parameters and buffers by module and name."""
+
+MemoryFor = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+"""Memory in the layout of a tensor on meta, given what is live."""
+
+
+def _swap_in_loader_layout(root: Module, memory_for: MemoryFor) -> _Live:
+    """Put tensors in loader layout into the modules below `root`; return what was live."""
+    live: _Live = {module: {**module._parameters, **module._buffers} for module in root.modules()}
     for module, tensors in live.items():
-        info = get_layerwise_info(module)
-        for held, recorded in zip((module._parameters, module._buffers), info.restore_metadata, strict=True):
-            for name, meta in recorded.items():
-                if name in module._non_persistent_buffers_set:
-                    continue
-                loader = restore_layer_refs(meta, module)
-                memory = _memory_for(loader, tensors.get(name), on_meta, info.restore_device, tied)
-                held[name] = _of_kind(loader, memory)
+        buffers = get_layerwise_info(module).restore_metadata[1]
+        for name, meta in _recorded(module):
+            held = module._buffers if name in buffers else module._parameters
+            held[name] = _of_kind(restore_layer_refs(meta, module), memory_for(meta, tensors.get(name)).data)
     return live
 
 
-def _memory_for(
-    loader: torch.Tensor,
-    live: torch.Tensor | None,
-    on_meta: bool,
-    device: torch.device,
-    tied: dict[int, torch.Tensor],
-) -> torch.Tensor:
-    """A plain tensor in the layout of `loader`: the live one's memory where that has it, and one for all tied names."""
-    shared = live if _same_layout(live, loader) else None
-    if on_meta:
-        key = id(loader) if shared is None else shared.untyped_storage()._cdata
-        return tied.setdefault(key, torch.empty_like(loader)).data
-    if shared is not None:
-        return shared.data
-    return torch.empty_strided(loader.shape, loader.stride(), dtype=loader.dtype, device=device)
+def _on_meta() -> MemoryFor:
+    """Memory on meta, one for all names of tied tensors."""
+    tied: dict[int, torch.Tensor] = {}
+
+    def memory_for(loader: torch.Tensor, live: torch.Tensor | None) -> torch.Tensor:
+        shared = live is not None and _same_layout(live, loader)
+        key = live.untyped_storage()._cdata if live is not None and shared else id(loader)
+        return tied.setdefault(key, torch.empty_like(loader, device="meta"))
+
+    return memory_for
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to its last."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 def _of_kind(recorded: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
@@ -244,10 +305,14 @@ def _of_kind(recorded: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     return plain
 
 
-def _swap_back(live: dict[Module, dict[str, torch.Tensor]]) -> None:
+def _swap_back(live: _Live) -> None:
     for module, tensors in live.items():
-        for name, tensor in tensors.items():
-            _holder(module, name)[name] = tensor
+        for held in (module._parameters, module._buffers):
+            for name in list(held):
+                if name in tensors:
+                    held[name] = tensors[name]
+                else:
+                    del held[name]
 
 
 def _holder(module: Module, name: str) -> dict[str, Any]:
@@ -269,22 +334,22 @@ def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dt
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _units(model: Module) -> list[_Unit]:
-    """Each member of a topmost ModuleList (a decoder layer) is a unit; all the rest is the last one.
+def _units(model: Module) -> dict[int | None, _Unit]:
+    """By layer: the members of topmost ModuleLists (decoder layers); all the rest is one more, under None.
 
     The rest goes together because a tied head is derived from the embedding's memory.
     """
-    layers: list[_Unit] = []
-    rest: list[tuple[str, Module]] = []
+    units: dict[int | None, _Unit] = defaultdict(_Unit)
 
     def visit(path: str, module: Module) -> None:
         if isinstance(module, torch.nn.ModuleList):
-            layers.extend(_Unit([(f"{path}.{name}", child)]) for name, child in module.named_children())
+            for name, child in module.named_children():
+                units[layer_of(f"{path}.{name}.")].add(f"{path}.{name}", child)
         elif any(isinstance(m, torch.nn.ModuleList) for m in module.modules()):
             for name, child in module.named_children():
                 visit(f"{path}.{name}" if path else name, child)
         else:
-            rest.append((path, module))
+            units[None].add(path, module)
 
     visit("", model)
-    return [*layers, _Unit(rest)]
+    return units

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from hybrid3d.config import Recipe, Train
 from hybrid3d.families import Config, family_of
+from hybrid3d.reshard.classes import outline_of
 from hybrid3d.reshard.layout import Holdings, Piece, Shape
 from hybrid3d.reshard.stamp import layer_of, stamped
 from hybrid3d.train.model import build_model, transformer_config
@@ -23,7 +24,7 @@ from hybrid3d.train.weights import canonical_shapes, megatron_weights
 
 def expected_shapes(config: Config) -> dict[str, Shape]:
     """Every canonical tensor that a checkpoint of this config must have, and its full shape."""
-    return canonical_shapes(_stamped(config, Train(), torch.float32)[0].pieces)
+    return canonical_shapes([outline_of(_stamped(config, Train(), torch.float32)[0])])
 
 
 def holdings_of_all(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from hybrid3d.families import Config, UnsupportedModel, family_of
 from hybrid3d.reshard.box import Box
+from hybrid3d.reshard.classes import Outline
 from hybrid3d.reshard.layout import Demand, Fill, Holdings, Piece, View
 
 # Asks for the form in which a layer's number is part of the name and gate and up share one global tensor.
@@ -92,11 +93,12 @@ def _shards(stages: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor, Sha
                 yield f"stage{number}.{name}", entry.data, shard
 
 
-def canonical_shapes(pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
-    """Full shapes of the canonical tensors, from the pieces of every rank (or of one that holds all)."""
+def canonical_shapes(sides: Iterable[Outline]) -> dict[str, tuple[int, ...]]:
+    """Full shapes of the canonical tensors, from what all ranks hold (or one that holds all)."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for piece in pieces:
-        stop = piece.box.stop
-        known = shapes.get(piece.name, stop)
-        shapes[piece.name] = tuple(map(max, known, stop))
+    for side in sides:
+        for boxes, names in side.items():
+            for name in names:
+                for box, _ in boxes:
+                    shapes[name] = tuple(map(max, shapes.get(name, box.stop), box.stop))
     return shapes
