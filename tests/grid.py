@@ -24,7 +24,7 @@ from hybrid3d.reshard.coverage import check_coverage, lower_bound
 from hybrid3d.reshard.executor import Executor, Tensors
 from hybrid3d.reshard.layout import Demand, Fill, Holdings
 from hybrid3d.reshard.planner import make_plan
-from hybrid3d.reshard.transport import LocalTransport
+from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.rollout.probe import demand_of_slots, model_of_rank
 from hybrid3d.rollout.weights import RolloutWeights
 from hybrid3d.train.model import build_model
@@ -32,7 +32,7 @@ from hybrid3d.train.probe import holdings_of_all
 from hybrid3d.train.runtime import as_rank
 from hybrid3d.train.weights import _shards, megatron_weights
 from megatron_globals import global_tensor
-from worlds import Mailbox, run_in_threads
+from worlds import Mailbox, Strict, run_in_threads
 
 DENSE_TRAIN: list[dict[str, int]] = [
     dict(dp=4),
@@ -141,6 +141,25 @@ class Wanted:
     truth: dict[str, torch.Tensor]
 
 
+class Judged(Tensors):
+    """A sink whose tensors are compared with what they must be when their layer is closed.
+
+    Attributes:
+        wrong: those that differ, and those whose layer was never closed.
+    """
+
+    def __init__(self, truth: dict[str, torch.Tensor]):
+        self._truth = truth
+        self._got = {name: torch.full_like(tensor, float("nan")) for name, tensor in truth.items()}
+        self.wrong = list(truth)
+        super().__init__(self._got)
+
+    def close(self, layer: int | None) -> None:
+        for name, tensor in self._truth.items():
+            if layer_of(name) == layer and torch.equal(_bits(tensor), _bits(self._got[name])):
+                self.wrong.remove(name)
+
+
 class Grid:
     """Asks the engines once per family and layout, and proves cells."""
 
@@ -161,23 +180,17 @@ class Grid:
         demand = {rank: wanted[rank].demand for rank in ranks}
         plan = make_plan(holdings, demand, 100_000, 2)
         check_coverage(plan, holdings, demand)
-        mailbox, got = Mailbox(), {rank: _unwritten(wanted[rank].truth) for rank in ranks}
+        mailbox, sinks = Mailbox(), {rank: Judged(wanted[rank].truth) for rank in ranks}
 
         def run(rank: int) -> int:
-            sink = Tensors(got[rank])
+            source, sink = Tensors(trained[rank].tensors), sinks[rank]
             for fill in demand[rank].fills:
                 sink.fill(fill)
             with mailbox.one_for_all():
-                executor = Executor(plan, rank, LocalTransport(rank, mailbox))
-                return executor.run(Tensors(trained[rank].tensors), sink).received_bytes
+                return Executor(plan[rank], source, sink, Strict(rank, mailbox)).run().received_bytes
 
         received = run_in_threads(run, ranks)
-        wrong = [
-            f"rank {rank}: {name}"
-            for rank in ranks
-            for name, tensor in wanted[rank].truth.items()
-            if not torch.equal(_bits(tensor), _bits(got[rank][name]))
-        ]
+        wrong = [f"rank {rank}: {name}" for rank in ranks for name in sinks[rank].wrong]
         elements = sum(t.numel() for rank in ranks for t in wanted[rank].truth.values())
         least = sum(lower_bound(holdings, demand).values())
         return Proof(elements, wrong, sum(received), least, _digest(holdings, demand), self._features(cell))
@@ -290,10 +303,6 @@ def _fill(view: torch.Tensor, shard: Any, whole: torch.Tensor) -> None:
 def _digest(holdings: dict[int, Holdings], demand: dict[int, Demand]) -> str:
     pairs = {repr((holdings[rank], demand[rank])) for rank in holdings}
     return hashlib.sha256("\n".join(sorted(pairs)).encode()).hexdigest()
-
-
-def _unwritten(truth: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: torch.full_like(tensor, float("nan")) for name, tensor in truth.items()}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ The random layouts that the planner's and the executor's tests share are here to
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, View
-from hybrid3d.reshard.planner import Transfer
+from hybrid3d.reshard.planner import Plan, Transfer
 
 Shape = tuple[int, ...]
 
@@ -215,8 +215,21 @@ def addresses(piece: Piece) -> np.ndarray:
     return at
 
 
-def check_moves(world: World, transfers: Iterable[Transfer]) -> None:
-    """Replay transfers over numbered elements: each wanted place is written once, with its own element."""
+def transfers_of(plan: Plan) -> list[Transfer]:
+    """Every transfer once; both of its ends have it in their parts, and nobody else has."""
+    sent, arriving = Counter[Transfer](), Counter[Transfer]()
+    for rank, part in plan.items():
+        assert part.rank == rank
+        assert all(rank in (t.src, t.dst) for t in part.transfers)
+        sent.update(t for t in part.transfers if t.src == rank)
+        arriving.update(t for t in part.transfers if t.dst == rank)
+    assert sent == arriving
+    assert set(sent.values()) <= {1}
+    return list(arriving)
+
+
+def check_moves(world: World, plan: Plan) -> None:
+    """Replay a plan over numbered elements: each wanted place is written once, with its own element."""
     number, total = {}, 0
     for name, shape in world.shapes.items():
         number[name] = total + np.arange(math.prod(shape)).reshape(shape)
@@ -228,7 +241,9 @@ def check_moves(world: World, transfers: Iterable[Transfer]) -> None:
                 content[rank, p.view.tensor][addresses(p)] = number[p.name][index(p.box)]
     landed = {k: np.full(n, -1) for k, n in world.wanted.length.items()}
     writes = {k: np.zeros(n, dtype=int) for k, n in world.wanted.length.items()}
-    for t in transfers:
+    for t in transfers_of(plan):
+        assert {(p.name, p.box) for p in (t.source, t.target)} == {(t.name, t.box)}
+        assert t.dtype == t.target.dtype
         there = t.dst, t.target.view.tensor
         landed[there][addresses(t.target)] = memory[t.src, t.source.view.tensor][addresses(t.source)]
         writes[there][addresses(t.target)] += 1
@@ -244,16 +259,21 @@ def random_grid(random: Random, shape: Shape) -> list[Box]:
     return [Box(tuple(a for a, _ in r), tuple(b - a for a, b in r)) for r in itertools.product(*ranges)]
 
 
+# Before the names of tensors. Layer 10 comes after layer 2.
+LAYERS = ("", "layers.0.", "layers.2.", "layers.10.")
+
+
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
+def worlds(draw: st.DrawFn, layers: Sequence[str] = LAYERS) -> World:
     """Each tensor cut by one random grid among those who hold it, by another among those who want it.
 
-    Boxes have replicas and one rank's boxes may overlap; pieces lie in memory in any order of dims, with or without
-    gaps. The details come from one seed, which is much faster to draw.
+    Tensors are in different layers, or in none. Boxes have replicas and one rank's boxes may overlap; pieces lie in
+    memory in any order of dims, with or without gaps. The details come from one seed, which is much faster to draw.
     """
     ranks = draw(st.integers(1, 5))
-    shapes = {f"t{i}": draw(st.lists(st.integers(1, 7), max_size=3).map(tuple)) for i in range(draw(st.integers(1, 3)))}
+    sizes = [draw(st.lists(st.integers(1, 7), max_size=3).map(tuple)) for _ in range(draw(st.integers(1, 4)))]
     random = Random(draw(st.integers(0, 1 << 30)))
+    shapes = {f"{random.choice(layers)}t{i}": size for i, size in enumerate(sizes)}
     world = World(shapes, Side(ranks), Side(ranks))
     for name, shape in shapes.items():
         ours, theirs = random.choices(["float32", "bfloat16"], k=2)
@@ -261,7 +281,7 @@ def worlds(draw: st.DrawFn) -> World:
             for box in random_grid(random, shape):
                 for rank in random.sample(range(ranks), random.randint(fewest, min(3, ranks))):
                     order = random.choice([None, tuple(random.sample(range(len(shape)), len(shape)))])
-                    side.add(rank, name, box, dtype, order, random.choice([0, 0, 1]), random.random() < 0.5)
+                    side.add(rank, name, box, dtype, order, random.choice([0, 0, 1]))
     for pieces in world.wanted.pieces.values():
         random.shuffle(pieces)
     return world

@@ -1,19 +1,21 @@
-"""Plans over random layouts, judged by counting elements one by one: nothing here asks the library's own checker."""
+"""Plans over random layouts, judged by counting elements one by one: nothing here asks the library's own checker.
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+When each transfer goes is in `test_reshard_order.py`.
+"""
+
+from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid3d.reshard.box import Box
+from hybrid3d.reshard.classes import groups_of
 from hybrid3d.reshard.coverage import check_coverage, check_same_tensors, lower_bound
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, View
-from hybrid3d.reshard.planner import DIRECT_BYTES, FILES, Bucket, Message, Plan, PlanError, Transfer, make_plan
-from test_reshard_box import Shape, Side, World, addresses, check_moves, index, worlds
+from hybrid3d.reshard.planner import DIRECT_BYTES, FILES, PlanError, Transfer, local_plan, make_plan
+from test_reshard_box import Shape, Side, World, addresses, check_moves, index, transfers_of, worlds
 
 RANDOM = settings(max_examples=60, deadline=None)
 
@@ -22,7 +24,7 @@ RANDOM = settings(max_examples=60, deadline=None)
 @given(worlds(), st.integers(4, 200))
 def test_every_wanted_element_lands_once_from_a_rank_that_holds_it(world: World, limit: int) -> None:
     plan = make_plan(world.holdings, world.demand, limit)
-    check_moves(world, plan.transfers)
+    check_moves(world, plan)
     check_coverage(plan, world.holdings, world.demand)
 
 
@@ -31,18 +33,23 @@ def test_every_wanted_element_lands_once_from_a_rank_that_holds_it(world: World,
 def test_received_bytes_are_the_lower_bound(world: World, limit: int, ranks_per_node: int) -> None:
     plan = make_plan(world.holdings, world.demand, limit, ranks_per_node)
     bound = lower_bound(world.holdings, world.demand)
+    moved = Counter[tuple[int, int]]()
+    for t in transfers_of(plan):
+        moved[t.src, t.dst] += t.target.box.numel * ITEMSIZE[t.target.dtype]
     for rank in world.wanted.pieces:
-        assert plan.received_bytes.get(rank, 0) == bound[rank] == world.must_receive(rank)
+        received = sum(nbytes for (src, dst), nbytes in moved.items() if dst == rank != src)
+        assert plan[rank].received_bytes == received == bound[rank] == world.must_receive(rank)
+        assert plan[rank].sent_bytes == sum(nbytes for (src, dst), nbytes in moved.items() if src == rank != dst)
         wanted = sum(p.box.numel * ITEMSIZE[p.dtype] for p in world.wanted.pieces[rank])
-        assert plan.local_bytes.get(rank, 0) == wanted - bound[rank]
-    assert sum(plan.sent_bytes.values()) == sum(plan.received_bytes.values())
+        assert plan[rank].local_bytes == moved[rank, rank] == wanted - bound[rank]
+        assert lower_bound({rank: world.holdings[rank]}, {rank: world.demand[rank]}) == {rank: bound[rank]}
 
 
 @RANDOM
 @given(worlds(), st.integers(1, 3))
 def test_the_nearest_rank_that_holds_an_element_gives_it(world: World, ranks_per_node: int) -> None:
-    for t in make_plan(world.holdings, world.demand, 64, ranks_per_node).transfers:
-        holds = {r: world.has(world.held, r, t.target.name)[index(t.target.box)].any() for r in world.held.pieces}
+    for t in transfers_of(make_plan(world.holdings, world.demand, 64, ranks_per_node)):
+        holds = {r: world.has(world.held, r, t.name)[index(t.box)].any() for r in world.held.pieces}
         if t.src != t.dst:
             assert not holds[t.dst]
         if t.src // ranks_per_node != t.dst // ranks_per_node:
@@ -59,63 +66,38 @@ def test_replicas_share_the_sending(replicas: int, rows: list[int]) -> None:
         for rank in range(replicas):
             held.add(rank, f"t{i}", Box.whole((n, 2)), "float32")
     world = World({f"t{i}": (n, 2) for i, n in enumerate(rows)}, held, wanted)
-    sent = make_plan(world.holdings, world.demand, 64).sent_bytes
-    each = [sent.get(rank, 0) for rank in range(replicas)]
+    plan = make_plan(world.holdings, world.demand, 64)
+    each = [plan[rank].sent_bytes for rank in range(replicas)]
+    assert sum(each) == sum(rows) * 8
     assert max(each) - min(each) <= max(rows) * 8
 
 
 @RANDOM
 @given(worlds(), st.integers(4, 100))
-def test_buckets_are_bounded_on_every_rank_and_keep_the_demand_s_order(world: World, limit: int) -> None:
-    plan = make_plan(world.holdings, world.demand, limit)
-    load: dict[int, int] = {}
-    for bucket in plan.buckets:
-        full, load = load, defaultdict(int)
-        for t in bucket.transfers:
-            if t.src != t.dst:
-                load[t.src] += t.target.box.numel * ITEMSIZE[t.target.dtype]
-                load[t.dst] += t.target.box.numel * ITEMSIZE[t.target.dtype]
-        assert max(load.values(), default=0) <= limit
-        first = bucket.transfers[0]  # of which the bucket before had no room
-        assert not full or max(full.get(first.src, 0), full.get(first.dst, 0)) + first.nbytes > limit
-    for rank, pieces in world.wanted.pieces.items():
-        order = [piece_of(t.target, pieces) for t in plan.transfers if t.dst == rank]
-        assert order == sorted(order)
-
-
-def piece_of(part: Piece, pieces: list[Piece]) -> int:
-    return next(i for i, p in enumerate(pieces) if p.name == part.name and p.box.contains(part.box))
-
-
-@RANDOM
-@given(worlds(), st.integers(4, 100))
 def test_messages_carry_what_is_not_local_and_staging_is_what_they_pack(world: World, limit: int) -> None:
-    plan = make_plan(world.holdings, world.demand, limit)
-    tags = [m.tag for m in plan.messages]
-    assert len(set(tags)) == len(tags)
-    for bucket in plan.buckets:
-        carried = [t for m in bucket.messages for t in m.transfers]
-        assert sorted(map(repr, carried)) == sorted(repr(t) for t in bucket.transfers if t.src != t.dst)
-        for m in bucket.messages:
-            assert {(t.src, t.dst, t.target.dtype) for t in m.transfers} == {(m.src, m.dst, m.dtype)}
-    for rank in world.held.pieces:
-        mine = [bucket for bucket in plan.buckets if any(rank in (t.src, t.dst) for t in bucket.transfers)]
-        staged = [sum(staging(m.transfers, rank) for m in bucket.messages) for bucket in mine]
-        assert plan.staging_bytes[rank] == max(staged[0::2], default=0) + max(staged[1::2], default=0)
-        assert plan.staging_bytes[rank] <= 2 * limit
-        for whole, part in zip(mine, plan.of(rank), strict=True):
-            for theirs, ours in ((whole.transfers, part.transfers), (whole.messages, part.messages)):
-                assert ours == tuple(x for x in theirs if rank in (x.src, x.dst))
+    for rank, part in make_plan(world.holdings, world.demand, limit).items():
+        tags: dict[tuple[int, int], list[int]] = {}
+        for bucket in part.buckets:
+            assert bucket.transfers
+            carried = Counter(t for m in bucket.messages for t in m.transfers)
+            assert carried == Counter(t for t in bucket.transfers if t.src != t.dst)
+            for m in bucket.messages:
+                assert {(t.src, t.dst, t.target.dtype) for t in m.transfers} == {(m.src, m.dst, m.dtype)}
+                tags.setdefault((m.src, m.dst), []).append(m.tag)
+            kinds = [(m.src, m.dst, m.dtype) for m in bucket.messages]
+            assert len(set(kinds)) == len(kinds), "small boxes that could go together"
+        assert all(of_pair == list(range(len(of_pair))) for of_pair in tags.values())
+        staged = [sum(staging(m.transfers, rank) for m in bucket.messages) for bucket in part.buckets]
+        assert part.staging_bytes == (max(staged[0::2], default=0), max(staged[1::2], default=0))
+        assert max(part.staging_bytes) <= limit
 
 
 def staging(transfers: tuple[Transfer, ...], rank: int) -> int:
     """Bytes that a rank packs or unpacks: all but a lone box that its own memory can send or take as it is."""
     (t, *more) = transfers
-    if rank not in (t.src, t.dst):
-        return 0
     end = t.source if rank == t.src else t.target
     runs = (addresses(end).ravel() == end.view.offset + np.arange(end.box.numel)).all()
-    ready = t.source.dtype == t.target.dtype if rank == t.src else t.target.in_place
+    ready = end.dtype == t.target.dtype
     return 0 if runs and ready and not more else sum(t.target.box.numel * ITEMSIZE[t.target.dtype] for t in transfers)
 
 
@@ -147,9 +129,9 @@ def test_layouts_worked_out_by_hand(
         sharded(world.held, f"layer{layer}", (8, 8), dim, ranks, len(ranks))
         sharded(world.wanted, f"layer{layer}", (8, 8), dim, [0, 1, 2, 3], rollout)
     plan = make_plan(world.holdings, world.demand, 64)
-    assert [plan.received_bytes.get(rank, 0) for rank in range(4)] == received
+    assert [plan[rank].received_bytes for rank in range(4)] == received
     assert [lower_bound(world.holdings, world.demand)[rank] for rank in range(4)] == received
-    check_moves(world, plan.transfers)
+    check_moves(world, plan)
 
 
 def one_tensor(shape: Shape) -> World:
@@ -162,32 +144,62 @@ def one_tensor(shape: Shape) -> World:
 
 def test_a_box_larger_than_a_bucket_is_cut_into_runs_of_rows() -> None:
     plan = make_plan(one_tensor((10, 6)).holdings, one_tensor((10, 6)).demand, 29 * 4)
-    assert [[t.target.box.size for t in bucket.transfers] for bucket in plan.buckets] == [[(4, 6)], [(4, 6)], [(2, 6)]]
+    for rank in (0, 1):
+        sizes = [[t.target.box.size for t in bucket.transfers] for bucket in plan[rank].buckets]
+        assert sizes == [[(4, 6)], [(4, 6)], [(2, 6)]]
 
 
-def test_large_contiguous_boxes_travel_alone_and_small_ones_together() -> None:
+def test_large_boxes_travel_alone_and_small_ones_together() -> None:
     world, rows = World({}, Side(2), Side(2)), DIRECT_BYTES // 4
-    for name, shape in [("small", (3,)), ("large", (rows,)), ("less", (rows - 1,)), ("more", (rows, 1))]:
-        world.held.add(0, name, Box.whole(shape))
-        world.wanted.add(1, name, Box.whole(shape))
+    sizes = {"a": rows - 1, "b": rows, "c": 3, "d": rows + 1, "e": 2 * rows}
+    for name, n in sizes.items():
+        strided = 1 if name in "ae" else 0
+        world.held.add(0, name, Box.whole((n, 1)), gap=strided)
+        world.wanted.add(1, name, Box.whole((n, 1)), gap=strided if name == "a" else 0)
     plan = make_plan(world.holdings, world.demand, 1 << 30)
-    assert [[t.target.name for t in m.transfers] for m in plan.messages] == [["small", "less"], ["large"], ["more"]]
-    assert plan.staging_bytes[0] == plan.staging_bytes[1] == (3 + rows - 1) * 4
+    for rank in (0, 1):
+        (bucket,) = plan[rank].buckets
+        names = {tuple(sorted(t.name for t in m.transfers)) for m in bucket.messages}
+        assert names == {("a", "c"), ("b",), ("d",), ("e",)}
+        assert len(bucket.messages) == 4
+    together = (sizes["a"] + sizes["c"]) * 4
+    assert plan[0].staging_bytes == (together + sizes["e"] * 4, 0)  # what is strided is packed, be it alone
+    assert plan[1].staging_bytes == (together, 0)
 
 
 def test_files_at_one_end_are_local_and_own_memory_comes_first() -> None:
     world = one_tensor((4, 2))
     (piece,) = world.held.pieces[0]
     load = make_plan({FILES: Holdings((piece,))}, {**world.demand, 0: Demand(())}, 4)
-    assert [(t.src, t.dst, t.is_local) for t in load.transfers] == [(FILES, 1, True)]
     export = make_plan(world.holdings, {FILES: Demand((piece,))}, 4)
-    assert [(t.src, t.dst, t.is_local) for t in export.transfers] == [(0, FILES, True)]
     assert lower_bound(world.holdings, {FILES: Demand((piece,))}) == {FILES: 0}
-    for plan in (load, export):
-        assert not list(plan.messages)
-        assert sum(plan.local_bytes.values()) == 32
+    for plan, src, dst in ((load, FILES, 1), (export, 0, FILES)):
+        assert [(t.src, t.dst, t.is_local) for t in transfers_of(plan)] == [(src, dst, True)]
+        for rank, part in plan.items():
+            assert not any(bucket.messages for bucket in part.buckets)
+            assert part.local_bytes == (32 if rank in (src, dst) else 0)
+            assert part.received_bytes == part.sent_bytes == sum(part.staging_bytes) == 0
     both = make_plan({FILES: Holdings((piece,)), 1: Holdings((piece,))}, world.demand, 4)
-    assert [t.src for t in both.transfers] == [1]
+    assert [t.src for t in transfers_of(both)] == [1]
+
+
+@RANDOM
+@given(worlds())
+def test_a_load_or_an_export_is_each_rank_s_part_of_the_plan(world: World) -> None:
+    everything = Holdings(tuple(p for pieces in world.held.pieces.values() for p in pieces))
+    load = {FILES: everything}, world.demand
+    export = world.holdings, {FILES: Demand(world.holdings[0].pieces)}
+    for holdings, demand in (load, export):
+        plan = make_plan(holdings, demand, 4)
+        assert {rank: local_plan(rank, holdings, demand) for rank in plan} == plan
+    assert all(t.is_local for part in plan.values() for t in part.transfers)
+
+
+def test_what_would_travel_is_no_load() -> None:
+    world = one_tensor((4, 2))
+    for rank in (0, 1):
+        with pytest.raises(ValueError, match="a bucket of 0 bytes holds no element of 4 bytes"):
+            local_plan(rank, world.holdings, world.demand)
 
 
 def test_what_nobody_holds_is_named_with_its_box_and_rank() -> None:
@@ -203,13 +215,16 @@ def test_what_nobody_holds_is_named_with_its_box_and_rank() -> None:
 
 def test_a_tensor_that_one_side_alone_has_is_named() -> None:
     pieces = [Piece(f"t{i:02}", Box.whole((2,)), View("x", 2 * i, (1,)), "float32") for i in range(30)]
-    few, all_of_them = tuple(pieces[:3]), tuple(pieces)
-    check_same_tensors({0: Holdings(few)}, {1: Demand(few)})
+    few, all_of_them = Holdings(tuple(pieces[:3])), Holdings(tuple(pieces))
+    wants_few, wants_all = Demand(few.pieces), Demand(all_of_them.pieces)
+    check_same_tensors(groups_of({0: few}), groups_of({1: wants_few}))
+    parts = {rank: Holdings(tuple(pieces[rank::3])) for rank in range(3)}
+    check_same_tensors(groups_of(parts), groups_of({1: wants_few, 4: wants_all}))
     with pytest.raises(PlanError, match="27 tensors are wanted by rollout ranks and no train rank holds them: ") as it:
-        check_same_tensors({0: Holdings(few)}, {1: Demand(all_of_them)})
+        check_same_tensors(groups_of({0: few}), groups_of({1: wants_all}))
     assert str(it.value).endswith(": " + ", ".join(f"t{i:02}" for i in range(3, 23)))
     with pytest.raises(PlanError, match="27 tensors are trained and no rollout rank wants them: t03, "):
-        check_same_tensors({0: Holdings(all_of_them)}, {1: Demand(few)})
+        check_same_tensors(groups_of({0: all_of_them}), groups_of({1: wants_few}))
 
 
 def test_wanting_an_element_twice_is_refused() -> None:
@@ -227,84 +242,3 @@ def test_the_order_of_dicts_does_not_matter(world: World, limit: int) -> None:
     assert make_plan(world.holdings, world.demand, limit, 2) == plan
     holdings, demand = dict(reversed(world.holdings.items())), dict(reversed(world.demand.items()))
     assert make_plan(holdings, demand, limit, 2) == plan
-
-
-def moved(piece: Piece, boxes: int = 0, offset: int = 0, stride: int = 0) -> Piece:
-    box = replace(piece.box, start=tuple(a + boxes for a in piece.box.start))
-    view = replace(piece.view, offset=piece.view.offset + offset, stride=tuple(s + stride for s in piece.view.stride))
-    return replace(piece, box=box, view=view)
-
-
-def plan_of(transfers: Sequence[Transfer]) -> Plan:
-    """One bucket, and a message for each transfer that needs one: so that it is the transfers that are wrong."""
-    moving = [t for t in transfers if not t.is_local]
-    messages = tuple(Message(tag, t.src, t.dst, t.target.dtype, (t,)) for tag, t in enumerate(moving))
-    return Plan((Bucket(tuple(transfers), messages),), 1 << 20)
-
-
-def beside(piece: Piece) -> Piece:
-    """The box one further on, at the place where it would be in the same memory."""
-    return piece.part(moved(piece, boxes=1).box)
-
-
-# Each breaks one transfer of a right plan.
-MUTANTS: dict[str, Callable[[World, Transfer], list[Transfer]]] = {
-    "removed": lambda world, t: [],
-    "duplicated": lambda world, t: [t, t],
-    "source box moved": lambda world, t: [replace(t, source=moved(t.source, boxes=1))],
-    "target box moved": lambda world, t: [replace(t, target=moved(t.target, boxes=1))],
-    "both boxes moved": lambda world, t: [replace(t, source=moved(t.source, boxes=1), target=moved(t.target, boxes=1))],
-    "reads its neighbour": lambda world, t: [replace(t, source=beside(t.source))],
-    "moves its neighbour": lambda world, t: [replace(t, source=beside(t.source), target=beside(t.target))],
-    "reads elsewhere": lambda world, t: [replace(t, source=moved(t.source, offset=1000))],
-    "lands elsewhere": lambda world, t: [replace(t, target=moved(t.target, offset=-1))],
-    "reads other strides": lambda world, t: [replace(t, source=moved(t.source, stride=1))],
-    "lands in other strides": lambda world, t: [replace(t, target=moved(t.target, stride=1))],
-    "in another dtype": lambda world, t: [replace(t, target=replace(t.target, dtype="float64"))],
-    "of another tensor": lambda world, t: [replace(t, source=replace(t.source, name="t9"))],
-    "to a rank that is none": lambda world, t: [replace(t, dst=9)],
-    "to another rank": lambda world, t: [replace(t, dst=(t.dst + 1) % len(world.held.pieces))],
-    "from a rank that lacks it": lambda world, t: [replace(t, src=lacking(world, t))],
-}
-
-
-def lacking(world: World, t: Transfer) -> int:
-    """A rank that does not hold all of what is transferred."""
-    name, where = t.source.name, index(t.source.box)
-    return next((r for r in world.held.pieces if not world.has(world.held, r, name)[where].all()), 9)
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-@settings(max_examples=15, deadline=None)
-@given(worlds(), st.data())
-def test_a_broken_plan_is_refused(mutant: str, world: World, data: st.DataObject) -> None:
-    plan = make_plan(world.holdings, world.demand, 64)
-    transfers = list(plan.transfers)
-    assume(transfers)
-    at = data.draw(st.integers(0, len(transfers) - 1))
-    changed = [*transfers[:at], *MUTANTS[mutant](world, transfers[at]), *transfers[at + 1 :]]
-    assume(changed != transfers)  # a scalar's box cannot move, and one rank alone has no other
-    with pytest.raises(PlanError, match=r"does not hold|does not want|would land|elements wanted"):
-        check_coverage(plan_of(changed), world.holdings, world.demand)
-
-
-def test_a_box_of_another_tensor_in_its_place_is_refused() -> None:
-    world = World({}, Side(2), Side(2))
-    for name in ("k_proj", "v_proj"):
-        world.held.add(0, name, Box.whole((4, 6)))
-        world.wanted.add(1, name, Box.whole((4, 6)))
-    k, v = make_plan(world.holdings, world.demand, 1 << 20).transfers
-    swapped = replace(k, source=v.source), replace(v, source=k.source)
-    with pytest.raises(PlanError, match=r"v_proj .* would land as .*k_proj"):
-        check_coverage(plan_of(swapped), world.holdings, world.demand)
-
-
-@RANDOM
-@given(worlds())
-def test_messages_that_do_not_carry_the_transfers_are_refused(world: World) -> None:
-    plan = make_plan(world.holdings, world.demand, 1 << 20)
-    assume(list(plan.messages))
-    (bucket,), (first, *others) = plan.buckets, plan.messages
-    for broken in ([], [first, first], [replace(first, dst=first.dst + 1)], [replace(first, dtype="float64")]):
-        with pytest.raises(PlanError, match="messages"):
-            check_coverage(Plan((replace(bucket, messages=(*broken, *others)),), 1), world.holdings, world.demand)

@@ -12,13 +12,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import classes_of, distinct, only
+from hybrid3d.reshard.classes import classes_of, distinct, groups_of, only, outline_of
 from hybrid3d.reshard.coverage import check_routes, lower_bound
 from hybrid3d.reshard.layout import Demand, Holdings, Piece, View
 from hybrid3d.reshard.planner import PlanError, make_plan
 from hybrid3d.reshard.routes import Part, Route, Routed, Source, route
 from hybrid3d.reshard.stamp import layer_of, stamped
-from test_reshard_box import Side, World, worlds
+from test_reshard_box import Side, World, transfers_of, worlds
 
 RANDOM = settings(max_examples=60, deadline=None)
 Sides = tuple[dict[int, Holdings], dict[int, Demand]]
@@ -29,21 +29,25 @@ def piece(name: str, local: str, start: int = 0, size: int = 4) -> Piece:
 
 
 def classes(holdings: dict[int, Holdings], demand: dict[int, Demand]) -> dict[tuple[str, ...], int]:
-    found = classes_of([side for _, side in distinct(holdings)], [side for _, side in distinct(demand)])
+    found = classes_of([side for _, side in groups_of(holdings)], [side for _, side in groups_of(demand)])
     return {one.names: one.count for one in found}
 
 
 def routed(sides: Sides, per_node: int, times: dict[str, int] | None = None) -> list[Routed]:
-    holders, readers = distinct(sides[0]), distinct(sides[1])
+    holders, readers = groups_of(sides[0]), groups_of(sides[1])
     found = classes_of([side for _, side in holders], [side for _, side in readers], times)
     return list(route(found, [ranks for ranks, _ in holders], [ranks for ranks, _ in readers], per_node))
+
+
+def check(ways: list[Routed], sides: Sides) -> None:
+    check_routes(ways, groups_of(sides[0]), groups_of(sides[1]))
 
 
 def repeated(world: World, copies: int) -> Sides:
     """Each tensor of a random world in several layers."""
 
     def of(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        named = [Piece(f"layers.0.{p.name}", p.box, p.view, p.dtype, p.in_place) for p in pieces]
+        named = [replace(p, name=f"layers.0.{p.name}") for p in pieces]
         return tuple(p for layer in range(copies) for p in stamped(named, 0, layer))
 
     holdings = {rank: Holdings(of(side.pieces)) for rank, side in world.holdings.items()}
@@ -75,6 +79,25 @@ def test_a_class_is_of_one_place_size_and_dtype(other: Piece) -> None:
     assert classes({1: Holdings(both.pieces)}, {0: Demand((one, other))}) == apart
 
 
+@RANDOM
+@given(worlds())
+def test_an_outline_says_all_but_the_places(world: World) -> None:
+    for side in (*world.holdings.values(), *world.demand.values()):
+        outline = outline_of(side)
+        said = Counter((name, *box) for boxes, names in outline.items() for name in names for box in boxes)
+        assert said == Counter((p.name, p.box, p.dtype) for p in side.pieces)
+        named = [name for names in outline.values() for name in names]
+        assert len(set(named)) == len(named), "a tensor's boxes stand together"
+        elsewhere = [replace(p, view=View("other", 9, tuple(s + 1 for s in p.view.stride))) for p in side.pieces]
+        assert outline_of(replace(side, pieces=tuple(elsewhere))) == outline
+
+
+def test_groups_are_of_ranks_that_share_a_side() -> None:
+    both, other = Demand((piece("a", "x"), piece("b", "y"))), Demand((piece("b", "x"),))
+    outline = {((piece("a", "x").box, "float32"),): ("a", "b")}
+    assert groups_of({2: both, 1: other, 0: both}) == [([0, 2], outline), ([1], outline_of(other))]
+
+
 def test_what_ranks_share_they_share_again() -> None:
     both, other = Demand((piece("a", "x"), piece("b", "y"))), Demand((piece("b", "x"),))
     kept = only({0: both, 1: other, 2: both}, ["b"])
@@ -83,7 +106,7 @@ def test_what_ranks_share_they_share_again() -> None:
 
 
 @RANDOM
-@given(worlds(), st.integers(1, 4), st.integers(1, 3))
+@given(worlds(layers=("",)), st.integers(1, 4), st.integers(1, 3))
 def test_one_layer_s_routes_are_the_traffic_of_all_between_every_two_ranks(
     world: World, copies: int, per_node: int
 ) -> None:
@@ -98,13 +121,13 @@ def test_one_layer_s_routes_are_the_traffic_of_all_between_every_two_ranks(
             for src, dst, nbytes in zip(*(a.flat for a in source.traffic(one.tensors.count)), strict=True):
                 sent[int(src), int(dst)] += int(nbytes)
     planned: Counter[tuple[int, int]] = Counter()
-    for t in make_plan(*sides, 10_000, per_node).transfers:
+    for t in transfers_of(make_plan(*sides, 10_000, per_node)):
         planned[t.src, t.dst] += 0 if t.is_local else t.nbytes
     assert +sent == +planned
     bound = lower_bound(*first, dict.fromkeys(kept, copies))
     received = {rank: sum(n for (_, dst), n in sent.items() if dst == rank) for rank in bound}
     assert received == bound == lower_bound(*sides)
-    check_routes(ways, *first)
+    check(ways, first)
 
 
 @RANDOM
@@ -147,17 +170,18 @@ def test_a_broken_route_is_refused(spoil: Callable[[Part], Part]) -> None:
         held.add(rank, "t", Box((rank * 2, 0), (2, 3)), "float32")
         wanted.add(rank, "t", Box((0, 0), (8, 3)), "float32")
     world = World({"t": (8, 3)}, held, wanted)
-    (one,) = routed((world.holdings, world.demand), 4)
-    check_routes([one], world.holdings, world.demand)
+    sides = world.holdings, world.demand
+    (one,) = routed(sides, 4)
+    check([one], sides)
     first = one.routes[0]
     ((box, parts),) = first.parts.items()
     at = next(i for i, part in enumerate(parts) if part.source is not None)
     broken = {box: (*parts[:at], spoil(parts[at]), *parts[at + 1 :])}
     spoiled = Routed(one.tensors, (Route(first.readers, broken, ()), *one.routes[1:]), sources_of(one, broken))
     with pytest.raises(PlanError, match="t"):
-        check_routes([spoiled], world.holdings, world.demand)
+        check([spoiled], sides)
     with pytest.raises(PlanError, match="nothing arrives"):
-        check_routes([Routed(one.tensors, one.routes[1:], one.sources)], world.holdings, world.demand)
+        check([Routed(one.tensors, one.routes[1:], one.sources)], sides)
 
 
 def sources_of(one: Routed, parts: dict[Box, tuple[Part, ...]]) -> tuple[Source, ...]:

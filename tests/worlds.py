@@ -1,4 +1,4 @@
-"""Ranks in threads of one process: a mailbox for `LocalTransport` that waits for what has not been sent yet."""
+"""Ranks in threads of one process: a mailbox that waits for what has not been sent yet, and a strict transport."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+
+from hybrid3d.reshard.transport import LocalTransport
 
 T = TypeVar("T")
 
@@ -27,13 +29,26 @@ class Mailbox(dict):
             super().__setitem__(key, tensor)
             self._changed.notify_all()
 
+    def peek(self, key: tuple[int, int, int]) -> torch.Tensor:
+        """What is there, once it is."""
+        self._wait(lambda: key in self, f"never sent: {key}")
+        return self[key]
+
     def pop(self, key: tuple[int, int, int]) -> torch.Tensor:
+        self.peek(key)
         with self._changed:
-            there = self._changed.wait_for(lambda: key in self or self._failure, timeout=60)
+            self._changed.notify_all()
+            return super().pop(key)
+
+    def wait_until_taken(self, key: tuple[int, int, int]) -> None:
+        self._wait(lambda: key not in self, f"never received: {key}")
+
+    def _wait(self, there: Callable[[], bool], failure: str) -> None:
+        with self._changed:
+            found = self._changed.wait_for(lambda: there() or self._failure, timeout=60)
             if self._failure:
                 raise RuntimeError("another rank failed") from self._failure
-            assert there, f"never sent: {key}"
-            return super().pop(key)
+            assert found, failure
 
     @contextmanager
     def one_for_all(self) -> Iterator[None]:
@@ -45,6 +60,57 @@ class Mailbox(dict):
                 self._failure = self._failure or failure
                 self._changed.notify_all()
             raise
+
+
+class Strict(LocalTransport):
+    """As careless with tensors as a transport may be: overwrites from the posting on, and reads until the arrival.
+
+    Attributes:
+        sent, received: (other rank, tag, bytes) of all messages, in the order in which they were submitted.
+    """
+
+    def __init__(self, rank: int, mailbox: Mailbox):
+        super().__init__(rank, mailbox)
+        self.sent: list[tuple[int, int, int]] = []
+        self.received: list[tuple[int, int, int]] = []
+        self._leaving: list[tuple[int, int, int]] = []
+        self._under_way = 0
+
+    def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        assert_bytes(tensor)
+        self.sent.append((dst, tag, tensor.nbytes))
+        self._leaving.append((self._rank, dst, tag))
+        self._mailbox[self._rank, dst, tag] = tensor
+
+    def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
+        assert_bytes(tensor)
+        self.received.append((src, tag, tensor.nbytes))
+        tensor.fill_(0x5A)
+        super().submit_recv(tensor, src, tag)
+
+    def run(self) -> Any:
+        self._under_way += 1
+        assert self._under_way <= 2, "more than two buckets under way"
+        expected, leaving = self._expected, self._leaving
+        self._expected, self._leaving = [], []
+        transport = self
+
+        class Deliveries:
+            def wait(self) -> None:
+                for key, tensor in expected:
+                    tensor.copy_(transport._mailbox.peek(key))
+                    transport._mailbox.pop(key)
+                for key in leaving:
+                    transport._mailbox.wait_until_taken(key)
+                transport._under_way -= 1
+
+        return Deliveries()
+
+
+def assert_bytes(tensor: torch.Tensor) -> None:
+    """Transports take bytes in one run, as `as_bytes` has them."""
+    assert (tensor.dtype, tensor.dim(), tensor.stride()) == (torch.uint8, 1, (1,))
+    assert tensor.numel() > 0
 
 
 def run_in_threads(run: Callable[[int], T], ranks: Sequence[int]) -> list[T]:

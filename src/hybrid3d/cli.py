@@ -1,4 +1,4 @@
-"""The command line: `hybrid3d train | eval | export | plan`.
+"""The command line: `hybrid3d train | eval | export | plan | bench`.
 
 Exit codes: 0 done, 2 a mistake of the user's (found before ranks start), 1 the run failed.
 """
@@ -75,6 +75,16 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print the numbers as JSON")
     plan.add_argument("--picture", metavar="FILE", help="draw who sends how much to whom, as PNG, SVG or PDF")
     plan.set_defaults(run=_plan)
+
+    bench = commands.add_parser("bench", help="time a recipe's sync beside the way of other trainers and the wire")
+    bench.add_argument("recipe", help="a recipe's YAML file")
+    bench.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the recipe's")
+    bench.add_argument("--repeats", type=int, default=5, help="timed runs of each method (default: 5)")
+    bench.add_argument("--layers", type=int, help="layers of the model that is measured")
+    bench.add_argument("--hidden", type=int, help="its hidden size; heads, MLPs and vocabulary shrink with it")
+    bench.add_argument("--experts", type=int, help="its routed experts")
+    bench.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -142,6 +152,25 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
     else:
         Console().print(page_of(found))
     return DONE
+
+
+def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
+    from hybrid3d import tasks
+    from hybrid3d.bench.scaling import Scale, scaled
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    scale = Scale(options.layers, options.hidden, options.experts)
+    smaller, config = scaled(recipe, scale)
+    if options.repeats < 1:
+        raise RecipeError(smaller.name, [f"--repeats {options.repeats}: it takes 1 at least"])
+    folder = RunFolder.of(smaller)
+    if ranks.under_launcher():
+        task = functools.partial(tasks.bench, recipe, scale, folder, options.repeats, options.json)
+        return _run_rank(smaller, folder, task)
+    from hybrid3d.bench.fitting import check_room
+
+    check_room(smaller, config)
+    return _launch(arguments, smaller, folder, Console(stderr=options.json))
 
 
 def _finished(options: argparse.Namespace) -> tuple[Recipe, RunFolder, int]:

@@ -25,6 +25,7 @@ from hybrid3d.schema import (
     Positive,
     RecipeError,
     Text,
+    Verified,
     apply_overrides,
     read_section,
     read_yaml,
@@ -85,10 +86,10 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class Sync:
-    """The staging buffer's size, and when a sync is verified."""
+    """The staging buffer's size, and which syncs are verified: `always`, `every-N` from the first on, or `never`."""
 
     bucket_mib: Positive = 64.0
-    verify: Literal["never"] = "never"
+    verify: Verified = "never"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,10 @@ from hybrid3d.rollout.engine import RolloutEngine
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer to one prompt, with the log-probability at which vLLM drew each token, and its reward."""
+    """One answer to one prompt, with the log-probability at which vLLM drew each token, and its reward.
+
+    `weights` is the number of updates that the weights which it was drawn with have behind them.
+    """
 
     prompt: str
     prompt_ids: tuple[int, ...]
@@ -24,6 +27,7 @@ class Sample:
     logprobs: tuple[float, ...]
     answer: str
     reward: float
+    weights: int
 
 
 class Rollouts:
@@ -42,7 +46,12 @@ class Rollouts:
         return len(self._held_out.examples)
 
     def draw(self, step: int) -> list[Sample]:
-        """The samples of a step, on every rank: `samples_per_prompt` in a row for each prompt."""
+        """The samples of a step, on every rank: `samples_per_prompt` in a row for each prompt.
+
+        Raises:
+            StaleWeights: the engine's weights are older than those of this step.
+        """
+        weights = self._engine.require(step)
         algorithm, run = self._recipe.algorithm, self._recipe.run
         examples = self._train.batch(step, algorithm.prompts_per_step)
         work = [
@@ -54,23 +63,24 @@ class Rollouts:
             [example.prompt_ids for example, _ in work], [seed for _, seed in work], self._tokenizer.eos_token_id
         )
         samples = [
-            self._sample(example, completion.tokens, completion.logprobs)
+            self._sample(example, completion.tokens, completion.logprobs, weights)
             for (example, _), completion in zip(work, completions, strict=True)
         ]
         return self._of_all_replicas(samples)
 
     def accuracy(self) -> float:
         """Share of held-out problems whose greedy answer gets full reward."""
+        weights = self._engine.require(0)
         examples = self._mine(list(self._held_out.examples))
         answers = self._engine.answer([example.prompt_ids for example in examples], self._tokenizer.eos_token_id)
-        rewards = [self._sample(e, tokens, ()).reward for e, tokens in zip(examples, answers, strict=True)]
+        rewards = [self._sample(e, tokens, (), weights).reward for e, tokens in zip(examples, answers, strict=True)]
         everyone = self._of_all_replicas(rewards)
         return sum(reward == 1.0 for reward in everyone) / len(everyone)
 
-    def _sample(self, example: Example, tokens: Sequence[int], logprobs: tuple[float, ...]) -> Sample:
+    def _sample(self, example: Example, tokens: Sequence[int], logprobs: tuple[float, ...], weights: int) -> Sample:
         answer = self._tokenizer.decode(tokens, skip_special_tokens=True)
         reward = self._reward(answer, example.answer)
-        return Sample(example.prompt, example.prompt_ids, tuple(tokens), logprobs, answer, reward)
+        return Sample(example.prompt, example.prompt_ids, tuple(tokens), logprobs, answer, reward, weights)
 
     def _mine(self, items: list) -> list:
         """This replica's consecutive share."""

@@ -44,6 +44,9 @@ class Rule:
 
 Name = Annotated[str, Rule(lambda s: re.fullmatch(r"\w[\w.-]*", s) is not None, "of letters, digits and . _ - only")]
 Text = Annotated[str, Rule(lambda s: s.strip() != "", "not empty")]
+Verified = Annotated[
+    str, Rule(lambda s: re.fullmatch(r"always|never|every-[1-9]\d*", s) is not None, "always, never or every-N")
+]
 Count = Annotated[int, Rule(lambda n: n >= 1, "1 or more")]
 Natural = Annotated[int, Rule(lambda n: n >= 0, "0 or more")]
 # The upper bounds refuse infinity, as every comparison refuses NaN.

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from hybrid3d import ranks
+from hybrid3d.bench.scaling import Scale, scaled, write_model
 from hybrid3d.config import Recipe
+from hybrid3d.inputs import read_config
 from hybrid3d.run_folder import RunFolder, checkpoint_folder, draw_curves
 
 
@@ -60,7 +62,7 @@ def evaluate(
 
     run = Colocated(recipe, rank, slots, trainable=False)
     checkpoint.load_weights(run.policy, checkpoint_folder(folder, step))
-    run.sync.run()
+    run.sync.run(step)
     accuracy = run.rollouts.accuracy()
     if console is not None:
         problems = run.rollouts.held_out_problems
@@ -73,7 +75,6 @@ def export(
 ) -> None:
     """Write a checkpoint as Hugging Face files; every rank writes the boxes that it holds."""
     from hybrid3d.exporting import copy_companions, export_entries, is_untrained
-    from hybrid3d.inputs import read_config
     from hybrid3d.reshard.files import carry_files, create_files, export_files
     from hybrid3d.train import checkpoint, runtime
     from hybrid3d.train.policy import Policy
@@ -101,3 +102,36 @@ def export(
         console.print(f"wrote {len(entries)} tensors to {out}", highlight=False)
         if carried:
             console.print(f"{len(carried)} of them are untrained, as they were in {recipe.model.path}", highlight=False)
+
+
+def bench(
+    recipe: Recipe,
+    scale: Scale,
+    folder: RunFolder,
+    repeats: int,
+    as_json: bool,
+    rank: int,
+    store: dist.Store,
+    console: Console | None,
+) -> None:
+    """Measure the sync of a recipe's smaller model beside the others' way and the wire."""
+    from hybrid3d.bench import report
+    from hybrid3d.train import runtime
+
+    smaller, config = scaled(recipe, scale)
+    if rank == 0:
+        write_model(smaller, config)
+        store.set("model", "written")
+    store.wait(["model"])
+    slots = _agree(smaller, store)
+    ranks.start(store)
+    runtime.initialize(smaller.train, smaller.run.seed)
+    from hybrid3d.bench.task import measure
+
+    say = console.print if console is not None and not as_json else lambda what: None
+    found = measure(smaller, repeats, rank, slots, say)
+    if rank == 0:
+        numbers = report.numbers(smaller, scale.said(read_config(recipe.model.path)), found)
+        report.write(folder, numbers)
+        if console is not None:
+            console.print_json(data=numbers) if as_json else console.print(report.table(numbers))

@@ -19,6 +19,7 @@ from hybrid3d.rl.data import encode_pair
 from hybrid3d.rl.grpo import TokenLoss, grpo_loss, mismatch, sft_loss
 from hybrid3d.rollouts import Sample
 from hybrid3d.run_folder import RunFolder, checkpoint_folder, steps_in
+from hybrid3d.sync import SyncReport
 from hybrid3d.train import checkpoint
 from hybrid3d.train.policy import Policy
 from hybrid3d.train.runtime import device
@@ -36,7 +37,9 @@ def train_grpo(recipe: Recipe, folder: RunFolder, rank: int, slots: Sequence[int
         clock, measured, row = Clock(), Measured(), {"step": step}
         run.engine.wake("weights")
         with clock("sync"):
-            measured.add_sync(run.sync.run())
+            synced = run.sync.run(step)
+        _tell_corrupted(synced, step, folder, rank, display)
+        measured.add_sync(synced)
         run.engine.wake("kv_cache")
         if step % recipe.run.eval_every == 0 or step == recipe.run.steps:
             with clock("eval"):
@@ -152,8 +155,16 @@ def _record(folder: RunFolder, rank: int, display: Display, row: dict[str, float
         folder.add_metrics(row)
         kept = samples[:: max(1, len(samples) // SAMPLES_KEPT)][:SAMPLES_KEPT]
         folder.add_samples(
-            {"step": row["step"], "prompt": s.prompt, "answer": s.answer, "reward": s.reward} for s in kept
+            {"step": row["step"], "weights": s.weights, "prompt": s.prompt, "answer": s.answer, "reward": s.reward}
+            for s in kept
         )
+
+
+def _tell_corrupted(synced: SyncReport, step: int, folder: RunFolder, rank: int, display: Display) -> None:
+    count = len(synced.corrupted)
+    if count and rank == 0:
+        display.say(f"step {step}: {count} tensors had not landed as they were sent; everything was moved once more")
+        folder.add_event("sync_corrupted", step=step, count=count, tensors=synced.corrupted[:20])
 
 
 def _resume(policy: Policy, folder: RunFolder, rank: int, display: Display) -> int:

@@ -8,8 +8,10 @@ by twelve, and is compared after the last too.
 """
 
 import dataclasses
+import itertools
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -147,6 +149,7 @@ def fresh(recipe: Recipe, rank: int, folder: str, ident: str, slots: list[int]) 
         engine = Engine(recipe, rank, ident, slots)
     finally:
         base_loader.process_weights_after_loading, rollout_engine.LLM = process, real_llm
+    engine.updates = 0
     return engine, before, engine.outputs(), engine.logprobs()
 
 
@@ -158,7 +161,7 @@ class Landed:
         finalize = rollout_weights._Opened.finalize
 
         def seen(opened, vllm_config):
-            self.tensors.update({name: t.detach().clone() for name, t in opened._unit.tensors()})
+            self.tensors.update({name: t.detach().clone() for name, t in opened.unit.tensors()})
             finalize(opened, vllm_config)
 
         rollout_weights._Opened.finalize = seen
@@ -200,7 +203,7 @@ class CorruptTransport:
             def wait(self):
                 pending.wait()
                 for tensor in arriving:
-                    tensor.view(-1).view(torch.uint8)[0] ^= 1
+                    tensor[0] ^= 1
 
         return Corrupted()
 
@@ -244,7 +247,7 @@ def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
 def matrices(sync: WeightSync) -> dict[str, list[str]]:
     """By name of each canonical matrix, the modules that it is written into."""
     found: dict[str, set[str]] = {}
-    for piece in sync._sink.demand.pieces:
+    for piece in sync.sink.demand.pieces:
         if len(piece.box.size) == 2:
             found.setdefault(piece.name, set()).add(piece.view.tensor.rpartition(".")[0])
     return {name: sorted(modules) for name, modules in found.items()}
@@ -252,14 +255,20 @@ def matrices(sync: WeightSync) -> dict[str, list[str]]:
 
 def split_boxes(sync: WeightSync, bucket_bytes: int) -> int:
     """Boxes of a wanted piece, larger than a bucket, that one rank holds: they can only have come in parts."""
-    arriving = [t for bucket in sync._executor._buckets for t in bucket.transfers if not t.is_local]
-    split = 0
-    for piece in sync._sink.demand.pieces:
-        parts = [t for t in arriving if t.target.name == piece.name and piece.box.contains(t.target.box)]
-        for source in {(t.src, t.source.view.tensor) for t in parts}:
-            ours = [t.nbytes for t in parts if (t.src, t.source.view.tensor) == source]
-            split += len(ours) > 1 and sum(ours) > bucket_bytes
-    return split
+    rank, wanted, held = sync.plan.rank, defaultdict(list), defaultdict(list)
+    for piece in sync.sink.demand.pieces:
+        wanted[piece.name].append(piece.box)
+    for owners, side in sync.holders:
+        for boxes, names in side.items():
+            for at in itertools.product(owners, names):
+                held[at] += [box for box, _ in boxes]
+    parts = defaultdict(list)
+    for t in sync.plan.transfers:
+        if t.dst == rank != t.src:
+            (target,) = [box for box in wanted[t.name] if box.contains(t.box)]
+            source = next(box for box in held[t.src, t.name] if box.contains(t.box))
+            parts[t.src, t.name, source, target].append(t.nbytes)
+    return sum(len(sizes) > 1 and sum(sizes) > bucket_bytes for sizes in parts.values())
 
 
 def mismatch(policy: Policy, engine: Engine) -> float | None:
@@ -297,7 +306,7 @@ def prove(
             load_files(folders[number % 3], weights.demand, weights.tensors, rank)
             landed.tensors.clear()
             with CountCollectives() as counted:
-                report = sync.run()
+                report = sync.run(number)
             result |= {"report": vars(report), "c10d": counted.bytes}
             if number in (1, 2, 11):
                 result[f"sync{number}"] = compare(engine, landed, truths[number % 3 - 1])
@@ -306,7 +315,7 @@ def prove(
         result["moved"] = sorted(name for name in before if after.get(name) != before[name])
         transport = sync._executor._transport
         sync._executor._transport = CorruptTransport(transport)
-        sync.run()
+        sync.run(12)
         result["corrupted"] = compare(engine, landed, truths[-1])
         sync._executor._transport = transport
         results.append(result)

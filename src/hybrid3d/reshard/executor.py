@@ -6,54 +6,31 @@ which tensors are copied together.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from hybrid3d.reshard.layout import ITEMSIZE, Fill, Piece
 from hybrid3d.reshard.memory import Memory
 from hybrid3d.reshard.planner import Bucket, Message, RankPlan, Transfer
+from hybrid3d.reshard.protocols import Sink, Source
 from hybrid3d.reshard.transport import Pending, Transport, as_bytes
-
-
-class Source(Protocol):
-    """Where a rank reads what it holds."""
-
-    def read(self, piece: Piece) -> torch.Tensor:
-        """The piece's elements, shaped as its box; a view of live memory where that is possible."""
-        ...
-
-
-class Sink(Protocol):
-    """Where a rank writes what it wants, layer after layer.
-
-    Two layers may be open at a time: what is received next may be on its way while the last one is finished.
-    """
-
-    def write(self, piece: Piece) -> torch.Tensor:
-        """A view, shaped as the piece's box, which may be written while the piece's layer is open.
-
-        It is asked for once, before the first run.
-        """
-        ...
-
-    def open(self, layer: int | None) -> None:
-        """All of this layer (or of what is in none) is about to be written."""
-        ...
-
-    def close(self, layer: int | None) -> None:
-        """All of it has been written."""
-        ...
+from hybrid3d.reshard.verify import Checks
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one execution did on this rank, as measured, not as planned. Bytes."""
+    """What one execution did on this rank, as measured, not as planned.
+
+    Attributes:
+        wrong: tensors that have not landed as they were sent; None where nobody looked.
+    """
 
     received_bytes: int
     staging_bytes: int
+    wrong: tuple[str, ...] | None = None
 
 
 class Tensors:
@@ -88,7 +65,7 @@ def copy_locally(plan: RankPlan, source: Source, sink: Tensors) -> None:
         sink.write(t.target).copy_(source.read(t.source))
 
 
-class _Copies:
+class Copies:
     """Tensors that are copied together, in as few launches as there are dtypes where nothing is strided."""
 
     def __init__(self) -> None:
@@ -102,6 +79,10 @@ class _Copies:
             sources.append(source)
         else:
             self._others.append((target, source))
+
+    def __len__(self) -> int:
+        """How many copies there are."""
+        return len(self._others) + sum(len(targets) for targets, _ in self._dense.values())
 
     def run(self) -> None:
         for targets, sources in self._dense.values():
@@ -119,9 +100,9 @@ class _Step:
     closes: bool
     sends: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
     receives: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
-    packing: _Copies = field(default_factory=_Copies)
-    unpacking: _Copies = field(default_factory=_Copies)
-    local: _Copies = field(default_factory=_Copies)
+    packing: Copies = field(default_factory=Copies)
+    unpacking: Copies = field(default_factory=Copies)
+    local: Copies = field(default_factory=Copies)
 
 
 class Executor:
@@ -135,6 +116,8 @@ class Executor:
         self, plan: RankPlan, source: Source, sink: Sink, transport: Transport, device: torch.device | str = "cpu"
     ):
         self._rank = plan.rank
+        self._plan = plan
+        self._device = device
         self._source = source
         self._sink = sink
         self._transport = transport
@@ -165,7 +148,7 @@ class Executor:
                 step.local.add(self._write(t), self._read(t))
         return step
 
-    def _staged(self, message: Message, staging: Memory, at: int, copies: _Copies) -> torch.Tensor:
+    def _staged(self, message: Message, staging: Memory, at: int, copies: Copies) -> torch.Tensor:
         """Where a message lies between its packing and its being sent, or its arrival and its unpacking."""
         flat = staging.flat(at, message.nbytes, getattr(torch, message.dtype))
         parts = torch.split(flat, [t.box.numel for t in message.transfers])
@@ -185,21 +168,41 @@ class Executor:
         assert transfer.target is not None, "every rank knows where its own pieces lie"
         return self._sink.write(transfer.target)
 
+    @property
+    def operations(self) -> int:
+        """Sends, receives and copies that a run launches."""
+        return sum(
+            len(step.sends) + len(step.receives) + len(step.packing) + len(step.unpacking) + len(step.local)
+            for step in self._steps
+        )
+
+    @functools.cached_property
+    def _checks(self) -> Checks:
+        return Checks(self._plan, self._source, self._sink, self._transport, self._device)
+
     @torch.no_grad()
-    def run(self) -> Report:
+    def run(self, verify: bool = False) -> Report:
+        """Move everything as it is now.
+
+        Args:
+            verify: compare both ends of every transfer, before what has landed is finalized.
+        """
         received_before = self._transport.received_bytes
+        checks = self._checks if verify else None
         for staging in self._staging:
             staging.take()
         under_way: tuple[_Step, Pending] | None = None
         for step in self._steps:
             started = step, self._start(step)
             if under_way is not None:
-                self._finish(*under_way)
+                self._finish(*under_way, checks)
             under_way = started
         if under_way is not None:
-            self._finish(*under_way)
+            self._finish(*under_way, checks)
         self._give_back()
-        return Report(self._transport.received_bytes - received_before, sum(s.nbytes for s in self._staging))
+        received = self._transport.received_bytes - received_before
+        wrong = tuple(checks.compare()) if checks else None
+        return Report(received, sum(s.nbytes for s in self._staging), wrong)
 
     def _start(self, step: _Step) -> Pending:
         """Post the bucket's receives, pack and post its sends, and copy what stays on the rank meanwhile."""
@@ -214,9 +217,11 @@ class Executor:
         step.local.run()
         return pending
 
-    def _finish(self, step: _Step, pending: Pending) -> None:
+    def _finish(self, step: _Step, pending: Pending, checks: Checks | None) -> None:
         pending.wait()
         step.unpacking.run()
+        if step.closes and checks:
+            checks.landed(step.layer)
         if step.closes:
             self._sink.close(step.layer)
 

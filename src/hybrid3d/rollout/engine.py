@@ -103,6 +103,10 @@ class Completion:
     logprobs: tuple[float, ...]
 
 
+class StaleWeights(RuntimeError):
+    """Generating was refused: the engine's weights are older than allowed, or a sync was broken off."""
+
+
 class RolloutEngine:
     """One rank's vLLM. Ranks of a replica call everything together, with the same arguments.
 
@@ -110,6 +114,8 @@ class RolloutEngine:
         replica: which replica of the model this rank belongs to.
         replicas: how many there are.
         leads: whether this rank speaks for its replica.
+        updates: how many updates the weights have behind them; None where they are no one's yet, or a sync has
+            not come to its end.
     """
 
     def __init__(self, recipe: Recipe, rank: int, ident: str, slots: Sequence[int]):
@@ -124,6 +130,7 @@ class RolloutEngine:
         self.replica, within = divmod(slots[rank], rollout.tp)
         self.replicas = recipe.world_size // rollout.tp
         self.leads = within == 0
+        self.updates: int | None = None
         self._temperature = rollout.temperature
         self._max_new_tokens = rollout.max_new_tokens
         if current_platform.is_cpu():
@@ -143,6 +150,18 @@ class RolloutEngine:
         """What this rank wants of the canonical tensors of these shapes, and the sink that takes it."""
         runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
         return RolloutWeights(runner.model, runner.vllm_config, shapes)
+
+    def require(self, weights: int) -> int:
+        """The number of the weights that the engine has, which must be this at least.
+
+        Raises:
+            StaleWeights: they are older, or not whole.
+        """
+        if self.updates is None:
+            raise StaleWeights("vLLM's weights are not whole: no sync has come to its end since they were last touched")
+        if self.updates < weights:
+            raise StaleWeights(f"vLLM's weights have {self.updates} updates behind them, {weights} are required")
+        return self.updates
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], end_token: int) -> list[Completion]:
         """Draw one answer for each prompt (token ids) with its own seed, so that a run repeats."""
@@ -184,6 +203,7 @@ class RolloutEngine:
         )
 
     def _run(self, prompts: Sequence[Sequence[int]], params: list[SamplingParams]) -> list:
+        self.require(0)
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         rng = torch.get_rng_state()
         outputs = self._llm.generate(requests, params, use_tqdm=False)

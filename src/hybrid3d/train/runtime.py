@@ -96,3 +96,12 @@ def as_rank(rank: int, layout: Train, world_size: int) -> Iterator[None]:
         shutdown()
         dist.destroy_process_group()
         sys.excepthook = hook
+
+
+def gather_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's groups over which all stages', all TP ranks' and all experts' weights can be brought together."""
+    return (
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_expert_tensor_and_model_parallel_group(),
+    )

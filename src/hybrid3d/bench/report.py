@@ -1,0 +1,137 @@
+"""What a benchmark has measured: as numbers, as a table for documents, and as a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid3d.config import Recipe
+from hybrid3d.run_folder import RunFolder
+
+METHODS = {
+    "hybrid3d": "hybrid3d",
+    "gather": "gather: PP broadcast, TP and EP all-gather, slice",
+    "wire": "wire of hybrid3d's bytes, and one copy of what stays",
+    "gather_wire": "wire of gather's bytes",
+}
+COLUMNS = (
+    "",
+    "seconds: median (min to max)",
+    "bytes received, all ranks",
+    "operations, all ranks",
+    "memory besides weights, a rank",
+    "bit-exact",
+)
+BYTES = {"hybrid3d": "received_bytes", "gather": "gather_bytes", "wire": "wire_bytes", "gather_wire": "gather_bytes"}
+
+
+def numbers(recipe: Recipe, scaled: str, measured: dict[str, Any]) -> dict[str, Any]:
+    """What `hybrid3d bench --json` prints: what was measured, what it says, and where and when that was."""
+    seconds = measured["seconds"]
+    layout = {
+        "train": vars(recipe.train),
+        "rollout": {"tp": 0, "dp": 0} if recipe.rollout is None else vars(recipe.rollout),
+    }
+    return {
+        "name": recipe.name,
+        "ranks": recipe.world_size,
+        "scaled": scaled,
+        "layout": layout,
+        "coverage": "exact" if all(measured["bit_exact"].values()) else "wrong",
+        **measured,
+        "ratios": {
+            "bytes_gather": measured["gather_bytes"] / max(1, measured["received_bytes"]),
+            "seconds_gather": seconds["gather"] / seconds["hybrid3d"],
+            "of_wire": seconds["wire"] / seconds["hybrid3d"],
+            "gather_of_wire": seconds["gather_wire"] / seconds["gather"],
+        },
+        "memory": {
+            "hybrid3d": measured["max_staging_bytes"] + measured["max_finalize_bytes"],
+            "gather": measured["max_gather_buffer_bytes"] + measured["max_finalize_bytes"],
+        },
+        "machine": machine(),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def machine() -> str:
+    """The hardware in words."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return f"{os.cpu_count()} CPU cores ({platform.machine()})"
+
+
+def table(found: dict[str, Any]) -> str:
+    """Markdown."""
+    ratios, layout = found["ratios"], found["layout"]
+    rows = [
+        f"{found['name']}: {found['ranks']} ranks; {_sides(layout)}; scaled: {found['scaled']}; "
+        f"{found['machine']}, {found['date']}",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{'---|' * len(COLUMNS)}",
+    ]
+    operations = {"hybrid3d": "operations", "gather": "gather_operations", "wire": "wire_operations"}
+    for key, name in METHODS.items():
+        low, high = found["spread"][key]
+        memory = f"{found['memory'][key] / 2**20:.1f} MiB" if key in found["memory"] else ""
+        exact = {True: "yes", False: "NO"}.get(found["bit_exact"].get(key), "")
+        count = found[operations[key]] if key in operations else ""
+        rows.append(
+            f"| {name} | {found['seconds'][key]:.3f} ({low:.3f} to {high:.3f}) | {found[BYTES[key]]:,} | {count} "
+            f"| {memory} | {exact} |"
+        )
+    seconds = found["seconds"]
+    said = [
+        f"Received: the lower bound is {found['lower_bound_bytes']:,}.",
+        f"gather / hybrid3d: {ratios['bytes_gather']:.2f} of bytes, {ratios['seconds_gather']:.2f} of seconds.",
+        f"hybrid3d reaches {ratios['of_wire']:.2f} of its wire, gather {ratios['gather_of_wire']:.2f} of its own.",
+        f"vLLM's finalization, common to both: {seconds['finalize']:.3f} s; a whole sync: {seconds['sync']:.3f} s.",
+    ]
+    return "\n".join([*rows, "", *said])
+
+
+def _sides(layout: dict[str, Any]) -> str:
+    train, rollout = layout["train"], layout["rollout"]
+    said = [f"{key}{train[key]}" for key in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp") if train[key] not in (1, None)]
+    experts = " expert-parallel" if rollout["expert_parallel"] else ""
+    return f"{' '.join(said).upper() or 'TP1'} -> TP{rollout['tp']}{experts}"
+
+
+def write(folder: RunFolder, found: dict[str, Any]) -> None:
+    """Into the folder: `bench.json`, `bench.md` and `bench.png`."""
+    (folder.path / "bench.json").write_text(json.dumps(found, indent=2) + "\n")
+    (folder.path / "bench.md").write_text(table(found) + "\n")
+    draw(found, folder.path / "bench.png")
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Seconds and bytes of each method, side by side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3))
+    keys = list(METHODS)
+    medians = [found["seconds"][key] for key in keys]
+    spread = [[median - found["spread"][key][0] for key, median in zip(keys, medians, strict=True)]]
+    spread += [[found["spread"][key][1] - median for key, median in zip(keys, medians, strict=True)]]
+    axes[0].barh(keys, medians, xerr=spread, color=["C0", "C1", "C7", "C7"])
+    axes[0].set_xlabel("seconds: median, fastest and slowest")
+    axes[1].barh(keys, [found[BYTES[key]] / 1e9 for key in keys], color=["C0", "C1", "C7", "C7"])
+    axes[1].axvline(found["lower_bound_bytes"] / 1e9, linestyle="--", color="black", label="lower bound")
+    axes[1].set_xlabel("GB received, all ranks")
+    axes[1].legend(fontsize=8)
+    for axis in axes:
+        axis.invert_yaxis()
+    figure.suptitle(f"{found['name']}: {found['ranks']} ranks on {found['machine']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,127 @@
+"""A smaller model of the same kind and the same layouts, for a machine that does not hold the recipe's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout
+from hybrid3d.families import Config, UnsupportedModel, family_of
+from hybrid3d.inputs import read_config
+
+# Sizes that go with the model's width. Those of latent attention stay: they do not shard.
+WIDTHS = ("intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+VOCABULARY = 128  # the vocabulary is a multiple of it
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What is to be smaller than in the recipe's model; None stays as it is."""
+
+    layers: int | None = None
+    hidden: int | None = None
+    experts: int | None = None
+
+    def said(self, config: Config) -> str:
+        """What was scaled, from what to what."""
+        changes = {
+            "layers": (config["num_hidden_layers"], self.layers),
+            "hidden size": (config["hidden_size"], self.hidden),
+            "experts": (next((config[key] for key in EXPERTS if key in config), None), self.experts),
+        }
+        said = [f"{what} {old} -> {new}" for what, (old, new) in changes.items() if new not in (None, old)]
+        return ", ".join(said) or "nothing"
+
+
+def scaled(recipe: Recipe, scale: Scale) -> tuple[Recipe, dict[str, Any]]:
+    """A recipe of the benchmark, and its model's config, to be written to the recipe's `model.path`.
+
+    What only generation needs (KV cache, lengths) is as small as it can be.
+
+    Raises:
+        RecipeError: a size cannot be scaled so, with the smallest that can; or the model does not fit the layouts.
+    """
+    config, rollout = read_config(recipe.model.path), recipe.rollout
+    if rollout is None:
+        raise RecipeError(recipe.name, ["the recipe has no `rollout` section: there is no sync to measure"])
+    name = f"bench-{recipe.name}"
+    smaller = replace(
+        recipe,
+        name=name,
+        model=replace(recipe.model, path=str(Path(recipe.run.dir) / name / "model")),
+        rollout=replace(rollout, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16),
+    )
+    for key in vars(scale):
+        problems = list(_problems(config, smaller, Scale(**{key: getattr(scale, key)}))) if getattr(scale, key) else []
+        if problems:
+            best = _smallest(config, smaller, key)
+            fix = f"--{key} {best} is the smallest that works" if best else f"no --{key} works with these layouts"
+            raise RecipeError(recipe.name, [f"--{key} {getattr(scale, key)}: {'; '.join(problems)}: {fix}"])
+    found = _scaled_config(config, scale)
+    _check(found, smaller)
+    return smaller, found
+
+
+def write_model(recipe: Recipe, config: Config) -> None:
+    """Put the config where the engines look for it."""
+    folder = Path(recipe.model.path)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _scaled_config(config: Config, scale: Scale) -> dict[str, Any]:
+    found = dict(config)
+    if scale.layers:
+        found["num_hidden_layers"] = scale.layers
+        if "first_k_dense_replace" in config:  # a sparse layer must be among them
+            found["first_k_dense_replace"] = min(config["first_k_dense_replace"], scale.layers - 1)
+    if scale.hidden:
+        found["hidden_size"] = scale.hidden
+        for key in WIDTHS:
+            if isinstance(config.get(key), int):
+                found[key] = config[key] * scale.hidden // config["hidden_size"]
+        tokens = config["vocab_size"] * scale.hidden // config["hidden_size"]
+        found["vocab_size"] = -(-tokens // VOCABULARY) * VOCABULARY
+        found |= dict.fromkeys((key for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config), 0)
+    for key in EXPERTS:
+        if scale.experts and key in config:
+            found[key] = scale.experts
+            found["num_experts_per_tok"] = min(config["num_experts_per_tok"], scale.experts)
+    return found
+
+
+def _problems(config: Config, recipe: Recipe, scale: Scale) -> Iterator[str]:
+    """What one size, scaled alone, breaks."""
+    if scale.hidden:
+        for key in WIDTHS:
+            size = config.get(key)
+            if isinstance(size, int) and size * scale.hidden % config["hidden_size"]:
+                yield f"{key} would be {size * scale.hidden / config['hidden_size']:.2f}"
+    if scale.layers is not None and scale.layers <= (1 if config.get("first_k_dense_replace") else 0):
+        yield "it takes a layer of each kind"
+        return
+    try:
+        _check(_scaled_config(config, scale), recipe)
+    except RecipeError as error:
+        yield from error.problems
+    except UnsupportedModel as error:
+        yield str(error)
+
+
+def _check(config: Config, recipe: Recipe) -> None:
+    family = family_of(config)
+    shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
+    check_layout(recipe, shape, device=None)
+
+
+def _smallest(config: Config, recipe: Recipe, key: str) -> int | None:
+    most = {"layers": "num_hidden_layers", "hidden": "hidden_size"}.get(key)
+    most = most or next((name for name in EXPERTS if name in config), None)
+    for value in range(1, config[most] + 1) if most else ():
+        if not list(_problems(config, recipe, Scale(**{key: value}))):
+            return value
+    return None

@@ -1,0 +1,162 @@
+"""What a rank does for the benchmark: real engines at both ends, each method checked once, then timed in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid3d import ranks
+from hybrid3d.bench.gathering import Gather, Peers
+from hybrid3d.bench.values import fill, wrong
+from hybrid3d.bench.wire import Wire
+from hybrid3d.config import Recipe
+from hybrid3d.inputs import read_config
+from hybrid3d.reshard.classes import Outline
+from hybrid3d.reshard.executor import Executor
+from hybrid3d.reshard.stamp import layer_of
+from hybrid3d.rollout.engine import RolloutEngine
+from hybrid3d.rollout.weights import RolloutWeights
+from hybrid3d.sync import MIB, WeightSync
+from hybrid3d.train.model import build_model
+from hybrid3d.train.runtime import device, gather_groups, synchronize
+from hybrid3d.train.weights import canonical_shapes, megatron_weights
+
+Say = Callable[[str], None]
+
+
+class Watched:
+    """vLLM's weights as a sink that is not finalized: it looks at each layer, or at none, when all of it is written."""
+
+    def __init__(self, sink: RolloutWeights, dtypes: Mapping[str, str]):
+        self._sink = sink
+        self._dtypes = dtypes
+        self.number: int | None = None
+        self.wrong: list[str] = []
+        self.write, self.open = sink.write, sink.open
+
+    def close(self, layer: int | None) -> None:
+        if self.number is not None:
+            pieces = [piece for piece in self._sink.demand.pieces if layer_of(piece.name) == layer]
+            self.wrong += wrong(pieces, self._sink, self.number, self._dtypes)
+        self._sink.drop(layer)
+
+
+class Bench:
+    """Both engines of a rank, and the methods that bring the weights of one to the other.
+
+    Every rank calls every method together.
+    """
+
+    def __init__(self, recipe: Recipe, rank: int, slots: Sequence[int], say: Say):
+        say("building both engines")
+        config = read_config(recipe.model.path)
+        self._trained = megatron_weights(build_model(config, recipe.train, getattr(torch, recipe.model.dtype)), config)
+        self._engine = RolloutEngine(recipe, rank, ranks.ident(), slots)
+        say("planning")
+        self._sync = sync = WeightSync(recipe, self._trained, self._engine, rank)
+        outlines = {r: outline for those, outline in sync.holders for r in those}
+        self._sink = Watched(sync.sink, _dtypes(outlines.values()))
+        self._hybrid = Executor(sync.plan, sync.source, self._sink, sync.transport, device())
+        shapes = canonical_shapes(outlines.values())
+        peers = Peers.meet([outlines[r] for r in sorted(outlines)], shapes, gather_groups())
+        ends = (self._trained.holdings, sync.source), (sync.sink.demand, self._sink)
+        self._gather = Gather(peers, *ends, int(recipe.sync.bucket_mib * MIB), device())
+        self._wire = Wire(sync.plan, sync.transport, device())
+        self.methods: dict[str, Callable[[], object]] = {
+            "hybrid3d": self._hybrid.run,
+            "gather": self._gather.run,
+            "wire": self._wire.run,
+            "gather_wire": lambda: self._gather.run(copying=False),
+            "finalize": self._finalize,
+            "sync": lambda: sync.run(0),
+        }
+
+    def wrong(self, method: str, number: int) -> list[str]:
+        """The tensors that a method brings to this rank with some bit changed."""
+        fill(self._trained.holdings, self._sync.source, number)
+        self._sink.number, self._sink.wrong = number, []
+        self._sync.sink.begin()
+        self.methods[method]()
+        self._sink.number = None
+        return self._sink.wrong
+
+    def seconds(self, method: str) -> float:
+        """Of the slowest rank."""
+        self._sync.sink.begin()
+        synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        self.methods[method]()
+        synchronize()
+        return max(ranks.gather(time.perf_counter() - start))
+
+    def _finalize(self) -> None:
+        """What vLLM does after loading, with nothing moved."""
+        for layer in self._sync.plan.layers:
+            self._sync.sink.open(layer)
+            self._sync.sink.close(layer)
+
+    def numbers(self) -> dict[str, int]:
+        """Sums over ranks but where a key starts with `max_`: the same on every rank."""
+        sync, plan = self._sync, self._sync.plan
+        self._sync.sink.begin()
+        done = self._hybrid.run()
+        found = {
+            "wanted_bytes": sum(piece.nbytes for piece in sync.sink.demand.pieces),
+            "held_bytes": sum(piece.nbytes for piece in self._trained.holdings.pieces),
+            "local_bytes": plan.local_bytes,
+            "received_bytes": done.received_bytes,
+            "lower_bound_bytes": sync.lower_bound,
+            "gather_bytes": self._gather.run(copying=False),
+            "wire_bytes": self._wire.run(),
+            "max_received_bytes": done.received_bytes,
+            "max_sent_bytes": plan.sent_bytes,
+            "max_staging_bytes": done.staging_bytes,
+            "max_finalize_bytes": sync.sink.finalize_bytes,
+            "max_gather_buffer_bytes": self._gather.nbytes,
+            "operations": self._hybrid.operations,
+            "gather_operations": self._gather.operations,
+            "wire_operations": self._wire.operations,
+        }
+        every = ranks.gather(found)
+        return {key: (max if key.startswith("max_") else sum)(one[key] for one in every) for key in found}
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def measure(recipe: Recipe, repeats: int, rank: int, slots: Sequence[int], say: Say) -> dict[str, Any]:
+    """Each method's seconds, bytes, operations, memory, and whether it was bit-exact: the same on every rank."""
+    bench = Bench(recipe, rank, slots, say)
+    exact = {}
+    for number, name in enumerate(("hybrid3d", "gather"), start=1):
+        say(f"checking every bit of {name}")
+        exact[name] = sorted({tensor for wrong in ranks.gather(bench.wrong(name, number)) for tensor in wrong})
+    taken: dict[str, list[float]] = {name: [] for name in bench.methods}
+    for turn in range(repeats + 1):  # the first is not counted
+        say(f"run {turn} of {repeats}" if turn else "warming up")
+        for name, seconds in taken.items():
+            seconds.append(bench.seconds(name))
+    numbers = bench.numbers()
+    bench.close()
+    return {
+        **numbers,
+        "bit_exact": {name: not wrong for name, wrong in exact.items()},
+        "wrong": {name: wrong[:20] for name, wrong in exact.items()},
+        "seconds": {name: statistics.median(seconds[1:]) for name, seconds in taken.items()},
+        "spread": {name: [min(seconds[1:]), max(seconds[1:])] for name, seconds in taken.items()},
+    }
+
+
+def _dtypes(outlines: Iterable[Outline]) -> dict[str, str]:
+    """By tensor, the dtype in which it is held."""
+    found: dict[str, str] = {}
+    for outline in outlines:
+        for boxes, names in outline.items():
+            found |= dict.fromkeys(names, boxes[0][1])
+    return found

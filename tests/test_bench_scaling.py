@@ -1,0 +1,73 @@
+"""Smaller models of the recipes, in the same layouts; a scale that cannot be is refused with the smallest that can."""
+
+from pathlib import Path
+
+import pytest
+
+from hybrid3d.bench.scaling import Scale, scaled
+from hybrid3d.config import Recipe, RecipeError, load_recipe
+from hybrid3d.inputs import read_config
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(RECIPES.parent)
+
+
+def recipe(name: str, *overrides: str) -> Recipe:
+    return load_recipe(RECIPES / f"{name}.yaml", list(overrides))
+
+
+def dense(*overrides: str) -> Recipe:
+    return recipe("qwen3-8b", "train.tp=2", "train.pp=2", "train.dp=1", "rollout.tp=2", *overrides)
+
+
+def sparse(*overrides: str) -> Recipe:
+    return recipe("mixtral-8x7b", "train.tp=1", "train.pp=1", "train.ep=4", "train.dp=4", "rollout.tp=4", *overrides)
+
+
+def test_what_is_not_scaled_stays() -> None:
+    one = dense()
+    smaller, config = scaled(one, Scale())
+    assert config == read_config(one.model.path)
+    assert smaller.name == "bench-qwen3-8b"
+    assert smaller.train == one.train
+
+
+def test_widths_shrink_together() -> None:
+    """Of Qwen3-8B: hidden 4096, 32 heads of 128, 8 of them keys, 12288 in the MLP, 151936 tokens."""
+    _, config = scaled(dense(), Scale(layers=4, hidden=1024))
+    found = {key: config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim")}
+    assert found == {"num_hidden_layers": 4, "hidden_size": 1024, "num_attention_heads": 8, "head_dim": 128}
+    assert (config["num_key_value_heads"], config["intermediate_size"], config["vocab_size"]) == (2, 3072, 38016)
+
+
+def test_experts_shrink_and_tokens_are_sent_to_no_more_than_there_are() -> None:
+    _, config = scaled(
+        recipe("qwen3-30b-a3b", *"train.ep=2 train.tp=1 train.pp=1 train.dp=2 rollout.tp=2 rollout.dp=1".split()),
+        Scale(experts=4),
+    )
+    assert (config["num_experts"], config["num_experts_per_tok"]) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("one", "scale", "problem"),
+    [
+        (dense(), Scale(layers=3), "--layers 3: .*3.*: --layers 2 is the smallest that works"),
+        (dense(), Scale(hidden=1000), r"intermediate_size would be 3000|num_attention_heads would be 7\.81"),
+        (dense(), Scale(hidden=1000), "--hidden 512 is the smallest that works"),
+        (sparse(), Scale(experts=6), "--experts 6: .*6.*: --experts 4 is the smallest that works"),
+    ],
+)
+def test_a_scale_that_cannot_be_is_refused_with_the_smallest_that_can(one: Recipe, scale: Scale, problem: str) -> None:
+    with pytest.raises(RecipeError, match=problem):
+        scaled(one, scale)
+
+
+def test_what_was_scaled_is_said() -> None:
+    config = read_config(sparse().model.path)
+    said = Scale(layers=4, hidden=1024).said(config)
+    assert said == "layers 32 -> 4, hidden size 4096 -> 1024"
+    assert Scale().said(config) == "nothing"

@@ -1,0 +1,28 @@
+"""A rank is killed in the middle of a sync: no other one generates with what it has got so far."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from run_ranks import RanksFailed, run_ranks
+
+JOB = Path(__file__).parent / "jobs" / "broken_sync.py"
+NOT_WHOLE = "vLLM's weights are not whole"
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(600)
+def test_a_half_applied_sync_is_never_generated_with(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="failed with exit code"):
+        run_ranks(JOB, 4, [str(tmp_path), str(tiny_checkpoint("qwen2"))], timeout=500)
+    said = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert sorted(said) == ["0", "1", "2"]
+    for of_rank in said.values():
+        assert of_rank["before"].startswith(NOT_WHOLE)
+        assert of_rank["synced"] == "8"
+        assert of_rank["error"] != ""
+        assert of_rank["after"].startswith(NOT_WHOLE)

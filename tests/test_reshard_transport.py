@@ -1,0 +1,27 @@
+"""What travels is bytes in a row: those of the tensor itself, or none."""
+
+import pytest
+import torch
+
+from hybrid3d.reshard.transport import as_bytes
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(2, 3).t(), torch.zeros(4, 3)[:, :2]], ids=["transposed", "gaps"])
+def test_what_is_not_contiguous_has_no_bytes_in_a_row(tensor: torch.Tensor) -> None:
+    """Its bytes in a row are other elements than its own: sending them would be silent."""
+    with pytest.raises(RuntimeError, match="view"):
+        as_bytes(tensor)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (4, 6), (2, 1, 3)])
+def test_bytes_are_the_tensor_s_own_memory(shape: tuple[int, ...], dtype: str) -> None:
+    tensor = torch.zeros(3, *shape, dtype=getattr(torch, dtype))[1]
+    flat = as_bytes(tensor)
+    assert (flat.dtype, flat.shape, flat.stride()) == (torch.uint8, (tensor.numel() * tensor.itemsize,), (1,))
+    assert flat.data_ptr() == tensor.data_ptr()
+
+
+def test_a_lone_element_may_have_any_strides() -> None:
+    tensor = torch.arange(8.0)[2:].as_strided((1, 1), (5, 7))
+    assert as_bytes(tensor).view(torch.float32).tolist() == [2.0]
