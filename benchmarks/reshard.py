@@ -11,13 +11,9 @@ import shlex
 import subprocess
 import sys
 
-FOUR = "machine.gpus_per_node=4"
-CASES = (
-    f"recipes/qwen3-8b.yaml train.tp=2 train.pp=2 train.dp=1 rollout.tp=2 {FOUR} --layers 8 --hidden 1024",
-    f"recipes/mixtral-8x7b.yaml train.tp=1 train.pp=1 train.ep=4 train.dp=4 rollout.tp=4 {FOUR} --layers 4 --hidden 1024",
-    f"recipes/mixtral-8x7b.yaml train.tp=1 train.pp=1 train.ep=4 train.dp=4 rollout.tp=4 rollout.expert_parallel=true {FOUR} "
-    "--layers 4 --hidden 1024",
-)
+DENSE = "recipes/qwen3-8b.yaml train.tp=2 train.pp=2 train.dp=1 rollout.tp=2 --layers 8 --hidden 1024"
+SPARSE = "recipes/mixtral-8x7b.yaml train.tp=1 train.pp=1 train.ep=4 train.dp=4 rollout.tp=4 --layers 4 --hidden 1024"
+CASES = (DENSE, SPARSE, f"{SPARSE} rollout.expert_parallel=true")
 
 
 def bench(case: str) -> str:

@@ -343,3 +343,21 @@ def test_a_typo_as_a_user_sees_it(work: Path) -> None:
     message = refused_process(work, "plan", "recipe.yaml", "rollout.temprature=0.5")
     assert "rollout.temprature" in message
     assert "did you mean temperature?" in message
+
+
+def test_settings_may_stand_behind_options() -> None:
+    options = cli._parse(
+        ["plan", "recipe.yaml", "train.tp=2", "--json", "train.pp=4", "--picture", "out.png", "name=a"]
+    )
+    assert options.overrides == ["train.tp=2", "train.pp=4", "name=a"]
+    assert (options.json, options.picture) == (True, "out.png")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["plan", "a.yaml", "--jsn"], ["eval", "run", "name=a"], ["plan", "a.yaml", "--b=c"]]
+)
+def test_what_is_no_setting_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli._parse(arguments)
+    assert ended.value.code == 2
+    assert "unrecognized arguments" in capsys.readouterr().err

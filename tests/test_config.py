@@ -261,7 +261,7 @@ def test_the_error_survives_pickling(load: Any) -> None:
         ),
         (
             "sync.verify=sometimes",
-            "sync.verify: expected one of never, got 'sometimes' (a string)",
+            "sync.verify: expected a string, always, never or every-N, got 'sometimes' (a string)",
         ),
         (
             "algorithm.name=gropo",

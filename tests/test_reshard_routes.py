@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import classes_of, distinct, groups_of, only, outline_of
+from hybrid3d.reshard.classes import Outline, classes_of, distinct, groups_of, only, outline_of
 from hybrid3d.reshard.coverage import check_routes, lower_bound
 from hybrid3d.reshard.layout import Demand, Holdings, Piece, View
-from hybrid3d.reshard.planner import PlanError, make_plan
+from hybrid3d.reshard.planner import Known, PlanError, Routes, make_plan
 from hybrid3d.reshard.routes import Part, Route, Routed, Source, route
 from hybrid3d.reshard.stamp import layer_of, stamped
 from test_reshard_box import Side, World, transfers_of, worlds
@@ -212,3 +212,33 @@ def test_who_shares_an_object_does_not_matter(world: World, per_node: int) -> No
     backwards = dict(reversed(own.items()))
     assert make_plan(world.holdings, shared, 64, per_node) == make_plan(world.holdings, own, 64, per_node)
     assert make_plan(world.holdings, shared, 64, per_node) == make_plan(world.holdings, backwards, 64, per_node)
+
+
+SOME = st.sets(st.sampled_from("ab"))
+
+
+@settings(max_examples=200, deadline=None)
+@example([{"a"}, {"a", "b"}, set(), set()], [{"a"}, set(), {"a", "b"}, {"a"}], 3)  # a node's replicas and others' alike
+@given(st.lists(SOME, min_size=4, max_size=4), st.lists(SOME, min_size=4, max_size=4), st.integers(1, 4))
+def test_whom_a_rank_is_grouped_with_does_not_matter(
+    held: list[set[str]], wanted: list[set[str]], per_node: int
+) -> None:
+    """Ranks that have the same are one group in a run, in whatever order they come, and may be several elsewhere."""
+    wanted = [names & set().union(*held) for names in wanted]
+    sides = [{rank: outline(names) for rank, names in enumerate(side)} for side in (held, wanted)]
+    own = [[([rank], said) for rank, said in side.items()] for side in sides]
+    merged = [[(ranks, side[ranks[0]]) for ranks in equal(side)] for side in sides]
+    moves = []
+    for holders, readers in (own, merged, [side[::-1] for side in own], [side[::-1] for side in merged]):
+        routes = Routes(holders, readers, 64, per_node)
+        moves.append([[(key, t.src, t.dst, t.name) for key, t in routes.moves(r, Known({}, {}))] for r in range(4)])
+    assert moves == [moves[0]] * 4
+
+
+def outline(names: set[str]) -> Outline:
+    return outline_of(Demand(tuple(piece(name, name) for name in sorted(names))))
+
+
+def equal(side: dict[int, Outline]) -> list[list[int]]:
+    """The ranks of equal outlines."""
+    return [list(ranks) for ranks in dict.fromkeys(tuple(r for r in side if side[r] == one) for one in side.values())]

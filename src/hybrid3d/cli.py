@@ -31,7 +31,7 @@ CHECKED = "HYBRID3D_CHECKED"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     ranks.adopt_slurm()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a recipe's paths are local: nothing is looked up elsewhere
     from hybrid3d.preflight import USER_MISTAKES
@@ -46,6 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             Console(stderr=True).print(f"{error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return MISTAKE
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Settings may stand anywhere behind the recipe; argparse alone takes none behind an option."""
+    parser = _parser()
+    options, others = parser.parse_known_args(arguments)
+    settings = [text for text in others if "=" in text and not text.startswith("-")]
+    if len(settings) < len(others) or (settings and not hasattr(options, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if settings:
+        options.overrides = [*options.overrides, *settings]
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

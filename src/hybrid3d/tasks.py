@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -134,4 +135,5 @@ def bench(
         numbers = report.numbers(smaller, scale.said(read_config(recipe.model.path)), found)
         report.write(folder, numbers)
         if console is not None:
-            console.print_json(data=numbers) if as_json else console.print(report.table(numbers))
+            text = json.dumps(numbers, indent=2) if as_json else report.table(numbers)
+            console.print(text, highlight=False, markup=False, soft_wrap=True)

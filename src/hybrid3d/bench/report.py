@@ -46,7 +46,9 @@ def numbers(recipe: Recipe, scaled: str, measured: dict[str, Any]) -> dict[str, 
         "coverage": "exact" if all(measured["bit_exact"].values()) else "wrong",
         **measured,
         "ratios": {
-            "bytes_gather": measured["gather_bytes"] / max(1, measured["received_bytes"]),
+            "bytes_gather": measured["gather_bytes"] / measured["received_bytes"]
+            if measured["received_bytes"]
+            else None,
             "seconds_gather": seconds["gather"] / seconds["hybrid3d"],
             "of_wire": seconds["wire"] / seconds["hybrid3d"],
             "gather_of_wire": seconds["gather_wire"] / seconds["gather"],
@@ -90,11 +92,15 @@ def table(found: dict[str, Any]) -> str:
     seconds = found["seconds"]
     said = [
         f"Received: the lower bound is {found['lower_bound_bytes']:,}.",
-        f"gather / hybrid3d: {ratios['bytes_gather']:.2f} of bytes, {ratios['seconds_gather']:.2f} of seconds.",
+        f"gather / hybrid3d: {_times(ratios['bytes_gather'])} of bytes, {ratios['seconds_gather']:.2f} of seconds.",
         f"hybrid3d reaches {ratios['of_wire']:.2f} of its wire, gather {ratios['gather_of_wire']:.2f} of its own.",
         f"vLLM's finalization, common to both: {seconds['finalize']:.3f} s; a whole sync: {seconds['sync']:.3f} s.",
     ]
     return "\n".join([*rows, "", *said])
+
+
+def _times(ratio: float | None) -> str:
+    return "all" if ratio is None else f"{ratio:.2f}"
 
 
 def _sides(layout: dict[str, Any]) -> str:

@@ -24,7 +24,8 @@ def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping
             if t.src == rank:
                 _check_end(t, t.source, held.get((rank, t.name), []), f"rank {rank} does not hold")
                 there[t.src, t.dst, t.name, t.box, t.dtype] += 1
-    for rank, part in plan.items():
+    for rank in {**plan, **demand}:
+        part = plan.get(rank, RankPlan(rank, ()))
         check_arrivals(part, demand.get(rank, Demand(())))
         there.subtract((t.src, t.dst, t.name, t.box, t.dtype) for t in part.transfers if t.dst == rank)
     for (src, dst, name, box, _), count in there.items():
@@ -42,8 +43,12 @@ def check_arrivals(part: RankPlan, demand: Demand) -> None:
     wanted = _pieces_by_name({rank: demand})
     arriving: dict[str, list[Box]] = defaultdict(list)
     for t in part.transfers:
+        if rank not in (t.src, t.dst):
+            raise PlanError(f"rank {rank} has no part in {t.name} {t.box}: {t.src} to {t.dst}")
         if t.dst == rank:
             _check_end(t, t.target, wanted.get((rank, t.name), []), f"rank {rank} does not want")
+            if t.target is None or t.dtype != t.target.dtype:
+                raise PlanError(f"rank {rank} does not want {t.name} {t.box} as {t.dtype}")
             arriving[t.name].append(t.box)
     for (_, name), pieces in wanted.items():
         got, asked = sum(b.numel for b in arriving[name]), sum(p.box.numel for p in pieces)
@@ -76,7 +81,13 @@ def check_routes(routed: Iterable[Routed], holders: Iterable[Group], readers: It
     Raises:
         PlanError: with the first violation found.
     """
-    routed = list(routed)
+    routed, holders, readers = list(routed), list(holders), list(readers)
+    known = {name for one in routed for name in one.tensors.names}
+    lost = [
+        (ranks[0], name) for ranks, side in readers for names in side.values() for name in names if name not in known
+    ]
+    if lost:
+        raise PlanError(f"rank {lost[0][0]} wants {lost[0][1]}, and nothing arrives")
     first = {one.tensors.names[0] for one in routed}
     held, wanted = _boxes_of_ranks(holders, first), _boxes_of_ranks(readers, first)
     wanting: dict[str, list[int]] = defaultdict(list)
@@ -99,9 +110,12 @@ def check_routes(routed: Iterable[Routed], holders: Iterable[Group], readers: It
             for rank in route.readers if own else ():
                 if not own <= set(held.get(rank, {}).get(name, ())):
                     raise PlanError(f"rank {rank} does not hold what it would copy of {name}")
-        lacking = set(wanting.pop(name, ())).symmetric_difference(r for route in one.routes for r in route.readers)
+        served = Counter(rank for route in one.routes for rank in route.readers)
+        lacking = set(wanting.pop(name, ())).symmetric_difference(served)
         if lacking:
             raise PlanError(f"rank {min(lacking)} wants {name}, and nothing arrives")
+        if max(served.values(), default=1) > 1:
+            raise PlanError(f"rank {served.most_common(1)[0][0]} gets {name} more than once")
 
 
 def _place(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:

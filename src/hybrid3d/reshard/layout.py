@@ -75,7 +75,7 @@ class Holdings:
 
 @dataclass(frozen=True)
 class Demand:
-    """The pieces that a rank wants, in the order in which it wants them, and the constants that it fills in."""
+    """The pieces that a rank wants, and the constants that it fills in."""
 
     pieces: tuple[Piece, ...]
     fills: tuple[Fill, ...] = field(default=())

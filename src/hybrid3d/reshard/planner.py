@@ -241,8 +241,10 @@ class Routes:
         ends, at = [], 0
         while at < self._order.end:
             whole = (at // self._order.round + 1) * self._order.round
-            at = agree(min([whole, *(load.furthest(at, self.bucket_bytes) for load in loads)]))
-            ends.append(at)
+            end = agree(min([whole, *(load.furthest(at, self.bucket_bytes) for load in loads)]))
+            assert end > at, "a transfer is larger than a bucket"
+            ends.append(end)
+            at = end
         return ends
 
 

@@ -104,7 +104,7 @@ def route(
     sent: dict[int, int] = defaultdict(int)
     for tensors in classes:
         routed = _Router(tensors, holders, ranks_per_node).routed(readers)
-        for source in sorted(routed.sources, key=lambda s: (s.box.start, s.box.size, s.holders)):
+        for source in sorted(routed.sources, key=lambda s: (s.box.start, s.box.size, min(s.readers))):
             source.start(sent)
             senders, _, nbytes = source.traffic(tensors.count)
             for rank, n in zip(senders.flat, nbytes.flat, strict=True):

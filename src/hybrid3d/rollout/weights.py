@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from hybrid3d.reshard.classes import natural
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Fill, Piece, Shape, View
 from hybrid3d.reshard.memory import Memory, aligned
 from hybrid3d.reshard.stamp import layer_of
@@ -67,7 +69,7 @@ class RolloutWeights:
         for piece in demand.pieces:
             if layer_of(piece.name) != self._layer_of[piece.view.tensor]:
                 raise UnsupportedLoader(f"vLLM's loader writes {piece.name} into {piece.view.tensor}: of another layer")
-        return demand
+        return replace(demand, pieces=tuple(sorted(demand.pieces, key=_place)))
 
     @property
     def largest_unit_bytes(self) -> int:
@@ -134,6 +136,12 @@ class RolloutWeights:
             memory.give_back()
         if self._left:
             raise RuntimeError(f"the sync left {len(self._left)} layers unwritten")
+
+
+def _place(piece: Piece) -> tuple[float, list[tuple[int, str]]]:
+    """Layer after layer, then what is in none: in one order, whatever the checkpoint's."""
+    layer = layer_of(piece.name)
+    return math.inf if layer is None else layer, natural(piece.name)
 
 
 class _Unit:

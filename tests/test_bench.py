@@ -1,0 +1,73 @@
+"""`hybrid3d bench` as a user starts it: what it counts, that every bit is right, and what it promises of speed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import ROOT, python
+
+sys.path.insert(0, str(ROOT))
+from benchmarks.reshard import CASES, DENSE, SPARSE
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
+
+
+def bench(folder: Path, case: str, *more: str, expect: int = 0) -> str:
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    return python(folder, "-m", "hybrid3d", "bench", *case.split(), *more, expect=expect)
+
+
+def check(found: dict[str, Any]) -> None:
+    assert found["bit_exact"] == {"hybrid3d": True, "gather": True}
+    assert found["coverage"] == "exact"
+    assert found["received_bytes"] == found["lower_bound_bytes"] == found["wire_bytes"]
+    assert found["local_bytes"] + found["received_bytes"] == found["wanted_bytes"]
+    assert found["max_staging_bytes"] <= 2 * 64 * 2**20
+
+
+def foretold(folder: Path, layouts: str) -> int:
+    """What `hybrid3d plan` says of the others' way."""
+    model = f"model.path={folder / 'runs/bench-mixtral-8x7b/model'}"
+    said = python(folder, "-m", "hybrid3d", "plan", "recipes/mixtral-8x7b.yaml", "--json", model, *layouts.split())
+    return int(json.loads(said)["gather_bytes"])
+
+
+def test_every_bit_is_right_and_the_bytes_are_the_lower_bound(tmp_path: Path) -> None:
+    found = json.loads(bench(tmp_path, SPARSE, "--json", "--hidden", "512", "--layers", "2", "--repeats", "2"))
+    check(found)
+    assert found["gather_bytes"] == 4 * found["received_bytes"]
+    assert found["gather_bytes"] == foretold(tmp_path, "train.tp=1 train.pp=1 train.ep=4 train.dp=4 rollout.tp=4")
+    assert found["scaled"] == "layers 32 -> 2, hidden size 4096 -> 512"
+    assert {path.name for path in (tmp_path / "runs/bench-mixtral-8x7b").glob("bench.*")} == {
+        "bench.json",
+        "bench.md",
+        "bench.png",
+    }
+
+
+def test_what_does_not_fit_is_refused_before_it_starts(tmp_path: Path) -> None:
+    said = bench(tmp_path, "recipes/qwen3-8b.yaml", expect=2)
+    assert said == ""
+    assert not list((tmp_path / "runs/bench-qwen3-8b").glob("logs/*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "least"), zip(CASES, (0.8 * 3, 0.8 * 4, 8.0), strict=True))
+def test_time_is_saved_where_bytes_are(case: str, least: float, tmp_path: Path) -> None:
+    found = json.loads(bench(tmp_path, case, "--json", "--repeats", "9"))
+    check(found)
+    assert found["held_bytes"] >= 300e6
+    assert found["ratios"]["seconds_gather"] >= least
+    assert found["ratios"]["of_wire"] >= 0.8
+    assert found["ratios"]["gather_of_wire"] >= 0.7
+
+
+def test_the_cases_are_those_of_the_document() -> None:
+    assert DENSE in CASES
+    said = (ROOT / "benchmarks/results/reshard-cpu.md").read_text()
+    assert all(f"hybrid3d bench {case}" in said for case in CASES)
