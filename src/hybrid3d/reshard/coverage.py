@@ -74,10 +74,13 @@ def check_routes(routed: Iterable[Routed], holdings: Mapping[int, Holdings], dem
         PlanError: with the first violation found.
     """
     held, wanted = _boxes_by_name(distinct(holdings)), _boxes_by_name(distinct(demand))
+    routed = list(routed)
+    standing = {name: one.tensors.names[0] for one in routed for name in one.tensors.names}
     wanting: dict[str, list[int]] = defaultdict(list)
     for ranks, side in distinct(demand):
         for name in {piece.name for piece in side.pieces}:
-            wanting[name] += ranks
+            if standing.get(name, name) == name:
+                wanting[name] += ranks
     for one in routed:
         name = one.tensors.names[0]
         for source in one.sources:
