@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from rich.console import Console
 
@@ -222,8 +223,8 @@ def _launch(arguments: list[str], recipe: Recipe, folder: RunFolder, console: Co
     from hybrid3d.launcher import check_devices, launch
 
     check_devices(recipe)
-    os.environ[CHECKED] = "1"
-    return launch(arguments, recipe.world_size, folder, console)
+    with mock.patch.dict(os.environ, {CHECKED: "1"}):
+        return launch(arguments, recipe.world_size, folder, console)
 
 
 def _say_where(recipe: Recipe, folder: RunFolder, console: Console) -> None:
