@@ -68,9 +68,13 @@ class Rollouts:
         ]
         return self._of_all_replicas(samples)
 
-    def accuracy(self) -> float:
-        """Share of held-out problems whose greedy answer gets full reward."""
-        weights = self._engine.require(0)
+    def accuracy(self, step: int) -> float:
+        """Share of held-out problems whose greedy answer gets full reward.
+
+        Raises:
+            StaleWeights: the engine's weights are older than those of this step.
+        """
+        weights = self._engine.require(step)
         examples = self._mine(list(self._held_out.examples))
         answers = self._engine.answer([example.prompt_ids for example in examples], self._tokenizer.eos_token_id)
         rewards = [self._sample(e, tokens, (), weights).reward for e, tokens in zip(examples, answers, strict=True)]

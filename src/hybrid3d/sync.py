@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -28,6 +28,7 @@ class SyncReport:
 
     Attributes:
         corrupted: tensors that, on some rank, had not landed as they were sent and were moved once more.
+        phases: seconds by phase of the execution.
     """
 
     seconds: float
@@ -36,6 +37,7 @@ class SyncReport:
     staging_bytes: int
     finalize_bytes: int
     corrupted: tuple[str, ...] = ()
+    phases: Mapping[str, float] = field(default_factory=dict)
 
 
 class CorruptSync(RuntimeError):
@@ -61,7 +63,6 @@ class WeightSync:
         self.holders = holders = ranks.gather_alike(outline_of(held))
         self._engine = engine
         self._verify = recipe.sync.verify
-        self._syncs = 0
         self.sink = engine.weights(canonical_shapes([side for _, side in holders]))
         wanted = self.sink.demand
         readers = ranks.gather_alike(outline_of(wanted))
@@ -90,11 +91,11 @@ class WeightSync:
         """
         start = time.perf_counter()
         self._engine.updates = None
-        verify = is_verified(self._verify, self._syncs)
-        self._syncs += 1
+        verify = is_verified(self._verify, number)
         done = self._move(verify)
         corrupted = _of_all_ranks(done.wrong) if verify else ()
         if corrupted:
+            print(f"{len(corrupted)} tensors have not landed as sent: {_some(corrupted)}; once more", flush=True)
             done = self._move(verify=True)
             still = _of_all_ranks(done.wrong)
             if still:
@@ -109,6 +110,7 @@ class WeightSync:
             staging_bytes=done.staging_bytes,
             finalize_bytes=self.sink.finalize_bytes,
             corrupted=corrupted,
+            phases=done.seconds,
         )
 
     def _move(self, verify: bool) -> Report:
@@ -119,7 +121,7 @@ class WeightSync:
 
 
 def is_verified(setting: str, number: int) -> bool:
-    """Whether the run's `number`-th sync, counted from 0, is verified: `always`, `every-N` or `never`."""
+    """Whether the sync of weights with so many updates is verified: `always`, `every-N` or `never`."""
     if setting.startswith("every-"):
         return number % int(setting.removeprefix("every-")) == 0
     return setting == "always"

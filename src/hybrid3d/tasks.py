@@ -64,7 +64,7 @@ def evaluate(
     run = Colocated(recipe, rank, slots, trainable=False)
     checkpoint.load_weights(run.policy, checkpoint_folder(folder, step))
     run.sync.run(step)
-    accuracy = run.rollouts.accuracy()
+    accuracy = run.rollouts.accuracy(step)
     if console is not None:
         problems = run.rollouts.held_out_problems
         console.print(f"step {step}: held-out accuracy {accuracy:.4f} of {problems} problems", highlight=False)

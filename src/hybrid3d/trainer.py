@@ -43,7 +43,7 @@ def train_grpo(recipe: Recipe, folder: RunFolder, rank: int, slots: Sequence[int
         run.engine.wake("kv_cache")
         if step % recipe.run.eval_every == 0 or step == recipe.run.steps:
             with clock("eval"):
-                row["eval/accuracy"] = run.rollouts.accuracy()
+                row["eval/accuracy"] = run.rollouts.accuracy(step)
         with clock("generate"):
             samples = run.rollouts.draw(step)
         run.engine.sleep()

@@ -1,8 +1,9 @@
-"""One rank of a run in which another is killed in the middle of a sync: what its engine says when it is to generate.
+"""One rank of a run whose syncs go wrong: what its engine says when it is to generate.
 
     torchrun --nproc-per-node 4 broken_sync.py FOLDER CHECKPOINT
 
-Each rank that lives writes FOLDER/<rank>.json; the last one is killed in its second sync.
+Messages to rank 0 arrive with a flipped bit, once and then always. At last rank 3 is killed in the middle of a sync;
+the others write FOLDER/<rank>.json.
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 from hybrid3d import ranks
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
 from hybrid3d.rollout.engine import RolloutEngine, StaleWeights
-from hybrid3d.sync import WeightSync
+from hybrid3d.sync import CorruptSync, WeightSync
 from hybrid3d.train import runtime
 from hybrid3d.train.policy import Policy
 
@@ -37,6 +38,44 @@ class Dying:
         return self._transport.run()
 
 
+class Flipping:
+    """A transport of which a bit flips in the first message that arrives, in so many of its runs."""
+
+    def __init__(self, transport, times):
+        self._transport, self._left, self._first = transport, times, None
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def submit_recv(self, tensor, src, tag):
+        self._first = tensor if self._first is None else self._first
+        self._transport.submit_recv(tensor, src, tag)
+
+    def run(self):
+        pending, arriving = self._transport.run(), self._first
+        self._first = None
+
+        class Flipped:
+            def wait(_):
+                pending.wait()
+                if arriving is not None and self._left:
+                    self._left -= 1
+                    arriving[0] ^= 1
+
+        return Flipped()
+
+
+def sync_with(sync: WeightSync, transport: object, number: int) -> str:
+    """How many tensors a sync had to mend, or what it failed of."""
+    sync._executor._transport, before = transport, sync._executor._transport
+    try:
+        return str(len(sync.run(number).corrupted))
+    except (CorruptSync, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        sync._executor._transport = before
+
+
 def generate(engine: RolloutEngine) -> str:
     """How many tokens came, or why none did."""
     try:
@@ -55,7 +94,7 @@ def main() -> None:
         model=Model(path=checkpoint),
         train=train,
         rollout=Rollout(tp=2, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16),
-        sync=Sync(),
+        sync=Sync(verify="always"),
         data=Data(train="-", eval="-"),
         algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),
         optimizer=Optimizer(lr=1e-3),
@@ -68,14 +107,12 @@ def main() -> None:
     sync = WeightSync(recipe, policy.weights, engine, rank)
     sync.run(0)
     said["synced"] = generate(engine)
-    if rank == 3:
-        sync._executor._transport = Dying(sync.transport)
-    try:
-        sync.run(1)
-        said["error"] = ""
-    except RuntimeError as error:
-        said["error"] = str(error)
-    said["after"] = generate(engine)
+    for what, times in (("once", 1), ("always", 1 << 30)):
+        said[what] = sync_with(sync, Flipping(sync.transport, times) if rank == 0 else sync.transport, 1)
+        said[f"after {what}"] = generate(engine)
+    said["whole again"] = sync_with(sync, sync.transport, 2)
+    said["killed"] = sync_with(sync, Dying(sync.transport) if rank == 3 else sync.transport, 3)
+    said["after killed"] = generate(engine)
     (folder / f"{rank}.json").write_text(json.dumps(said))
     os._exit(0)  # nothing can be closed any more: a peer is gone
 

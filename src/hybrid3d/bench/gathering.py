@@ -2,7 +2,8 @@
 
 Each stage broadcasts what it holds to the ranks in the same place of the other stages; then TP groups, and for experts
 the groups of EP x ETP, all-gather it; then each rank copies what vLLM wants of it. In buckets of two buffers: a
-bucket is on its way while the one before is copied.
+bucket is on its way while the one before is copied. Broadcasts and all-gathers are made of sends and receives that are
+all in flight at once, because gloo's own take twice as long.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from hybrid3d import ranks
 from hybrid3d.families import is_expert
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Outline, natural
-from hybrid3d.reshard.executor import Copies, Sink, Source
+from hybrid3d.reshard.executor import Copies
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape, View, contiguous_stride
 from hybrid3d.reshard.memory import Memory, aligned
+from hybrid3d.reshard.protocols import Sink, Source
 from hybrid3d.reshard.stamp import layer_of
+from hybrid3d.reshard.transport import Pending, Transport
 
 Group = dist.ProcessGroup
 Kind = tuple[int | None, str, str]
@@ -34,25 +37,24 @@ class Peers:
 
     Attributes:
         outlines: what each rank holds.
-        stages, tp, experts: the groups over which weights are brought together.
+        tp, experts: the ranks over which this one's weights are brought together.
         columns: the ranks in each rank's place of every stage, in the order of the stages.
     """
 
     rank: int
     outlines: Sequence[Outline]
     shapes: Mapping[str, Shape]
-    stages: Group
-    tp: Group
-    experts: Group
+    tp: Sequence[int]
+    experts: Sequence[int]
     columns: Sequence[Sequence[int]]
 
     @classmethod
     def meet(
         cls, outlines: Sequence[Outline], shapes: Mapping[str, Shape], groups: tuple[Group, Group, Group]
     ) -> Peers:
-        """Every rank calls this together."""
-        columns = ranks.gather(dist.get_process_group_ranks(groups[0]))
-        return cls(dist.get_rank(), outlines, shapes, *groups, columns)
+        """Every rank calls this together, with its groups over stages, TP ranks and experts."""
+        stages, tp, experts = (dist.get_process_group_ranks(group) for group in groups)
+        return cls(dist.get_rank(), outlines, shapes, tp, experts, ranks.gather(stages))
 
 
 @dataclass
@@ -61,19 +63,20 @@ class _Bucket:
 
     Attributes:
         root: the rank of this rank's column that holds its part.
-        group: over which the parts are gathered; None where each column has all.
-        members: what each of the group's ranks holds, one piece behind the other, as it lies in that rank's bytes.
+        ranks: whose parts are brought together; this one alone where each column has all.
+        members: what each of these ranks holds, one piece behind the other, as it lies in that rank's part.
+        parts: their bytes, `own` among them.
         nbytes: of the longest of them.
     """
 
     layer: int | None
     root: int
-    group: Group | None
+    ranks: Sequence[int]
     members: list[list[Piece]]
     opens: bool = False
     closes: bool = False
     own: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    every: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    parts: list[torch.Tensor] = field(default_factory=list)
     packing: Copies = field(default_factory=Copies)
     unpacking: Copies = field(default_factory=Copies)
 
@@ -83,14 +86,13 @@ class _Bucket:
 
     @property
     def buffer_bytes(self) -> int:
-        return aligned(self.nbytes) + (0 if self.group is None else self.nbytes * len(self.members))
+        return aligned(self.nbytes) * len(self.members)
 
 
 class Gather:
     """Rebuilds every tensor on this rank, a bucket at a time. Every rank calls `run` together.
 
     Attributes:
-        operations: collectives and copies that a run launches.
         nbytes: memory of its buffers.
     """
 
@@ -100,11 +102,12 @@ class Gather:
         held: tuple[Holdings, Source],
         wanted: tuple[Demand, Sink],
         bucket_bytes: int,
+        transport: Transport,
         device: torch.device,
     ):
         self._peers = peers
         self._sink = wanted[1]
-        self._broadcasts = len(peers.columns[peers.rank]) > 1
+        self._transport = transport
         self._buckets = list(_buckets(peers, bucket_bytes))
         sizes = [[bucket.buffer_bytes for bucket in self._buckets[turn::2]] for turn in (0, 1)]
         memory = [Memory(max(of_turn, default=0), device) for of_turn in sizes]
@@ -117,19 +120,24 @@ class Gather:
             bucket.opens = i == 0 or self._buckets[i - 1].layer != bucket.layer
             bucket.closes = i == len(self._buckets) - 1 or self._buckets[i + 1].layer != bucket.layer
         self.nbytes = sum(one.nbytes for one in memory)
-        copies = sum(len(b.packing) + len(b.unpacking) for b in self._buckets)
-        self.operations = copies + sum(self._broadcasts + (b.group is not None) for b in self._buckets)
 
-    @staticmethod
-    def _place(bucket: _Bucket, memory: Memory) -> None:
-        bucket.own = memory.flat(0, bucket.nbytes, torch.uint8)
-        if bucket.group is not None:
-            bucket.every = memory.flat(aligned(bucket.nbytes), bucket.nbytes * len(bucket.members), torch.uint8)
+    @property
+    def operations(self) -> int:
+        """Sends, receives and copies of a run."""
+        stages, found = len(self._peers.columns[self._peers.rank]) - 1, 0
+        for bucket in self._buckets:
+            spread = stages if bucket.root == self._peers.rank else 1
+            found += spread + 2 * (len(bucket.ranks) - 1) + len(bucket.packing) + len(bucket.unpacking)
+        return found
+
+    def _place(self, bucket: _Bucket, memory: Memory) -> None:
+        step = aligned(bucket.nbytes)
+        bucket.parts = [memory.flat(i * step, bucket.nbytes, torch.uint8) for i in range(len(bucket.ranks))]
+        bucket.own = bucket.parts[list(bucket.ranks).index(self._peers.rank)]
 
     def _bind_unpacking(self, bucket: _Bucket, wants: Mapping[str, list[Piece]]) -> None:
-        parts = [bucket.own] if bucket.group is None else bucket.every.split(bucket.nbytes)
         seen: set[tuple[str, Box]] = set()  # of several that hold the same, the first is read
-        for flat, pieces in zip(parts, bucket.members, strict=True):
+        for flat, pieces in zip(bucket.parts, bucket.members, strict=True):
             for piece in pieces:
                 for target in wants.get(piece.name, ()) if (piece.name, piece.box) not in seen else ():
                     common = piece.box.intersect(target.box)
@@ -138,45 +146,76 @@ class Gather:
                 seen.add((piece.name, piece.box))
 
     def _bind_packing(self, bucket: _Bucket, holds: Mapping[str, list[Piece]], source: Source) -> None:
-        for piece in bucket.members[0 if bucket.group is None else dist.get_rank(bucket.group)]:
+        for piece in bucket.members[list(bucket.ranks).index(self._peers.rank)]:
             lies = next(p for p in holds[piece.name] if p.box.contains(piece.box))
             bucket.packing.add(_view(bucket.own, piece), source.read(lies.part(piece.box)))
 
     @torch.no_grad()
-    def run(self, copying: bool = True) -> int:
-        """The bytes received.
-
-        Args:
-            copying: False for the collectives alone, whatever is in their buffers.
-        """
-        received, before = 0, None
-        for bucket in self._buckets:
-            if copying:
-                bucket.packing.run()
-            if self._broadcasts:
-                dist.broadcast(bucket.own, bucket.root, group=self._peers.stages)
-                received += bucket.nbytes if bucket.root != self._peers.rank else 0
-            work = None
-            if bucket.group is not None:
-                work = dist.all_gather_into_tensor(bucket.every, bucket.own, group=bucket.group, async_op=True)
-                received += bucket.nbytes * (len(bucket.members) - 1)
+    def run(self) -> int:
+        """The bytes received."""
+        received_before = self._transport.received_bytes
+        before: tuple[_Bucket, Pending] | None = None
+        spread = self._spread(0)
+        for number, bucket in enumerate(self._buckets):
+            spread.wait()
+            gathered = self._exchange(number)
             if before is not None:
-                self._finish(*before, copying)
-            before = bucket, work
+                self._finish(*before)
+            before = bucket, gathered
+            if number + 1 < len(self._buckets):
+                spread = self._spread(number + 1)
         if before is not None:
-            self._finish(*before, copying)
-        return received
+            self._finish(*before)
+        return self._transport.received_bytes - received_before
 
-    def _finish(self, bucket: _Bucket, work: dist.Work | None, copying: bool) -> None:
-        if work is not None:
-            work.wait()
-        if not copying:
-            return
+    def _spread(self, number: int) -> Pending:
+        """Pack a bucket where it is held, and start to bring it to the other stages."""
+        bucket, column = self._buckets[number], self._peers.columns[self._peers.rank]
+        bucket.packing.run()
+        if bucket.root != self._peers.rank:
+            self._transport.submit_recv(bucket.own, bucket.root, 2 * number)
+        else:
+            for other in column:
+                if other != self._peers.rank:
+                    self._transport.submit_send(bucket.own, other, 2 * number)
+        return self._transport.run()
+
+    def _exchange(self, number: int) -> Pending:
+        """Start to bring a bucket's parts together."""
+        bucket = self._buckets[number]
+        for other, part in zip(bucket.ranks, bucket.parts, strict=True):
+            if other != self._peers.rank:
+                self._transport.submit_recv(part, other, 2 * number + 1)
+        for other in bucket.ranks:
+            if other != self._peers.rank:
+                self._transport.submit_send(bucket.own, other, 2 * number + 1)
+        return self._transport.run()
+
+    def _finish(self, bucket: _Bucket, gathered: Pending) -> None:
+        gathered.wait()
         if bucket.opens:
             self._sink.open(bucket.layer)
         bucket.unpacking.run()
         if bucket.closes:
             self._sink.close(bucket.layer)
+
+    def peers_bytes(self) -> tuple[dict[int, int], dict[int, int]]:
+        """By peer, the bytes that a run sends to it, and receives from it."""
+        sent: dict[int, int] = defaultdict(int)
+        received: dict[int, int] = defaultdict(int)
+        for bucket in self._buckets:
+            if bucket.root != self._peers.rank:
+                received[bucket.root] += bucket.nbytes
+            for other in self._peers.columns[self._peers.rank] if bucket.root == self._peers.rank else ():
+                sent[other] += bucket.nbytes
+            for other in bucket.ranks:
+                sent[other] += bucket.nbytes
+                received[other] += bucket.nbytes
+        return without(sent, self._peers.rank), without(received, self._peers.rank)
+
+
+def without(counts: dict[int, int], rank: int) -> dict[int, int]:
+    return {other: nbytes for other, nbytes in counts.items() if other != rank}
 
 
 def _buckets(peers: Peers, limit: int) -> Iterator[_Bucket]:
@@ -185,12 +224,10 @@ def _buckets(peers: Peers, limit: int) -> Iterator[_Bucket]:
     every = [(kind, stage) for stage, rank in enumerate(column) for kind in kinds[rank]]
     for kind, stage in sorted(every, key=lambda one: (one[0][0] is None, one)):
         layer, over, _ = kind
-        found = {"tp": peers.tp, "experts": peers.experts}.get(over)
-        members = [peers.rank] if found is None else dist.get_process_group_ranks(found)
-        group = found if len(members) > 1 else None
+        members = {"tp": peers.tp, "experts": peers.experts}.get(over, [peers.rank])
         items = [kinds[peers.columns[member][stage]][kind] for member in members]
         for parts in _cut(items, limit // len(members)):
-            yield _Bucket(layer, column[stage], group, [_laid_out(part) for part in parts])
+            yield _Bucket(layer, column[stage], members, [_laid_out(part) for part in parts])
 
 
 def _kinds(peers: Peers, column: Sequence[int]) -> list[dict[Kind, list[Piece]]]:

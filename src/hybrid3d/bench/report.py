@@ -50,6 +50,7 @@ def numbers(recipe: Recipe, scaled: str, measured: dict[str, Any]) -> dict[str, 
             if measured["received_bytes"]
             else None,
             "seconds_gather": seconds["gather"] / seconds["hybrid3d"],
+            "verification": (seconds["verified"] - seconds["hybrid3d"]) / seconds["sync"],
             "of_wire": seconds["wire"] / seconds["hybrid3d"],
             "gather_of_wire": seconds["gather_wire"] / seconds["gather"],
         },
@@ -95,8 +96,16 @@ def table(found: dict[str, Any]) -> str:
         f"gather / hybrid3d: {_times(ratios['bytes_gather'])} of bytes, {ratios['seconds_gather']:.2f} of seconds.",
         f"hybrid3d reaches {ratios['of_wire']:.2f} of its wire, gather {ratios['gather_of_wire']:.2f} of its own.",
         f"vLLM's finalization, common to both: {seconds['finalize']:.3f} s; a whole sync: {seconds['sync']:.3f} s.",
+        f"Verified by checksums at both ends: {seconds['verified']:.3f} s instead of {seconds['hybrid3d']:.3f} s, "
+        f"which is {100 * ratios['verification']:.0f} % of a whole sync.",
     ]
-    return "\n".join([*rows, "", *said])
+    where = [
+        f"Where the time of {what} goes, on a mean rank: "
+        + ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in found["phases"][key].items())
+        + "."
+        for key, what in (("hybrid3d", "hybrid3d's row"), ("sync", "a whole sync"))
+    ]
+    return "\n".join([*rows, "", *said, *where])
 
 
 def _times(ratio: float | None) -> str:

@@ -56,11 +56,12 @@ def scaled(recipe: Recipe, scale: Scale) -> tuple[Recipe, dict[str, Any]]:
         rollout=replace(rollout, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16),
     )
     for key in vars(scale):
-        problems = list(_problems(config, smaller, Scale(**{key: getattr(scale, key)}))) if getattr(scale, key) else []
+        value = getattr(scale, key)
+        problems = [] if value is None else list(_problems(config, smaller, Scale(**{key: value})))
         if problems:
             best = _smallest(config, smaller, key)
             fix = f"--{key} {best} is the smallest that works" if best else f"no --{key} works with these layouts"
-            raise RecipeError(recipe.name, [f"--{key} {getattr(scale, key)}: {'; '.join(problems)}: {fix}"])
+            raise RecipeError(recipe.name, [f"--{key} {value}: {'; '.join(problems)}: {fix}"])
     found = _scaled_config(config, scale)
     _check(found, smaller)
     return smaller, found
@@ -96,11 +97,21 @@ def _scaled_config(config: Config, scale: Scale) -> dict[str, Any]:
 
 def _problems(config: Config, recipe: Recipe, scale: Scale) -> Iterator[str]:
     """What one size, scaled alone, breaks."""
+    if any(value is not None and value < 1 for value in vars(scale).values()):
+        yield "it must be 1 or more"
+        return
+    if scale.experts and not any(key in config for key in EXPERTS):
+        yield "the model has no experts"
+        return
     if scale.hidden:
+        unfit = False
         for key in WIDTHS:
             size = config.get(key)
             if isinstance(size, int) and size * scale.hidden % config["hidden_size"]:
+                unfit = True
                 yield f"{key} would be {size * scale.hidden / config['hidden_size']:.2f}"
+        if unfit:
+            return
     if scale.layers is not None and scale.layers <= (1 if config.get("first_k_dense_replace") else 0):
         yield "it takes a layer of each kind"
         return

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from hybrid3d import ranks
 from hybrid3d.bench.gathering import Gather, Peers
 from hybrid3d.bench.values import fill, wrong
-from hybrid3d.bench.wire import Wire
+from hybrid3d.bench.wire import Wire, peers_bytes
 from hybrid3d.config import Recipe
 from hybrid3d.inputs import read_config
 from hybrid3d.reshard.classes import Outline
@@ -27,6 +28,7 @@ from hybrid3d.train.runtime import device, gather_groups, synchronize
 from hybrid3d.train.weights import canonical_shapes, megatron_weights
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 class Watched:
@@ -65,29 +67,41 @@ class Bench:
         shapes = canonical_shapes(outlines.values())
         peers = Peers.meet([outlines[r] for r in sorted(outlines)], shapes, gather_groups())
         ends = (self._trained.holdings, sync.source), (sync.sink.demand, self._sink)
-        self._gather = Gather(peers, *ends, int(recipe.sync.bucket_mib * MIB), device())
-        self._wire = Wire(sync.plan, sync.transport, device())
+        self._gather = Gather(peers, *ends, int(recipe.sync.bucket_mib * MIB), sync.transport, device())
+        self._wire = Wire(*peers_bytes(sync.plan), sync.plan.local_bytes, sync.transport, device())
+        self._gather_wire = Wire(*self._gather.peers_bytes(), 0, sync.transport, device())
+        self.phases: dict[str, dict[str, float]] = {"hybrid3d": defaultdict(float), "sync": defaultdict(float)}
         self.methods: dict[str, Callable[[], object]] = {
-            "hybrid3d": self._hybrid.run,
-            "gather": self._gather.run,
+            "hybrid3d": lambda: self._add("hybrid3d", self._whole(self._hybrid.run).seconds),
+            "verified": lambda: self._whole(lambda: self._hybrid.run(verify=True)),
+            "gather": lambda: self._whole(self._gather.run),
             "wire": self._wire.run,
-            "gather_wire": lambda: self._gather.run(copying=False),
-            "finalize": self._finalize,
-            "sync": lambda: sync.run(0),
+            "gather_wire": self._gather_wire.run,
+            "finalize": lambda: self._whole(self._finalize),
+            "sync": lambda: self._add("sync", sync.run(0).phases),
         }
+
+    def _whole(self, run: Callable[[], T]) -> T:
+        """A run after which every layer must have been written and closed."""
+        self._sync.sink.begin()
+        done = run()
+        self._sync.sink.end()
+        return done
+
+    def _add(self, method: str, phases: Mapping[str, float]) -> None:
+        for phase, seconds in phases.items():
+            self.phases[method][phase] += seconds
 
     def wrong(self, method: str, number: int) -> list[str]:
         """The tensors that a method brings to this rank with some bit changed."""
         fill(self._trained.holdings, self._sync.source, number)
         self._sink.number, self._sink.wrong = number, []
-        self._sync.sink.begin()
         self.methods[method]()
         self._sink.number = None
         return self._sink.wrong
 
     def seconds(self, method: str) -> float:
         """Of the slowest rank."""
-        self._sync.sink.begin()
         synchronize()
         dist.barrier()
         start = time.perf_counter()
@@ -104,15 +118,14 @@ class Bench:
     def numbers(self) -> dict[str, int]:
         """Sums over ranks but where a key starts with `max_`: the same on every rank."""
         sync, plan = self._sync, self._sync.plan
-        self._sync.sink.begin()
-        done = self._hybrid.run()
+        done = self._whole(self._hybrid.run)
         found = {
             "wanted_bytes": sum(piece.nbytes for piece in sync.sink.demand.pieces),
             "held_bytes": sum(piece.nbytes for piece in self._trained.holdings.pieces),
             "local_bytes": plan.local_bytes,
             "received_bytes": done.received_bytes,
             "lower_bound_bytes": sync.lower_bound,
-            "gather_bytes": self._gather.run(copying=False),
+            "gather_bytes": self._gather_wire.run(),
             "wire_bytes": self._wire.run(),
             "max_received_bytes": done.received_bytes,
             "max_sent_bytes": plan.sent_bytes,
@@ -142,6 +155,9 @@ def measure(recipe: Recipe, repeats: int, rank: int, slots: Sequence[int], say: 
         say(f"run {turn} of {repeats}" if turn else "warming up")
         for name, seconds in taken.items():
             seconds.append(bench.seconds(name))
+        if not turn:
+            bench.phases = {method: defaultdict(float) for method in bench.phases}
+    phases = ranks.gather(bench.phases)
     numbers = bench.numbers()
     bench.close()
     return {
@@ -149,8 +165,14 @@ def measure(recipe: Recipe, repeats: int, rank: int, slots: Sequence[int], say: 
         "bit_exact": {name: not wrong for name, wrong in exact.items()},
         "wrong": {name: wrong[:20] for name, wrong in exact.items()},
         "seconds": {name: statistics.median(seconds[1:]) for name, seconds in taken.items()},
+        "phases": {method: _means([of_rank[method] for of_rank in phases], repeats) for method in bench.phases},
         "spread": {name: [min(seconds[1:]), max(seconds[1:])] for name, seconds in taken.items()},
     }
+
+
+def _means(of_ranks: Sequence[Mapping[str, float]], repeats: int) -> dict[str, float]:
+    """Seconds by phase of a mean rank in a mean run."""
+    return {phase: sum(one[phase] for one in of_ranks) / len(of_ranks) / repeats for phase in of_ranks[0]}
 
 
 def _dtypes(outlines: Iterable[Outline]) -> dict[str, str]:

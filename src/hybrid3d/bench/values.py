@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.executor import Sink, Source
 from hybrid3d.reshard.layout import Holdings, Piece
+from hybrid3d.reshard.protocols import Sink, Source
 from hybrid3d.reshard.transport import as_bytes
 
 CHUNK = 1 << 22  # elements made at a time

@@ -1,8 +1,9 @@
-"""The limit: a plan's bytes between the same ranks, from and to contiguous buffers, and one copy of what stays."""
+"""The limit: so many bytes between the same ranks, from and to contiguous buffers, and one copy of what stays."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 
@@ -11,28 +12,27 @@ from hybrid3d.reshard.transport import Transport
 
 
 class Wire:
-    """Moves as many bytes as a rank's plan does: one message from and to each of its peers.
+    """Moves bytes by one message to and from each peer, all at once.
 
-    Attributes:
-        operations: sends, receives and copies that a run launches.
+    Args:
+        sent, received: bytes by peer.
+        stays: bytes that are copied on this rank.
     """
 
-    def __init__(self, plan: RankPlan, transport: Transport, device: torch.device):
-        sent: dict[int, int] = defaultdict(int)
-        received: dict[int, int] = defaultdict(int)
-        for t in plan.transfers:
-            if not t.is_local:
-                (sent if t.src == plan.rank else received)[t.dst if t.src == plan.rank else t.src] += t.nbytes
+    def __init__(
+        self,
+        sent: Mapping[int, int],
+        received: Mapping[int, int],
+        stays: int,
+        transport: Transport,
+        device: torch.device,
+    ):
         self._transport = transport
-        self._sends = [(torch.zeros(n, dtype=torch.uint8, device=device), dst) for dst, n in sent.items()]
+        outgoing = torch.zeros(max(sent.values(), default=0), dtype=torch.uint8, device=device)
+        self._sends = [(outgoing[:nbytes], dst) for dst, nbytes in sent.items()]
         self._receives = [(torch.zeros(n, dtype=torch.uint8, device=device), src) for src, n in received.items()]
-        self._stays, self._copy = (torch.zeros(plan.local_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-        self.operations = len(self._sends) + len(self._receives) + 1
-
-    @property
-    def nbytes(self) -> int:
-        """Of the buffers."""
-        return sum(flat.nbytes for flat, _ in (*self._sends, *self._receives)) + 2 * self._copy.nbytes
+        self._stays, self._copy = (torch.zeros(stays, dtype=torch.uint8, device=device) for _ in range(2))
+        self.operations = len(self._sends) + len(self._receives) + (1 if stays else 0)
 
     def run(self) -> int:
         """The bytes received."""
@@ -45,3 +45,15 @@ class Wire:
         self._copy.copy_(self._stays)
         pending.wait()
         return self._transport.received_bytes - before
+
+
+def peers_bytes(plan: RankPlan) -> tuple[dict[int, int], dict[int, int]]:
+    """By peer, the bytes that a rank's plan sends to it, and receives from it."""
+    sent: dict[int, int] = defaultdict(int)
+    received: dict[int, int] = defaultdict(int)
+    for t in plan.transfers:
+        if not t.is_local and t.src == plan.rank:
+            sent[t.dst] += t.nbytes
+        elif not t.is_local:
+            received[t.src] += t.nbytes
+    return sent, received

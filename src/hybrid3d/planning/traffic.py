@@ -32,7 +32,7 @@ class Planned:
         held_experts: of what is held, that of routed experts.
         model, model_experts: bytes of all canonical tensors, and of those of routed experts.
         placed: the slot of each rank.
-        finalize: a bound on what opened modules take on a rank: two of them are open at most.
+        finalize: a bound on what opened modules take on a rank.
         buckets, staging: the most of a rank, of the plan made transfer by transfer; None, and a bound, where it is too
             large for that.
     """
@@ -104,7 +104,7 @@ def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) ->
         model=sum(sizes.values()),
         model_experts=sum(nbytes for name, nbytes in sizes.items() if is_expert(name)),
         placed=found,
-        finalize=2 * max(one.finalize_bytes for one in sides.slots),
+        finalize=max(one.finalize_bytes for one in sides.slots),
         buckets=max(len(part.buckets) for part in plan.values()) if plan else None,
         staging=max(sum(part.staging_bytes) for part in plan.values()) if plan else 2 * bucket,
     )

@@ -7,6 +7,8 @@ which tensors are copied together.
 from __future__ import annotations
 
 import functools
+import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -26,11 +28,26 @@ class Report:
 
     Attributes:
         wrong: tensors that have not landed as they were sent; None where nobody looked.
+        seconds: by phase; on a GPU what launching took.
     """
 
     received_bytes: int
     staging_bytes: int
     wrong: tuple[str, ...] | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+
+class _Laps:
+    """Seconds by phase, each counted since the one before."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._at = time.perf_counter()
+
+    def __call__(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._at
+        self._at = now
 
 
 class Tensors:
@@ -187,43 +204,53 @@ class Executor:
         Args:
             verify: compare both ends of every transfer, before what has landed is finalized.
         """
-        received_before = self._transport.received_bytes
+        received_before, laps = self._transport.received_bytes, _Laps()
         checks = self._checks if verify else None
         for staging in self._staging:
             staging.take()
         under_way: tuple[_Step, Pending] | None = None
         for step in self._steps:
-            started = step, self._start(step)
+            started = step, self._start(step, laps)
             if under_way is not None:
-                self._finish(*under_way, checks)
+                self._finish(*under_way, checks, laps)
             under_way = started
         if under_way is not None:
-            self._finish(*under_way, checks)
+            self._finish(*under_way, checks, laps)
         self._give_back()
         received = self._transport.received_bytes - received_before
         wrong = tuple(checks.compare()) if checks else None
-        return Report(received, sum(s.nbytes for s in self._staging), wrong)
+        laps("check")
+        return Report(received, sum(s.nbytes for s in self._staging), wrong, laps.seconds)
 
-    def _start(self, step: _Step) -> Pending:
+    def _start(self, step: _Step, laps: _Laps) -> Pending:
         """Post the bucket's receives, pack and post its sends, and copy what stays on the rank meanwhile."""
         if step.opens:
             self._sink.open(step.layer)
+            laps("open")
         for flat, src, tag in step.receives:
             self._transport.submit_recv(flat, src, tag)
+        laps("post")
         step.packing.run()
+        laps("pack")
         for flat, dst, tag in step.sends:
             self._transport.submit_send(flat, dst, tag)
         pending = self._transport.run()
+        laps("post")
         step.local.run()
+        laps("copy")
         return pending
 
-    def _finish(self, step: _Step, pending: Pending, checks: Checks | None) -> None:
+    def _finish(self, step: _Step, pending: Pending, checks: Checks | None, laps: _Laps) -> None:
         pending.wait()
+        laps("wait")
         step.unpacking.run()
+        laps("unpack")
         if step.closes and checks:
             checks.landed(step.layer)
+            laps("check")
         if step.closes:
             self._sink.close(step.layer)
+            laps("finalize")
 
     def _give_back(self) -> None:
         for staging in self._staging:

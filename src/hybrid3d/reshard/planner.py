@@ -29,6 +29,9 @@ FILES = -1
 # belongs if it is contiguous there.
 DIRECT_BYTES = 256 * 1024
 
+# From here on tags are not those of messages.
+MESSAGES = 1 << 20
+
 Agree = Callable[[int], int]
 """The smallest of the numbers that all ranks of a plan give."""
 
@@ -330,6 +333,7 @@ def _messages(transfers: Iterable[Transfer], tags: dict[tuple[int, int], int]) -
             groups[t.src, t.dst, t.dtype, i if t.nbytes >= DIRECT_BYTES else -1].append(t)
     found = []
     for (src, dst, dtype, _), group in groups.items():
+        assert tags[src, dst] < MESSAGES, f"rank {src} sends rank {dst} more messages than there are tags for"
         found.append(Message(tags[src, dst], src, dst, dtype, tuple(group)))
         tags[src, dst] += 1
     return tuple(found)

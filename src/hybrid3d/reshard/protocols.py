@@ -26,7 +26,7 @@ class Sink(Protocol):
     def write(self, piece: Piece) -> torch.Tensor:
         """A view, shaped as the piece's box, which may be written while the piece's layer is open.
 
-        It is asked for once, before the first run.
+        It stays valid from run to run.
         """
         ...
 

@@ -121,7 +121,8 @@ def make_transport(device: torch.device, group: dist.ProcessGroup) -> Transport:
     """The transport for tensors on `device`."""
     if device.type != "cuda":
         return GlooTransport(group)
-    dist.barrier(group)  # NCCL wants all ranks in a group's first operation, and a bucket may leave some out
+    # NCCL wants all ranks in a group's first operation, and a bucket may leave some out
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
     return NcclTransport(group)
 
 

@@ -8,11 +8,9 @@ import torch
 
 from hybrid3d.reshard.checksum import checksum
 from hybrid3d.reshard.layout import Piece
-from hybrid3d.reshard.planner import RankPlan, Transfer
+from hybrid3d.reshard.planner import MESSAGES, RankPlan, Transfer
 from hybrid3d.reshard.protocols import Sink, Source
 from hybrid3d.reshard.transport import Transport, as_bytes
-
-TAG = 1 << 20  # beyond those of messages
 
 
 class Checks:
@@ -54,10 +52,10 @@ class Checks:
             if src != self._rank
         }
         for src, numbers in told.items():
-            self._transport.submit_recv(as_bytes(numbers), src, TAG)
+            self._transport.submit_recv(as_bytes(numbers), src, MESSAGES)
         for dst, numbers in given.items():
             if dst != self._rank:
-                self._transport.submit_send(as_bytes(numbers), dst, TAG)
+                self._transport.submit_send(as_bytes(numbers), dst, MESSAGES)
         self._transport.run().wait()
         wrong: list[str] = []
         for src, transfers in self._taken.items():

@@ -184,6 +184,7 @@ class RolloutEngine:
 
     def sleep(self) -> None:
         """Give the memory of weights and KV cache to the other engine; on a CPU there is nothing to gain."""
+        self.updates = None
         if not current_platform.is_cpu():
             self._llm.sleep(level=2)  # the weights are not kept: the next sync brings all of them
 

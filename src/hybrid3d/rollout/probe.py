@@ -41,7 +41,7 @@ class Asked:
     """What a slot wants, and what else it takes.
 
     Attributes:
-        finalize_bytes: of its largest module, which bound what finalization takes.
+        finalize_bytes: a bound on what opened modules take.
         kv_bytes: what the KV cache takes of a token, by layer.
     """
 
@@ -117,7 +117,7 @@ def demand_of(recipe: Recipe, shapes: Mapping[str, Shape], rank: int, layers: in
     """What a rank of one engine wants, as its whole share of the model says, or that of a model with so many layers."""
     with model_of_rank(recipe, rank, layers=layers) as (model, config):
         weights = RolloutWeights(model, config, shapes)
-        return Asked(weights.demand, weights.largest_unit_bytes, dict(_kv_bytes(config)))
+        return Asked(weights.demand, weights.most_finalize_bytes, dict(_kv_bytes(config)))
 
 
 def _kv_bytes(config: VllmConfig) -> Iterator[tuple[int, int]]:

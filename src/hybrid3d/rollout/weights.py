@@ -72,8 +72,8 @@ class RolloutWeights:
         return replace(demand, pieces=tuple(sorted(demand.pieces, key=_place)))
 
     @property
-    def largest_unit_bytes(self) -> int:
-        """Bytes of the largest unit's weights: opening it takes at most this much memory besides the live weights."""
+    def most_finalize_bytes(self) -> int:
+        """A bound on `finalize_bytes`: as many of the largest unit's weights as units are open."""
         tensors: dict[str, int] = defaultdict(int)
         dtypes = {piece.view.tensor: piece.dtype for piece in self.demand.pieces}
         for piece in self.demand.pieces:
@@ -83,7 +83,7 @@ class RolloutWeights:
         units: dict[int | None, int] = defaultdict(int)
         for name, nbytes in tensors.items():
             units[self._layer_of[name]] += aligned(nbytes)
-        return max(units.values())
+        return OPEN * max(units.values())
 
     @property
     def finalize_bytes(self) -> int:
@@ -179,6 +179,7 @@ class _Opened:
         self.extra_bytes = 0
         self._memory = Memory(0, "cpu")
         self._tensors: dict[str, torch.Tensor] = {}
+        self._written: set[str] = set()
         self._live: _Live = {}
         self._attributes: dict[Module, dict[str, torch.Tensor]] = {}
         for module in unit.root.modules():
@@ -195,11 +196,15 @@ class _Opened:
         _swap_back(self._live)
 
     def view(self, view: View, size: Shape) -> torch.Tensor:
+        self._written.add(view.tensor)
         return _strided(self._tensors[view.tensor], view, size)
 
     def open(self) -> None:
         self._attributes = {module: _attributes_of(module) for module in self.unit.root.modules()}
         self._swap_in()
+        for name, tensor in self.unit.tensors():
+            if name in self._written and tensor.data_ptr() != self._tensors[name].data_ptr():
+                raise RuntimeError(f"vLLM has moved {name}: what is written would not be what it reads")
         for fill in self._fills:
             self.view(fill.view, fill.size).fill_(fill.value)
 
