@@ -10,6 +10,7 @@ by twelve, and is compared after the last too.
 import dataclasses
 import itertools
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ from hybrid3d import ranks
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train, recipe_to_yaml
 from hybrid3d.families import family_of
 from hybrid3d.reshard.files import load_files
+from hybrid3d.reshard.planner import Transfer
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rollout import engine as rollout_engine
 from hybrid3d.rollout import weights as rollout_weights
@@ -254,21 +256,25 @@ def matrices(sync: WeightSync) -> dict[str, list[str]]:
 
 
 def split_boxes(sync: WeightSync, bucket_bytes: int) -> int:
-    """Boxes of a wanted piece, larger than a bucket, that one rank holds: they can only have come in parts."""
-    rank, wanted, held = sync.plan.rank, defaultdict(list), defaultdict(list)
-    for piece in sync.sink.demand.pieces:
-        wanted[piece.name].append(piece.box)
+    """Boxes, larger than a bucket, that this rank sends or receives in parts."""
+    held, parts = defaultdict(list), defaultdict(list)
     for owners, side in sync.holders:
         for boxes, names in side.items():
             for at in itertools.product(owners, names):
                 held[at] += [box for box, _ in boxes]
-    parts = defaultdict(list)
     for t in sync.plan.transfers:
-        if t.dst == rank != t.src:
-            (target,) = [box for box in wanted[t.name] if box.contains(t.box)]
+        if t.src != t.dst:
             source = next(box for box in held[t.src, t.name] if box.contains(t.box))
-            parts[t.src, t.name, source, target].append(t.nbytes)
-    return sum(len(sizes) > 1 and sum(sizes) > bucket_bytes for sizes in parts.values())
+            parts[t.src, t.dst, t.name, source].append(t)
+    return sum(len(of_box) > 1 and bytes_of_box(of_box) > bucket_bytes for of_box in parts.values())
+
+
+def bytes_of_box(parts: list[Transfer]) -> int:
+    """Bytes of the box that these parts fill, where they fill one."""
+    low = [min(of_dim) for of_dim in zip(*(t.box.start for t in parts), strict=True)]
+    high = [max(of_dim) for of_dim in zip(*(t.box.stop for t in parts), strict=True)]
+    whole = math.prod(b - a for a, b in zip(low, high, strict=True))
+    return sum(t.nbytes for t in parts) if whole == sum(t.box.numel for t in parts) else 0
 
 
 def mismatch(policy: Policy, engine: Engine) -> float | None:
