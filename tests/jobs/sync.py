@@ -297,7 +297,7 @@ def prove(
     for layout in layouts:
         runtime.initialize(layout, seed=1)
         # in the last of the layouts a bucket that is smaller than some boxes
-        small = getattr(torch, dtype).itemsize / 40 / rollout_tp
+        small = getattr(torch, dtype).itemsize / 40 / max(2, rollout_tp)
         recipe = recipe_for(folders[0], layout, rollout_tp, dtype, small if layout is layouts[-1] else 64)
         policy = Policy(config, recipe, rank, trainable=False)
         weights, before = policy.weights, engine.addresses()
