@@ -32,7 +32,7 @@ def plan_of(parts: Mapping[int, Sequence[Transfer]]) -> Plan:
     for rank, transfers in parts.items():
         moving = [t for t in transfers if not t.is_local]
         messages = tuple(Message(tag, t.src, t.dst, t.dtype, (t,)) for tag, t in enumerate(moving))
-        plan[rank] = RankPlan(rank, (Bucket(None, tuple(transfers), messages),))
+        plan[rank] = RankPlan(rank, (Bucket(0, None, tuple(transfers), messages),))
     return plan
 
 

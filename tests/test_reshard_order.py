@@ -7,7 +7,7 @@ import re
 import threading
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -49,10 +49,13 @@ def moved_bytes(t: Transfer) -> int:
     return 0 if t.src == t.dst else t.target.box.numel * ITEMSIZE[t.target.dtype]
 
 
+STAGES = st.fixed_dictionaries({None: st.just(0), 0: st.integers(0, 2), 2: st.integers(0, 2), 10: st.integers(0, 2)})
+
+
 @RANDOM
-@given(st.sets(NAMES, min_size=1), st.sets(st.integers(-1, 40), min_size=1, max_size=8))
-def test_keys_are_unique_and_each_reader_s_rounds_are_its_layers(names: set[str], readers: set[int]) -> None:
-    order, layers = Order(names, readers), by_layer(names)
+@given(st.sets(NAMES, min_size=1), st.sets(st.integers(-1, 40), min_size=1, max_size=8), STAGES)
+def test_keys_are_unique_and_each_reader_s_rounds_are_its_layers(names: set[str], readers: set[int], stages) -> None:
+    order, layers = Order(names, readers, stages), by_layer(names)
     keys = {order.key(*of): of for of in itertools.product(names, readers, range(3))}
     assert len(keys) == len(names) * len(readers) * 3
     assert all(0 <= key < order.end == len(layers) * order.round for key in keys)
@@ -60,7 +63,10 @@ def test_keys_are_unique_and_each_reader_s_rounds_are_its_layers(names: set[str]
         assert reader in order
         mine = [(key, name, part) for key, (name, dst, part) in sorted(keys.items()) if dst == reader]
         taken = [layer for layer, _ in itertools.groupby(layer_in(name) for _, name, _ in mine)]
-        assert taken in rotations(list(layers))
+        assert sorted(map(repr, taken)) == sorted(map(repr, layers))
+        assert None not in taken[:-1]
+        places = [place_in_stage(layer, layers, stages) for layer in taken if layer is not None]
+        assert places == sorted(places)  # no stage's second layer before another's first
         for turn, layer in enumerate(taken):
             assert [order.layer(reader, at) for at in (turn * order.round, (turn + 1) * order.round - 1)] == [layer] * 2
             parts = [(name, part) for key, name, part in mine if key // order.round == turn]
@@ -69,31 +75,39 @@ def test_keys_are_unique_and_each_reader_s_rounds_are_its_layers(names: set[str]
     assert max(readers) + 1 not in order
 
 
+def place_in_stage(layer: int, layers: Iterable[int | None], stages: Mapping[int | None, int]) -> int:
+    return sum(other < layer and stages[other] == stages[layer] for other in layers if other is not None)
+
+
 @RANDOM
-@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
-def test_readers_begin_at_different_layers_and_at_different_tensors(layers: int, tensors: int, readers: int) -> None:
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.integers(1, 3))
+def test_readers_begin_at_different_stages_and_at_different_tensors(
+    stages: int, tensors: int, readers: int, each: int
+) -> None:
     """As far as there are enough of them: else as few as can be begin at the same."""
-    names = [f"layers.{layer}.t{i}" for layer in range(layers) for i in range(tensors)]
-    order = Order(names, range(5, 5 + readers))
-    for those, count in ((names, layers), ([f"layers.0.t{i}" for i in range(tensors)], tensors)):
+    names = [f"layers.{layer}.t{i}" for layer in range(stages * each) for i in range(tensors)]
+    order = Order(names, range(5, 5 + readers), {layer: layer // each for layer in range(stages * each)})
+    for those, count in ((names, stages), ([f"layers.0.t{i}" for i in range(tensors)], tensors)):
         first = [min(those, key=lambda name: order.key(name, reader, 0)) for reader in range(5, 5 + readers)]
         begins = Counter(map(layer_in, first)) if those is names else Counter(first)
         assert max(begins.values()) == -(-readers // count)
         assert len(begins) == min(readers, count)
 
 
-def test_readers_of_the_same_layers_take_them_in_turn() -> None:
+def test_readers_take_the_first_layers_of_all_stages_before_the_second_ones() -> None:
     world = World({}, Side(5), Side(5))
-    for layer in ("layers.0.", "layers.1.", "layers.10.", ""):
-        world.held.add(4, f"{layer}t0", Box.whole((4,)))
+    for layer, holder in (("layers.0.", 4), ("layers.1.", 4), ("layers.2.", 3), ("layers.10.", 3), ("", 4)):
+        world.held.add(holder, f"{layer}t0", Box.whole((4,)))
         for rank in range(4):
             world.wanted.add(rank, f"{layer}t0", Box.whole((4,)))
     plan = make_plan(world.holdings, {rank: world.demand[rank] for rank in range(4)}, 1 << 20)
-    assert [plan[rank].layers for rank in range(4)] == rotations([0, 1, 10, None])
-    assert plan[4].layers == []  # takes nothing, and gives to each of them in each round
-    assert [sorted((t.dst, layer_in(t.name)) for t in b.transfers) for b in plan[4].buckets] == [
-        sorted(enumerate(plan[rank].layers[turn] for rank in range(4))) for turn in range(4)
-    ]
+    first, second = [2, 0, 10, 1, None], [0, 2, 1, 10, None]
+    assert [plan[rank].layers for rank in range(4)] == [first, first, second, second]
+    assert plan[4].layers == []  # takes nothing, and gives to some of them in each round
+    assert [[layer_in(t.name) for t in b.transfers] for b in plan[4].buckets] == [
+        [0, 0], [0, 0], [1, 1], [1, 1], [None] * 4
+    ]  # fmt: skip
+    assert [bucket.number for bucket in plan[4].buckets] == list(range(5))
     assert {bucket.layer for bucket in plan[4].buckets} == {None}
 
 
@@ -137,7 +151,8 @@ def test_buckets_end_at_the_same_keys_on_all_ranks_and_none_too_early(world: Wor
     for rank, mine in moves.items():
         buckets = itertools.groupby(mine, lambda move: bisect_right(ends, move[0]))
         assert [list(b.transfers) for b in plan[rank].buckets] == [[t for _, t in those] for _, those in buckets]
-    order = Order({p.name for side in world.wanted.pieces.values() for p in side}, world.wanted.pieces)
+    wanted = {p.name for side in world.wanted.pieces.values() for p in side}
+    order = Order(wanted, world.wanted.pieces, dict.fromkeys(map(layer_in, wanted), 0))
     assert [0, *ends] == sorted({0, *ends})
     assert max(ends, default=0) == order.end
     for begin, end in itertools.pairwise([0, *ends]):

@@ -11,8 +11,9 @@ from hybrid3d.config import Recipe
 from hybrid3d.inputs import read_config, read_data, read_tokenizer
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.rollouts import Rollouts
-from hybrid3d.sync import WeightSync
+from hybrid3d.sync import SyncReport, WeightSync
 from hybrid3d.train.policy import Policy
+from hybrid3d.train.stepping import Ready
 
 
 class Colocated:
@@ -32,9 +33,31 @@ class Colocated:
         self.tokenizer = read_tokenizer(recipe)
         self.policy = Policy(self.config, recipe, rank, trainable)
         self.engine = RolloutEngine(recipe, rank, ranks.ident(), slots)
-        self.sync = WeightSync(recipe, self.policy.weights, self.engine, rank)
+        self._hidden = trainable and recipe.sync.hidden
+        parts = self.policy.parts if self._hidden else None
+        self.sync = WeightSync(recipe, self.policy.weights, self.engine, rank, parts)
         train, held_out = read_data(recipe, self.config, self.tokenizer)
         self.rollouts = Rollouts(recipe, self.engine, self.tokenizer, train, held_out)
+
+    def bring_weights(self, number: int) -> SyncReport:
+        """Bring the policy's weights, which have so many updates behind them, or end the bringing that has begun."""
+        if self.sync.under_way == number:
+            return self.sync.finish()
+        self.engine.wake("weights")
+        return self.sync.run(number)
+
+    def bringing(self, number: int) -> Ready | None:
+        """What is called with each part of the policy as it is updated, so that it is on its way at once."""
+        if not self._hidden:
+            return None
+
+        def ready(part: int) -> None:
+            if part == 0:
+                self.engine.wake("weights")
+                self.sync.begin(number)
+            self.sync.advance(part)
+
+        return ready
 
     def close(self) -> None:
         """Every rank calls this when it is done; the default process group is gone afterwards."""

@@ -86,10 +86,15 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class Sync:
-    """The staging buffer's size, and which syncs are verified: `always`, `every-N` from the first on, or `never`."""
+    """How trained weights come to the rollout engine.
+
+    `bucket_mib` is the size of a staging buffer. `verify` says which syncs are verified: `always`, `every-N` from the
+    first on, or `never`. A `hidden` sync begins with the first weights that are updated, while the rest still is.
+    """
 
     bucket_mib: Positive = 64.0
     verify: Verified = "never"
+    hidden: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

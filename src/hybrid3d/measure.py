@@ -24,7 +24,7 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self._phases[phase] = time.perf_counter() - start
+        self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 
     def row(self, tokens: int) -> dict[str, float]:
         step = time.perf_counter() - self._start - self._phases.get("eval", 0.0)
@@ -46,6 +46,7 @@ class Measured:
         }
         self.maxima |= {
             "sync/seconds": report.seconds,
+            "sync/exposed_seconds": report.exposed_seconds,
             "sync/max_staging_bytes": report.staging_bytes,
             "sync/max_finalize_bytes": report.finalize_bytes,
         }

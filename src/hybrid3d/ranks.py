@@ -6,6 +6,7 @@ import hashlib
 import os
 import pickle
 import re
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -117,3 +118,10 @@ def least(number: int) -> int:
     tensor = torch.tensor(number)
     dist.all_reduce(tensor, dist.ReduceOp.MIN)
     return int(tensor)
+
+
+def most(numbers: Sequence[int]) -> list[int]:
+    """Of as many numbers as every rank gives, place by place the largest; on every rank."""
+    tensor = torch.tensor(numbers, dtype=torch.int64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.tolist()

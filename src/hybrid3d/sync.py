@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch.distributed as dist
 
@@ -13,10 +16,10 @@ from hybrid3d.config import Recipe
 from hybrid3d.reshard.classes import outline_of
 from hybrid3d.reshard.coverage import check_arrivals, check_same_tensors, lower_bound
 from hybrid3d.reshard.executor import Executor, Report, Tensors
-from hybrid3d.reshard.planner import Known, Routes
+from hybrid3d.reshard.planner import Known, RankPlan, Routes
 from hybrid3d.reshard.transport import make_transport
 from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.train.runtime import device, synchronize
+from hybrid3d.train.runtime import SideStream, device, synchronize
 from hybrid3d.train.weights import MegatronWeights, canonical_shapes
 
 MIB = 1 << 20
@@ -27,11 +30,14 @@ class SyncReport:
     """One sync on this rank. Bytes are measured by the transport and by what was allocated, not read off the plan.
 
     Attributes:
+        seconds: from its beginning to its end.
+        exposed_seconds: those of them in which nothing else was done.
         corrupted: tensors that, on some rank, had not landed as they were sent and were moved once more.
         phases: seconds by phase of the execution.
     """
 
     seconds: float
+    exposed_seconds: float
     received_bytes: int
     lower_bound_bytes: int
     staging_bytes: int
@@ -52,13 +58,23 @@ class WeightSync:
         holders: what each group of ranks holds.
         source, sink: the trained weights, and vLLM's.
         lower_bound: the fewest bytes that this rank must receive.
+        under_way: the number of the weights of a sync that has begun and not ended.
+
+    `parts` says, by local tensor, in which part of the model it is updated: needed by `advance`.
 
     Raises (when made):
         PlanError: vLLM wants a tensor that Megatron does not hold, or twice the same.
         UnsupportedLoader: vLLM's loader of this model cannot be replayed on shards.
     """
 
-    def __init__(self, recipe: Recipe, trained: MegatronWeights, engine: RolloutEngine, rank: int):
+    def __init__(
+        self,
+        recipe: Recipe,
+        trained: MegatronWeights,
+        engine: RolloutEngine,
+        rank: int,
+        parts: Mapping[str, int] | None = None,
+    ):
         held = trained.holdings
         self.holders = holders = ranks.gather_alike(outline_of(held))
         self._engine = engine
@@ -69,13 +85,17 @@ class WeightSync:
         check_same_tensors(holders, readers)
         routes = Routes(holders, readers, int(recipe.sync.bucket_mib * MIB), recipe.machine.gpus_per_node)
         moves = routes.moves(rank, Known({rank: held}, {rank: wanted}))
-        self.plan = routes.plan(rank, moves, routes.ends([moves], ranks.least))
+        ends = routes.ends([moves], ranks.least)
+        self.plan = routes.plan(rank, moves, ends)
         check_arrivals(self.plan, wanted)
         self.lower_bound = lower_bound({rank: held}, {rank: wanted})[rank]
         self.sink.prepare(self.plan.layers)
         self.transport = make_transport(device(), dist.new_group(list(range(recipe.world_size))))
         self.source = Tensors(trained.tensors)
         self._executor = Executor(self.plan, self.source, self.sink, self.transport, device())
+        self._stream = SideStream()
+        self.under_way: int | None = None
+        self._ready = ready_after(self.plan, parts or {}, len(ends))
 
     def run(self, number: int) -> SyncReport:
         """Move the weights as they are now; every rank calls this together.
@@ -89,22 +109,44 @@ class WeightSync:
         Raises:
             CorruptSync: the second time it was no better.
         """
-        start = time.perf_counter()
+        self.begin(number)
+        return self.finish()
+
+    def begin(self, number: int) -> None:
+        """In place of `run`: the weights are about to be updated, a part after another.
+
+        Every rank then calls `advance` with each of its parts, and `finish`.
+        """
+        self.under_way, self._began, self._exposed = number, time.perf_counter(), 0.0
         self._engine.updates = None
-        verify = is_verified(self._verify, number)
-        done = self._move(verify)
-        corrupted = _of_all_ranks(done.wrong) if verify else ()
-        if corrupted:
-            print(f"{len(corrupted)} tensors have not landed as sent: {_some(corrupted)}; once more", flush=True)
-            done = self._move(verify=True)
-            still = _of_all_ranks(done.wrong)
-            if still:
-                raise CorruptSync(f"{len(still)} tensors have not landed as they were sent, twice: {_some(still)}")
-        self._engine.reset_cache()
-        synchronize()
-        self._engine.updates = number
+        self._verifying = is_verified(self._verify, number)
+        with self._beside():
+            self.sink.begin()
+            self._executor.begin(self._verifying)
+
+    def advance(self, part: int) -> None:
+        """Every rank's parts up to this one have their new values, or will have without waiting for this call."""
+        with self._beside():
+            self._executor.advance(bisect_right(self._ready, part))
+
+    def finish(self) -> SyncReport:
+        """Move what is left, and see that it has landed, as `run` says.
+
+        Raises:
+            CorruptSync: it has not, twice.
+        """
+        with self._beside():
+            done = self._executor.finish()
+            self.sink.end()
+            corrupted = _of_all_ranks(done.wrong) if self._verifying else ()
+            if corrupted:
+                done = self._once_more(corrupted)
+            self._engine.reset_cache()
+            synchronize()
+        self._engine.updates, self.under_way = self.under_way, None
         return SyncReport(
-            seconds=time.perf_counter() - start,
+            seconds=time.perf_counter() - self._began,
+            exposed_seconds=self._exposed,
             received_bytes=done.received_bytes,
             lower_bound_bytes=self.lower_bound,
             staging_bytes=done.staging_bytes,
@@ -113,11 +155,40 @@ class WeightSync:
             phases=done.seconds,
         )
 
-    def _move(self, verify: bool) -> Report:
+    def _once_more(self, corrupted: Sequence[str]) -> Report:
+        print(f"{len(corrupted)} tensors have not landed as sent: {_some(corrupted)}; once more", flush=True)
         self.sink.begin()
-        done = self._executor.run(verify)
+        done = self._executor.run(verify=True)
         self.sink.end()
+        still = _of_all_ranks(done.wrong)
+        if still:
+            raise CorruptSync(f"{len(still)} tensors have not landed as they were sent, twice: {_some(still)}")
         return done
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """What is done here nothing else is done during, but on a GPU."""
+        start = time.perf_counter()
+        with self._stream.behind():
+            yield
+        self._exposed += time.perf_counter() - start
+
+
+def ready_after(plan: RankPlan, parts: Mapping[str, int], buckets: int) -> list[int]:
+    """By bucket of a rank's plan, the part after which all ranks have what they move in it and in those before.
+
+    Every rank calls this together.
+
+    Args:
+        parts: by local tensor of this rank, the part of the model that it is updated in.
+        buckets: how many the plan has, with those that this rank has no part in.
+    """
+    last = [-1] * buckets
+    for bucket in plan.buckets:
+        sources = [t.source.view.tensor for t in bucket.transfers if t.source is not None]
+        last[bucket.number] = max((parts.get(tensor, -1) for tensor in sources), default=-1)
+    everywhere = list(accumulate(ranks.most(last), max))
+    return [everywhere[bucket.number] for bucket in plan.buckets]
 
 
 def is_verified(setting: str, number: int) -> bool:

@@ -23,6 +23,7 @@ from hybrid3d.sync import SyncReport
 from hybrid3d.train import checkpoint
 from hybrid3d.train.policy import Policy
 from hybrid3d.train.runtime import device
+from hybrid3d.train.stepping import Ready
 
 SAMPLES_KEPT = 4  # a step, in samples.jsonl
 
@@ -35,9 +36,8 @@ def train_grpo(recipe: Recipe, folder: RunFolder, rank: int, slots: Sequence[int
     reference = Policy(run.config, recipe, rank, trainable=False) if recipe.algorithm.kl.where == "loss" else None
     for step in range(_resume(policy, folder, rank, display), recipe.run.steps + 1):
         clock, measured, row = Clock(), Measured(), {"step": step}
-        run.engine.wake("weights")
         with clock("sync"):
-            synced = run.sync.run(step)
+            synced = run.bring_weights(step)
         _tell_corrupted(synced, step, folder, rank, display)
         measured.add_sync(synced)
         run.engine.wake("kv_cache")
@@ -51,7 +51,9 @@ def train_grpo(recipe: Recipe, folder: RunFolder, rank: int, slots: Sequence[int
             experience = _experience(recipe, policy, reference, samples, run.tokenizer.pad_token_id, step)
             _measure_mismatch(policy, experience, measured)
             if step < recipe.run.steps:
-                row |= _update(policy, experience.batch, _grpo_loss(recipe, experience), measured)
+                row |= _update(
+                    policy, experience.batch, _grpo_loss(recipe, experience), measured, run.bringing(step + 1)
+                )
         row |= of_samples(samples) | per_token(measured.over_ranks(), sum(len(s.tokens) for s in samples))
         row |= clock.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
         _record(folder, rank, display, row, samples)
@@ -142,8 +144,10 @@ def _grpo_loss(recipe: Recipe, experience: Experience) -> TokenLoss:
     )
 
 
-def _update(policy: Policy, batch: Batch, loss: TokenLoss, measured: Measured) -> dict[str, float]:
-    report = policy.train_step(batch, loss)
+def _update(
+    policy: Policy, batch: Batch, loss: TokenLoss, measured: Measured, ready: Ready | None = None
+) -> dict[str, float]:
+    report = policy.train_step(batch, loss, ready)
     if policy.counts:
         measured.sums |= {f"train/{key}": value for key, value in report.sums.items()}
     return {"train/grad_norm": report.grad_norm, "train/lr": report.lr}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -42,6 +42,10 @@ class _Laps:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._at = time.perf_counter()
+
+    def resume(self) -> None:
+        """What has passed since the last lap is not counted."""
         self._at = time.perf_counter()
 
     def __call__(self, phase: str) -> None:
@@ -125,8 +129,8 @@ class _Step:
 class Executor:
     """Executes one rank's part of a plan, any number of times, between the same tensors.
 
-    Every rank of the plan calls `run` together. Bucket k+1 is packed and posted before bucket k is waited for, so
-    that at most two are in flight, and what stays on the rank is copied while they are.
+    Every rank of the plan calls `run` together, or `begin`, `advance` and `finish`. Bucket k+1 is packed and posted
+    before bucket k is waited for, so that two are in flight, and what stays on the rank is copied while they are.
     """
 
     def __init__(
@@ -147,6 +151,7 @@ class Executor:
             for i, bucket in enumerate(plan.buckets)
         ]
         self._give_back()
+        self._under_way: deque[tuple[_Step, Pending]] = deque()
 
     def _bind(self, bucket: Bucket, staging: Memory, opens: bool, closes: bool) -> _Step:
         step, at = _Step(bucket.layer, opens, closes), 0
@@ -197,33 +202,52 @@ class Executor:
     def _checks(self) -> Checks:
         return Checks(self._plan, self._source, self._sink, self._transport, self._device)
 
-    @torch.no_grad()
     def run(self, verify: bool = False) -> Report:
         """Move everything as it is now.
 
         Args:
             verify: compare both ends of every transfer, before what has landed is finalized.
         """
-        received_before, laps = self._transport.received_bytes, _Laps()
-        checks = self._checks if verify else None
+        self.begin(verify)
+        return self.finish()
+
+    def begin(self, verify: bool = False) -> None:
+        """In place of `run`: what is moved when, `advance` and `finish` say."""
+        self._received_before, self._laps = self._transport.received_bytes, _Laps()
+        self._verifying = self._checks if verify else None
         for staging in self._staging:
             staging.take()
-        under_way: tuple[_Step, Pending] | None = None
-        for step in self._steps:
-            started = step, self._start(step, laps)
-            if under_way is not None:
-                self._finish(*under_way, checks, laps)
-            under_way = started
-        if under_way is not None:
-            self._finish(*under_way, checks, laps)
-        self._give_back()
-        received = self._transport.received_bytes - received_before
-        wrong = tuple(checks.compare()) if checks else None
-        laps("check")
-        return Report(received, sum(s.nbytes for s in self._staging), wrong, laps.seconds)
+        self._next = 0
 
-    def _start(self, step: _Step, laps: _Laps) -> Pending:
+    @torch.no_grad()
+    def advance(self, upto: int) -> None:
+        """Move the first buckets of this rank, up to so many, as what they hold is now; the last two stay in flight.
+
+        Every rank of the plan must come to move the same buckets without waiting for what this rank does next.
+        """
+        self._laps.resume()
+        while self._next < upto:
+            if len(self._under_way) == 2:
+                self._finish(*self._under_way.popleft())
+            step = self._steps[self._next]
+            self._under_way.append((step, self._start(step)))
+            self._next += 1
+
+    @torch.no_grad()
+    def finish(self) -> Report:
+        """Move what is left."""
+        self.advance(len(self._steps))
+        while self._under_way:
+            self._finish(*self._under_way.popleft())
+        self._give_back()
+        received = self._transport.received_bytes - self._received_before
+        wrong = tuple(self._verifying.compare()) if self._verifying else None
+        self._laps("check")
+        return Report(received, sum(s.nbytes for s in self._staging), wrong, self._laps.seconds)
+
+    def _start(self, step: _Step) -> Pending:
         """Post the bucket's receives, pack and post its sends, and copy what stays on the rank meanwhile."""
+        laps = self._laps
         if step.opens:
             self._sink.open(step.layer)
             laps("open")
@@ -240,13 +264,14 @@ class Executor:
         laps("copy")
         return pending
 
-    def _finish(self, step: _Step, pending: Pending, checks: Checks | None, laps: _Laps) -> None:
+    def _finish(self, step: _Step, pending: Pending) -> None:
+        laps = self._laps
         pending.wait()
         laps("wait")
         step.unpacking.run()
         laps("unpack")
-        if step.closes and checks:
-            checks.landed(step.layer)
+        if step.closes and self._verifying:
+            self._verifying.landed(step.layer)
             laps("check")
         if step.closes:
             self._sink.close(step.layer)

@@ -22,6 +22,7 @@ from hybrid3d.reshard.classes import Group, classes_of, groups_of
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece
 from hybrid3d.reshard.order import Order
 from hybrid3d.reshard.routes import Part, Route, Routed, route
+from hybrid3d.reshard.stamp import layer_of
 
 FILES = -1
 
@@ -101,11 +102,13 @@ class Bucket:
     """A rank's transfers that go at the same time, bounded in the bytes that it sends plus receives.
 
     Attributes:
+        number: of all buckets of the plan, whether or not this rank has a part in them.
         layer: the layer that the rank takes something of, None for what is in no layer.
         transfers: all of them, in their order.
         messages: what carries those that are not local.
     """
 
+    number: int
     layer: int | None
     transfers: tuple[Transfer, ...]
     messages: tuple[Message, ...]
@@ -192,7 +195,7 @@ class Routes:
         self.routed = tuple(routed)
         _check_all_held(self.routed)
         names = (name for one in classes for name in one.names)
-        self._order = Order(names, [rank for ranks, _ in readers for rank in ranks])
+        self._order = Order(names, [rank for ranks, _ in readers for rank in ranks], _stages(holders))
 
     def moves(self, rank: int, known: Known) -> list[tuple[int, Transfer]]:
         """The transfers in which a rank takes part, with their keys and in their order."""
@@ -225,11 +228,11 @@ class Routes:
         tags: dict[tuple[int, int], int] = defaultdict(int)
         buckets = []
         at = 0
-        for end, upto in zip(ends, np.searchsorted(keys, ends), strict=True):
+        for number, (end, upto) in enumerate(zip(ends, np.searchsorted(keys, ends), strict=True)):
             transfers = tuple(t for _, t in moves[at:upto])
             if transfers:
                 layer = self._order.layer(rank, end - 1) if reads else None
-                buckets.append(Bucket(layer, transfers, _messages(transfers, tags)))
+                buckets.append(Bucket(number, layer, transfers, _messages(transfers, tags)))
             at = int(upto)
         return RankPlan(rank, tuple(buckets))
 
@@ -293,6 +296,15 @@ def local_plan(rank: int, holdings: Mapping[int, Holdings], demand: Mapping[int,
     routes = Routes(groups_of(holdings), groups_of(demand), bucket_bytes=0)
     moves = routes.moves(rank, Known(holdings, demand))
     return routes.plan(rank, moves, routes.ends([moves]))
+
+
+def _stages(holders: Sequence[Group]) -> dict[int | None, int]:
+    """By layer, the first rank that holds something of it: one for all layers of a stage."""
+    found: dict[int | None, int] = {}
+    for of_group, outline in holders:
+        for layer in {layer_of(name) for names in outline.values() for name in names}:
+            found[layer] = min(*of_group, found.get(layer, of_group[0]))
+    return found
 
 
 def _transfer(src: int, dst: int, name: str, wanted: Box, part: Part, box: Box, known: Known) -> Transfer:

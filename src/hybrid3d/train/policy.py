@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -30,7 +26,10 @@ from hybrid3d.rl.grpo import TokenLoss
 from hybrid3d.rl.losses import masked_sum
 from hybrid3d.train.model import build_model
 from hybrid3d.train.runtime import device, on_device
+from hybrid3d.train.stepping import Ready, SteppedInParts, in_buckets
 from hybrid3d.train.weights import MegatronWeights, megatron_weights
+
+DDP = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": True}
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,13 @@ class Policy:
         ]
         with on_device():
             if trainable:
-                self._modules = [self._distributed(module) for module in self._modules]
+                self._modules = [*in_buckets(self._modules, **DDP)]
             self.weights: MegatronWeights = megatron_weights(self.stages, config)
             load_files(recipe.model.path, self.weights.demand, self.weights.tensors, rank)
             if trainable:
                 self.optimizer = get_megatron_optimizer(_optimizer_config(recipe), self._modules)
                 self.scheduler = _scheduler(self.optimizer, recipe.optimizer, recipe.run.steps)
+                self._stepping = SteppedInParts(self.optimizer, self._modules)
                 self._connect()
         self.has_output = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self.counts = self.has_output and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -88,15 +88,25 @@ class Policy:
             self._run(batch, keep, forward_only=True)
         return torch.cat([found[start] for start in sorted(found)]) if found else None
 
-    def train_step(self, batch: Batch, token_loss: TokenLoss) -> StepReport:
-        """One optimizer step on the mean loss over every response token of every data-parallel rank's batch."""
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """By local tensor, the part of the model in which it is updated; what is not in it, no optimizer updates."""
+        found = {name: self._stepping.part_of.get(t.data_ptr()) for name, t in self.weights.tensors.items()}
+        return {name: part for name, part in found.items() if part is not None}
+
+    def train_step(self, batch: Batch, token_loss: TokenLoss, ready: Ready | None = None) -> StepReport:
+        """One optimizer step on the mean loss over every response token of every data-parallel rank's batch.
+
+        Args:
+            ready: told of each part of the model as soon as it has its new values.
+        """
         for module in self._modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         reports = self._run(batch, token_loss, forward_only=False)
         with on_device():
-            updated, grad_norm, _ = self.optimizer.step()
-        if not updated or not math.isfinite(grad_norm):
+            updated, grad_norm = self._stepping.step(ready or (lambda part: None))
+        if not updated or grad_norm is None or not math.isfinite(grad_norm):
             raise RuntimeError(f"the gradient is not finite (norm {grad_norm}): no checkpoint is written of this step")
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step(increment=1)
@@ -167,12 +177,6 @@ class Policy:
         scaled = scaled.masked_fill(padding, float("-inf"))
         negative = vocab_parallel_cross_entropy(scaled, tokens[:, 1:].contiguous())
         return torch.nn.functional.pad(-negative, (1, 0))
-
-    def _distributed(self, module: torch.nn.Module) -> DistributedDataParallel:
-        settings = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=True
-        )
-        return DistributedDataParallel(module.config, settings, module)
 
     def _connect(self) -> None:
         """Tell the schedules what closes a step: reduction over ranks, and the scale of the loss."""

@@ -34,6 +34,23 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+class SideStream:
+    """A GPU's stream beside the current one; without a GPU there is none, and everything runs in its order."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream() if ON_CUDA else None
+
+    @contextlib.contextmanager
+    def behind(self) -> Iterator[None]:
+        """Launch on it, behind what the current stream has been given so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+
 def on_device(meta: bool = False) -> contextlib.AbstractContextManager[object]:
     """The context in which Megatron's code runs: CUDA is answered by the CPU where there is none.
 

@@ -1,0 +1,148 @@
+"""The optimizer's step a part of the model after another, so that one is in use while the next still steps.
+
+Parts are the buckets of Megatron's DDP, by which its distributed optimizer shards its state and gathers what it has
+updated. What is computed is the same, bit for bit, as in one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+PARTS = 8  # about: each has this share of a rank's parameters at least
+
+Ready = Callable[[int], None]
+"""Called with the number of a part as soon as this rank's parameters in it have been updated and gathered."""
+
+
+def in_buckets(modules: Sequence[torch.nn.Module], **settings: Any) -> list[DistributedDataParallel]:
+    """Megatron's DDP in buckets, of which it makes none after the first stage, or where reductions do not overlap.
+
+    Args:
+        settings: of `DistributedDataParallelConfig`.
+    """
+    parameters = sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=-(-parameters // PARTS), **settings)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.pp = _FirstStage()
+    wrapped = [DistributedDataParallel(module.config, config, module, pg_collection=groups) for module in modules]
+    config.overlap_grad_reduce = False
+    return wrapped
+
+
+class _FirstStage:
+    """What DDP asks of the pipeline's group."""
+
+    def rank(self) -> int:
+        return 0
+
+
+class SteppedInParts:
+    """The optimizers of a rank's modules (one per virtual stage), which step together, first layers first.
+
+    Attributes:
+        part_of: by address, the part that a parameter is in. What is not in it is not stepped.
+    """
+
+    def __init__(self, optimizer: ChainedOptimizer, modules: Sequence[DistributedDataParallel]):
+        self._optimizer = optimizer
+        self._stepped = [one for one in optimizer.chained_optimizers if not one.is_stub_optimizer]
+        owner = {id(b): one for one in self._stepped for buffer in one.buffers for b in buffer.buckets}
+        self._parts: list[tuple[Any, Any, set[torch.nn.Parameter]]] = []
+        for module in modules:
+            for group in _first_layers_first(module.bucket_groups, module.expert_parallel_bucket_groups):
+                params = {param for bucket in group.buckets for param in bucket.params}
+                self._parts.append((owner[id(group.buckets[0])], group, params))
+        self.part_of: Mapping[int, int] = {
+            param.data_ptr(): number for number, (_, _, params) in enumerate(self._parts) for param in params
+        }
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def step(self, ready: Ready) -> tuple[bool, float | None]:
+        """The optimizer's own step.
+
+        Returns:
+            Whether anything was updated, and the norm of the gradient.
+        """
+
+        def step_with_ready_grads() -> bool:
+            counts = [[_copied(group.get("step")) for group in one.optimizer.param_groups] for one in self._stepped]
+            for number, (optimizer, group, params) in enumerate(self._parts):
+                with _only(optimizer, params, counts[self._stepped.index(optimizer)]):
+                    MixedPrecisionOptimizer.step_with_ready_grads(optimizer)
+                group.start_param_sync(force_sync=True)
+                ready(number)
+            return True
+
+        self._optimizer.step_with_ready_grads = step_with_ready_grads  # in place of the method of its class
+        try:
+            updated, norm, _ = self._optimizer.step()
+        finally:
+            del self._optimizer.step_with_ready_grads
+        return updated, norm
+
+
+def _first_layers_first(*kinds: Sequence[Any]) -> Iterator[Any]:
+    """Groups of buckets, which Megatron fills from the last layer on, those of all kinds at about the same layers."""
+    found = [
+        (-(i + 1) / len(groups), kind, group) for kind, groups in enumerate(kinds) for i, group in enumerate(groups)
+    ]
+    return (group for _, _, group in sorted(found, key=lambda one: one[:2]))
+
+
+@contextmanager
+def _only(optimizer: Any, params: set[torch.nn.Parameter], counts: Sequence[Any]) -> Iterator[None]:
+    """Have a distributed optimizer know of these model parameters alone.
+
+    Args:
+        counts: of the steps behind each group, where the optimizer counts by group.
+    """
+    kept: dict[str, list[list[Any]]] = {}
+    mains: set[int] = set()
+    for of_model, of_main in (
+        ("model_float16_groups", "shard_fp32_from_float16_groups"),
+        ("model_fp32_groups", "shard_fp32_groups"),
+    ):
+        kept[of_model], kept[of_main] = getattr(optimizer, of_model), getattr(optimizer, of_main)
+        pairs = [
+            [(model, main) for model, main in zip(*groups, strict=True) if model in params]
+            for groups in zip(kept[of_model], kept[of_main], strict=True)
+        ]
+        mains |= {id(main) for group in pairs for _, main in group}
+        setattr(optimizer, of_model, [[model for model, _ in group] for group in pairs])
+        setattr(optimizer, of_main, [[main for _, main in group] for group in pairs])
+    try:
+        with only_groups(optimizer.optimizer, mains, counts):
+            yield
+    finally:
+        for name, groups in kept.items():
+            setattr(optimizer, name, groups)
+
+
+@contextmanager
+def only_groups(optimizer: torch.optim.Optimizer, mains: set[int], counts: Sequence[Any]) -> Iterator[None]:
+    """Have an optimizer know of these parameters (by id) alone; `counts` as in `_only`."""
+    kept = [group["params"] for group in optimizer.param_groups]
+    for group, count in zip(optimizer.param_groups, counts, strict=True):
+        group["params"] = [main for main in group["params"] if id(main) in mains]
+        if group["params"] and count is None:
+            group.pop("step", None)
+        elif group["params"]:  # fused optimizers count by group: all parts of a step are the same step
+            group["step"] = _copied(count)
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, kept, strict=True):
+            group["params"] = params
+
+
+def _copied(count: Any) -> Any:
+    return count.clone() if isinstance(count, torch.Tensor) else count

@@ -1,0 +1,96 @@
+"""One rank of a proof: the optimizer's step in parts is its step as a whole, and a part that is ready is final.
+
+    torchrun --nproc-per-node 4 stepping.py CHECKPOINT LAYOUT.json
+"""
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from hybrid3d import ranks
+from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
+from hybrid3d.inputs import read_config
+from hybrid3d.reshard.transport import as_bytes
+from hybrid3d.rl.batch import Batch
+from hybrid3d.rl.grpo import sft_loss
+from hybrid3d.train import runtime
+from hybrid3d.train.policy import Policy
+
+
+class AsAWhole:
+    """Megatron's own step."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+
+    def step(self, ready):
+        updated, norm, _ = self._optimizer.step()
+        return updated, norm
+
+
+def snapshot(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in policy.weights.tensors.items()}
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(as_bytes(a.contiguous()), as_bytes(b.contiguous()))
+
+
+def batch_of(policy: Policy, step: int) -> Batch:
+    random = torch.Generator().manual_seed(100 * step + policy.data_parallel_rank)
+    sequences = [torch.randint(1, 300, (6 + i,), generator=random).tolist() for i in range(4)]
+    return Batch.from_sequences(sequences, [2] * 4, pad_id=0)
+
+
+def prove(folder: str, layout: Train, dtype: str) -> None:
+    recipe = Recipe(
+        name="stepping",
+        model=Model(path=folder, dtype=dtype),
+        train=layout,
+        rollout=Rollout(max_model_len=64, max_new_tokens=8),
+        data=Data(train="-", eval="-"),
+        algorithm=Algorithm(name="grpo", prompts_per_step=8, samples_per_prompt=2),
+        optimizer=Optimizer(lr=1e-2, weight_decay=0.1, clip_grad=0.5),
+        run=Run(steps=10),
+    )
+    runtime.initialize(layout, seed=1)
+    config, rank = read_config(folder), dist.get_rank()
+    whole, parted = Policy(config, recipe, rank), Policy(config, recipe, rank)
+    whole._stepping = AsAWhole(whole.optimizer)
+    of_part, parts = parted.parts, len(parted._stepping)
+    assert parts >= 4, f"only {parts} parts"
+    assert sorted(set(of_part.values())) == list(range(parts))
+    for step in range(3):
+        before, at = snapshot(parted), []
+        reports = [whole.train_step(batch_of(whole, step), sft_loss)]
+        reports.append(parted.train_step(batch_of(parted, step), sft_loss, lambda part: at.append(snapshot(parted))))
+        assert reports[0] == reports[1]
+        after, truth = snapshot(parted), snapshot(whole)
+        assert [name for name in truth if not same(after[name], truth[name])] == []
+        assert any(not same(after[name], before[name]) for name in after)
+        assert len(at) == parts
+        for part, seen in enumerate(at):
+            for name, of in of_part.items():
+                assert same(seen[name], (after if of <= part else before)[name]), f"{name} of part {of} at {part}"
+    layers = {name: of for name, of in of_part.items() if ".layers." in name and ".experts." not in name}
+    order = sorted(layers, key=lambda name: (int(name[5:].split(".")[0]), int(name.split(".layers.")[1].split(".")[0])))
+    assert [layers[name] for name in order] == sorted(layers.values()), "first layers are not first"
+    runtime.shutdown()
+
+
+@record
+def main() -> None:
+    torch.set_num_threads(1)
+    ranks.start()
+    for layout in json.loads(sys.argv[2]):
+        for dtype in ("float32", "bfloat16"):
+            prove(sys.argv[1], Train(**layout, micro_batch_size=2), dtype)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
