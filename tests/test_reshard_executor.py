@@ -1,5 +1,7 @@
 """Plans carried out on real tensors: what lands is compared with numpy's truth, what is counted with the plan."""
 
+import threading
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from hybrid3d.reshard.coverage import check_arrivals, check_coverage, lower_boun
 from hybrid3d.reshard.executor import Executor, Report, Tensors, copy_locally
 from hybrid3d.reshard.layout import Fill, Holdings, Piece, View
 from hybrid3d.reshard.planner import FILES, Known, Plan, RankPlan, Routes, local_plan, make_plan
+from hybrid3d.reshard.ready import ready_after
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import GlooTransport, LocalTransport, Transport, make_transport
 from test_reshard_box import Shape, Side, World, addresses, index, worlds
@@ -103,9 +106,9 @@ def memories(side: Side, rank: int, value: float) -> dict[str, torch.Tensor]:
     return {dtype: torch.full((n + 16,), value, dtype=getattr(torch, dtype))[16:] for dtype, n in lengths.items()}
 
 
-def write_pieces(side: Side, rank: int, values: dict[str, torch.Tensor], memory: dict[str, torch.Tensor]) -> None:
-    """Put a rank's boxes of the canonical values at the places that numpy's arithmetic gives them."""
-    for piece in side.pieces[rank]:
+def write_pieces(pieces: list[Piece], values: dict[str, torch.Tensor], memory: dict[str, torch.Tensor]) -> None:
+    """Put boxes of the canonical values at the places that numpy's arithmetic gives them."""
+    for piece in pieces:
         content = values[piece.name][index(piece.box)].to(getattr(torch, piece.dtype))
         by_element(memory[piece.view.tensor])[torch.from_numpy(addresses(piece)).flatten()] = by_element(content)
 
@@ -119,7 +122,9 @@ def truth(world: World, rank: int, values: dict[str, torch.Tensor]) -> dict[str,
     """What must be in a rank's memory afterwards, gaps included."""
     held = {p.name: getattr(torch, p.dtype) for pieces in world.held.pieces.values() for p in pieces}
     memory = memories(world.wanted, rank, BEFORE)
-    write_pieces(world.wanted, rank, {name: v.to(held[name]) for name, v in values.items() if name in held}, memory)
+    write_pieces(
+        world.wanted.pieces[rank], {name: v.to(held[name]) for name, v in values.items() if name in held}, memory
+    )
     return memory
 
 
@@ -146,7 +151,7 @@ class Ranks:
 
     def run(self, values: dict[str, torch.Tensor]) -> list[Report]:
         for rank in self.ranks:
-            write_pieces(self.world.held, rank, values, self.held[rank])
+            write_pieces(self.world.held.pieces[rank], values, self.held[rank])
         return run_in_threads(self._run, self.ranks)
 
     def _run(self, rank: int) -> Report:
@@ -175,6 +180,67 @@ def test_values_land_bit_for_bit_and_bytes_are_as_planned(world: World, limit: i
             assert report.received_bytes == plan[rank].received_bytes == bound[rank] == world.must_receive(rank)
             assert report.staging_bytes == sum(plan[rank].staging_bytes) <= 2 * limit
         assert ranks.wrong(values) == []
+
+
+class Updated(Ranks):
+    """Ranks that have their new values a part after another; all must have had a part before anyone has the next.
+
+    They need a transport on which what both ends have posted arrives before either of them waits for it.
+
+    Attributes:
+        early: how many buckets were begun before the last part.
+    """
+
+    def update(self, values: dict[str, torch.Tensor], parts: list[dict[str, int]], last: int) -> list[Report]:
+        self._parts, self._values, self.early = parts, values, 0
+        numbers = [bucket.number for part in self.plan.values() for bucket in part.buckets]
+        self._buckets = max(numbers, default=-1) + 1
+        own: list[list[int]] = []
+        for rank in self.ranks:
+            ready_after(self.plan[rank], parts[rank], self._buckets, lambda last: own.append(last) or last)
+        self._last = [max(of_bucket) for of_bucket in zip(*own, strict=True)]
+        self._meet = threading.Barrier(len(self.ranks), timeout=60)
+        return run_in_threads(lambda rank: self._update(rank, last), self.ranks)
+
+    def _update(self, rank: int, last: int) -> Report:
+        sink, executor, held = self.sinks[rank], self.executors[rank], self.world.held.pieces[rank]
+        ready = ready_after(self.plan[rank], self._parts[rank], self._buckets, lambda own: self._last)
+        sink.begin()
+        executor.begin()
+        with self.mailbox.one_for_all():
+            for part in range(-1, last + 1):
+                self._meet.wait()
+                now = [p for p in held if self._parts[rank].get(p.name, -1) == part]
+                write_pieces(now, self._values, self.held[rank])
+                upto = bisect_right(ready, part)
+                executor.advance(upto)
+                self.early += upto if part < last else 0
+            report = executor.finish()
+        sink.end()
+        return report
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds(), st.integers(4, 300), st.data())
+def test_what_moves_while_the_rest_is_updated_is_what_has_been(world: World, limit: int, data: st.DataObject) -> None:
+    plan, names, last = make_plan(world.holdings, world.demand, limit), sorted(world.shapes), 3
+    ranks = Updated(world, plan, LocalTransport)
+    parts = [data.draw(st.dictionaries(st.sampled_from(names), st.integers(0, last))) for _ in ranks.ranks]
+    for seed in (1, 2):
+        values = canonical(world, seed)
+        for rank, report in enumerate(ranks.update(values, parts, last)):
+            assert report.received_bytes == plan[rank].received_bytes
+        assert ranks.wrong(values) == []
+
+
+def test_what_is_ready_first_is_moved_first() -> None:
+    world = large_world()
+    ranks = Updated(world, make_plan(world.holdings, world.demand, 300_000), LocalTransport)
+    of_layer = {0: 0, 1: 0, None: 1}
+    reports = ranks.update(canonical(world, 1), [{n: of_layer[layer_of(n)] for n in world.shapes}] * 4, 1)
+    assert ranks.wrong(canonical(world, 1)) == []
+    assert sum(r.received_bytes for r in reports) > 0
+    assert ranks.early == sum(b.layer is not None for part in ranks.plan.values() for b in part.buckets)
 
 
 @settings(max_examples=40, deadline=None)
@@ -330,6 +396,7 @@ def gloo_rank(rank: int, folder: Path) -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4)
         assert ranks.gather_alike({"odd": rank % 2}) == [([0, 2], {"odd": 0}), ([1, 3], {"odd": 1})]
         assert [ranks.least(n) for n in (10 - rank, 1 << 40, rank)] == [7, 1 << 40, 0]
+        assert ranks.most([rank, -rank, -1]) == [3, 0, -1]
         world = large_world()
         plan = own_part(world, rank, ranks.least, 300_000)
     check_arrivals(plan, world.demand[rank])
@@ -343,7 +410,7 @@ def gloo_rank(rank: int, folder: Path) -> None:
     executor = Executor(plan, Tensors(held), sink, transport)
     for step in (1, 2):
         values = canonical(world, step)
-        write_pieces(world.held, rank, values, held)
+        write_pieces(world.held.pieces[rank], values, held)
         sink.begin()
         report = executor.run()
         sink.end()

@@ -138,7 +138,7 @@ def test_a_rank_reads_only_what_it_wants(sharded: tuple[Path, Tensors], monkeypa
     end = side.length[0, "bfloat16"]
     side.length[0, "bfloat16"] += 64
     memory, expected = memories(side, 0, 7.0), memories(side, 0, 7.0)
-    write_pieces(side, 0, state, expected)
+    write_pieces(side.pieces[0], state, expected)
     expected["bfloat16"][end:] = 0
     padding = Fill(View("bfloat16", end, (32, 1)), (2, 32), 0.0)
     files.load_files(folder, Demand(tuple(side.pieces[0]), (padding,)), memory, rank=0)
@@ -156,7 +156,7 @@ def held_by_four(tensors: Tensors) -> tuple[dict[int, Holdings], list[Tensors]]:
                 side.add(rank, name, box, str(tensor.dtype).removeprefix("torch."), order)
     memory = [memories(side, rank, 0.0) for rank in range(4)]
     for rank in range(4):
-        write_pieces(side, rank, tensors, memory[rank])
+        write_pieces(side.pieces[rank], tensors, memory[rank])
     return {rank: Holdings(tuple(pieces)) for rank, pieces in side.pieces.items()}, memory
 
 

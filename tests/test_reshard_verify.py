@@ -25,7 +25,7 @@ def synced(transport: Any = LocalTransport) -> list[Report]:
 
     def run(rank: int) -> Report:
         held, wanted = memories(WORLD.held, rank, 0.0), memories(WORLD.wanted, rank, 7.0)
-        write_pieces(WORLD.held, rank, values, held)
+        write_pieces(WORLD.held.pieces[rank], values, held)
         with mailbox.one_for_all():
             executor = Executor(plan[rank], Tensors(held), Tensors(wanted), transport(rank, mailbox))
             return executor.run(verify=True)

@@ -45,12 +45,12 @@ def settings(name: str, bucket_mib: float) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(work: Path) -> dict[str, Any]:
-    """The same seed twice: once with one bucket, once with buckets of a twentieth of a rank's share."""
+    """The same seed twice: once with one bucket, once with buckets of a twentieth of a rank's share, and hidden."""
     wide = json.loads(hybrid3d(work, "plan", *settings("wide", 64), "--json"))
     narrow_mib = round(wide["memory"]["max_rollout_weights"] / 20 / 2**20, 3)
     narrow = json.loads(hybrid3d(work, "plan", *settings("narrow", narrow_mib), "--json"))
-    for name, bucket in (("wide", 64), ("narrow", narrow_mib)):
-        hybrid3d(work, "train", *settings(name, bucket))
+    hybrid3d(work, "train", *settings("wide", 64))
+    hybrid3d(work, "train", *settings("narrow", narrow_mib), "sync.hidden=true", "sync.verify=always")
     return {"wide": wide, "narrow": narrow, "bucket_bytes": int(narrow_mib * 2**20)}
 
 
@@ -83,11 +83,20 @@ def test_the_run_folder_is_complete(work: Path, runs: dict[str, Any]) -> None:
     assert [(run / f"logs/rank-{rank}.log").read_text().count(said) for rank in range(4)] == [1, 0, 0, 0]
 
 
-def test_same_seed_same_metrics_whatever_the_bucket(work: Path, runs: dict[str, Any]) -> None:
+def test_same_seed_same_metrics_whatever_the_bucket_and_hidden_or_not(work: Path, runs: dict[str, Any]) -> None:
     wide, narrow = (without(read_rows(work / "runs" / name), "sync/max_staging_bytes") for name in ("wide", "narrow"))
     assert wide == narrow
     staging = [row["sync/max_staging_bytes"] for row in read_rows(work / "runs/narrow")]
     assert 0 < max(staging) <= 2 * runs["bucket_bytes"]
+
+
+def test_a_hidden_sync_is_partly_hidden(work: Path, runs: dict[str, Any]) -> None:
+    for name, hides in (("wide", False), ("narrow", True)):
+        first, *rows = read_rows(work / "runs" / name)
+        assert first["sync/exposed_seconds"] == pytest.approx(first["sync/seconds"], rel=0.1)
+        for row in rows:
+            exposed = row["sync/exposed_seconds"] / row["sync/seconds"]
+            assert exposed < 0.9 if hides else exposed > 0.9
 
 
 @pytest.mark.parametrize("name", ["wide", "narrow"])

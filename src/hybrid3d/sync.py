@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch.distributed as dist
 
@@ -16,7 +15,8 @@ from hybrid3d.config import Recipe
 from hybrid3d.reshard.classes import outline_of
 from hybrid3d.reshard.coverage import check_arrivals, check_same_tensors, lower_bound
 from hybrid3d.reshard.executor import Executor, Report, Tensors
-from hybrid3d.reshard.planner import Known, RankPlan, Routes
+from hybrid3d.reshard.planner import Known, Routes
+from hybrid3d.reshard.ready import ready_after
 from hybrid3d.reshard.transport import make_transport
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.train.runtime import SideStream, device, synchronize
@@ -95,7 +95,8 @@ class WeightSync:
         self._executor = Executor(self.plan, self.source, self.sink, self.transport, device())
         self._stream = SideStream()
         self.under_way: int | None = None
-        self._ready = ready_after(self.plan, parts or {}, len(ends))
+        of_name = {piece.name: (parts or {}).get(piece.view.tensor, -1) for piece in held.pieces}
+        self._ready = ready_after(self.plan, of_name, len(ends), ranks.most)
 
     def run(self, number: int) -> SyncReport:
         """Move the weights as they are now; every rank calls this together.
@@ -172,23 +173,6 @@ class WeightSync:
         with self._stream.behind():
             yield
         self._exposed += time.perf_counter() - start
-
-
-def ready_after(plan: RankPlan, parts: Mapping[str, int], buckets: int) -> list[int]:
-    """By bucket of a rank's plan, the part after which all ranks have what they move in it and in those before.
-
-    Every rank calls this together.
-
-    Args:
-        parts: by local tensor of this rank, the part of the model that it is updated in.
-        buckets: how many the plan has, with those that this rank has no part in.
-    """
-    last = [-1] * buckets
-    for bucket in plan.buckets:
-        sources = [t.source.view.tensor for t in bucket.transfers if t.source is not None]
-        last[bucket.number] = max((parts.get(tensor, -1) for tensor in sources), default=-1)
-    everywhere = list(accumulate(ranks.most(last), max))
-    return [everywhere[bucket.number] for bucket in plan.buckets]
 
 
 def is_verified(setting: str, number: int) -> bool:

@@ -1,6 +1,6 @@
 """One rank of a proof: the optimizer's step in parts is its step as a whole, and a part that is ready is final.
 
-    torchrun --nproc-per-node 4 stepping.py CHECKPOINT LAYOUT.json
+torchrun --nproc-per-node 4 stepping.py CHECKPOINT LAYOUT.json
 """
 
 import json
@@ -66,7 +66,9 @@ def prove(folder: str, layout: Train, dtype: str) -> None:
     for step in range(3):
         before, at = snapshot(parted), []
         reports = [whole.train_step(batch_of(whole, step), sft_loss)]
-        reports.append(parted.train_step(batch_of(parted, step), sft_loss, lambda part: at.append(snapshot(parted))))
+        reports.append(
+            parted.train_step(batch_of(parted, step), sft_loss, lambda part, at=at: at.append(snapshot(parted)))
+        )
         assert reports[0] == reports[1]
         after, truth = snapshot(parted), snapshot(whole)
         assert [name for name in truth if not same(after[name], truth[name])] == []

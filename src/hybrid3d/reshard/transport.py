@@ -19,7 +19,8 @@ class Transport(Protocol):
     """Submit sends and receives of bytes (as `as_bytes` has them), then start them all with `run`.
 
     `received_bytes` is the sum of what receives were posted with, over the life of the transport. The two ends of
-    a message name the same `tag`, and both submit the messages between them in the same order.
+    a message name the same `tag`, and both submit the messages between them in the same order. What both have started
+    proceeds whether or not either of them waits.
     """
 
     received_bytes: int
