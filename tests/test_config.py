@@ -90,7 +90,7 @@ def test_defaults(load: Any) -> None:
         | {"first_stage_layers": None, "last_stage_layers": None, "expert_bias_update_rate": 0.0}
         | {"micro_batch_size": 8, "recompute": "none"},
         "rollout": None,
-        "sync": {"bucket_mib": 64.0, "verify": "never"},
+        "sync": {"bucket_mib": 64.0, "verify": "never", "hidden": False, "share_storage": False},
         "data": {
             "train": "a.parquet",
             "eval": "b.parquet",
@@ -317,6 +317,11 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
             "algorithm.kl.where=none",
             "algorithm.kl.coef=0.001 has no effect with algorithm.kl.where=none: set where: loss, or coef: 0",
         ),
+        (
+            "sync.share_storage=true",
+            "sync.share_storage: weights in memory that both engines use cannot be given away while vLLM sleeps: "
+            "set rollout.sleep=false, or leave sync.share_storage out",
+        ),
         ("optimizer.min_lr=0.1", "optimizer.min_lr=0.1 is more than optimizer.lr=0.0001: the rate only falls"),
         ("optimizer.warmup_steps=80", "optimizer.warmup_steps=80 leaves no step of run.steps=80: at most 79"),
     ],
@@ -327,6 +332,7 @@ def test_contradictions_within_a_recipe(load: Any, override: str, problem: str) 
 
 def test_the_contradictions_borders_load(load: Any) -> None:
     recipe = load(DEMO, ["algorithm.kl={where: none, coef: 0}", "optimizer.min_lr=1e-4", "optimizer.warmup_steps=79"])
+    load(DEMO, ["sync.share_storage=true", "rollout.sleep=false"])
     assert recipe.optimizer.warmup_steps == 79
 
 

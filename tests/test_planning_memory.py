@@ -115,6 +115,7 @@ def memory(**changes: int) -> Memory:
         work_space=2 * 10**9,
         kv_bytes_per_token=100_000,
         max_model_len=changes.get("max_model_len", 4096),
+        sleeps=changes.get("sleeps", True),
     )
 
 
@@ -123,6 +124,8 @@ def test_phases_add_up_and_each_is_refused_by_its_numbers() -> None:
     assert [fits.train, fits.sync, fits.generate] == [75 * 10**9, 66 * 10**9, 79 * 10**9]
     assert (fits.kv_cache, fits.kv_tokens) == (12 * 10**9, 120_000)
     assert fits.problems() == []
+    awake = memory(sleeps=False)  # all that vLLM may take, 24 GB, stays beside the others
+    assert [awake.train, awake.sync, awake.generate] == [99 * 10**9, 80 * 10**9, 79 * 10**9]
     assert memory(activations=26).problems() == ["the train phase needs 81.0 GB of a GPU's 80.0 GB"]
     assert memory(rollout_weights=22).problems()[0].startswith("vLLM's share of 24.0 GB leaves its KV cache")
     assert memory(percent=35).problems() == ["the generate phase needs 83.0 GB of a GPU's 80.0 GB"]

@@ -170,19 +170,22 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
 def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
     from hybrid3d import tasks
     from hybrid3d.bench.scaling import Scale, scaled
+    from hybrid3d.inputs import read_config
 
     recipe = load_recipe(options.recipe, options.overrides)
     scale = Scale(options.layers, options.hidden, options.experts)
     smaller, config = scaled(recipe, scale)
+    said = scale.said(read_config(recipe.model.path))
     if options.repeats < 1:
         raise RecipeError(smaller.name, [f"--repeats {options.repeats}: it takes 1 at least"])
     folder = RunFolder.of(smaller)
-    if ranks.under_launcher():
-        task = functools.partial(tasks.bench, recipe, scale, folder, options.repeats, options.json)
-        return _run_rank(smaller, folder, task)
-    from hybrid3d.bench.fitting import check_room
+    if CHECKED not in os.environ:
+        from hybrid3d.bench.fitting import check_room
 
-    check_room(smaller, config)
+        check_room(smaller, config)
+    if ranks.under_launcher():
+        task = functools.partial(tasks.bench, smaller, config, said, folder, options.repeats, options.json)
+        return _run_rank(smaller, folder, task)
     return _launch(arguments, smaller, folder, Console(stderr=options.json))
 
 

@@ -70,7 +70,8 @@ class Rollout:
     """The rollout layout; lengths in tokens; what vLLM may take of a GPU's memory, and its KV cache's GiB on CPU.
 
     `dp` engines of `tp` ranks share one set of experts under `expert_parallel`; without it each engine has its own.
-    `placement` deals out shards so that they overlap most with what a rank holds, or in the order of ranks.
+    `placement` deals out shards so that they overlap most with what a rank holds, or in the order of ranks. Where it
+    may `sleep`, vLLM gives a GPU's memory to training between its turns.
     """
 
     tp: Count = 1
@@ -82,6 +83,7 @@ class Rollout:
     placement: Literal["overlap", "consecutive"] = "overlap"
     memory_fraction: Fraction = 0.5
     kv_cache_gib: Positive = 1.0
+    sleep: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +91,18 @@ class Sync:
     """How trained weights come to the rollout engine.
 
     `bucket_mib` is the size of a staging buffer. `verify` says which syncs are verified: `always`, `every-N` from the
-    first on, or `never`. A `hidden` sync begins with the first weights that are updated, while the rest still is.
+    first on, or `never`. A `hidden` sync begins with the first weights that are updated, while the rest still is. Under
+    `share_storage` vLLM's tensors lie in Megatron's memory, where layout and dtype are the same.
     """
 
     bucket_mib: Positive = 64.0
     verify: Verified = "never"
     hidden: bool = False
+    share_storage: bool = False
+
+    @property
+    def bucket_bytes(self) -> int:
+        return int(self.bucket_mib * 2**20)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +238,11 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield "rollout: missing, and algorithm.name=grpo generates: give max_model_len and max_new_tokens"
     if kl.where == "none" and kl.coef > 0:
         yield f"algorithm.kl.coef={kl.coef} has no effect with algorithm.kl.where=none: set where: loss, or coef: 0"
+    if recipe.sync.share_storage and recipe.rollout is not None and recipe.rollout.sleep:
+        yield (
+            "sync.share_storage: weights in memory that both engines use cannot be given away while vLLM sleeps: "
+            "set rollout.sleep=false, or leave sync.share_storage out"
+        )
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr={optimizer.min_lr} is more than optimizer.lr={optimizer.lr}: the rate only falls"
     if optimizer.warmup_steps >= recipe.run.steps:

@@ -14,6 +14,7 @@ from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_
 from hybrid3d.exporting import is_redundant, is_untrained
 from hybrid3d.families import Config, UnsupportedModel, family_of
 from hybrid3d.inputs import read_config, read_data, read_tokenizer
+from hybrid3d.planning.apart import AskingFailed
 from hybrid3d.reshard.files import CheckpointError, CheckpointReader, Entry, pieces_of, read_index
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.reshard.planner import PlanError
@@ -140,4 +141,4 @@ def check_tied_copy(folder: str, config: Config, found: Mapping[str, Entry]) -> 
                 )
 
 
-USER_MISTAKES = (RecipeError, CheckpointError, DataError, UnsupportedModel, NoCheckpoint, PlanError)
+USER_MISTAKES = (RecipeError, CheckpointError, DataError, UnsupportedModel, NoCheckpoint, PlanError, AskingFailed)

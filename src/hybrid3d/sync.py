@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
 from hybrid3d import ranks
@@ -17,12 +18,11 @@ from hybrid3d.reshard.coverage import check_arrivals, check_same_tensors, lower_
 from hybrid3d.reshard.executor import Executor, Report, Tensors
 from hybrid3d.reshard.planner import Known, Routes
 from hybrid3d.reshard.ready import ready_after
-from hybrid3d.reshard.transport import make_transport
+from hybrid3d.reshard.sharing import sharable
+from hybrid3d.reshard.transport import as_bytes, make_transport
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.train.runtime import SideStream, device, synchronize
 from hybrid3d.train.weights import MegatronWeights, canonical_shapes
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class SyncReport:
     Attributes:
         seconds: from its beginning to its end.
         exposed_seconds: those of them in which nothing else was done.
+        shared_bytes: of vLLM's tensors that lie in Megatron's memory.
         corrupted: tensors that, on some rank, had not landed as they were sent and were moved once more.
         phases: seconds by phase of the execution.
     """
@@ -42,6 +43,7 @@ class SyncReport:
     lower_bound_bytes: int
     staging_bytes: int
     finalize_bytes: int
+    shared_bytes: int
     corrupted: tuple[str, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
 
@@ -83,20 +85,28 @@ class WeightSync:
         wanted = self.sink.demand
         readers = ranks.gather_alike(outline_of(wanted))
         check_same_tensors(holders, readers)
-        routes = Routes(holders, readers, int(recipe.sync.bucket_mib * MIB), recipe.machine.gpus_per_node)
-        moves = routes.moves(rank, Known({rank: held}, {rank: wanted}))
-        ends = routes.ends([moves], ranks.least)
-        self.plan = routes.plan(rank, moves, ends)
-        check_arrivals(self.plan, wanted)
+        self._routes = Routes(holders, readers, recipe.sync.bucket_bytes, recipe.machine.gpus_per_node)
+        self._moves = self._routes.moves(rank, Known({rank: held}, {rank: wanted}))
+        self._ends = self._routes.ends([self._moves], ranks.least)
         self.lower_bound = lower_bound({rank: held}, {rank: wanted})[rank]
-        self.sink.prepare(self.plan.layers)
         self.transport = make_transport(device(), dist.new_group(list(range(recipe.world_size))))
+        self._trained = trained.tensors
         self.source = Tensors(trained.tensors)
-        self._executor = Executor(self.plan, self.source, self.sink, self.transport, device())
+        self._of_name = {piece.name: (parts or {}).get(piece.view.tensor, -1) for piece in held.pieces}
+        self._to_share = recipe.sync.share_storage
+        self._shared: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._rank = rank
+        self._bind()
+        check_arrivals(self.plan, wanted)
         self._stream = SideStream()
         self.under_way: int | None = None
-        of_name = {piece.name: (parts or {}).get(piece.view.tensor, -1) for piece in held.pieces}
-        self._ready = ready_after(self.plan, of_name, len(ends), ranks.most)
+
+    def _bind(self) -> None:
+        """Every rank calls this together."""
+        self.plan = self._routes.plan(self._rank, self._moves, self._ends)
+        self.sink.prepare(self.plan.layers)
+        self._executor = Executor(self.plan, self.source, self.sink, self.transport, device())
+        self._ready = ready_after(self.plan, self._of_name, len(self._ends), ranks.most)
 
     def run(self, number: int) -> SyncReport:
         """Move the weights as they are now; every rank calls this together.
@@ -121,6 +131,9 @@ class WeightSync:
         self.under_way, self._began, self._exposed = number, time.perf_counter(), 0.0
         self._engine.updates = None
         self._verifying = is_verified(self._verify, number)
+        for live, lies in self._shared:
+            if live.data_ptr() != lies.data_ptr():
+                raise RuntimeError("weights that both engines share have been moved: train without sync.share_storage")
         with self._beside():
             self.sink.begin()
             self._executor.begin(self._verifying)
@@ -144,6 +157,8 @@ class WeightSync:
                 done = self._once_more(corrupted)
             self._engine.reset_cache()
             synchronize()
+        if self._to_share:  # from the first sync on, which shows what vLLM makes of each tensor
+            self._share()
         self._engine.updates, self.under_way = self.under_way, None
         return SyncReport(
             seconds=time.perf_counter() - self._began,
@@ -152,9 +167,27 @@ class WeightSync:
             lower_bound_bytes=self.lower_bound,
             staging_bytes=done.staging_bytes,
             finalize_bytes=self.sink.finalize_bytes,
+            shared_bytes=sum(live.nbytes for live, _ in self._shared),
             corrupted=corrupted,
             phases=done.seconds,
         )
+
+    def _share(self) -> None:
+        """Lay vLLM's tensors into Megatron's memory, where they are the same bit for bit, and copy them no more."""
+        live = self.sink.in_place()
+        arriving = [t for _, t in self._moves if t.dst == self._rank]
+        sizes = {name: tensor.numel() for name, tensor in live.items()}
+        shared = set()
+        for name, sharing in sharable(arriving, self.sink.demand, sizes).items():
+            tensor, base = live[name], self._trained[sharing.source].detach()
+            lies = base.as_strided(tensor.shape, tensor.stride(), base.storage_offset() + sharing.offset)
+            if as_bytes(lies.contiguous()).equal(as_bytes(tensor.detach().contiguous())):
+                tensor.data = lies
+                self._shared.append((tensor, lies))
+                shared.add(name)
+        self._moves = [(k, t) for k, t in self._moves if t.target is None or t.target.view.tensor not in shared]
+        self._to_share = False
+        self._bind()
 
     def _once_more(self, corrupted: Sequence[str]) -> Report:
         print(f"{len(corrupted)} tensors have not landed as sent: {_some(corrupted)}; once more", flush=True)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from hybrid3d import ranks
-from hybrid3d.bench.scaling import Scale, scaled, write_model
+from hybrid3d.bench.scaling import write_model
 from hybrid3d.config import Recipe
+from hybrid3d.families import Config
 from hybrid3d.inputs import read_config
 from hybrid3d.run_folder import RunFolder, checkpoint_folder, draw_curves
 
@@ -107,7 +108,8 @@ def export(
 
 def bench(
     recipe: Recipe,
-    scale: Scale,
+    config: Config,
+    said: str,
     folder: RunFolder,
     repeats: int,
     as_json: bool,
@@ -115,24 +117,27 @@ def bench(
     store: dist.Store,
     console: Console | None,
 ) -> None:
-    """Measure the sync of a recipe's smaller model beside the others' way and the wire."""
+    """Measure the sync of a model of this config beside the others' way and the wire.
+
+    Args:
+        said: what was scaled down.
+    """
     from hybrid3d.bench import report
     from hybrid3d.train import runtime
 
-    smaller, config = scaled(recipe, scale)
     if rank == 0:
-        write_model(smaller, config)
+        write_model(recipe, config)
         store.set("model", "written")
     store.wait(["model"])
-    slots = _agree(smaller, store)
+    slots = _agree(recipe, store)
     ranks.start(store)
-    runtime.initialize(smaller.train, smaller.run.seed)
+    runtime.initialize(recipe.train, recipe.run.seed)
     from hybrid3d.bench.task import measure
 
     say = console.print if console is not None and not as_json else lambda what: None
-    found = measure(smaller, repeats, rank, slots, say)
+    found = measure(recipe, repeats, rank, slots, say)
     if rank == 0:
-        numbers = report.numbers(smaller, scale.said(read_config(recipe.model.path)), found)
+        numbers = report.numbers(recipe, said, found)
         report.write(folder, numbers)
         if console is not None:
             text = json.dumps(numbers, indent=2) if as_json else report.table(numbers)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from hybrid3d import ranks
 from hybrid3d.bench.scaling import write_model
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.families import Config
@@ -18,36 +19,46 @@ from hybrid3d.planning.traffic import planned
 
 PROCESS = 1_500_000_000  # of a rank with both engines' libraries, before there is a model; measured on a CPU
 
+CGROUP = Path("/sys/fs/cgroup")
+
 
 def check_room(recipe: Recipe, config: Config) -> None:
-    """Both engines' weights, the wire's buffers and the others' staging must fit.
+    """Both engines' weights, the wire's buffers and the others' staging must fit. Of several ranks rank 0 looks.
 
     Raises:
         RecipeError: they do not; with both numbers.
     """
+    if ranks.under_launcher() and ranks.rank() > 0:
+        return
     write_model(recipe, config)
     fullest, together = json.loads(ask_apart("hybrid3d.bench.fitting", recipe))
     if torch.cuda.is_available():
         needed, free = fullest, torch.cuda.mem_get_info()[0]
     else:
-        needed, free = together + recipe.world_size * PROCESS, _available()
+        here = ranks.local_world_size() if ranks.under_launcher() else recipe.world_size
+        needed, free = together * here // recipe.world_size + here * PROCESS, _available()
     if needed > free:
         problem = f"it takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
         raise RecipeError(recipe.name, [f"{problem}: scale it down with --layers, --hidden or --experts"])
 
 
 def _available() -> int:
+    """What this machine has left, and this container."""
+    left = [1 << 62]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 62
+            left.append(int(line.split()[1]) * 1024)
+    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
+    if limit.exists() and limit.read_text().strip() != "max":
+        left.append(int(limit.read_text()) - int(used.read_text()))
+    return min(left)
 
 
 def room(recipe: Recipe) -> tuple[int, int]:
     """Bytes of the fullest rank, and of all: weights (vLLM's twice, as it packs them on a CPU) and buffers."""
     found = planned(recipe, ask(recipe, read_config(recipe.model.path)))
     wire = found.traffic.sum(0) + found.traffic.sum(1) + 2 * found.local
-    staging = 2 * found.staging + found.finalize + 4 * int(recipe.sync.bucket_mib * 2**20)
+    staging = 2 * found.staging + found.finalize + 4 * recipe.sync.bucket_bytes
     each = found.held + 2 * found.wanted + wire + staging
     return int(each.max()), int(each.sum())
 

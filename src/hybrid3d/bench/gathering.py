@@ -20,8 +20,8 @@ from hybrid3d.families import is_expert
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Outline, natural
 from hybrid3d.reshard.executor import Copies
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape, View, contiguous_stride
-from hybrid3d.reshard.memory import Memory, aligned
+from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape, View, by_name, contiguous_stride
+from hybrid3d.reshard.memory import Memory, aligned, strided
 from hybrid3d.reshard.protocols import Sink, Source
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import Pending, Transport
@@ -111,7 +111,7 @@ class Gather:
         self._buckets = list(_buckets(peers, bucket_bytes))
         sizes = [[bucket.buffer_bytes for bucket in self._buckets[turn::2]] for turn in (0, 1)]
         memory = [Memory(max(of_turn, default=0), device) for of_turn in sizes]
-        holds, wants = _by_name(held[0]), _by_name(wanted[0])
+        holds, wants = by_name(held[0].pieces), by_name(wanted[0].pieces)
         for i, bucket in enumerate(self._buckets):
             self._place(bucket, memory[i % 2])
             self._bind_unpacking(bucket, wants)
@@ -279,13 +279,5 @@ def _laid_out(pieces: Sequence[Piece]) -> list[Piece]:
     return found
 
 
-def _by_name(side: Holdings | Demand) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = defaultdict(list)
-    for piece in side.pieces:
-        found[piece.name].append(piece)
-    return found
-
-
 def _view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
-    typed = flat.view(getattr(torch, piece.dtype))
-    return typed.as_strided(piece.box.size, piece.view.stride, typed.storage_offset() + piece.view.offset)
+    return strided(flat.view(getattr(torch, piece.dtype)), piece.view, piece.box.size)

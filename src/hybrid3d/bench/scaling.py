@@ -48,6 +48,8 @@ def scaled(recipe: Recipe, scale: Scale) -> tuple[Recipe, dict[str, Any]]:
     config, rollout = read_config(recipe.model.path), recipe.rollout
     if rollout is None:
         raise RecipeError(recipe.name, ["the recipe has no `rollout` section: there is no sync to measure"])
+    if recipe.sync.share_storage:
+        raise RecipeError(recipe.name, ["sync.share_storage: what is not copied cannot be measured: leave it out"])
     name = f"bench-{recipe.name}"
     smaller = replace(
         recipe,

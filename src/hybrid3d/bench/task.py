@@ -22,7 +22,7 @@ from hybrid3d.reshard.executor import Executor
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.rollout.weights import RolloutWeights
-from hybrid3d.sync import MIB, WeightSync
+from hybrid3d.sync import WeightSync
 from hybrid3d.train.model import build_model
 from hybrid3d.train.runtime import device, gather_groups, synchronize
 from hybrid3d.train.weights import canonical_shapes, megatron_weights
@@ -67,7 +67,7 @@ class Bench:
         shapes = canonical_shapes(outlines.values())
         peers = Peers.meet([outlines[r] for r in sorted(outlines)], shapes, gather_groups())
         ends = (self._trained.holdings, sync.source), (sync.sink.demand, self._sink)
-        self._gather = Gather(peers, *ends, int(recipe.sync.bucket_mib * MIB), sync.transport, device())
+        self._gather = Gather(peers, *ends, recipe.sync.bucket_bytes, sync.transport, device())
         self._wire = Wire(*peers_bytes(sync.plan), sync.plan.local_bytes, sync.transport, device())
         self._gather_wire = Wire(*self._gather.peers_bytes(), 0, sync.transport, device())
         self.phases: dict[str, dict[str, float]] = {"hybrid3d": defaultdict(float), "sync": defaultdict(float)}

@@ -79,6 +79,7 @@ class Memory:
         work_space: what vLLM takes besides its weights and its KV cache.
         kv_bytes_per_token: of the KV cache.
         max_model_len: tokens of the longest sequence.
+        sleeps: whether vLLM's memory is given to training.
     """
 
     stages: tuple[Resident, ...]
@@ -87,14 +88,19 @@ class Memory:
     work_space: int
     kv_bytes_per_token: int
     max_model_len: int
+    sleeps: bool = True
 
     @cached_property
     def train(self) -> int:
-        return max(stage.always + stage.activations for stage in self.stages)
+        beside = 0 if self.sleeps else self.rollout
+        return max(stage.always + stage.activations for stage in self.stages) + beside
 
     @cached_property
     def sync(self) -> int:
-        return max(stage.always + stage.rollout_weights + stage.staging for stage in self.stages)
+        return max(
+            stage.always + (stage.rollout_weights if self.sleeps else self.rollout) + stage.staging
+            for stage in self.stages
+        )
 
     @cached_property
     def generate(self) -> int:
@@ -173,7 +179,7 @@ def memory_of(
                 reference=weights if recipe.algorithm.kl.where == "loss" else 0,
                 activations=activations[stage],
                 rollout_weights=wanted_bytes,
-                staging=int(2 * recipe.sync.bucket_mib * 2**20) + wanted.finalize_bytes,
+                staging=2 * recipe.sync.bucket_bytes + wanted.finalize_bytes,
             )
         )
     return Memory(
@@ -183,6 +189,7 @@ def memory_of(
         work_space=_work_space(shape, rollout.tp, itemsize),
         kv_bytes_per_token=sum(wanted.kv_bytes.values()),
         max_model_len=rollout.max_model_len,
+        sleeps=rollout.sleep,
     )
 
 

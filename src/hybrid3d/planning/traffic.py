@@ -90,7 +90,7 @@ def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) ->
     if unlike.size:  # the classes, on which all of the above rests, have lost or doubled a tensor
         rank = int(unlike[0])
         raise PlanError(f"rank {rank} wants {wanted_bytes[rank]} bytes, {traffic.sum(0)[rank] + local[rank]} arrive")
-    bucket = int(recipe.sync.bucket_mib * 2**20)
+    bucket = recipe.sync.bucket_bytes
     plan = make_plan(holdings, demand, bucket, per_node) if sides.whole else {}
     check_coverage(plan, holdings, demand if plan else {})
     sizes = {name: math.prod(shape) * ITEMSIZE[recipe.model.dtype] for name, shape in sides.shapes.items()}

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping
 
 from hybrid3d.reshard.box import Box, volume
 from hybrid3d.reshard.classes import Group, distinct, groups_of
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece
+from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, by_name
 from hybrid3d.reshard.planner import FILES, Plan, PlanError, RankPlan, Transfer
 from hybrid3d.reshard.routes import Route, Routed
 
@@ -18,11 +18,11 @@ def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping
     Raises:
         PlanError: with the first violation found.
     """
-    there, held = Counter[tuple[int, int, str, Box, str]](), _pieces_by_name(holdings)
+    there, held = Counter[tuple[int, int, str, Box, str]](), {r: by_name(of.pieces) for r, of in holdings.items()}
     for rank, part in plan.items():
         for t in part.transfers:
             if t.src == rank:
-                _check_end(t, t.source, held.get((rank, t.name), []), f"rank {rank} does not hold")
+                _check_end(t, t.source, held.get(rank, {}).get(t.name, []), f"rank {rank} does not hold")
                 there[t.src, t.dst, t.name, t.box, t.dtype] += 1
     for rank in {**plan, **demand}:
         part = plan.get(rank, RankPlan(rank, ()))
@@ -40,17 +40,17 @@ def check_arrivals(part: RankPlan, demand: Demand) -> None:
         PlanError: with the first violation found.
     """
     rank = part.rank
-    wanted = _pieces_by_name({rank: demand})
+    wanted = by_name(demand.pieces)
     arriving: dict[str, list[Box]] = defaultdict(list)
     for t in part.transfers:
         if rank not in (t.src, t.dst):
             raise PlanError(f"rank {rank} has no part in {t.name} {t.box}: {t.src} to {t.dst}")
         if t.dst == rank:
-            _check_end(t, t.target, wanted.get((rank, t.name), []), f"rank {rank} does not want")
+            _check_end(t, t.target, wanted.get(t.name, []), f"rank {rank} does not want")
             if t.target is None or t.dtype != t.target.dtype:
                 raise PlanError(f"rank {rank} does not want {t.name} {t.box} as {t.dtype}")
             arriving[t.name].append(t.box)
-    for (_, name), pieces in wanted.items():
+    for name, pieces in wanted.items():
         got, asked = sum(b.numel for b in arriving[name]), sum(p.box.numel for p in pieces)
         union = volume(tuple(arriving[name]))
         if not got == asked == union:
@@ -175,9 +175,7 @@ def lower_bound(
     held = _boxes_of_ranks(groups_of(holdings), names)
     bound = dict.fromkeys(demand, 0)
     for ranks, side in distinct(demand):
-        wanted: dict[str, list[Piece]] = defaultdict(list)
-        for piece in side.pieces:
-            wanted[piece.name].append(piece)
+        wanted = by_name(side.pieces)
         count = {name: times[name] if times else 1 for name in wanted}
         whole = {name: _lacking(pieces, ()) * count[name] for name, pieces in wanted.items()}
         total = sum(whole.values())
@@ -195,11 +193,3 @@ def _lacking(wanted: Iterable[Piece], held: tuple[Box, ...]) -> int:
     for piece in wanted:
         by_dtype[piece.dtype] = (*by_dtype.get(piece.dtype, ()), piece.box)
     return sum(volume(boxes, held) * ITEMSIZE[dtype] for dtype, boxes in by_dtype.items())
-
-
-def _pieces_by_name(sides: Mapping[int, Holdings] | Mapping[int, Demand]) -> dict[tuple[int, str], list[Piece]]:
-    by_name: dict[tuple[int, str], list[Piece]] = defaultdict(list)
-    for rank, side in sides.items():
-        for piece in side.pieces:
-            by_name[rank, piece.name].append(piece)
-    return by_name

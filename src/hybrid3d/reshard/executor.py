@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hybrid3d.reshard.layout import ITEMSIZE, Fill, Piece
-from hybrid3d.reshard.memory import Memory
+from hybrid3d.reshard.memory import Memory, strided
 from hybrid3d.reshard.planner import Bucket, Message, RankPlan, Transfer
 from hybrid3d.reshard.protocols import Sink, Source
 from hybrid3d.reshard.transport import Pending, Transport, as_bytes
@@ -61,8 +61,7 @@ class Tensors:
         self._tensors = tensors
 
     def read(self, piece: Piece) -> torch.Tensor:
-        tensor = self._tensors[piece.view.tensor]
-        return tensor.as_strided(piece.box.size, piece.view.stride, tensor.storage_offset() + piece.view.offset)
+        return strided(self._tensors[piece.view.tensor], piece.view, piece.box.size)
 
     write = read
 
@@ -73,8 +72,7 @@ class Tensors:
         pass
 
     def fill(self, fill: Fill) -> None:
-        tensor = self._tensors[fill.view.tensor]
-        tensor.as_strided(fill.size, fill.view.stride, tensor.storage_offset() + fill.view.offset).fill_(fill.value)
+        strided(self._tensors[fill.view.tensor], fill.view, fill.size).fill_(fill.value)
 
 
 @torch.no_grad()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hybrid3d.reshard.box import Box
@@ -55,6 +57,14 @@ class Piece:
         offset = self.view.offset + sum((a - b) * s for a, b, s in steps)
         view = View(self.view.tensor, offset, self.view.stride)  # as `dataclasses.replace`, at a fraction of its time
         return Piece(self.name, box, view, self.dtype)
+
+
+def by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    """Pieces by the tensor that they are of."""
+    found: dict[str, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        found[piece.name].append(piece)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from hybrid3d.reshard.layout import Shape, View
+
 ALIGNED = 64
+
+
+def strided(tensor: torch.Tensor, view: View, size: Shape) -> torch.Tensor:
+    """What a view says, of the tensor that it names."""
+    return tensor.as_strided(size, view.stride, tensor.storage_offset() + view.offset)
 
 
 def aligned(nbytes: int) -> int:

@@ -50,7 +50,8 @@ def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]
         enable_expert_parallel=rollout.expert_parallel,
         max_model_len=rollout.max_model_len,
         hf_overrides=functools.partial(_override, layers=layers),
-        enforce_eager=current_platform.is_cpu(),
+        # Captured graphs would go on reading the memory in which shared tensors were before.
+        enforce_eager=current_platform.is_cpu() or recipe.sync.share_storage,
         # On CPU this op assumes 2-D input, which latent attention does not give it: it would rotate wrongly.
         compilation_config={"custom_ops": ["-rotary_embedding"]} if current_platform.is_cpu() else {},
     )
@@ -133,6 +134,7 @@ class RolloutEngine:
         self.updates: int | None = None
         self._temperature = rollout.temperature
         self._max_new_tokens = rollout.max_new_tokens
+        self._sleeps = rollout.sleep and not current_platform.is_cpu()  # on a CPU there is nothing to gain
         if current_platform.is_cpu():
             _name_shared_memory(ident)
         with external_rank(slots[rank], rollout), _placed(slots):
@@ -140,7 +142,7 @@ class RolloutEngine:
                 **engine_settings(recipe),
                 gpu_memory_utilization=rollout.memory_fraction,
                 kv_cache_memory_bytes=int(rollout.kv_cache_gib * 2**30) if current_platform.is_cpu() else None,
-                enable_sleep_mode=not current_platform.is_cpu(),
+                enable_sleep_mode=self._sleeps,
                 logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included
                 disable_log_stats=True,
                 seed=recipe.run.seed,
@@ -183,14 +185,14 @@ class RolloutEngine:
         self._llm.llm_engine.engine_core.shutdown()
 
     def sleep(self) -> None:
-        """Give the memory of weights and KV cache to the other engine; on a CPU there is nothing to gain."""
+        """Give the memory of weights and KV cache to the other engine."""
         self.updates = None
-        if not current_platform.is_cpu():
+        if self._sleeps:
             self._llm.sleep(level=2)  # the weights are not kept: the next sync brings all of them
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
         """Take memory back: that of the weights before a sync, that of the KV cache before generating."""
-        if not current_platform.is_cpu():
+        if self._sleeps:
             self._llm.wake_up(tags=[what])
 
     def _params(self, temperature: float, seed: int | None, end_token: int, logprobs: int | None) -> SamplingParams:

@@ -28,7 +28,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from hybrid3d.reshard.classes import natural
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Fill, Piece, Shape, View
-from hybrid3d.reshard.memory import Memory, aligned
+from hybrid3d.reshard.memory import Memory, aligned, strided
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.rollout.record import Destination, UnsupportedLoader, record_demand
 
@@ -105,6 +105,10 @@ class RolloutWeights:
             opened[layer].place(self._memory[turn % OPEN])
         self._opened = opened
 
+    def in_place(self) -> dict[str, torch.Tensor]:
+        """By local name, the live tensors that are written where they lie and stay there when they are finalized."""
+        return {name: tensor for opened in self._opened.values() for name, tensor in opened.in_place()}
+
     def begin(self) -> None:
         """Expect all of the demand; what was live stays until its layer is opened."""
         for memory in self._memory:
@@ -180,6 +184,7 @@ class _Opened:
         self._memory = Memory(0, "cpu")
         self._tensors: dict[str, torch.Tensor] = {}
         self._written: set[str] = set()
+        self._moved: set[int] = set()  # by id: what vLLM finalizes somewhere else
         self._live: _Live = {}
         self._attributes: dict[Module, dict[str, torch.Tensor]] = {}
         for module in unit.root.modules():
@@ -195,9 +200,15 @@ class _Opened:
         self._tensors = {name: tensor.data for name, tensor in self.unit.tensors()}
         _swap_back(self._live)
 
+    def in_place(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.unit.tensors():
+            there = name in self._written and tensor.data_ptr() == self._tensors[name].data_ptr()
+            if there and _same_layout(tensor, self._tensors[name]) and id(tensor) not in self._moved:
+                yield name, tensor
+
     def view(self, view: View, size: Shape) -> torch.Tensor:
         self._written.add(view.tensor)
-        return _strided(self._tensors[view.tensor], view, size)
+        return strided(self._tensors[view.tensor].data, view, size)
 
     def open(self) -> None:
         self._attributes = {module: _attributes_of(module) for module in self.unit.root.modules()}
@@ -237,7 +248,8 @@ class _Opened:
             process_weights_after_loading(self.unit.root, vllm_config.model_config, device)
         for module, tensors in self._live.items():
             for name, old in tensors.items():
-                _keep_address(_holder(module, name), name, old)
+                if _keep_address(_holder(module, name), name, old):
+                    self._moved.add(id(old))
         for module, tensors in self._attributes.items():
             for name, old in tensors.items():
                 _keep_address(vars(module), name, old)
@@ -252,23 +264,25 @@ def _attributes_of(module: Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
 
 
-def _strided(tensor: torch.Tensor, view: View, size: Shape) -> torch.Tensor:
-    return tensor.data.as_strided(size, view.stride, tensor.storage_offset() + view.offset)
+def _keep_address(held: dict[str, Any], name: str, old: torch.Tensor | None) -> bool:
+    """Move a finalized tensor into the memory of the live one, and put the live object back.
 
-
-def _keep_address(held: dict[str, Any], name: str, old: torch.Tensor | None) -> None:
-    """Move a finalized tensor into the memory of the live one, and put the live object back."""
+    Returns:
+        Whether it was somewhere else.
+    """
     new = held.get(name)
     if new is None or old is None or new is old:
-        return
+        return False
     if not _same_layout(new, old):
         if not current_platform.is_cpu():  # captured graphs would go on reading the old memory
             raise RuntimeError(f"{name}: finalized as {_layout(new)}, but live as {_layout(old)}")
-        return
-    if new.data_ptr() != old.data_ptr():
+        return True
+    moved = new.data_ptr() != old.data_ptr()
+    if moved:
         old.data.copy_(new.data)
         new.data = old.data  # a kernel may keep the object that it was given
     held[name] = old
+    return moved
 
 
 def _recorded(module: Module) -> Iterator[tuple[str, torch.Tensor]]:

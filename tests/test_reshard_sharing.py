@@ -1,0 +1,75 @@
+"""Which tensors could lie in the memory that they come from: judged by where numpy says that each element is."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+
+from hybrid3d.reshard.box import Box
+from hybrid3d.reshard.layout import Piece
+from hybrid3d.reshard.planner import Transfer, make_plan
+from hybrid3d.reshard.sharing import Sharing, sharable
+from test_reshard_box import Side, World, addresses, worlds
+
+
+def own(world: World, rank: int) -> tuple[list[Transfer], dict[str, int]]:
+    plan = make_plan(world.holdings, world.demand, 64)
+    arriving = [t for t in plan[rank].transfers if t.dst == rank]
+    return arriving, {dtype: n for (r, dtype), n in world.wanted.length.items() if r == rank}
+
+
+def one(tensor: str = "layers.0.a", held: str = "float32", **wanted) -> World:
+    """Rank 0 holds what it wants: one tensor, and another that is small and has something else in its layer."""
+    world = World({}, Side(2), Side(2))
+    world.held.add(1, "layers.0.b", Box.whole((3,)))
+    world.wanted.add(0, "layers.0.b", Box.whole((3,)), "bfloat16")
+    world.held.add(0, tensor, Box.whole((4, 6)), held)
+    world.wanted.add(0, tensor, Box.whole((4, 6)), "float32", **wanted)
+    world.shapes |= {tensor: (4, 6), "layers.0.b": (3,)}
+    return world
+
+
+def test_what_lies_as_it_is_wanted_is_shared() -> None:
+    assert sharable(*with_demand(one())) == {"float32": Sharing("float32", 0)}
+
+
+def with_demand(world: World):
+    arriving, sizes = own(world, 0)
+    return arriving, world.demand[0], sizes
+
+
+def test_what_does_not_is_copied() -> None:
+    for other in (one(held="bfloat16"), one(order=(1, 0)), one(gap=1)):
+        assert sharable(*with_demand(other)) == {}
+    arriving, demand, sizes = with_demand(one())
+    assert sharable(arriving, demand, sizes | {"float32": 25}) == {}, "an element is left out"
+
+
+def test_a_layer_keeps_a_tensor_to_receive() -> None:
+    world = World({"layers.0.a": (8,), "layers.0.b": (4,)}, Side(1), Side(1))
+    for name, dtype in (("layers.0.a", "float32"), ("layers.0.b", "bfloat16")):
+        for side in (world.held, world.wanted):
+            side.add(0, name, Box.whole(world.shapes[name]), dtype)
+    assert sharable(*with_demand(world)) == {"float32": Sharing("float32", 0)}
+
+
+@settings(max_examples=200, deadline=None)
+@given(worlds())
+def test_each_element_of_a_shared_tensor_is_the_one_that_is_wanted(world: World) -> None:
+    for rank in world.wanted.pieces:
+        arriving, sizes = own(world, rank)
+        for tensor, sharing in sharable(arriving, world.demand[rank], sizes).items():
+            seen = set()
+            for piece in (p for p in world.wanted.pieces[rank] if p.view.tensor == tensor):
+                held = [p for p in world.held.pieces[rank] if (p.name, p.view.tensor) == (piece.name, sharing.source)]
+                there = {place for source in held for place in places(source)}
+                for element, at in places(piece):
+                    assert (element, at + sharing.offset) in there
+                    seen.add(at)
+            assert seen == set(range(sizes[tensor]))
+
+
+def places(piece: Piece) -> list[tuple[tuple, int]]:
+    """Each element by its indices in the whole tensor, and where it lies."""
+    whole = [tuple(np.add(piece.box.start, at).tolist()) for at in np.ndindex(*piece.box.size)]
+    return list(zip(whole, addresses(piece).ravel().tolist(), strict=True))
