@@ -32,6 +32,7 @@ class SyncReport:
     Attributes:
         seconds: from its beginning to its end.
         exposed_seconds: those of them in which nothing else was done.
+        hidden_bytes: those of the received ones that were on their way before the last weights were updated.
         shared_bytes: of vLLM's tensors that lie in Megatron's memory.
         corrupted: tensors that, on some rank, had not landed as they were sent and were moved once more.
         phases: seconds by phase of the execution.
@@ -41,6 +42,7 @@ class SyncReport:
     exposed_seconds: float
     received_bytes: int
     lower_bound_bytes: int
+    hidden_bytes: int
     staging_bytes: int
     finalize_bytes: int
     shared_bytes: int
@@ -129,6 +131,7 @@ class WeightSync:
         Every rank then calls `advance` with each of its parts, and `finish`.
         """
         self.under_way, self._began, self._exposed = number, time.perf_counter(), 0.0
+        self._received, self._hidden = self.transport.received_bytes, 0
         self._engine.updates = None
         self._verifying = is_verified(self._verify, number)
         for live, lies in self._shared:
@@ -140,6 +143,7 @@ class WeightSync:
 
     def advance(self, part: int) -> None:
         """Every rank's parts up to this one have their new values, or will have without waiting for this call."""
+        self._hidden = self.transport.received_bytes - self._received
         with self._beside():
             self._executor.advance(bisect_right(self._ready, part))
 
@@ -165,6 +169,7 @@ class WeightSync:
             exposed_seconds=self._exposed,
             received_bytes=done.received_bytes,
             lower_bound_bytes=self.lower_bound,
+            hidden_bytes=self._hidden,
             staging_bytes=done.staging_bytes,
             finalize_bytes=self.sink.finalize_bytes,
             shared_bytes=sum(live.nbytes for live, _ in self._shared),

@@ -33,7 +33,7 @@ def sharable(transfers: Iterable[Transfer], demand: Demand, sizes: Mapping[str, 
     Args:
         transfers: all that arrive at this rank.
         demand: of this rank.
-        sizes: elements of its local tensors.
+        sizes: elements of those of its local tensors that may be laid somewhere else.
     """
     arriving: dict[str, list[Transfer]] = defaultdict(list)
     layers: dict[int | None, list[str]] = defaultdict(list)
@@ -46,7 +46,7 @@ def sharable(transfers: Iterable[Transfer], demand: Demand, sizes: Mapping[str, 
     found = {}
     for tensor, those in arriving.items():
         one = {_sharing(t) for t in those}
-        whole = sum(t.box.numel for t in those) == sizes[tensor] and tensor not in filled
+        whole = sum(t.box.numel for t in those) == sizes.get(tensor) and tensor not in filled
         if whole and len(one) == 1 and None not in one:
             found[tensor] = one.pop()
     for tensors in layers.values():

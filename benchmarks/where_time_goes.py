@@ -1,0 +1,140 @@
+"""Where the time of a sync goes, in this tree or in another: four CPU ranks under a profiler, as Markdown.
+
+    python benchmarks/where_time_goes.py [--tree FOLDER] BENCH-ARGUMENTS
+
+BENCH-ARGUMENTS are those of `hybrid3d bench`. FOLDER is another tree of this repository, as `git worktree add` makes
+it: what was before is measured with the same model, on the same machine. The profiler costs time: shares are to be
+compared, and the seconds of a sync without it, which stand beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNS = 5
+# By the function that the profiler names: what takes time outside of Python. The rest is Python's own.
+KINDS = {
+    "wait for bytes": ("wait",),
+    "copy (pack, unpack, local)": ("copy_", "_foreach_copy_"),
+    "post sends and receives": ("isend", "irecv", "send", "recv"),
+    "vLLM's finalization": ("process_weights_after_loading",),
+}
+
+
+def prepare(arguments: list[str], folder: Path) -> tuple[Path, int]:
+    """Write the smaller model and its recipe; return the recipe and how many ranks it takes."""
+    from hybrid3d.bench.scaling import Scale, scaled, write_model
+    from hybrid3d.config import load_recipe, recipe_to_yaml
+
+    parser = argparse.ArgumentParser()
+    for size in ("layers", "hidden", "experts"):
+        parser.add_argument(f"--{size}", type=int)
+    parser.add_argument("recipe")
+    options, overrides = parser.parse_known_args(arguments)
+    recipe = load_recipe(options.recipe, [*overrides, f"run.dir={folder}"])
+    smaller, config = scaled(recipe, Scale(options.layers, options.hidden, options.experts))
+    write_model(smaller, config)
+    path = folder / "recipe.yaml"
+    path.write_text(recipe_to_yaml(smaller))
+    return path, smaller.world_size
+
+
+def of_rank(path: str) -> None:
+    """One rank: time syncs, then profile as many."""
+    import torch.distributed as dist
+
+    from hybrid3d import ranks
+    from hybrid3d.config import load_recipe
+    from hybrid3d.inputs import read_config
+    from hybrid3d.train import runtime
+
+    recipe = load_recipe(path)
+    ranks.start()
+    runtime.initialize(recipe.train, recipe.run.seed)
+    import torch
+
+    from hybrid3d.rollout.engine import RolloutEngine
+    from hybrid3d.sync import WeightSync
+    from hybrid3d.train.model import build_model
+    from hybrid3d.train.weights import megatron_weights
+
+    config, rank = read_config(recipe.model.path), dist.get_rank()
+    trained = megatron_weights(build_model(config, recipe.train, getattr(torch, recipe.model.dtype)), config)
+    engine = RolloutEngine(recipe, rank, ranks.ident(), list(range(recipe.world_size)))
+    sync = WeightSync(recipe, trained, engine, rank)
+
+    def run() -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        sync.run(*([0] if "number" in WeightSync.run.__annotations__ else []))
+        return max(ranks.gather(time.perf_counter() - start))
+
+    run()
+    seconds = [run() for _ in range(RUNS)]
+    profile = cProfile.Profile()
+    for _ in range(RUNS):
+        dist.barrier()
+        profile.enable()
+        sync.run(*([0] if "number" in WeightSync.run.__annotations__ else []))
+        profile.disable()
+    every = ranks.gather(_shares(profile))
+    if rank == 0:
+        print(f"| {'what':30} | ms of a mean rank |\n|{'-' * 32}|{'-' * 19}|")
+        for kind in every[0]:
+            print(f"| {kind:30} | {1e3 * statistics.mean(shares[kind] for shares in every) / RUNS:17.1f} |")
+        print(f"\nA sync without the profiler: {statistics.median(seconds):.3f} s, median of {RUNS}", flush=True)
+    dist.barrier()
+    engine.close()
+
+
+def _shares(profile: cProfile.Profile) -> dict[str, float]:
+    """Seconds by kind: with all that a function of the kind calls, and what none of them called."""
+    found: dict[str, float] = defaultdict(float)
+    stats = pstats.Stats(profile)
+    for kind, names in KINDS.items():
+        for (file, _, name), (_, _, _, together, callers) in stats.stats.items():  # type: ignore[attr-defined]
+            short = name.removeprefix("<method '").split("'")[0].removeprefix("<built-in method ").rstrip(">")
+            outermost = not any(caller[2] in names for caller in callers)
+            if short.rpartition(".")[2] in names and outermost and "hybrid3d" not in file:
+                found[kind] += together
+    total = max(one[3] for one in stats.stats.values())  # type: ignore[attr-defined]
+    found["Python and the rest"] = total - sum(found.values())
+    found["all"] = total
+    return dict(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tree", type=Path, default=ROOT)
+    options, arguments = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        recipe, world = prepare(arguments, Path(folder))
+        if options.tree != ROOT:  # it may not know all keys of today's recipes
+            recipe.write_text("".join(_known(recipe.read_text().splitlines(keepends=True))))
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", __file__, "--rank", str(recipe)]
+        more = {"PYTHONPATH": str(options.tree / "src"), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        subprocess.run(command, env=os.environ | more, check=True)
+
+
+def _known(lines: list[str]) -> list[str]:
+    newer = ("hidden:", "share_storage:", "verify:", "sleep:")
+    return [line for line in lines if not line.strip().startswith(newer)]
+
+
+if __name__ == "__main__":
+    if "--rank" in sys.argv:
+        of_rank(sys.argv[-1])
+    else:
+        main()
