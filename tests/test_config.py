@@ -90,7 +90,7 @@ def test_defaults(load: Any) -> None:
         | {"first_stage_layers": None, "last_stage_layers": None, "expert_bias_update_rate": 0.0}
         | {"micro_batch_size": 8, "recompute": "none"},
         "rollout": None,
-        "sync": {"bucket_mib": 64.0, "verify": "never", "hidden": False, "share_storage": False},
+        "sync": {"bucket_mib": 64.0, "verify": "never", "hidden": True, "share_storage": False},
         "data": {
             "train": "a.parquet",
             "eval": "b.parquet",

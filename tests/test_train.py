@@ -49,8 +49,8 @@ def runs(work: Path) -> dict[str, Any]:
     wide = json.loads(hybrid3d(work, "plan", *settings("wide", 64), "--json"))
     narrow_mib = round(wide["memory"]["max_rollout_weights"] / 20 / 2**20, 3)
     narrow = json.loads(hybrid3d(work, "plan", *settings("narrow", narrow_mib), "--json"))
-    hybrid3d(work, "train", *settings("wide", 64))
-    hybrid3d(work, "train", *settings("narrow", narrow_mib), "sync.hidden=true", "sync.verify=always")
+    hybrid3d(work, "train", *settings("wide", 64), "sync.hidden=false")
+    hybrid3d(work, "train", *settings("narrow", narrow_mib), "sync.verify=always")
     return {"wide": wide, "narrow": narrow, "bucket_bytes": int(narrow_mib * 2**20)}
 
 
@@ -118,7 +118,7 @@ def test_a_resumed_run_repeats_bit_for_bit(work: Path, runs: dict[str, Any]) -> 
     shutil.rmtree(work / f"again/wide/checkpoints/step-{STEPS:06d}")
     recipe = work / "again/wide/recipe.yaml"
     recipe.write_text(recipe.read_text().replace("dir: runs", "dir: again"))
-    hybrid3d(work, "train", *settings("wide", 64), "run.dir=again")
+    hybrid3d(work, "train", *settings("wide", 64), "run.dir=again", "sync.hidden=false")
     assert without(read_rows(work / "again/wide")) == without(whole)
     events = [json.loads(line) for line in (work / "again/wide/events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "resume"] == [RESUMED_FROM]

@@ -97,7 +97,7 @@ class Sync:
 
     bucket_mib: Positive = 64.0
     verify: Verified = "never"
-    hidden: bool = False
+    hidden: bool = True
     share_storage: bool = False
 
     @property

@@ -1,14 +1,14 @@
 """The way of other trainers, with the same engines at both ends: every tensor is rebuilt on every rank.
 
 Each stage broadcasts what it holds to the ranks in the same place of the other stages; then TP groups, and for experts
-the groups of EP x ETP, all-gather it; then each rank copies what vLLM wants of it. In buckets of two buffers: a
-bucket is on its way while the one before is copied. Broadcasts and all-gathers are made of sends and receives that are
-all in flight at once, because gloo's own take twice as long.
+the groups of EP x ETP, all-gather it; then each rank copies what vLLM wants of it. In buckets: while two are broadcast
+the one before is gathered, and the one before that copied. Broadcasts and all-gathers are made of sends
+and receives that are all in flight at once, as hybrid3d's are.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +25,9 @@ from hybrid3d.reshard.memory import Memory, aligned, strided
 from hybrid3d.reshard.protocols import Sink, Source
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import Pending, Transport
+
+AHEAD = 2  # buckets that are broadcast while one is gathered
+BUFFERS = AHEAD + 2
 
 Group = dist.ProcessGroup
 Kind = tuple[int | None, str, str]
@@ -109,11 +112,11 @@ class Gather:
         self._sink = wanted[1]
         self._transport = transport
         self._buckets = list(_buckets(peers, bucket_bytes))
-        sizes = [[bucket.buffer_bytes for bucket in self._buckets[turn::2]] for turn in (0, 1)]
+        sizes = [[bucket.buffer_bytes for bucket in self._buckets[turn::BUFFERS]] for turn in range(BUFFERS)]
         memory = [Memory(max(of_turn, default=0), device) for of_turn in sizes]
         holds, wants = by_name(held[0].pieces), by_name(wanted[0].pieces)
         for i, bucket in enumerate(self._buckets):
-            self._place(bucket, memory[i % 2])
+            self._place(bucket, memory[i % BUFFERS])
             self._bind_unpacking(bucket, wants)
             if bucket.root == peers.rank:
                 self._bind_packing(bucket, holds, held[1])
@@ -155,15 +158,15 @@ class Gather:
         """The bytes received."""
         received_before = self._transport.received_bytes
         before: tuple[_Bucket, Pending] | None = None
-        spread = self._spread(0)
+        spreading = deque(map(self._spread, range(min(AHEAD, len(self._buckets)))))
         for number, bucket in enumerate(self._buckets):
-            spread.wait()
+            spreading.popleft().wait()
             gathered = self._exchange(number)
+            if number + AHEAD < len(self._buckets):
+                spreading.append(self._spread(number + AHEAD))
             if before is not None:
                 self._finish(*before)
             before = bucket, gathered
-            if number + 1 < len(self._buckets):
-                spread = self._spread(number + 1)
         if before is not None:
             self._finish(*before)
         return self._transport.received_bytes - received_before

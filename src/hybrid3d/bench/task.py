@@ -32,20 +32,25 @@ T = TypeVar("T")
 
 
 class Watched:
-    """vLLM's weights as a sink that is not finalized: it looks at each layer, or at none, when all of it is written."""
+    """The memory that vLLM's weights are written into, without vLLM: opening and finalizing is timed apart.
+
+    It looks at each layer, or at none, when all of it is written.
+    """
 
     def __init__(self, sink: RolloutWeights, dtypes: Mapping[str, str]):
         self._sink = sink
         self._dtypes = dtypes
         self.number: int | None = None
         self.wrong: list[str] = []
-        self.write, self.open = sink.write, sink.open
+        self.write = sink.write
+
+    def open(self, layer: int | None) -> None: ...
 
     def close(self, layer: int | None) -> None:
         if self.number is not None:
             pieces = [piece for piece in self._sink.demand.pieces if layer_of(piece.name) == layer]
             self.wrong += wrong(pieces, self._sink, self.number, self._dtypes)
-        self._sink.drop(layer)
+        self._sink.skip(layer)
 
 
 class Bench:

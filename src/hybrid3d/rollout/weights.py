@@ -125,9 +125,8 @@ class RolloutWeights:
         self._opened[layer].finalize(self._vllm_config)
         self._left.remove(layer)
 
-    def drop(self, layer: int | None) -> None:
-        """In place of `close`: the layer is as it was, but for what was written in the live tensors' own memory."""
-        self._opened[layer].drop()
+    def skip(self, layer: int | None) -> None:
+        """In place of `open` and `close`: what is written stays where it is, and vLLM is not told."""
         self._left.remove(layer)
 
     def end(self) -> None:
@@ -228,9 +227,6 @@ class _Opened:
             return flat.as_strided(loader.shape, loader.stride())
 
         self._live = _swap_in_loader_layout(self.unit.root, memory_for)
-
-    def drop(self) -> None:
-        _swap_back(self._live)
 
     def finalize(self, vllm_config: VllmConfig) -> None:
         """Run what vLLM runs after loading, as if for the first time, and put the result where the live tensors are."""
