@@ -60,7 +60,7 @@ def of_rank(path: str) -> None:
     from hybrid3d.train import runtime
 
     recipe = load_recipe(path)
-    ranks.start()
+    dist.init_process_group("gloo")
     runtime.initialize(recipe.train, recipe.run.seed)
     import torch
 
@@ -105,8 +105,8 @@ def _shares(profile: cProfile.Profile) -> dict[str, float]:
     for kind, names in KINDS.items():
         for (file, _, name), (_, _, _, together, callers) in stats.stats.items():  # type: ignore[attr-defined]
             short = name.removeprefix("<method '").split("'")[0].removeprefix("<built-in method ").rstrip(">")
-            outermost = not any(caller[2] in names for caller in callers)
-            if short.rpartition(".")[2] in names and outermost and "hybrid3d" not in file:
+            inner = any(caller[2] in names and "hybrid3d" not in caller[0] for caller in callers)
+            if short.rpartition(".")[2] in names and not inner and "hybrid3d" not in file:
                 found[kind] += together
     total = max(one[3] for one in stats.stats.values())  # type: ignore[attr-defined]
     found["Python and the rest"] = total - sum(found.values())

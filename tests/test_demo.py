@@ -50,6 +50,11 @@ def test_every_sync_is_exact_and_both_engines_agree(work: Path) -> None:
         assert row["mismatch/logprob_abs_max"] <= 1e-3
 
 
+def test_the_sync_takes_next_to_nothing_of_a_step(work: Path) -> None:
+    rows = read_rows(work / "runs/demo-cpu")
+    assert sum(row["sync/exposed_seconds"] for row in rows) < 0.05 * sum(row["time/step"] for row in rows)
+
+
 def test_rewards_dealt_out_at_random_teach_nothing(work: Path) -> None:
     hybrid3d(work, "train", "recipes/demo-cpu.yaml", "name=control", "reward.shuffle=true", timeout=1800)
     measured = accuracies(work / "runs/control")

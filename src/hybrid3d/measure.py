@@ -43,7 +43,6 @@ class Measured:
         self.sums |= {
             "sync/received_bytes": report.received_bytes,
             "sync/lower_bound_bytes": report.lower_bound_bytes,
-            "sync/hidden_bytes": report.hidden_bytes,
             "sync/shared_bytes": report.shared_bytes,
         }
         self.maxima |= {

@@ -32,7 +32,6 @@ class SyncReport:
     Attributes:
         seconds: from its beginning to its end.
         exposed_seconds: those of them in which nothing else was done.
-        hidden_bytes: those of the received ones that were on their way before the last weights were updated.
         shared_bytes: of vLLM's tensors that lie in Megatron's memory.
         corrupted: tensors that, on some rank, had not landed as they were sent and were moved once more.
         phases: seconds by phase of the execution.
@@ -42,7 +41,6 @@ class SyncReport:
     exposed_seconds: float
     received_bytes: int
     lower_bound_bytes: int
-    hidden_bytes: int
     staging_bytes: int
     finalize_bytes: int
     shared_bytes: int
@@ -102,6 +100,7 @@ class WeightSync:
         check_arrivals(self.plan, wanted)
         self._stream = SideStream()
         self.under_way: int | None = None
+        self._told = False
 
     def _bind(self) -> None:
         """Every rank calls this together."""
@@ -136,7 +135,7 @@ class WeightSync:
         self._verifying = is_verified(self._verify, number)
         for live, lies in self._shared:
             if live.data_ptr() != lies.data_ptr():
-                raise RuntimeError("weights that both engines share have been moved: train without sync.share_storage")
+                raise RuntimeError("vLLM has moved weights that lie in Megatron's memory: leave sync.share_storage out")
         with self._beside():
             self.sink.begin()
             self._executor.begin(self._verifying)
@@ -146,6 +145,12 @@ class WeightSync:
         self._hidden = self.transport.received_bytes - self._received
         with self._beside():
             self._executor.advance(bisect_right(self._ready, part))
+
+    def _tell_hidden(self) -> None:
+        """To this rank's log, once."""
+        early = f"{self._hidden} of {self.transport.received_bytes - self._received} received bytes"
+        print(f"hidden sync: {early} were on their way before the last weights were updated", flush=True)
+        self._told = True
 
     def finish(self) -> SyncReport:
         """Move what is left, and see that it has landed, as `run` says.
@@ -163,13 +168,14 @@ class WeightSync:
             synchronize()
         if self._to_share:  # from the first sync on, which shows what vLLM makes of each tensor
             self._share()
+        if self._hidden and not self._told:
+            self._tell_hidden()
         self._engine.updates, self.under_way = self.under_way, None
         return SyncReport(
             seconds=time.perf_counter() - self._began,
             exposed_seconds=self._exposed,
             received_bytes=done.received_bytes,
             lower_bound_bytes=self.lower_bound,
-            hidden_bytes=self._hidden,
             staging_bytes=done.staging_bytes,
             finalize_bytes=self.sink.finalize_bytes,
             shared_bytes=sum(live.nbytes for live, _ in self._shared),
