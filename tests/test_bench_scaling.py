@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hybrid3d.bench import fitting
 from hybrid3d.bench.scaling import Scale, scaled
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.inputs import read_config
@@ -71,3 +72,16 @@ def test_what_was_scaled_is_said() -> None:
     said = Scale(layers=4, hidden=1024).said(config)
     assert said == "layers 32 -> 4, hidden size 4096 -> 1024"
     assert Scale().said(config) == "nothing"
+
+
+def test_a_container_s_limit_counts_and_its_caches_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "CGROUP", tmp_path)
+    for name, content in (
+        ("max", "1000\n"),
+        ("current", "700\n"),
+        ("stat", "anon 500\nactive_file 150\ninactive_file 50\n"),
+    ):
+        (tmp_path / f"memory.{name}").write_text(content)
+    assert fitting._available() == 500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert fitting._available() > 1000

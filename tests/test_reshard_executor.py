@@ -4,6 +4,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,16 +183,40 @@ def test_values_land_bit_for_bit_and_bytes_are_as_planned(world: World, limit: i
         assert ranks.wrong(values) == []
 
 
-class Updated(Ranks):
-    """Ranks that have their new values a part after another; all must have had a part before anyone has the next.
+class Posted(LocalTransport):
+    """What both ends have posted arrives before either of them waits for it; what one has posted may be waited for."""
 
-    They need a transport on which what both ends have posted arrives before either of them waits for it.
+    stops = False
+
+    def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        self._leaving = [*getattr(self, "_leaving", []), (self._rank, dst, tag)]
+        super().submit_send(tensor, dst, tag)
+
+    def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
+        super().submit_recv(tensor, src, tag)
+        self._mailbox.post((src, self._rank, tag))
+
+    def run(self) -> Any:
+        pending, leaving, mailbox = super().run(), getattr(self, "_leaving", []), self._mailbox
+        self._leaving = []
+
+        class Both:
+            def wait(self) -> None:
+                pending.wait()
+                for key in leaving:
+                    mailbox.wait_until_posted(key)
+
+        return Both()
+
+
+class Updated(Ranks):
+    """Ranks that have their new values a part after another, some in fewer parts; at the end all of them meet.
 
     Attributes:
-        early: how many buckets were begun before the last part.
+        early: how many buckets were begun before the rank's last part.
     """
 
-    def update(self, values: dict[str, torch.Tensor], parts: list[dict[str, int]], last: int) -> list[Report]:
+    def update(self, values: dict[str, torch.Tensor], parts: list[dict[str, int]], last: list[int]) -> list[Report]:
         self._parts, self._values, self.early = parts, values, 0
         numbers = [bucket.number for part in self.plan.values() for bucket in part.buckets]
         self._buckets = max(numbers, default=-1) + 1
@@ -200,7 +225,7 @@ class Updated(Ranks):
             ready_after(self.plan[rank], parts[rank], self._buckets, lambda last: own.append(last) or last)
         self._last = [max(of_bucket) for of_bucket in zip(*own, strict=True)]
         self._meet = threading.Barrier(len(self.ranks), timeout=60)
-        return run_in_threads(lambda rank: self._update(rank, last), self.ranks)
+        return run_in_threads(lambda rank: self._update(rank, last[rank]), self.ranks)
 
     def _update(self, rank: int, last: int) -> Report:
         sink, executor, held = self.sinks[rank], self.executors[rank], self.world.held.pieces[rank]
@@ -209,23 +234,28 @@ class Updated(Ranks):
         executor.begin()
         with self.mailbox.one_for_all():
             for part in range(-1, last + 1):
-                self._meet.wait()
                 now = [p for p in held if self._parts[rank].get(p.name, -1) == part]
                 write_pieces(now, self._values, self.held[rank])
-                upto = bisect_right(ready, part)
+                upto = len(ready) if part == last else bisect_right(ready, part)
                 executor.advance(upto)
                 self.early += upto if part < last else 0
+            self._meet.wait()
             report = executor.finish()
         sink.end()
         return report
 
 
 @settings(max_examples=60, deadline=None)
-@given(worlds(), st.integers(4, 300), st.data())
-def test_what_moves_while_the_rest_is_updated_is_what_has_been(world: World, limit: int, data: st.DataObject) -> None:
-    plan, names, last = make_plan(world.holdings, world.demand, limit), sorted(world.shapes), 3
-    ranks = Updated(world, plan, LocalTransport)
-    parts = [data.draw(st.dictionaries(st.sampled_from(names), st.integers(0, last))) for _ in ranks.ranks]
+@given(worlds(), st.integers(4, 300), st.booleans(), st.data())
+def test_what_moves_while_the_rest_is_updated_is_what_has_been(
+    world: World, limit: int, stops: bool, data: st.DataObject
+) -> None:
+    plan, names = make_plan(world.holdings, world.demand, limit), sorted(world.shapes)
+    ranks = Updated(world, plan, Posted)
+    for transport in ranks.transports:
+        transport.stops = stops
+    last = [data.draw(st.integers(0, 4)) for _ in ranks.ranks]
+    parts = [data.draw(st.dictionaries(st.sampled_from(names), st.integers(0, of_rank))) for of_rank in last]
     for seed in (1, 2):
         values = canonical(world, seed)
         for rank, report in enumerate(ranks.update(values, parts, last)):
@@ -233,14 +263,27 @@ def test_what_moves_while_the_rest_is_updated_is_what_has_been(world: World, lim
         assert ranks.wrong(values) == []
 
 
-def test_what_is_ready_first_is_moved_first() -> None:
+def test_what_is_ready_first_is_moved_first_and_nobody_waits_for_whoever_waits_for_him() -> None:
+    """Two ranks have one part, and the others two; a bucket is small, so that there are many."""
     world = large_world()
-    ranks = Updated(world, make_plan(world.holdings, world.demand, 300_000), LocalTransport)
-    of_layer = {0: 0, 1: 0, None: 1}
-    reports = ranks.update(canonical(world, 1), [{n: of_layer[layer_of(n)] for n in world.shapes}] * 4, 1)
+    ranks = Updated(world, make_plan(world.holdings, world.demand, 100_000), Posted)
+    of_layer = {0: 0, 1: 1, None: 1}
+    parts = [{name: min(of_layer[layer_of(name)], rank % 2) for name in world.shapes} for rank in range(4)]
+    reports = ranks.update(canonical(world, 1), parts, [0, 1, 0, 1])
     assert ranks.wrong(canonical(world, 1)) == []
     assert sum(r.received_bytes for r in reports) > 0
-    assert ranks.early == sum(b.layer is not None for part in ranks.plan.values() for b in part.buckets)
+    assert ranks.early > 0
+
+
+def test_a_layer_is_not_finished_before_what_is_shared_of_it_is_updated() -> None:
+    world = large_world()
+    plan = make_plan(world.holdings, world.demand, 300_000)[0]
+    numbers = 1 + max(bucket.number for bucket in plan.buckets)
+    ready = ready_after(plan, {}, numbers, list, {1: 5})
+    assert [part for part, bucket in zip(ready, plan.buckets, strict=True) if bucket.layer == 1] == [5] * sum(
+        bucket.layer == 1 for bucket in plan.buckets
+    )
+    assert -1 in ready
 
 
 @settings(max_examples=40, deadline=None)

@@ -22,6 +22,17 @@ class Mailbox(dict):
         super().__init__()
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
+        self._posted: set[tuple[int, int, int]] = set()
+
+    def post(self, key: tuple[int, int, int]) -> None:
+        """Say that the receiver is ready."""
+        with self._changed:
+            self._posted.add(key)
+            self._changed.notify_all()
+
+    def wait_until_posted(self, key: tuple[int, int, int]) -> None:
+        self._wait(lambda: key in self._posted, f"never posted: {key}")
+        self._posted.discard(key)
 
     def __setitem__(self, key: tuple[int, int, int], tensor: torch.Tensor) -> None:
         with self._changed:

@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time a recipe's sync beside the way of other trainers and the wire")
     bench.add_argument("recipe", help="a recipe's YAML file")
     bench.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the recipe's")
-    bench.add_argument("--repeats", type=int, default=5, help="timed runs of each method (default: 5)")
+    bench.add_argument("--repeats", type=int, default=15, help="timed runs of each method (default: 15)")
     bench.add_argument("--layers", type=int, help="layers of the model that is measured")
     bench.add_argument("--hidden", type=int, help="its hidden size; heads, MLPs and vocabulary shrink with it")
     bench.add_argument("--experts", type=int, help="its routed experts")
@@ -179,6 +179,8 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.repeats < 1:
         raise RecipeError(smaller.name, [f"--repeats {options.repeats}: it takes 1 at least"])
     folder = RunFolder.of(smaller)
+    if ranks.under_launcher():
+        _check_world(smaller)
     if CHECKED not in os.environ:
         from hybrid3d.bench.fitting import check_room
 

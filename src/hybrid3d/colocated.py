@@ -51,11 +51,11 @@ class Colocated:
         if not self._hidden:
             return None
 
-        def ready(part: int) -> None:
+        def ready(part: int, last: bool) -> None:
             if part == 0:
                 self.engine.wake("weights")
                 self.sync.begin(number)
-            self.sync.advance(part)
+            self.sync.advance(part, last)
 
         return ready
 

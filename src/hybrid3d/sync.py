@@ -19,6 +19,7 @@ from hybrid3d.reshard.executor import Executor, Report, Tensors
 from hybrid3d.reshard.planner import Known, Routes
 from hybrid3d.reshard.ready import ready_after
 from hybrid3d.reshard.sharing import sharable
+from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import as_bytes, make_transport
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.train.runtime import SideStream, device, synchronize
@@ -54,6 +55,8 @@ class CorruptSync(RuntimeError):
 
 class WeightSync:
     """Brings a rank's share of the rollout layout up to date with the train layout.
+
+    One for an engine: under `sync.share_storage` the engine's tensors lie in what was trained, whoever writes them.
 
     Attributes:
         plan: what this rank sends, receives and copies.
@@ -95,6 +98,7 @@ class WeightSync:
         self._of_name = {piece.name: (parts or {}).get(piece.view.tensor, -1) for piece in held.pieces}
         self._to_share = recipe.sync.share_storage
         self._shared: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._shared_parts: dict[int | None, int] = {}  # by layer: the part in which the last of them is updated
         self._rank = rank
         self._bind()
         check_arrivals(self.plan, wanted)
@@ -107,7 +111,7 @@ class WeightSync:
         self.plan = self._routes.plan(self._rank, self._moves, self._ends)
         self.sink.prepare(self.plan.layers)
         self._executor = Executor(self.plan, self.source, self.sink, self.transport, device())
-        self._ready = ready_after(self.plan, self._of_name, len(self._ends), ranks.most)
+        self._ready = ready_after(self.plan, self._of_name, len(self._ends), ranks.most, self._shared_parts)
 
     def run(self, number: int) -> SyncReport:
         """Move the weights as they are now; every rank calls this together.
@@ -140,15 +144,19 @@ class WeightSync:
             self.sink.begin()
             self._executor.begin(self._verifying)
 
-    def advance(self, part: int) -> None:
-        """Every rank's parts up to this one have their new values, or will have without waiting for this call."""
+    def advance(self, part: int, last: bool) -> None:
+        """This rank's parts up to this one have their new values; the others come to theirs without waiting for it.
+
+        Args:
+            last: it was the last of this rank, of which others may have more: they wait for all that it has to send.
+        """
         self._hidden = self.transport.received_bytes - self._received
         with self._beside():
-            self._executor.advance(bisect_right(self._ready, part))
+            self._executor.advance(len(self._ready) if last else bisect_right(self._ready, part))
 
-    def _tell_hidden(self) -> None:
+    def _tell_hidden(self, received: int) -> None:
         """To this rank's log, once."""
-        early = f"{self._hidden} of {self.transport.received_bytes - self._received} received bytes"
+        early = f"{self._hidden} of {received} received bytes"
         print(f"hidden sync: {early} were on their way before the last weights were updated", flush=True)
         self._told = True
 
@@ -169,7 +177,7 @@ class WeightSync:
         if self._to_share:  # from the first sync on, which shows what vLLM makes of each tensor
             self._share()
         if self._hidden and not self._told:
-            self._tell_hidden()
+            self._tell_hidden(done.received_bytes)
         self._engine.updates, self.under_way = self.under_way, None
         return SyncReport(
             seconds=time.perf_counter() - self._began,
@@ -196,6 +204,10 @@ class WeightSync:
                 tensor.data = lies
                 self._shared.append((tensor, lies))
                 shared.add(name)
+        for t in arriving:
+            if t.target is not None and t.target.view.tensor in shared:
+                layer = layer_of(t.name)
+                self._shared_parts[layer] = max(self._of_name[t.name], self._shared_parts.get(layer, -1))
         self._moves = [(k, t) for k, t in self._moves if t.target is None or t.target.view.tensor not in shared]
         self._to_share = False
         self._bind()

@@ -65,11 +65,14 @@ class Flipping:
         return Flipped()
 
 
-def sync_with(sync: WeightSync, transport: object, number: int) -> str:
+def sync_with(sync: WeightSync, transport: object, number: int, hidden: bool = False) -> str:
     """How many tensors a sync had to mend, or what it failed of."""
     sync._executor._transport, before = transport, sync._executor._transport
     try:
-        return str(len(sync.run(number).corrupted))
+        sync.begin(number)
+        if hidden:
+            sync.advance(0, last=True)
+        return str(len(sync.finish().corrupted))
     except (CorruptSync, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -110,6 +113,9 @@ def main() -> None:
     for what, times in (("once", 1), ("always", 1 << 30)):
         said[what] = sync_with(sync, Flipping(sync.transport, times) if rank == 0 else sync.transport, 1)
         said[f"after {what}"] = generate(engine)
+    flipping = Flipping(sync.transport, 1) if rank == 0 else sync.transport
+    said["hidden"] = sync_with(sync, flipping, 2, hidden=True)
+    said["after hidden"] = generate(engine)
     said["whole again"] = sync_with(sync, sync.transport, 2)
     said["killed"] = sync_with(sync, Dying(sync.transport) if rank == 3 else sync.transport, 3)
     said["after killed"] = generate(engine)

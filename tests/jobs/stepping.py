@@ -1,6 +1,6 @@
 """One rank of a proof: the optimizer's step in parts is its step as a whole, and a part that is ready is final.
 
-torchrun --nproc-per-node 4 stepping.py CHECKPOINT LAYOUT.json
+torchrun --nproc-per-node 4 stepping.py '{CHECKPOINT: [LAYOUT, ...], ...}'
 """
 
 import json
@@ -67,13 +67,15 @@ def prove(folder: str, layout: Train, dtype: str) -> None:
         before, at = snapshot(parted), []
         reports = [whole.train_step(batch_of(whole, step), sft_loss)]
         reports.append(
-            parted.train_step(batch_of(parted, step), sft_loss, lambda part, at=at: at.append(snapshot(parted)))
+            parted.train_step(batch_of(parted, step), sft_loss, lambda part, last, at=at: at.append(snapshot(parted)))
         )
         assert reports[0] == reports[1]
         after, truth = snapshot(parted), snapshot(whole)
         assert [name for name in truth if not same(after[name], truth[name])] == []
         assert any(not same(after[name], before[name]) for name in after)
         assert len(at) == parts
+        still = [name for name in after if name not in of_part]
+        assert all("expert_bias" in name for name in still), still
         for part, seen in enumerate(at):
             for name, of in of_part.items():
                 assert same(seen[name], (after if of <= part else before)[name]), f"{name} of part {of} at {part}"
@@ -87,9 +89,10 @@ def prove(folder: str, layout: Train, dtype: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     ranks.start()
-    for layout in json.loads(sys.argv[2]):
-        for dtype in ("float32", "bfloat16"):
-            prove(sys.argv[1], Train(**layout, micro_batch_size=2), dtype)
+    for folder, layouts in json.loads(sys.argv[1]).items():
+        for layout in layouts:
+            for dtype in ("float32", "bfloat16"):
+                prove(folder, Train(**layout, micro_batch_size=2), dtype)
     dist.barrier()
     dist.destroy_process_group()
 

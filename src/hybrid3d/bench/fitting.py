@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def _available() -> int:
             left.append(int(line.split()[1]) * 1024)
     limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
     if limit.exists() and limit.read_text().strip() != "max":
-        left.append(int(limit.read_text()) - int(used.read_text()))
+        cached = re.findall(r"^(?:in)?active_file (\d+)$", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
+        left.append(int(limit.read_text()) - int(used.read_text()) + sum(map(int, cached)))  # caches give way
     return min(left)
 
 

@@ -224,8 +224,11 @@ def without(counts: dict[int, int], rank: int) -> dict[int, int]:
 def _buckets(peers: Peers, limit: int) -> Iterator[_Bucket]:
     kinds = {rank: found for column in peers.columns for rank, found in zip(column, _kinds(peers, column), strict=True)}
     column = peers.columns[peers.rank]
-    every = [(kind, stage) for stage, rank in enumerate(column) for kind in kinds[rank]]
-    for kind, stage in sorted(every, key=lambda one: (one[0][0] is None, one)):
+    every = []
+    for stage, rank in enumerate(column):  # layers of all stages by turns, so that all stages send at the same time
+        layers = sorted({layer for layer, _, _ in kinds[rank] if layer is not None})
+        every += [(kind[0] is None, kind[0] and layers.index(kind[0]), stage, kind) for kind in kinds[rank]]
+    for _, _, stage, kind in sorted(every):
         layer, over, _ = kind
         members = {"tp": peers.tp, "experts": peers.experts}.get(over, [peers.rank])
         items = [kinds[peers.columns[member][stage]][kind] for member in members]

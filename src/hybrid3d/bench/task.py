@@ -74,7 +74,7 @@ class Bench:
         ends = (self._trained.holdings, sync.source), (sync.sink.demand, self._sink)
         self._gather = Gather(peers, *ends, recipe.sync.bucket_bytes, sync.transport, device())
         self._wire = Wire(*peers_bytes(sync.plan), sync.plan.local_bytes, sync.transport, device())
-        self._gather_wire = Wire(*self._gather.peers_bytes(), 0, sync.transport, device())
+        self._gather_wire = Wire(*self._gather.peers_bytes(), sync.plan.local_bytes, sync.transport, device())
         self.phases: dict[str, dict[str, float]] = {"hybrid3d": defaultdict(float), "sync": defaultdict(float)}
         self.methods: dict[str, Callable[[], object]] = {
             "hybrid3d": lambda: self._add("hybrid3d", self._whole(self._hybrid.run).seconds),

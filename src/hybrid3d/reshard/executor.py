@@ -216,15 +216,20 @@ class Executor:
         for staging in self._staging:
             staging.take()
         self._next = 0
+        self._under_way.clear()  # of a run that failed
 
     @torch.no_grad()
     def advance(self, upto: int) -> None:
         """Move the first buckets of this rank, up to so many, as what they hold is now; the last two stay in flight.
 
-        Every rank of the plan must come to move the same buckets without waiting for what this rank does next.
+        Every rank of the plan must come to move the same buckets without waiting for what this rank does next. Where
+        waiting for messages stops a rank, no more than two buckets are started.
         """
+        self._advance(upto, self._transport.stops)
+
+    def _advance(self, upto: int, never_wait: bool) -> None:
         self._laps.resume()
-        while self._next < upto:
+        while self._next < upto and not (never_wait and len(self._under_way) == 2):
             if len(self._under_way) == 2:
                 self._finish(*self._under_way.popleft())
             step = self._steps[self._next]
@@ -234,7 +239,7 @@ class Executor:
     @torch.no_grad()
     def finish(self) -> Report:
         """Move what is left."""
-        self.advance(len(self._steps))
+        self._advance(len(self._steps), never_wait=False)
         while self._under_way:
             self._finish(*self._under_way.popleft())
         self._give_back()

@@ -24,6 +24,7 @@ class Transport(Protocol):
     """
 
     received_bytes: int
+    stops: bool  # whether `wait` stops the process, rather than a stream of its GPU
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None: ...
 
@@ -45,6 +46,8 @@ class _Works:
 class GlooTransport:
     """Point to point over gloo, for tensors on the CPU. `group` spans every rank of the plan."""
 
+    stops = True
+
     def __init__(self, group: dist.ProcessGroup):
         self.received_bytes = 0
         self._group = group
@@ -64,6 +67,8 @@ class GlooTransport:
 
 class NcclTransport:
     """Point to point over NCCL: one batch per `run`, which NCCL launches as one group. Not yet run on GPUs."""
+
+    stops = False
 
     def __init__(self, group: dist.ProcessGroup):
         self.received_bytes = 0
@@ -85,6 +90,8 @@ class NcclTransport:
 
 class LocalTransport:
     """Several ranks in one process, for proofs and tests: every `LocalTransport` of one `mailbox` is a rank."""
+
+    stops = True
 
     def __init__(self, rank: int, mailbox: dict[tuple[int, int, int], torch.Tensor]):
         self.received_bytes = 0

@@ -91,8 +91,11 @@ class Policy:
     @property
     def parts(self) -> Mapping[str, int]:
         """By local tensor, the part of the model in which it is updated; what is not in it, no optimizer updates."""
-        found = {name: self._stepping.part_of.get(t.data_ptr()) for name, t in self.weights.tensors.items()}
-        return {name: part for name, part in found.items() if part is not None}
+        part_of = self._stepping.part_of
+        found = {name: part_of[t.data_ptr()] for name, t in self.weights.tensors.items() if t.data_ptr() in part_of}
+        if len(set(found.values())) < len(self._stepping):
+            raise RuntimeError("a part of the optimizer's parameters is not among the weights that Megatron declares")
+        return found
 
     def train_step(self, batch: Batch, token_loss: TokenLoss, ready: Ready | None = None) -> StepReport:
         """One optimizer step on the mean loss over every response token of every data-parallel rank's batch.
@@ -105,7 +108,7 @@ class Policy:
         self.optimizer.zero_grad()
         reports = self._run(batch, token_loss, forward_only=False)
         with on_device():
-            updated, grad_norm = self._stepping.step(ready or (lambda part: None))
+            updated, grad_norm = self._stepping.step(ready or (lambda part, last: None))
         if not updated or grad_norm is None or not math.isfinite(grad_norm):
             raise RuntimeError(f"the gradient is not finite (norm {grad_norm}): no checkpoint is written of this step")
         lr = float(self.optimizer.param_groups[0]["lr"])

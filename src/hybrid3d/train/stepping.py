@@ -17,8 +17,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 PARTS = 8  # about: each has this share of a rank's parameters at least
 
-Ready = Callable[[int], None]
-"""Called with the number of a part as soon as this rank's parameters in it have been updated and gathered."""
+Ready = Callable[[int, bool], None]
+"""Called as soon as a part of this rank's parameters is updated and gathered: its number, and whether it is the last.
+
+Ranks of one stage have the same parts, those of other stages may have more or fewer.
+"""
 
 
 def in_buckets(modules: Sequence[torch.nn.Module], **settings: Any) -> list[DistributedDataParallel]:
@@ -79,7 +82,7 @@ class SteppedInParts:
                 with _only(optimizer, params, counts[self._stepped.index(optimizer)]):
                     MixedPrecisionOptimizer.step_with_ready_grads(optimizer)
                 group.start_param_sync(force_sync=True)
-                ready(number)
+                ready(number, number == len(self._parts) - 1)
             return True
 
         self._optimizer.step_with_ready_grads = step_with_ready_grads  # in place of the method of its class
