@@ -193,6 +193,7 @@ class RolloutEngine:
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
         """Take memory back: that of the weights before a sync, that of the KV cache before generating."""
         if self._sleeps:
+            torch.cuda.empty_cache()  # what training has freed, torch keeps from others
             self._llm.wake_up(tags=[what])
 
     def _params(self, temperature: float, seed: int | None, end_token: int, logprobs: int | None) -> SamplingParams:
