@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +70,38 @@ def _state(policy: Policy, is_loading: bool) -> dict[str, Any]:
     model = _model_state(policy)
     shards = model["model0"] if len(model) == 1 else model
     settings: dict[str, Any] = dict(is_loading=is_loading, metadata=dict(OPTIMIZER_METADATA))
-    optimizers = {  # one by one: together, Megatron names their state after their number, which depends on the layout
-        f"optimizer{number}": optimizer.sharded_state_dict(shards, **settings)
-        for number, optimizer in enumerate(policy.optimizer.chained_optimizers)
-    }
+    with ExitStack() as stack:
+        for optimizer in policy.optimizer.chained_optimizers:
+            stack.enter_context(_without_padding(optimizer))
+        optimizers = {  # one by one: together, Megatron names them after their number, which depends on the layout
+            f"optimizer{number}": optimizer.sharded_state_dict(shards, **settings)
+            for number, optimizer in enumerate(policy.optimizer.chained_optimizers)
+        }
     return {**model, **optimizers, "scheduler": policy.scheduler.state_dict()}
+
+
+@contextmanager
+def _without_padding(optimizer: Any) -> Iterator[None]:
+    """Have each parameter's place in a buffer not count what pads the buckets before its own.
+
+    Megatron's distributed optimizer gathers its state without that padding, but looks the parameters up with it: of
+    buckets that need padding it would save all but the first shifted.
+    """
+    kept = [buffer.param_index_map for buffer in optimizer.buffers]
+    for buffer in optimizer.buffers:
+        padding, before = [], 0
+        for bucket in buffer.buckets:
+            padding.append(before)
+            before += bucket.grad_data.numel() - bucket.numel_unpadded
+        buffer.param_index_map = {
+            param: (start - padding[number], end - padding[number], number)
+            for param, (start, end, number) in buffer.param_index_map.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, places in zip(optimizer.buffers, kept, strict=True):
+            buffer.param_index_map = places
 
 
 def _make_optimizer_state(policy: Policy) -> None:
