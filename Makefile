@@ -24,7 +24,7 @@ demo: $(STAMP) ## train a small model on this machine's CPU, from data to curves
 	@$(BIN)/python recipes/demo.py
 
 test: lint ## lint, and every test but the slow ones (what CI runs)
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" --durations=40
 
 test-fast: $(STAMP) ## the tests that start neither an engine nor ranks
 	$(BIN)/pytest -m "not slow and not engines"
