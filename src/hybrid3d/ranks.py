@@ -9,10 +9,11 @@ import re
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 IDENT = "HYBRID3D_RUN"
 
@@ -71,12 +72,32 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
 
 
+class GlooOfOneLoop(dist.ProcessGroupGloo):
+    """A gloo group that shares its threads for network events with all others of the process.
+
+    Each group would have its own, which wakes a hundred times a second though nothing happens; Megatron and vLLM make
+    thirty groups and more.
+    """
+
+    _devices: ClassVar[list[Any]] = []
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+        if not self._devices:
+            interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            self._devices += [self.create_device(interface=name) for name in interfaces]
+            self._devices += [] if interfaces else [self.create_default_device()]
+        options = self._Options()
+        options._devices, options._threads, options._timeout = self._devices, 2 * len(self._devices), timeout
+        super().__init__(store, rank, size, options)
+
+
 def start(store: dist.Store | None = None) -> None:
     """Bind this rank to its GPU, where there is one, and build the default process group.
 
     Args:
         store: through which the ranks have met already; without it they meet at MASTER_ADDR:MASTER_PORT.
     """
+    distributed_c10d.ProcessGroupGloo = GlooOfOneLoop  # what `new_group` makes, whoever calls it
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank())
