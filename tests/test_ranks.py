@@ -20,7 +20,7 @@ dist.destroy_process_group()
 
 
 def test_all_groups_of_a_process_share_one_thread_for_the_network() -> None:
-    """Each of its own would wake a hundred times a second: with thirty groups a rank, what is timed is mostly theirs."""
+    """Each of its own would wake a hundred times a second: with thirty groups a rank they are what is timed."""
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}
     done = subprocess.run([sys.executable, "-c", GROUPS], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
