@@ -46,18 +46,12 @@ def settings(name: str, bucket_mib: float) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(work: Path) -> dict[str, Any]:
-    """The same seed twice: once with one bucket, once with buckets of a twentieth of a rank's share, and hidden.
-
-    And twice on uneven stages: once hidden and with what memory both engines can share, once neither.
-    """
+    """The same seed twice: once with one bucket, once with buckets of a twentieth of a rank's share, and hidden."""
     wide = json.loads(hybrid3d(work, "plan", *settings("wide", 64), "--json"))
     narrow_mib = round(wide["memory"]["max_rollout_weights"] / 20 / 2**20, 3)
     narrow = json.loads(hybrid3d(work, "plan", *settings("narrow", narrow_mib), "--json"))
     hybrid3d(work, "train", *settings("wide", 64), "sync.hidden=false")
     hybrid3d(work, "train", *settings("narrow", narrow_mib), "sync.verify=always")
-    uneven = ["train.tp=1", "train.dp=2", "train.first_stage_layers=1", "sync.verify=always"]
-    hybrid3d(work, "train", *settings("shared", narrow_mib), *uneven, "sync.share_storage=true", "rollout.sleep=false")
-    hybrid3d(work, "train", *settings("copied", narrow_mib), *uneven, "sync.hidden=false")
     return {"wide": wide, "narrow": narrow, "bucket_bytes": int(narrow_mib * 2**20)}
 
 
@@ -107,7 +101,13 @@ def test_a_hidden_sync_begins_while_weights_are_updated(work: Path, runs: dict[s
         assert all(0 < some < of for some, of in early)
 
 
+@pytest.mark.slow
 def test_shared_memory_changes_nothing_but_what_is_copied(work: Path, runs: dict[str, Any]) -> None:
+    """On uneven stages: once hidden and with what memory both engines can share, once neither."""
+    mib = runs["bucket_bytes"] / 2**20
+    uneven = ["train.tp=1", "train.dp=2", "train.first_stage_layers=1", "sync.verify=always"]
+    hybrid3d(work, "train", *settings("shared", mib), *uneven, "sync.share_storage=true", "rollout.sleep=false")
+    hybrid3d(work, "train", *settings("copied", mib), *uneven, "sync.hidden=false")
     shared, copied = (read_rows(work / "runs" / name) for name in ("shared", "copied"))
     where = "sync/shared_bytes", "sync/max_finalize_bytes"
     assert without(shared, *where) == without(copied, *where)
