@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +70,10 @@ def _state(policy: Policy, is_loading: bool) -> dict[str, Any]:
     model = _model_state(policy)
     shards = model["model0"] if len(model) == 1 else model
     settings: dict[str, Any] = dict(is_loading=is_loading, metadata=dict(OPTIMIZER_METADATA))
-    with ExitStack() as stack:
-        for optimizer in policy.optimizer.chained_optimizers:
-            stack.enter_context(_without_padding(optimizer))
-        optimizers = {  # one by one: together, Megatron names them after their number, which depends on the layout
-            f"optimizer{number}": optimizer.sharded_state_dict(shards, **settings)
-            for number, optimizer in enumerate(policy.optimizer.chained_optimizers)
-        }
+    optimizers = {}  # one by one: together, Megatron names their state after their number, which depends on the layout
+    for number, optimizer in enumerate(policy.optimizer.chained_optimizers):
+        with _without_padding(optimizer):
+            optimizers[f"optimizer{number}"] = optimizer.sharded_state_dict(shards, **settings)
     return {**model, **optimizers, "scheduler": policy.scheduler.state_dict()}
 
 
