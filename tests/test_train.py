@@ -44,14 +44,19 @@ def settings(name: str, bucket_mib: float) -> list[str]:
     ]
 
 
+def uneven(name: str, bucket_mib: float) -> list[str]:
+    """Stages of unlike sizes, whose optimizers step in unlike numbers of parts."""
+    return [*settings(name, bucket_mib), "train.first_stage_layers=1"]
+
+
 @pytest.fixture(scope="module")
 def runs(work: Path) -> dict[str, Any]:
     """The same seed twice: once with one bucket, once with buckets of a twentieth of a rank's share, and hidden."""
-    wide = json.loads(hybrid3d(work, "plan", *settings("wide", 64), "--json"))
+    wide = json.loads(hybrid3d(work, "plan", *uneven("wide", 64), "--json"))
     narrow_mib = round(wide["memory"]["max_rollout_weights"] / 20 / 2**20, 3)
-    narrow = json.loads(hybrid3d(work, "plan", *settings("narrow", narrow_mib), "--json"))
-    hybrid3d(work, "train", *settings("wide", 64), "sync.hidden=false")
-    hybrid3d(work, "train", *settings("narrow", narrow_mib), "sync.verify=always")
+    narrow = json.loads(hybrid3d(work, "plan", *uneven("narrow", narrow_mib), "--json"))
+    hybrid3d(work, "train", *uneven("wide", 64), "sync.hidden=false")
+    hybrid3d(work, "train", *uneven("narrow", narrow_mib), "sync.verify=always")
     return {"wide": wide, "narrow": narrow, "bucket_bytes": int(narrow_mib * 2**20)}
 
 
@@ -105,9 +110,9 @@ def test_a_hidden_sync_begins_while_weights_are_updated(work: Path, runs: dict[s
 def test_shared_memory_changes_nothing_but_what_is_copied(work: Path, runs: dict[str, Any]) -> None:
     """On uneven stages: once hidden and with what memory both engines can share, once neither."""
     mib = runs["bucket_bytes"] / 2**20
-    uneven = ["train.tp=1", "train.dp=2", "train.first_stage_layers=1", "sync.verify=always"]
-    hybrid3d(work, "train", *settings("shared", mib), *uneven, "sync.share_storage=true", "rollout.sleep=false")
-    hybrid3d(work, "train", *settings("copied", mib), *uneven, "sync.hidden=false")
+    single = ["train.tp=1", "train.dp=2", "sync.verify=always"]
+    hybrid3d(work, "train", *uneven("shared", mib), *single, "sync.share_storage=true", "rollout.sleep=false")
+    hybrid3d(work, "train", *uneven("copied", mib), *single, "sync.hidden=false")
     shared, copied = (read_rows(work / "runs" / name) for name in ("shared", "copied"))
     where = "sync/shared_bytes", "sync/max_finalize_bytes"
     assert without(shared, *where) == without(copied, *where)
@@ -132,7 +137,7 @@ def test_a_resumed_run_repeats_bit_for_bit(work: Path, runs: dict[str, Any]) -> 
     shutil.rmtree(work / f"again/wide/checkpoints/step-{STEPS:06d}")
     recipe = work / "again/wide/recipe.yaml"
     recipe.write_text(recipe.read_text().replace("dir: runs", "dir: again"))
-    hybrid3d(work, "train", *settings("wide", 64), "run.dir=again", "sync.hidden=false")
+    hybrid3d(work, "train", *uneven("wide", 64), "run.dir=again", "sync.hidden=false")
     assert without(read_rows(work / "again/wide")) == without(whole)
     events = [json.loads(line) for line in (work / "again/wide/events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "resume"] == [RESUMED_FROM]
