@@ -15,6 +15,8 @@ import hybrid3d
 from hybrid3d.config import Kl, Machine, Recipe, RecipeError, Rollout, Train, load_recipe, recipe_to_yaml
 
 # The recipe of the design's contracts, letter by letter.
+NAMES = "grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp, reinforce_pp_baseline, ppo, sft"
+
 DEMO = """\
 name: demo-cpu
 model:     {path: build/demo/model, dtype: float32}
@@ -98,13 +100,23 @@ def test_defaults(load: Any) -> None:
             "answer": "answer",
             "chat_template": False,
         },
-        "reward": {"name": "gsm8k", "shuffle": False},
+        "reward": {"name": "gsm8k", "shuffle": False, "overlong_buffer": 0},
         "algorithm": {
             "name": "sft",
             "prompts_per_step": 64,
             "samples_per_prompt": 1,
-            "clip": 0.2,
-            "kl": {"where": "none", "estimator": "k3", "coef": 0.0},
+            "epochs": 1,
+            "minibatches": 1,
+            "clip": None,
+            "clip_high": None,
+            "dual_clip": None,
+            "aggregation": None,
+            "entropy_coef": 0.0,
+            "gamma": 1.0,
+            "lam": 1.0,
+            "dynamic_sampling": None,
+            "correction": {"kind": "none", "low": 0.5, "high": 2.0},
+            "kl": {"where": "none", "estimator": "k3", "coef": 0.0, "target": None, "horizon": 10_000},
         },
         "optimizer": {
             "lr": 0.001,
@@ -117,7 +129,8 @@ def test_defaults(load: Any) -> None:
             "schedule": "constant",
             "min_lr": 0.0,
         },
-        "run": {"steps": 200, "eval_every": 10, "checkpoint_every": 0, "seed": 1, "dir": "runs"},
+        "critic": {"path": None, "clip": 0.2, "warmup_steps": 0, "optimizer": None},
+        "run": {"steps": 200, "eval_every": 10, "checkpoint_every": 0, "keep_last": 0, "seed": 1, "dir": "runs"},
         "machine": {"gpus_per_node": 8, "kind": "h100-8x400g"}
         | dict.fromkeys(("memory_gb", "copies_gb_per_s", "nvlink_gb_per_s", "network_gb_per_s")),
     }
@@ -265,19 +278,20 @@ def test_the_error_survives_pickling(load: Any) -> None:
         ),
         (
             "algorithm.name=gropo",
-            "algorithm.name: expected one of grpo, sft, got 'gropo' (a string), did you mean grpo?",
+            f"algorithm.name: expected one of {NAMES}, got 'gropo' (a string), did you mean grpo?",
         ),
-        ("algorithm.kl.estimator=[k3]", "algorithm.kl.estimator: expected one of k3, got ['k3'] (a list)"),
+        ("algorithm.kl.estimator=[k3]", "algorithm.kl.estimator: expected one of k1, k2, k3, got ['k3'] (a list)"),
         ("algorithm.kl={where: loss}", "algorithm.kl.coef: missing, expected a number, 0 or more and finite"),
-        ("algorithm.kl={coef: 1}", "algorithm.kl.where: missing, expected one of loss, none"),
+        ("algorithm.kl={coef: 1}", "algorithm.kl.where: missing, expected one of reward, loss, none"),
         (
             "algorithm.kl.coeff=0.1",
-            "algorithm.kl.coeff: unknown key, did you mean coef?; known keys of algorithm.kl: where, estimator, coef",
+            "algorithm.kl.coeff: unknown key, did you mean coef?; known keys of algorithm.kl: where, estimator, coef, "
+            "target, horizon",
         ),
         (
             "optimiser.lr=1",
             "optimiser: unknown key, did you mean optimizer?; known sections: name, model, train, rollout, sync, data, "
-            "reward, algorithm, optimizer, run, machine",
+            "reward, algorithm, optimizer, critic, run, machine",
         ),
         ("train", "override 'train': expected section.key=value"),
         ("=3", "override '=3': expected section.key=value"),
@@ -299,7 +313,7 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
         "model.path: missing, expected a string, not empty",
         "data.train: missing, expected a string, not empty",
         "data.eval: missing, expected a string, not empty",
-        "algorithm.name: missing, expected one of grpo, sft",
+        f"algorithm.name: missing, expected one of {NAMES}",
         "algorithm.prompts_per_step: missing, expected an integer, 1 or more",
         "optimizer.lr: missing, expected a number, 0 or more and finite",
         "run.steps: missing, expected an integer, 1 or more",
@@ -317,6 +331,19 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
             "algorithm.kl.where=none",
             "algorithm.kl.coef=0.001 has no effect with algorithm.kl.where=none: set where: loss, or coef: 0",
         ),
+        (
+            "algorithm.kl.estimator=k1",
+            "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, or where: reward",
+        ),
+        (
+            "algorithm.kl={where: loss, coef: 0, target: 0.1}",
+            "algorithm.kl.target=0.1 is followed by multiplying algorithm.kl.coef=0: start it above 0",
+        ),
+        (
+            "algorithm.correction.high=0.25",
+            "algorithm.correction.low=0.5 is not below algorithm.correction.high=0.25",
+        ),
+        ("critic.clip=0.5", "critic: algorithm.name=grpo has none: leave the section out, or set ppo"),
         (
             "sync.share_storage=true",
             "sync.share_storage: weights in memory that both engines use cannot be given away while vLLM sleeps: "
@@ -377,5 +404,5 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 def test_unknown_keys_that_are_not_strings(load: Any) -> None:
     assert problems(load, text=SFT.replace("{steps: 200}", "{steps: 200, 7: 8}")) == [
-        "run.7: unknown key; known keys of run: steps, eval_every, checkpoint_every, seed, dir"
+        "run.7: unknown key; known keys of run: steps, eval_every, checkpoint_every, keep_last, seed, dir"
     ]

@@ -1,11 +1,19 @@
-"""GRPO advantages against the standard library's statistics."""
+"""Advantages against the standard library's statistics, and worked by hand."""
 
 import statistics
 
 import pytest
 import torch
 
-from hybrid3d.rl.advantages import grpo_advantages
+from hybrid3d.rl.advantages import (
+    Moments,
+    centred_advantages,
+    gae,
+    grpo_advantages,
+    leave_one_out_advantages,
+    returns_to_go,
+    token_rewards,
+)
 
 
 def test_against_numbers_worked_by_hand() -> None:
@@ -51,3 +59,51 @@ def test_wrong_shapes() -> None:
         grpo_advantages(torch.zeros(2, 4), group=4)
     with pytest.raises(ValueError, match="a group of 1 has nothing to compare"):
         grpo_advantages(torch.zeros(6), group=1)
+
+
+def test_centred_and_left_out_by_hand() -> None:
+    """Rewards 3, 0, 0: mean 1; the others' means are 0, 1.5, 1.5."""
+    rewards = torch.tensor([3.0, 0.0, 0.0])
+    assert centred_advantages(rewards, 3).tolist() == [2.0, -1.0, -1.0]
+    assert leave_one_out_advantages(rewards, 3).tolist() == [3.0, -1.5, -1.5]
+
+
+MASK = torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+
+
+def test_a_score_comes_at_the_last_token_and_penalties_where_they_arise() -> None:
+    penalties = torch.tensor([[9.0, 0.1, 0.2, 0.3], [9.0, 0.5, 9.0, 0.25], [9.0, 9.0, 9.0, 9.0]])
+    found = token_rewards(torch.tensor([1.0, 2.0, 5.0]), penalties, MASK)
+    wanted = torch.tensor([[0.0, -0.1, -0.2, 0.7], [0.0, -0.5, 0.0, 1.75], [0.0, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(found, wanted)
+
+
+def test_returns_by_hand() -> None:
+    """With gamma 1/2: 1 + 2/2 + 4/4 = 3, 2 + 4/2 = 4, 4. What is between two tokens of an answer takes no time."""
+    rewards = torch.tensor([[7.0, 1.0, 2.0, 4.0], [7.0, 1.0, 7.0, 4.0], [7.0, 7.0, 7.0, 7.0]])
+    found = returns_to_go(rewards, MASK, gamma=0.5)
+    assert found.tolist() == [[0.0, 3.0, 4.0, 4.0], [0.0, 3.0, 0.0, 4.0], [0.0, 0.0, 0.0, 0.0]]
+
+
+def test_gae_by_hand() -> None:
+    """gamma 1/2, lambda 1/2, values 1, 2, 3 and rewards 0, 0, 8.
+
+    The surprises are 0 + 2/2 - 1 = 0, 0 + 3/2 - 2 = -1/2, 8 - 3 = 5; so the advantages are 5, -1/2 + 5/4 = 3/4, 3/16.
+    """
+    values = torch.tensor([[9.0, 1.0, 2.0, 3.0]])
+    advantages, returns = gae(torch.tensor([[9.0, 0.0, 0.0, 8.0]]), values, MASK[:1], gamma=0.5, lam=0.5)
+    assert advantages.tolist() == [[0.0, 0.1875, 0.75, 5.0]]
+    assert returns.tolist() == [[0.0, 1.1875, 2.75, 8.0]]
+
+
+def test_moments_over_ranks_are_those_of_all() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(7, 5, generator=generator) * 3 + 100
+    mask = (torch.rand(7, 5, generator=generator) < 0.6).float()
+    chosen = values[mask.bool()].tolist()
+    moments = Moments.over(Moments.of(values[rows], mask[rows]) for rows in (slice(2), slice(2, 2), slice(2, 7)))
+    assert (moments.count, moments.mean) == (len(chosen), pytest.approx(statistics.mean(chosen), rel=1e-12))
+    normalised = moments.normalise(values, mask)
+    mean, std = statistics.mean(chosen), statistics.stdev(chosen)
+    assert normalised[mask.bool()].tolist() == pytest.approx([(x - mean) / std for x in chosen], abs=1e-4)
+    assert not normalised[~mask.bool()].any()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid3d.rl.kl import ESTIMATORS, token_kl
+from hybrid3d.rl.kl import ESTIMATORS, KlController, token_kl
 
 ONES = torch.ones(1, 1)
 
@@ -89,3 +89,20 @@ def test_nothing_is_clamped() -> None:
 def test_unknown_estimator() -> None:
     with pytest.raises(ValueError, match="unknown KL estimator 'k4'; known: k1, k2, k3"):
         token_kl("k4", ONES, ONES, ONES)
+
+
+def test_the_controller_is_that_of_the_paper() -> None:
+    """arXiv 1909.08593, section 2.2: e = clip(KL / target - 1, -0.2, 0.2), beta *= 1 + 0.1 e: ten batches a horizon."""
+    control = KlController(coef=0.2, target=6.0, horizon=640)
+    control.observe(6.6, answers=64)  # e = 0.1
+    assert control.coef == pytest.approx(0.2 * 1.01)
+    control.observe(60.0, answers=64)  # e is clipped to 0.2
+    assert control.coef == pytest.approx(0.2 * 1.01 * 1.02)
+    control.observe(0.0, answers=32)  # and to -0.2; half a batch moves it half as far
+    assert control.coef == pytest.approx(0.2 * 1.01 * 1.02 * 0.99)
+
+
+def test_without_a_target_the_coefficient_stays() -> None:
+    control = KlController(coef=0.2)
+    control.observe(60.0, answers=64)
+    assert control.coef == 0.2

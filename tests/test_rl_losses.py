@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid3d.rl.grpo import sft_loss
-from hybrid3d.rl.losses import masked_sum, policy_loss
+from hybrid3d.rl.losses import Aggregation, answer_weights, log_ratios, masked_sum, policy_loss, value_loss
+from hybrid3d.rl.objective import PolicyObjective, Scored, sft_loss
 
 CLIP = 0.2
 
@@ -21,7 +21,7 @@ def one_token(ratio: float, advantage: float) -> tuple[float, float, float]:
     logprobs = torch.tensor([[math.log(ratio) - 3.0]], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([[-3.0]], dtype=torch.float64)
     ones = torch.ones(1, 1, dtype=torch.float64)
-    loss, stats = policy_loss(logprobs, old, torch.tensor([advantage], dtype=torch.float64), ones, CLIP)
+    loss, stats = policy_loss(logprobs, old, advantage * ones, ones, CLIP)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     return loss.item(), gradient.item(), stats["clip_fraction"].item()
 
@@ -43,12 +43,16 @@ def test_clipped_surrogate_by_hand(ratio: float, advantage: float, loss: float, 
     assert one_token(ratio, advantage) == pytest.approx((loss, gradient, clipped), abs=1e-12)
 
 
+def scored(logprobs: Tensor) -> Scored:
+    return Scored(logprobs, lambda: torch.zeros_like(logprobs))
+
+
 def random_batch(rows: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logprobs, old_logprobs, advantages, mask in float64; ratios well past the clip on both sides."""
     generator = torch.Generator().manual_seed(seed)
     logprobs = -torch.rand(rows, width, generator=generator, dtype=torch.float64) * 3
     old = logprobs + torch.randn(rows, width, generator=generator, dtype=torch.float64) * 0.4
-    advantages = torch.randn(rows, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(rows, 1, generator=generator, dtype=torch.float64).expand(rows, width).clone()
     mask = (torch.rand(rows, width, generator=generator) < 0.7).double()
     mask[0, 0] = 1.0
     return logprobs, old, advantages, mask
@@ -59,7 +63,7 @@ def test_values_and_stats_against_plain_python() -> None:
     loss, stats = policy_loss(logprobs, old, advantages, mask, CLIP)
     sums = {"ratio": 0.0, "clip_fraction": 0.0, "old_kl": 0.0}
     for b in range(5):
-        advantage = advantages[b].item()
+        advantage = advantages[b, 0].item()
         for t in range(9):
             if not mask[b, t]:
                 assert loss[b, t] == 0
@@ -87,7 +91,7 @@ def test_padding_may_hold_anything() -> None:
     logprobs = torch.tensor([[-1.0, 500.0, -math.inf, math.nan]], requires_grad=True)
     old = torch.tensor([[-1.1, -500.0, 0.0, 0.0]])
     mask = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
-    loss, stats = policy_loss(logprobs, old, torch.tensor([1.0]), mask, CLIP)
+    loss, stats = policy_loss(logprobs, old, torch.ones(1, 4), mask, CLIP)
     masked_sum(loss, mask).backward()
     assert loss[0, 1:].tolist() == [0.0, 0.0, 0.0]
     assert logprobs.grad is not None
@@ -121,7 +125,7 @@ def test_any_split_has_the_loss_and_gradient_of_the_whole(cuts: list[int], seed:
     def loss(weights: Tensor, part: slice) -> Tensor:
         logprobs = torch.nn.functional.logsigmoid(weights[part])
         if algorithm == "sft":
-            return masked_sum(sft_loss(logprobs, part)[0], mask[part]) / tokens
+            return masked_sum(sft_loss(scored(logprobs), part)[0], mask[part]) / tokens
         per_token, _ = policy_loss(logprobs, old[part], advantages[part], mask[part], CLIP)
         return masked_sum(per_token, mask[part]) / tokens
 
@@ -147,11 +151,102 @@ def test_sft_loss_is_torchs_cross_entropy() -> None:
     logprobs = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     ignored = targets.masked_fill(mask == 0, -100)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ignored.flatten(), ignore_index=-100)
-    losses, _ = sft_loss(logprobs, slice(0, 2))
+    losses, _ = sft_loss(scored(logprobs), slice(0, 2))
     torch.testing.assert_close(masked_sum(losses, mask) / 4, expected)
 
 
-def test_one_advantage_a_sequence() -> None:
+def test_one_advantage_a_token() -> None:
     logprobs, old, _, mask = random_batch(2, 3, seed=4)
-    with pytest.raises(ValueError, match=r"expected advantages \[2\], one a sequence, got \(2, 3\)"):
-        policy_loss(logprobs, old, torch.zeros(2, 3), mask, CLIP)
+    with pytest.raises(ValueError, match=r"expected advantages \(2, 3\), one a token, got \(2,\)"):
+        policy_loss(logprobs, old, torch.zeros(2), mask, CLIP)
+
+
+def test_the_upper_clip_may_be_another() -> None:
+    logprobs = torch.tensor([[math.log(1.25), math.log(1.35), math.log(0.7)]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, 1.0, -1.0]], dtype=torch.float64)
+    ones = torch.ones(1, 3, dtype=torch.float64)
+    losses, stats = policy_loss(logprobs, 0 * logprobs, advantages, ones, 0.2, clip_high=0.3)
+    assert losses[0].tolist() == pytest.approx([-1.25, -1.3, 0.8])
+    assert stats["clip_fraction"] == 2
+
+
+def test_the_second_clip_holds_where_a_ratio_ran_away() -> None:
+    """A = -1: at r = 2 the loss is r, at r = 10 it is 3 and has no gradient. A = 1 at r = 10 is held by the first."""
+    logprobs = torch.tensor([[2.0, 10.0, 10.0]], dtype=torch.float64).log().requires_grad_()
+    advantages = torch.tensor([[-1.0, -1.0, 1.0]], dtype=torch.float64)
+    losses, stats = policy_loss(logprobs, 0 * logprobs, advantages, torch.ones(1, 3), 0.2, dual_clip=3.0)
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    assert losses[0].tolist() == pytest.approx([2.0, 3.0, -1.2])
+    assert gradient[0].tolist() == pytest.approx([2.0, 0.0, 0.0])
+    assert stats["dual_clip_fraction"] == 1
+
+
+def test_a_sequence_has_one_ratio() -> None:
+    """GSPO: (p1 p2 / q1 q2)^(1/2), here ln: (0.3 - 0.1) / 2 = 0.1; each token's gradient is r A / |y|, |y| times."""
+    logprobs = torch.tensor([[5.0, 0.3, -0.1, 5.0]], dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[0.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
+    found = log_ratios(logprobs, torch.zeros(1, 4), mask, "sequence")
+    assert found[0].tolist() == pytest.approx([0.0, 0.1, 0.1, 0.0])
+    losses, _ = policy_loss(logprobs, torch.zeros(1, 4), 2 * mask, mask, 0.2, ratio_level="sequence")
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    assert gradient[0].tolist() == pytest.approx([0.0, -2 * math.exp(0.1), -2 * math.exp(0.1), 0.0])
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "wanted"),
+    [
+        ("token", (1 + 2 + 3 + 10) / 4),  # over all tokens
+        ("sequence", ((1 + 2 + 3) / 3 + 10 / 1) / 2),  # of each answer's mean
+        ("constant", (1 + 2 + 3 + 10) / (2 * 8)),  # over the longest that both might have been
+    ],
+)
+def test_means_by_hand(aggregation: Aggregation, wanted: float) -> None:
+    losses = torch.tensor([[1.0, 2.0, 3.0], [10.0, 0.0, 0.0]])
+    weights = answer_weights(aggregation, torch.tensor([3, 1]), longest=8)
+    assert float((losses * weights[:, None]).sum() / 4) == pytest.approx(wanted)
+
+
+def test_an_empty_answer_weighs_nothing() -> None:
+    assert answer_weights("sequence", torch.tensor([2, 0]), longest=8).tolist() == [0.5, 0.0]
+
+
+def test_value_loss_by_hand() -> None:
+    """Old 0, clip 1/2: from value 2 to return 1, 1/2 (1)^2; bounded to 1/2 it is closer: 1/8. To return -1: 9/2 counts.
+
+    From value 2 to return 3: 1/2; bounded to 1/2: 25/8, which counts, and has no gradient.
+    """
+    values = torch.tensor([[2.0, 2.0, 2.0, math.nan]], requires_grad=True)
+    returns, mask = torch.tensor([[1.0, -1.0, 3.0, 0.0]]), torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    losses, stats = value_loss(values, torch.zeros(1, 4), returns, mask, clip=0.5)
+    (gradient,) = torch.autograd.grad(losses.sum(), values)
+    assert losses[0].tolist() == [0.5, 4.5, 3.125, 0.0]
+    assert gradient[0].tolist() == [1.0, 3.0, 0.0, 0.0]
+    assert {name: value.item() for name, value in stats.items()} == {
+        "value_clip_fraction": 1,
+        "value": 6,
+        "value_error": 11,
+    }
+    assert value_loss(values, torch.zeros(1, 4), returns, mask, clip=None)[0][0].tolist() == [0.5, 4.5, 0.5, 0.0]
+
+
+def test_objective_by_hand() -> None:
+    """(policy loss x correction + coef x KL - coef x entropy) x the answer's weight, at a token of ratio 1."""
+    logprobs = torch.full((2, 2), -1.0, requires_grad=True)
+    ones = torch.ones(2, 2)
+    objective = PolicyObjective(
+        advantages=3 * ones,
+        mask=torch.tensor([[0.0, 1.0], [0.0, 1.0]]),
+        old=-ones,
+        weights=torch.tensor([7.0, 2.0]),
+        correction=0.5 * ones,
+        clip=0.2,
+        clip_high=0.2,
+        reference=-1.5 * ones,
+        kl_estimator="k2",
+        kl_coef=0.8,
+        entropy_coef=0.1,
+    )
+    losses, sums = objective(Scored(logprobs[1:], lambda: 4 * ones[1:]), slice(1, 2))
+    assert losses.tolist() == [[0.0, pytest.approx((-3 * 0.5 + 0.8 * 0.125 - 0.1 * 4) * 2)]]
+    assert sums["entropy"] == 4
+    assert sums["kl"] == pytest.approx(0.125)

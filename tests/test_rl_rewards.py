@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybrid3d.rl.rewards import gsm8k, reward_function
+from hybrid3d.rl.rewards import gsm8k, overlong_penalty, reward_function
 
 REFERENCE = "Natalia sold 48/2 = <<48/2=24>>24 clips in May. 48+24 = <<48+24=72>>72 altogether.\n#### 72"
 
@@ -91,3 +91,9 @@ def test_rewards_by_name() -> None:
     assert reward_function("gsm8k") is gsm8k
     with pytest.raises(ValueError, match="unknown reward 'gsm8'; known: gsm8k"):
         reward_function("gsm8")
+
+
+@pytest.mark.parametrize(("tokens", "penalty"), [(1, 0), (16, 0), (17, -0.25), (18, -0.5), (20, -1), (21, -1)])
+def test_overlong_penalty_by_hand(tokens: int, penalty: float) -> None:
+    """At most 20 tokens, a buffer of 4: from 16 on a quarter each."""
+    assert overlong_penalty(tokens, longest=20, buffer=4) == penalty

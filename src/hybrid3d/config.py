@@ -16,6 +16,7 @@ from typing import Literal
 import yaml
 
 from hybrid3d.schema import (
+    AboveOne,
     Count,
     Decay,
     Fraction,
@@ -24,6 +25,7 @@ from hybrid3d.schema import (
     NonNegative,
     Positive,
     RecipeError,
+    Share,
     Text,
     Verified,
     apply_overrides,
@@ -118,30 +120,77 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """A reward function by name; `shuffle` deals rewards out at random within a step, as a control experiment."""
+    """A reward function by name; `shuffle` deals rewards out at random within a step, as a control experiment.
+
+    Answers that come into the last `overlong_buffer` tokens of `max_new_tokens` lose up to 1 of their reward.
+    """
 
     name: Text = "gsm8k"
     shuffle: bool = False
+    overlong_buffer: Natural = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kl:
-    """KL to the frozen reference policy. `coef` has no default: a `kl` section that does nothing must say so."""
+    """KL to the frozen reference policy. `coef` has no default: a `kl` section that does nothing must say so.
 
-    where: Literal["loss", "none"]
-    estimator: Literal["k3"] = "k3"
+    With a `target` (nats of an answer, summed over its tokens) the coefficient follows it, at a rate given by `horizon`
+    (answers).
+    """
+
+    where: Literal["reward", "loss", "none"]
+    estimator: Literal["k1", "k2", "k3"] = "k3"
     coef: NonNegative
+    target: Positive | None = None
+    horizon: Count = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """What is done where training and rollout give a sampled token, or a whole answer, unlike probabilities.
+
+    Their ratio, train / rollout, weighs the loss, up to `high`; or what is not in [`low`, `high`] is masked.
+    """
+
+    kind: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"] = "none"
+    low: NonNegative = 0.5
+    high: Positive = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """What a step optimizes. `sft` reads `prompts_per_step` only, as its sequences a step."""
+    """What a step optimizes, and by how many updates. `sft` reads `prompts_per_step` only, as its sequences a step.
 
-    name: Literal["grpo", "sft"]
+    A step's samples are learned from in `epochs` x `minibatches` updates. Settings without a value are the algorithm's
+    own (`rl/algorithms.py`): the `clip` of the ratio on both sides or, with `clip_high`, on the lower; over which mean
+    losses are summed; up to how many further batches `dynamic_sampling` draws for groups whose rewards differ. `gamma`
+    and `lam` are those of GAE.
+    """
+
+    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo", "sft"]
     prompts_per_step: Count
     samples_per_prompt: Count = 1
-    clip: Fraction = 0.2
+    epochs: Count = 1
+    minibatches: Count = 1
+    clip: Fraction | None = None
+    clip_high: Positive | None = None
+    dual_clip: AboveOne | None = None
+    aggregation: Literal["token", "sequence", "constant"] | None = None
+    entropy_coef: NonNegative = 0.0
+    gamma: Share = 1.0
+    lam: Share = 1.0
+    dynamic_sampling: Natural | None = None
     kl: Kl = Kl(where="none", coef=0.0)
+    correction: Correction = Correction()
+
+    @property
+    def generates(self) -> bool:
+        return self.name != "sft"
+
+    @property
+    def grouped(self) -> bool:
+        """Whether answers to one prompt are compared."""
+        return self.generates and self.name not in ("ppo", "reinforce_pp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +209,30 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Critic:
+    """PPO's estimate of what is to come: a model of the policy's layout, from `path` or from the policy's checkpoint.
+
+    Its values move by `clip` at most in a step (`null`: by any amount). For `warmup_steps` it alone is trained.
+    Without an `optimizer` of its own it has the policy's settings.
+    """
+
+    path: Text | None = None
+    clip: Positive | None = 0.2
+    warmup_steps: Natural = 0
+    optimizer: Optimizer | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """Steps, and what happens at which; `checkpoint_every: 0` writes a checkpoint at the end only."""
+    """Steps, and what happens at which; `checkpoint_every: 0` writes a checkpoint at the end only.
+
+    Of checkpoints the last `keep_last` are kept, at 0 all.
+    """
 
     steps: Count
     eval_every: Count = 10
     checkpoint_every: Natural = 0
+    keep_last: Natural = 0
     seed: Natural = 1
     dir: Text = "runs"
 
@@ -198,6 +265,7 @@ class Recipe:
     reward: Reward = Reward()
     algorithm: Algorithm
     optimizer: Optimizer
+    critic: Critic = Critic()
     run: Run
     machine: Machine = Machine()
 
@@ -209,7 +277,7 @@ class Recipe:
     @property
     def sequences_per_step(self) -> int:
         """Sequences that a step trains on, over all data-parallel ranks."""
-        samples = 1 if self.algorithm.name == "sft" else self.algorithm.samples_per_prompt
+        samples = self.algorithm.samples_per_prompt if self.algorithm.generates else 1
         return self.algorithm.prompts_per_step * samples
 
 
@@ -233,11 +301,20 @@ def recipe_to_yaml(recipe: Recipe) -> str:
 
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     """What contradicts itself within a recipe, whatever the model."""
-    kl, optimizer = recipe.algorithm.kl, recipe.optimizer
-    if recipe.algorithm.name == "grpo" and recipe.rollout is None:
-        yield "rollout: missing, and algorithm.name=grpo generates: give max_model_len and max_new_tokens"
+    algorithm, kl, optimizer = recipe.algorithm, recipe.algorithm.kl, recipe.optimizer
+    if algorithm.generates and recipe.rollout is None:
+        yield f"rollout: missing, and algorithm.name={algorithm.name} generates: give max_model_len and max_new_tokens"
     if kl.where == "none" and kl.coef > 0:
         yield f"algorithm.kl.coef={kl.coef} has no effect with algorithm.kl.where=none: set where: loss, or coef: 0"
+    if kl.where == "loss" and kl.estimator == "k1":
+        yield "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, or where: reward"
+    if kl.target is not None and kl.coef == 0:
+        yield f"algorithm.kl.target={kl.target} is followed by multiplying algorithm.kl.coef=0: start it above 0"
+    if algorithm.correction.low >= algorithm.correction.high:
+        low, high = algorithm.correction.low, algorithm.correction.high
+        yield f"algorithm.correction.low={low} is not below algorithm.correction.high={high}"
+    if recipe.critic != Critic() and algorithm.name != "ppo":
+        yield f"critic: algorithm.name={algorithm.name} has none: leave the section out, or set ppo"
     if recipe.sync.share_storage and recipe.rollout is not None and recipe.rollout.sleep:
         yield (
             "sync.share_storage: weights in memory that both engines use cannot be given away while vLLM sleeps: "

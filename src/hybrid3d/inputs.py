@@ -79,7 +79,7 @@ def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptDat
         )
 
     both = read(data.train), read(data.eval)
-    if recipe.algorithm.name == "sft":
+    if not recipe.algorithm.generates:
         for example in both[0].examples:
             encode_pair(tokenizer, example, config["max_position_embeddings"])
     largest = max(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hybrid3d import ranks
-from hybrid3d.rollouts import Sample
+from hybrid3d.rollouts import Drawn
 from hybrid3d.sync import SyncReport
 
 
@@ -38,6 +38,10 @@ class Measured:
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, key: str, value: float) -> None:
+        """To a sum."""
+        self.sums[key] = self.sums.get(key, 0.0) + value
 
     def add_sync(self, report: SyncReport) -> None:
         self.sums |= {
@@ -69,16 +73,19 @@ def _larger(a: float, b: float) -> float:
 
 
 def per_token(row: dict[str, float], tokens: int) -> dict[str, float]:
-    """Turn sums over tokens (of `train/` and `mismatch/kl`) into means."""
-    means = {key: row[key] / tokens for key in row if key.startswith("train/") or key == "mismatch/kl"}
-    return row | means
+    """Turn sums over tokens (of `train/`, `critic/` and `mismatch/`, but for its largest) into means."""
+    sums = [key for key in row if key.startswith(("train/", "critic/", "mismatch/")) and "_abs_" not in key]
+    return row | {key: row[key] / tokens for key in sums}
 
 
-def of_samples(samples: Sequence[Sample]) -> dict[str, float]:
+def of_samples(drawn: Drawn) -> dict[str, float]:
     """What can be said of a step's samples without a model."""
+    samples = drawn.samples
     lengths = [len(sample.tokens) for sample in samples]
     return {
         "reward/mean": sum(sample.reward for sample in samples) / len(samples),
         "rollout/response_tokens_mean": sum(lengths) / len(lengths),
         "rollout/response_tokens_max": max(lengths),
+        "rollout/batches": drawn.batches,
+        "rollout/dull_groups": drawn.dull,
     }

@@ -30,6 +30,21 @@ class Sample:
     weights: int
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """The samples of a step, on every rank.
+
+    Attributes:
+        samples: `samples_per_prompt` in a row for each prompt.
+        batches: of prompts that were drawn for them.
+        dull: groups whose rewards are all alike, over all that were drawn.
+    """
+
+    samples: list[Sample]
+    batches: int
+    dull: int
+
+
 class Rollouts:
     """Draws samples with the weights that the engine has. Every rank calls every method together."""
 
@@ -45,17 +60,39 @@ class Rollouts:
     def held_out_problems(self) -> int:
         return len(self._held_out.examples)
 
-    def draw(self, step: int) -> list[Sample]:
-        """The samples of a step, on every rank: `samples_per_prompt` in a row for each prompt.
+    def draw(self, step: int, batch: int, further: int = 0) -> Drawn:
+        """The samples of a step.
+
+        Groups of a prompt's samples whose rewards are all alike teach nothing: up to `further` batches of prompts are
+        drawn for others in their place (DAPO, arXiv 2503.14476, section 3.2). What is then still missing, they fill up.
+
+        Args:
+            step: whose weights the engine must have.
+            batch: number of the first batch of prompts.
 
         Raises:
             StaleWeights: the engine's weights are older than those of this step.
         """
+        wanted, group = self._recipe.algorithm.prompts_per_step, self._recipe.algorithm.samples_per_prompt
+        found: list[list[Sample]] = []
+        fillers: list[list[Sample]] = []
+        batches = dull = 0
+        while len(found) < wanted and batches <= further:
+            samples = self._draw_batch(step, batch + batches)
+            for one in (samples[start : start + group] for start in range(0, len(samples), group)):
+                alike = group > 1 and all(sample.reward == one[0].reward for sample in one)
+                (fillers if alike and further else found).append(one)
+                dull += alike
+            batches += 1
+        chosen = [*found, *fillers][:wanted]
+        return Drawn([sample for one in chosen for sample in one], batches, dull)
+
+    def _draw_batch(self, step: int, batch: int) -> list[Sample]:
         weights = self._engine.require(step)
         algorithm, run = self._recipe.algorithm, self._recipe.run
-        examples = self._train.batch(step, algorithm.prompts_per_step)
+        examples = self._train.batch(batch, algorithm.prompts_per_step)
         work = [
-            (example, request_seed(run.seed, step, i, n))
+            (example, request_seed(run.seed, batch, i, n))
             for i, example in self._mine(list(enumerate(examples)))
             for n in range(algorithm.samples_per_prompt)
         ]
@@ -97,7 +134,7 @@ class Rollouts:
         return [item for _, share in sorted(filter(None, shares), key=lambda s: s[0]) for item in share]
 
 
-def request_seed(seed: int, step: int, prompt: int, sample: int) -> int:
+def request_seed(seed: int, batch: int, prompt: int, sample: int) -> int:
     """A seed of its own for every request, the same in every layout."""
-    digest = hashlib.sha256(f"{seed}/{step}/{prompt}/{sample}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}/{batch}/{prompt}/{sample}".encode()).digest()
     return int.from_bytes(digest[:4], "little")

@@ -231,10 +231,13 @@ def _batch(recipe: Recipe, replicas: int | None) -> Iterator[str]:
     algorithm, train = recipe.algorithm, recipe.train
     prompts = algorithm.prompts_per_step
     samples = recipe.sequences_per_step // prompts
-    if algorithm.name == "grpo" and samples < 2:
-        yield f"algorithm.samples_per_prompt={samples}: grpo compares samples of one prompt, so it needs 2 or more"
+    if algorithm.grouped and samples < 2:
+        name = algorithm.name
+        yield f"algorithm.samples_per_prompt={samples}: {name} compares samples of one prompt, so it needs 2 or more"
 
     factors = {"train.dp": train.dp, "train.micro_batch_size": train.micro_batch_size}
+    if algorithm.minibatches > 1:
+        factors["algorithm.minibatches"] = algorithm.minibatches
     if train.vpp > 1:  # Megatron's interleaved schedule takes micro batches in rounds of one per stage
         factors["train.pp"] = train.pp
     unit = math.prod(factors.values())
@@ -242,7 +245,7 @@ def _batch(recipe: Recipe, replicas: int | None) -> Iterator[str]:
     sequences = f"of {samples} samples each is {prompts * samples} sequences, " if samples > 1 else "is "
     rules = [Rule(lambda n: n * samples % unit == 0, f"{sequences}no multiple of {product}")]
     step = unit // math.gcd(unit, samples)
-    if algorithm.name == "grpo" and replicas is not None:
+    if algorithm.generates and replicas is not None:
         ratio = f"{recipe.world_size}/{recipe.world_size // replicas}={replicas}"
         words = f"is no multiple of the rollout replicas, ranks/rollout.tp={ratio}"
         rules.append(Rule(lambda n: n % replicas == 0, words))

@@ -24,10 +24,11 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
     from hybrid3d.display import Display
     from hybrid3d.train import runtime
 
-    slots = _agree(recipe, store) if recipe.algorithm.name != "sft" else ()
+    slots = _agree(recipe, store) if recipe.algorithm.generates else ()
     ranks.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
     from hybrid3d import trainer
+    from hybrid3d.record import Record
     from hybrid3d.train.kernels import in_use
 
     if rank == 0:
@@ -35,10 +36,11 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
         folder.add_event("kernels", in_use=in_use())
         print(in_use(), flush=True)  # to this rank's log
     with Display(recipe.name, recipe.run.steps, console) as display:
-        if recipe.algorithm.name == "sft":
-            trainer.train_sft(recipe, folder, rank, display)
+        record = Record(folder, rank, display)
+        if recipe.algorithm.generates:
+            trainer.train_rl(recipe, record, rank, slots)
         else:
-            trainer.train_grpo(recipe, folder, rank, slots, display)
+            trainer.train_sft(recipe, record, rank)
     if rank == 0:
         draw_curves(folder)
         folder.add_event("end", step=recipe.run.steps)

@@ -15,7 +15,7 @@ from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, 
 from hybrid3d.inputs import read_config
 from hybrid3d.reshard.transport import as_bytes
 from hybrid3d.rl.batch import Batch
-from hybrid3d.rl.grpo import sft_loss
+from hybrid3d.rl.objective import sft_loss
 from hybrid3d.train import runtime
 from hybrid3d.train.policy import Policy
 

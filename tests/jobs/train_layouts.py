@@ -21,7 +21,7 @@ from hybrid3d.families import family_of
 from hybrid3d.inputs import read_config
 from hybrid3d.reshard.files import create_files, export_files, read_index, shard_entries
 from hybrid3d.rl.batch import Batch
-from hybrid3d.rl.grpo import grpo_loss, sft_loss
+from hybrid3d.rl.objective import PolicyObjective, sft_loss
 from hybrid3d.train import checkpoint, runtime
 from hybrid3d.train.policy import Policy, StepReport
 
@@ -99,9 +99,16 @@ def grpo_step(policy: Policy, reference: Policy, spec: dict[str, Any], dp: int) 
     old, ref = policy.logprobs(batch), reference.logprobs(batch)
     if old is not None:  # as if the policy had moved since it sampled, so that the clip is reached
         old = old + spec["noise"][mine, : old.shape[1]]
-    advantages = spec["advantages"][mine]
-    coefficients = dict(clip=spec["clip"], kl_estimator="k3", kl_coef=spec["kl_coef"])
-    loss = grpo_loss(advantages, batch.response_mask, old, ref, **coefficients)
+    loss = PolicyObjective(
+        advantages=spec["advantages"][mine][:, None] * batch.response_mask,
+        mask=batch.response_mask,
+        old=old,
+        weights=torch.ones(len(batch)),
+        clip=spec["clip"],
+        clip_high=spec["clip"],
+        reference=ref,
+        kl_coef=spec["kl_coef"],
+    )
     return report_of(policy, policy.train_step(batch, loss))
 
 
@@ -143,7 +150,7 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
     runtime.initialize(here, seed=1)
     policy = started(here, folders["start"])
     two_steps(policy, here.dp)
-    checkpoint.save(policy, out / "checkpoint")
+    checkpoint.save(policy, out / "checkpoint", {})
     export(policy, folders["start"], out / "saved")
     found["went on"] = two_steps(policy, here.dp)
     export(policy, folders["start"], out / "went-on")

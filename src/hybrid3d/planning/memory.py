@@ -176,7 +176,7 @@ def memory_of(
                 weights=weights,
                 gradients=elements * FLOAT32,
                 optimizer=round(sharded * FLOAT32 * (2 if itemsize == FLOAT32 else 3)),
-                reference=weights if recipe.algorithm.kl.where == "loss" else 0,
+                reference=weights if recipe.algorithm.kl.where != "none" else 0,
                 activations=activations[stage],
                 rollout_weights=wanted_bytes,
                 staging=2 * recipe.sync.bucket_bytes + wanted.finalize_bytes,

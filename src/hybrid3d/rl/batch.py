@@ -52,6 +52,10 @@ class Batch:
         """Tokens that count in a loss."""
         return int(self.response_mask.sum())
 
+    def __getitem__(self, rows: slice) -> Batch:
+        """Some of the sequences, with unchanged T; they share the batch's memory."""
+        return Batch(*(getattr(self, field.name)[rows] for field in fields(self)))
+
     def split(self, parts: int) -> list[Batch]:
         """The batch as `parts` micro batches of equal size and unchanged T, in order; they share its memory."""
         if parts < 1 or len(self) % parts:

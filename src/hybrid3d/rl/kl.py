@@ -9,6 +9,7 @@ choice, is that of KL(reference || policy).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,3 +33,27 @@ def token_kl(estimator: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tenso
     # Masked before the estimator, not after: what padding holds may overflow in exp, and 0 * inf is NaN in a gradient.
     log_ratio = torch.where(mask.bool(), ref_logprobs - logprobs, 0.0)
     return ESTIMATORS[estimator](log_ratio)
+
+
+@dataclass
+class KlController:
+    """The coefficient of the KL, which follows a target where there is one (arXiv 1909.08593, section 2.2).
+
+    `error = clamp(kl / target - 1, -0.2, 0.2)`, then `coef *= 1 + error * answers / horizon`: the paper's gain, 0.1 a
+    batch, is a horizon of ten batches.
+
+    Attributes:
+        coef: what the KL is multiplied by now.
+        target: wanted KL of an answer, nats summed over its tokens; None leaves `coef` as it is.
+        horizon: answers.
+    """
+
+    coef: float
+    target: float | None = None
+    horizon: int = 10_000
+
+    def observe(self, kl: float, answers: int) -> None:
+        """A step's mean KL of an answer, over so many."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.coef *= 1 + error * answers / self.horizon

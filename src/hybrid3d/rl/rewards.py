@@ -20,6 +20,11 @@ def gsm8k(answer: str, reference: str) -> float:
     return float(given is not None and given == wanted)
 
 
+def overlong_penalty(tokens: int, longest: int, buffer: int) -> float:
+    """0, and within the last `buffer` tokens that an answer may have falling to -1 (arXiv 2503.14476, equation 13)."""
+    return -min(1.0, max(0, tokens - (longest - buffer)) / buffer)
+
+
 def _final_number(text: str) -> Decimal | None:
     """The word after the last `####` as a number. Decimal, because equality of floats would forgive the 17th digit."""
     _, marker, tail = text.rpartition("####")

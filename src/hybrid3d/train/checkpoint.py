@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
+from hybrid3d.train import manifest
 from hybrid3d.train.policy import Policy
 from hybrid3d.train.runtime import on_device
 from hybrid3d.train.weights import METADATA
+
+PROGRESS = "progress.json"
 
 # The one format of the distributed optimizer that every layout can be loaded from
 OPTIMIZER_METADATA = {
@@ -25,8 +29,12 @@ OPTIMIZER_METADATA = {
 }
 
 
-def save(policy: Policy, folder: Path) -> None:
-    """Write the policy, its optimizer and its schedule; the folder appears under its name when it is complete."""
+def save(policy: Policy, folder: Path, progress: Mapping[str, Any]) -> None:
+    """Write the policy, its optimizer and its schedule; the folder appears under its name when it is complete.
+
+    Args:
+        progress: what else a run must know to go on, as JSON.
+    """
     partial = folder.with_name(folder.name + ".partial")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -34,15 +42,26 @@ def save(policy: Policy, folder: Path) -> None:
     dist.barrier()
     with on_device():
         dist_checkpointing.save(_state(policy, is_loading=False), str(partial))
-    dist.barrier()
     if dist.get_rank() == 0:
+        (partial / PROGRESS).write_text(json.dumps(dict(progress)))
+    dist.barrier()
+    shares: list[dict[str, int]] = [{}] * dist.get_world_size()
+    mine = manifest.names_in(partial)[dist.get_rank() :: dist.get_world_size()]
+    dist.all_gather_object(shares, {name: manifest.crc_of(partial / name) for name in mine})
+    if dist.get_rank() == 0:
+        manifest.write(partial, {name: crc for share in shares for name, crc in share.items()})
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(partial, folder)
+        manifest.sync_folder(folder.parent)
     dist.barrier()
 
 
-def load(policy: Policy, folder: Path) -> None:
-    """Bring the policy, its optimizer and its schedule to where they were when `folder` was saved."""
+def load(policy: Policy, folder: Path) -> dict[str, Any]:
+    """Bring the policy, its optimizer and its schedule to where they were when `folder` was saved.
+
+    Returns:
+        The progress that was saved with them.
+    """
     with on_device():
         _make_optimizer_state(policy)
         state = dist_checkpointing.load(_state(policy, is_loading=True), str(folder))
@@ -54,6 +73,8 @@ def load(policy: Policy, folder: Path) -> None:
             optimizer.load_state_dict({**common, **state[f"optimizer{number}"]})
         _own_step_counts(policy)
         policy.scheduler.load_state_dict(state["scheduler"])
+    progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text())
+    return progress
 
 
 def load_weights(policy: Policy, folder: Path) -> None:

@@ -22,8 +22,9 @@ from hybrid3d.config import Optimizer, Recipe
 from hybrid3d.families import Config
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
-from hybrid3d.rl.grpo import TokenLoss
 from hybrid3d.rl.losses import masked_sum
+from hybrid3d.rl.objective import PolicyLoss, Scored
+from hybrid3d.train.entropy import vocab_parallel_entropy
 from hybrid3d.train.model import build_model
 from hybrid3d.train.runtime import device, on_device
 from hybrid3d.train.stepping import Ready, SteppedInParts, in_buckets
@@ -52,7 +53,7 @@ class Policy:
     def __init__(self, config: Config, recipe: Recipe, rank: int, trainable: bool = True):
         self.config = config
         self._layout = recipe.train
-        samples = recipe.rollout is not None and recipe.algorithm.name != "sft"
+        samples = recipe.rollout is not None and recipe.algorithm.generates
         self._temperature = recipe.rollout.temperature if samples else 1.0
         dtype = getattr(torch, recipe.model.dtype)
         self.stages = build_model(config, recipe.train, dtype)
@@ -80,9 +81,9 @@ class Policy:
         """Log-probability of every token given those before it, [B, T]; None on ranks without the output layer."""
         found: dict[int, torch.Tensor] = {}
 
-        def keep(logprobs: torch.Tensor, rows: slice) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            found[rows.start] = logprobs
-            return logprobs, {}
+        def keep(scored: Scored, rows: slice) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            found[rows.start] = scored.logprobs
+            return scored.logprobs, {}
 
         with torch.no_grad():
             self._run(batch, keep, forward_only=True)
@@ -97,11 +98,14 @@ class Policy:
             raise RuntimeError("a part of the optimizer's parameters is not among the weights that Megatron declares")
         return found
 
-    def train_step(self, batch: Batch, token_loss: TokenLoss, ready: Ready | None = None) -> StepReport:
+    def train_step(
+        self, batch: Batch, token_loss: PolicyLoss, ready: Ready | None = None, ends_step: bool = True
+    ) -> StepReport:
         """One optimizer step on the mean loss over every response token of every data-parallel rank's batch.
 
         Args:
             ready: told of each part of the model as soon as it has its new values.
+            ends_step: of the run; schedules are of those, however many updates one has.
         """
         for module in self._modules:
             module.zero_grad_buffer()
@@ -112,14 +116,15 @@ class Policy:
         if not updated or grad_norm is None or not math.isfinite(grad_norm):
             raise RuntimeError(f"the gradient is not finite (norm {grad_norm}): no checkpoint is written of this step")
         lr = float(self.optimizer.param_groups[0]["lr"])
-        self.scheduler.step(increment=1)
+        if ends_step:
+            self.scheduler.step(increment=1)
         sums: dict[str, float] = {}
         for report in reports:
             for key, value in report.items():
                 sums[key] = sums.get(key, 0.0) + float(value)
         return StepReport(sums, float(grad_norm), lr)
 
-    def _run(self, batch: Batch, token_loss: TokenLoss, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+    def _run(self, batch: Batch, token_loss: PolicyLoss, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         """Drive the pipeline schedule over the micro batches; per micro batch what `token_loss` reports."""
         size = self._layout.micro_batch_size
         batch = batch.to(device())
@@ -160,17 +165,16 @@ class Policy:
         return padded
 
     def _loss(
-        self, batch: Batch, rows: slice, token_loss: TokenLoss, logits: torch.Tensor
+        self, batch: Batch, rows: slice, token_loss: PolicyLoss, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Sum of the loss over a micro batch's tokens and their number: Megatron divides by the global number."""
-        logprobs = self._token_logprobs(logits, batch.tokens[rows])
-        losses, report = token_loss(logprobs, rows)
+        losses, report = token_loss(self._scored(logits, batch.tokens[rows]), rows)
         mask = batch.response_mask[rows]
         total = masked_sum(losses, mask)
         return total, mask.sum().int(), {"loss": total.detach(), **report}
 
-    def _token_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[b, T or more, vocabulary / TP] logits and [b, T] tokens to [b, T] log-probabilities, 0 at position 0.
+    def _scored(self, logits: torch.Tensor, tokens: torch.Tensor) -> Scored:
+        """What [b, T or more, vocabulary / TP] logits say of [b, T] tokens; 0 at position 0.
 
         Of the distribution that is sampled from: the temperature is applied, padding of the vocabulary is not in it.
         """
@@ -179,7 +183,10 @@ class Policy:
         padding = torch.arange(first, first + scaled.shape[-1], device=scaled.device) >= self.config["vocab_size"]
         scaled = scaled.masked_fill(padding, float("-inf"))
         negative = vocab_parallel_cross_entropy(scaled, tokens[:, 1:].contiguous())
-        return torch.nn.functional.pad(-negative, (1, 0))
+        return Scored(
+            torch.nn.functional.pad(-negative, (1, 0)),
+            lambda: torch.nn.functional.pad(vocab_parallel_entropy(scaled), (1, 0)),
+        )
 
     def _connect(self) -> None:
         """Tell the schedules what closes a step: reduction over ranks, and the scale of the loss."""

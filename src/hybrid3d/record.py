@@ -1,0 +1,47 @@
+"""What a run leaves behind of each step: a row of metrics, a few samples, events; and what is shown of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybrid3d.display import Display
+from hybrid3d.rollouts import Sample
+from hybrid3d.run_folder import RunFolder
+from hybrid3d.sync import SyncReport
+
+SAMPLES_KEPT = 4  # a step, in samples.jsonl
+
+
+class Record:
+    """Rank 0 writes to the folder and speaks; to the others every method is silent."""
+
+    def __init__(self, folder: RunFolder, rank: int, display: Display):
+        self.folder = folder
+        self._speaks = rank == 0
+        self._display = display
+
+    def step(self, row: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
+        """A step's metrics, and some of its samples."""
+        self._display.show(row)
+        if self._speaks:
+            self.folder.add_metrics(row)
+            kept = samples[:: max(1, len(samples) // SAMPLES_KEPT)][:SAMPLES_KEPT]
+            self.folder.add_samples(
+                {"step": row["step"], "weights": s.weights, "prompt": s.prompt, "answer": s.answer, "reward": s.reward}
+                for s in kept
+            )
+
+    def event(self, event: str, said: str = "", **fields: Any) -> None:
+        """To events.jsonl and, if it is to be said, to who looks on."""
+        if self._speaks:
+            if said:
+                self._display.say(said)
+            self.folder.add_event(event, **fields)
+
+    def corrupted(self, synced: SyncReport, step: int) -> None:
+        """Tell what a sync had to move once more."""
+        count = len(synced.corrupted)
+        if count:
+            said = f"step {step}: {count} tensors had not landed as they were sent; everything was moved once more"
+            self.event("sync_corrupted", said, step=step, count=count, tensors=synced.corrupted[:20])

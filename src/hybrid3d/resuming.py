@@ -1,0 +1,79 @@
+"""A run's checkpoints: which are written when, which are kept, and from which one a run goes on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from hybrid3d import ranks
+from hybrid3d.config import Recipe
+from hybrid3d.record import Record
+from hybrid3d.run_folder import checkpoint_folder, steps_in
+from hybrid3d.train import checkpoint
+from hybrid3d.train.manifest import BrokenCheckpoint, check
+from hybrid3d.train.policy import Policy
+
+
+class Checkpoints:
+    """Saves the policy and the progress of a run, and finds the last that is whole. Every rank calls every method."""
+
+    def __init__(self, recipe: Recipe, policy: Policy, record: Record):
+        self._run = recipe.run
+        self._policy = policy
+        self._record = record
+
+    def resume(self) -> tuple[int, dict[str, Any]]:
+        """Bring the policy to the folder's last whole checkpoint, if there is one; what is broken is set aside.
+
+        Returns:
+            Updates that the policy has behind it, and the progress that was saved with it.
+        """
+        folder = self._record.folder
+        updates, progress = 0, {}
+        last = self._last_whole()
+        if last is not None:
+            updates, path = last, checkpoint_folder(folder, last)
+            progress = checkpoint.load(self._policy, path)
+        if ranks.rank() == 0:
+            folder.truncate(updates)
+        said = f"resumed from {path}" if last is not None else ""
+        self._record.event("start" if last is None else "resume", said, step=updates)
+        return updates, progress
+
+    def _last_whole(self) -> int | None:
+        folder = self._record.folder
+        for step in reversed(_of_first(steps_in(folder))):
+            path = checkpoint_folder(folder, step)
+            try:
+                check(path, slice(ranks.rank(), None, ranks.world_size()))
+                broken = None
+            except BrokenCheckpoint as error:
+                broken = str(error)
+            why = next(filter(None, ranks.gather(broken)), None)
+            if why is None:
+                return step
+            aside = path.with_name(path.name + ".broken")
+            if ranks.rank() == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+            said = f"{why}: set aside as {aside.name}, the one before is used"
+            self._record.event("checkpoint_broken", said, step=step, path=str(aside), why=why)
+        return None
+
+    def save_where_due(self, updates: int, progress: Mapping[str, Any]) -> None:
+        """Write a checkpoint if the recipe wants one after so many updates, and drop those that it no longer keeps."""
+        every = self._run.checkpoint_every
+        if updates == self._run.steps or (every and updates < self._run.steps and updates % every == 0):
+            path = checkpoint_folder(self._record.folder, updates)
+            checkpoint.save(self._policy, path, progress)
+            self._record.event("checkpoint", step=updates, path=str(path))
+            if self._run.keep_last and ranks.rank() == 0:
+                for step in steps_in(self._record.folder)[: -self._run.keep_last]:
+                    shutil.rmtree(checkpoint_folder(self._record.folder, step))
+
+
+def _of_first(steps: list[int]) -> list[int]:
+    """What rank 0 sees: on a shared file system others may see it later."""
+    seen: list[int] = ranks.gather(steps)[0]
+    return seen

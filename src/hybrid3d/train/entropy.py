@@ -1,0 +1,36 @@
+"""The entropy of a distribution over a vocabulary that tensor-parallel ranks share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+
+def vocab_parallel_entropy(logits: torch.Tensor) -> torch.Tensor:
+    """[..., vocabulary / TP] logits, where -inf is no part of the distribution, to entropies [...] in nats."""
+    return _Entropy.apply(logits)
+
+
+class _Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        group = parallel_state.get_tensor_model_parallel_group()
+        largest = logits.amax(-1, keepdim=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        shifted = (logits - largest).clamp(min=torch.finfo(logits.dtype).min)  # finite, so that 0 times it is 0
+        weights = shifted.exp()
+        sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
+        dist.all_reduce(sums, group=group)
+        log_sum, entropy = sums[0].log(), sums[0].log() - sums[1] / sums[0]
+        ctx.save_for_backward(shifted, log_sum, entropy)
+        return entropy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """With p = softmax(z), dH / dz_i = -p_i (log p_i + H)."""
+        shifted, log_sum, entropy = ctx.saved_tensors
+        log_p = shifted - log_sum[..., None]
+        return -gradient[..., None] * log_p.exp() * (log_p + entropy[..., None])

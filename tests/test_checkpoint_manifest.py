@@ -1,0 +1,56 @@
+"""A checkpoint's list of files finds what was cut short, damaged or lost."""
+
+from pathlib import Path
+
+import pytest
+
+from hybrid3d.train import manifest
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.distcp").write_bytes(bytes(range(100)))
+    (tmp_path / "deep" / "b").write_bytes(b"hello")
+    assert manifest.names_in(tmp_path) == ["a.distcp", "deep/b"]
+    manifest.write(tmp_path, {name: manifest.crc_of(tmp_path / name) for name in manifest.names_in(tmp_path)})
+    return tmp_path
+
+
+def test_the_check_value_of_crc_32(tmp_path: Path) -> None:
+    """0xCBF43926 is that of "123456789" in every catalogue of CRCs."""
+    (tmp_path / "x").write_bytes(b"123456789")
+    assert manifest.crc_of(tmp_path / "x") == 0xCBF43926
+
+
+def test_a_whole_one_passes(saved: Path) -> None:
+    manifest.check(saved)
+
+
+def test_a_flipped_bit(saved: Path) -> None:
+    (saved / "deep/b").write_bytes(b"hellp")
+    with pytest.raises(manifest.BrokenCheckpoint, match=r"deep/b has CRC-32 [0-9a-f]{8}, written was 3610a686"):
+        manifest.check(saved)
+    manifest.check(saved, slice(0, None, 2))  # the other rank's share
+
+
+def test_one_cut_short(saved: Path) -> None:
+    (saved / "a.distcp").write_bytes(bytes(range(50)))
+    with pytest.raises(manifest.BrokenCheckpoint, match=r"a\.distcp has 50 bytes, 100 were written"):
+        manifest.check(saved)
+
+
+def test_one_lost(saved: Path) -> None:
+    (saved / "a.distcp").unlink()
+    with pytest.raises(manifest.BrokenCheckpoint, match=r"a\.distcp is missing"):
+        manifest.check(saved)
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}"])
+def test_the_list_itself(saved: Path, content: str | None) -> None:
+    if content is None:
+        (saved / manifest.MANIFEST).unlink()
+    else:
+        (saved / manifest.MANIFEST).write_text(content)
+    with pytest.raises(manifest.BrokenCheckpoint, match="no list of its files"):
+        manifest.check(saved)
