@@ -11,17 +11,14 @@ case holds.
 
 from __future__ import annotations
 
-import json
-import math
 import tempfile
-from collections.abc import Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pyarrow
 import torch
 import trl
+from batches import BATCHES, LENGTHS, WIDTH, lists, write
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from torch import Tensor
@@ -29,10 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 GROUP = 4
-WIDTH = 6  # tokens of the longest completion
 LIMIT = 16  # max_completion_length, which dr_grpo divides by
-LENGTHS = [6, 4, 1, 5, 6, 3, 2, 6]
-HOLES = [(0, 2), (0, 3), (3, 1), (4, 0), (7, 4)]  # (row, column) of tokens that the policy did not write
 
 NORMALISERS = {
     "grpo": "mean over the B sequences of each sequence's mean over its tokens in the mask (an empty sequence gives 0)",
@@ -46,52 +40,20 @@ NORMALISERS = {
 }
 
 
-def rounded(values: Tensor) -> Tensor:
-    """With four decimals: inputs are short in the JSON, and exactly what it says."""
-    return torch.tensor([[round(value, 4) for value in row] for row in values.tolist()])
-
-
-def make_batch(seed: int, holes: Sequence[tuple[int, int]] = (), empty: int | None = None) -> dict[str, Tensor]:
-    """Eight sequences in two groups of four; every tensor is [8, 6], but for the advantages [8].
-
-    Ratios of new to old and of old to rollout logprobs pass the usual clips on both sides. What padding holds is
-    noise, so that code which reads it is found out.
-    """
-    noise = partial(torch.randn, len(LENGTHS), WIDTH, generator=torch.Generator().manual_seed(seed))
-    logprobs = -0.05 - noise().abs()
-    old = (logprobs + 0.35 * noise()).clamp(max=-0.01)
-    rollout = (old + 0.3 * noise()).clamp(max=-0.01)
-    reference = (logprobs + 0.4 * noise()).clamp(max=-0.01)
-    mask = (torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]).double()
-    for row, column in holes:
-        mask[row, column] = 0.0
-    if empty is not None:
-        mask[empty] = 0.0
-    return {
-        "logprobs": rounded(logprobs),
-        "old_logprobs": rounded(old),
-        "rollout_logprobs": rounded(rollout),
-        "ref_logprobs": rounded(reference),
-        "entropies": rounded(noise().abs()),
-        "mask": mask,
-        "advantages": torch.tensor([1.25, -0.5, 0.75, -1.5, 0.4, -1.1, -0.3, 1.0]),
-    }
-
-
-BATCHES = {
-    "ragged": make_batch(seed=11),
-    "holes": make_batch(seed=12, holes=HOLES),
-    "empty_sequence": make_batch(seed=13, empty=5),
-}
-
-
 @cache
 def tiny_model(folder: str) -> tuple[str, PreTrainedTokenizerFast]:
     """A random model in `folder`, and a tokenizer of one word."""
     config = Qwen2Config(
-        vocab_size=4, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, eos_token_id=1, pad_token_id=0, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=4,
+        hidden_size=4,
+        intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({"[PAD]": 0, "[EOS]": 1, "word": 2}, unk_token="word"))
     return folder, PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", eos_token="[EOS]")
@@ -114,9 +76,14 @@ def make_trainer(folder: str, trainer: type, config: type, rewards: list[list[fl
         model=model,
         reward_funcs=[reward(column) for column in range(len(rewards[0]))],
         args=config(
-            output_dir=folder, report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False,
-            max_completion_length=LIMIT, **settings,
-        ),  # fmt: skip
+            output_dir=folder,
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            max_completion_length=LIMIT,
+            **settings,
+        ),
         train_dataset=Dataset(pyarrow.table({"prompt": ["word"] * size}), fingerprint="words"),
         processing_class=tokenizer,
     )
@@ -129,17 +96,6 @@ def make_trainer(folder: str, trainer: type, config: type, rewards: list[list[fl
 def metrics_of(trainer: Any) -> dict[str, float]:
     """The metrics that TRL recorded, without those about generation."""
     return {name: values[-1] for name, values in trainer._metrics["train"].items()}
-
-
-def lists(value: Any) -> Any:
-    """As JSON holds it: nested lists, and None where a number is not finite."""
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {key: lists(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [lists(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def score(trainer: Any, batch: dict[str, Tensor] | None = None) -> dict[str, Any]:
@@ -175,10 +131,16 @@ def loss_of(trainer: Any, batch: dict[str, Tensor], extra: dict[str, Tensor]) ->
     size = len(logprobs)
     token = torch.full((size, 1), 2)
     inputs = {
-        "prompt_ids": token, "prompt_mask": torch.ones_like(token), "completion_ids": token.expand(size, WIDTH),
-        "completion_mask": batch["mask"], "advantages": batch["advantages"], "num_items_in_batch": batch["mask"].sum(),
-        "old_per_token_logps": batch["old_logprobs"], "ref_per_token_logps": batch["ref_logprobs"], **extra,
-    }  # fmt: skip
+        "prompt_ids": token,
+        "prompt_mask": torch.ones_like(token),
+        "completion_ids": token.expand(size, WIDTH),
+        "completion_mask": batch["mask"],
+        "advantages": batch["advantages"],
+        "num_items_in_batch": batch["mask"].sum(),
+        "old_per_token_logps": batch["old_logprobs"],
+        "ref_per_token_logps": batch["ref_logprobs"],
+        **extra,
+    }
     loss = trainer.compute_loss(trainer.model, inputs)
     return loss.detach(), *torch.autograd.grad(loss, (logprobs, entropies), allow_unused=True)
 
@@ -231,7 +193,7 @@ def advantage_cases(folder: str) -> list[dict[str, Any]]:
     return cases
 
 
-def unchanging(batch: dict[str, Tensor]) -> list[list[float | None]]:
+def no_rewards(batch: dict[str, Tensor]) -> list[list[float | None]]:
     """Rewards for a trainer whose advantages come from the batch."""
     return [[0.0]] * len(batch["mask"])
 
@@ -253,7 +215,7 @@ def rollout_cases(folder: str) -> list[dict[str, Any]]:
                         "beta": 0.0,
                     }
                     batch = BATCHES[batch_name]
-                    trainer = make_trainer(folder, GRPOTrainer, GRPOConfig, unchanging(batch), **settings)
+                    trainer = make_trainer(folder, GRPOTrainer, GRPOConfig, no_rewards(batch), **settings)
                     trainer.use_vllm = True  # in TRL's constructor it would start an engine
                     scored = score(trainer, batch)
                     sampling = {key: value for key, value in metrics_of(trainer).items() if key.startswith("sampling")}
@@ -273,29 +235,34 @@ def rollout_cases(folder: str) -> list[dict[str, Any]]:
     return cases
 
 
+TOKEN_LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo")
+GSPO = {"importance_sampling_level": "sequence", "epsilon": 0.1}
+PLAIN_KL = {"beta": 0.1, "use_bias_correction_kl": False}  # TRL's default is True
 LOSSES: list[tuple[str, str, dict[str, Any]]] = [
-    *((f"{loss}_{batch}", batch, {"loss_type": loss}) for loss in ("grpo", "bnpo", "dapo", "dr_grpo") for batch in BATCHES),
-    ("clip_higher", "ragged", {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28}),
+    *((f"{kind}_{batch}", batch, {"loss_type": kind}) for kind in TOKEN_LOSSES for batch in BATCHES),
+    ("clip_higher", "ragged", {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.4}),
     ("clip_wide", "ragged", {"loss_type": "dapo", "epsilon": 10.0, "epsilon_high": 10.0}),
     ("two_sided", "ragged", {"loss_type": "dapo", "delta": 1.3}),
     ("two_sided_clip_higher", "ragged", {"loss_type": "grpo", "epsilon_high": 0.28, "delta": 1.4}),
-    ("kl_dapo", "ragged", {"loss_type": "dapo", "beta": 0.1}),
-    ("kl_grpo", "holes", {"loss_type": "grpo", "beta": 0.1}),
-    ("kl_dr_grpo", "ragged", {"loss_type": "dr_grpo", "beta": 0.1}),
+    ("kl_dapo", "ragged", {"loss_type": "dapo", **PLAIN_KL}),
+    ("kl_grpo", "holes", {"loss_type": "grpo", **PLAIN_KL}),
+    ("kl_dr_grpo", "ragged", {"loss_type": "dr_grpo", **PLAIN_KL}),
+    ("kl_on_policy", "on_policy", {"loss_type": "dapo", **PLAIN_KL}),
     ("kl_corrected", "ragged", {"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": True}),
-    ("gspo", "ragged", {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1}),
-    ("gspo_holes", "holes", {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1}),
-    ("gspo_kl", "ragged", {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "beta": 0.1}),
-    ("gspo_token_mean", "ragged", {"loss_type": "dapo", "importance_sampling_level": "sequence", "epsilon": 0.1}),
+    ("kl_corrected_on_policy", "on_policy", {"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": True}),
+    ("gspo", "ragged", {"loss_type": "grpo", **GSPO}),
+    ("gspo_holes", "holes", {"loss_type": "grpo", **GSPO}),
+    ("gspo_kl", "ragged", {"loss_type": "grpo", **GSPO, **PLAIN_KL}),
+    ("gspo_token_mean", "ragged", {"loss_type": "dapo", **GSPO}),
     ("cispo", "ragged", {"loss_type": "cispo", "epsilon_high": 1.2}),
     ("sapo", "ragged", {"loss_type": "sapo"}),
     ("vespo", "ragged", {"loss_type": "vespo"}),
-    ("luspo", "ragged", {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.1}),
+    ("luspo", "ragged", {"loss_type": "luspo", **GSPO}),
     ("top_entropy", "ragged", {"loss_type": "dapo", "top_entropy_quantile": 0.3}),
     ("entropy_bonus", "ragged", {"loss_type": "grpo", "entropy_coef": 0.01}),
     ("off_policy_mask", "ragged", {"loss_type": "dapo", "off_policy_mask_threshold": 0.05}),
 ]
-# Read back from the trainer's own arguments, so that a case says every setting its loss depends on.
+# Read back from the trainer's own arguments, so that a case says every setting that its loss depends on.
 SETTINGS = (
     "loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl top_entropy_quantile "
     "entropy_coef off_policy_mask_threshold sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos "
@@ -304,10 +271,10 @@ SETTINGS = (
 
 
 def settings_of(trainer: Any) -> dict[str, Any]:
-    """The trainer's settings without those of other losses."""
+    """What the trainer's loss depends on, without the settings that only another loss has."""
     loss_type = trainer.args.loss_type
-    given = {name: getattr(trainer.args, name) for name in SETTINGS}
-    given = {name: value for name, value in given.items() if name[:5] not in ("sapo_", "vespo") or name[:4] == loss_type[:4]}
+    other = tuple(f"{name}_" for name in ("sapo", "vespo") if name != loss_type)
+    given = {name: getattr(trainer.args, name) for name in SETTINGS if not name.startswith(other)}
     return {**given, "normaliser": NORMALISERS[loss_type]}
 
 
@@ -316,7 +283,7 @@ def loss_cases(folder: str) -> list[dict[str, Any]]:
     cases = []
     for name, batch_name, settings in LOSSES:
         batch = BATCHES[batch_name]
-        trainer = make_trainer(folder, GRPOTrainer, GRPOConfig, unchanging(batch), **settings)
+        trainer = make_trainer(folder, GRPOTrainer, GRPOConfig, no_rewards(batch), **settings)
         loss, gradient, entropy_gradient = loss_of(trainer, batch, {})
         outputs = {"loss": loss, "gradient": gradient, "metrics": metrics_of(trainer)}
         if entropy_gradient is not None:
@@ -337,14 +304,14 @@ def micro_batch_cases(folder: str) -> list[dict[str, Any]]:
     """A batch in two micro batches of four, whose gradients TRL adds."""
     batch = BATCHES["ragged"]
     cases = []
-    for loss_type in ("grpo", "bnpo", "dapo", "dr_grpo"):
+    for loss_type in TOKEN_LOSSES:
         settings = {
             "loss_type": loss_type,
             "per_device_train_batch_size": 4,
             "gradient_accumulation_steps": 2,
             "steps_per_generation": 2,
         }
-        trainer = make_trainer(folder, GRPOTrainer, GRPOConfig, unchanging(batch), **settings)
+        trainer = make_trainer(folder, GRPOTrainer, GRPOConfig, no_rewards(batch), **settings)
         parts = [{name: tensor[rows] for name, tensor in batch.items()} for rows in (slice(0, 4), slice(4, 8))]
         tokens = {"num_items_in_batch": batch["mask"].sum()}
         found = [loss_of(trainer, part, tokens)[:2] for part in parts]
@@ -353,7 +320,13 @@ def micro_batch_cases(folder: str) -> list[dict[str, Any]]:
                 "name": loss_type,
                 "made_by": "GRPOTrainer.compute_loss, once per micro batch",
                 "batch": "ragged",
-                "settings": {**settings_of(trainer), "gradient_accumulation_steps": 2, "parts": [[0, 4], [4, 8]]},
+                "settings": {
+                    **settings_of(trainer),
+                    "accumulation": "none: the sum is over the global batch's tokens already"
+                    if loss_type == "dapo"
+                    else "each micro batch's loss is divided by the number of micro batches, 2",
+                    "parts": [[0, 4], [4, 8]],
+                },
                 "outputs": lists(
                     {
                         "losses": [loss.item() for loss, _ in found],
@@ -370,7 +343,7 @@ def rloo_loss_cases(folder: str) -> list[dict[str, Any]]:
     cases = []
     for batch_name in ("ragged", "holes"):
         batch = BATCHES[batch_name]
-        trainer = make_trainer(folder, RLOOTrainer, RLOOConfig, unchanging(batch), beta=0.0, epsilon=0.4)
+        trainer = make_trainer(folder, RLOOTrainer, RLOOConfig, no_rewards(batch), beta=0.0, epsilon=0.4)
         old = (batch["old_logprobs"] * batch["mask"]).sum(1)
         loss, gradient, _ = loss_of(trainer, batch, {"old_logps": old})
         cases.append(
@@ -378,7 +351,11 @@ def rloo_loss_cases(folder: str) -> list[dict[str, Any]]:
                 "name": f"rloo_{batch_name}",
                 "made_by": "RLOOTrainer.compute_loss",
                 "batch": batch_name,
-                "settings": {"epsilon": 0.4, "ratio": "exp of the sum over a sequence", "normaliser": "mean over the B sequences"},
+                "settings": {
+                    "epsilon": 0.4,
+                    "ratio": "exp of the sum over a sequence's tokens",
+                    "normaliser": "mean over the B sequences, one loss a sequence",
+                },
                 "outputs": lists({"loss": loss, "gradient": gradient, "metrics": metrics_of(trainer)}),
             }
         )
@@ -399,8 +376,7 @@ def main() -> None:
             "micro_batches": micro_batch_cases(folder),
             "rollout_correction": rollout_cases(folder),
         }
-    # A list of numbers on one line; anything else is indented, so that a change of one case is a change of its lines.
-    Path(__file__).with_name("trl.json").write_text(json.dumps(numbers, allow_nan=False) + "\n")
+    write("trl.json", numbers)
 
 
 if __name__ == "__main__":
