@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import tempfile
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pyarrow
@@ -84,6 +85,7 @@ def make_trainer(folder: str, trainer: type, config: type, rewards: list[list[fl
             max_completion_length=LIMIT,
             **settings,
         ),
+        # With a fingerprint, `datasets` does not pickle the table, which not every pyarrow lets it.
         train_dataset=Dataset(pyarrow.table({"prompt": ["word"] * size}), fingerprint="words"),
         processing_class=tokenizer,
     )
@@ -154,6 +156,7 @@ def advantage_cases(folder: str) -> list[dict[str, Any]]:
     missing = [[None if row == 2 else reward] for row, reward in enumerate(one)]  # no reward function scored it
     grpo = partial(make_trainer, folder, GRPOTrainer, GRPOConfig)
     rloo = partial(make_trainer, folder, RLOOTrainer, RLOOConfig)
+    gdpo = {"multi_objective_aggregation": "normalize_then_sum"}
     plain = {"normalize_advantages": False, "beta": 0.0}
     batch = BATCHES["ragged"]
     eight = single[: len(LENGTHS)]
@@ -163,12 +166,7 @@ def advantage_cases(folder: str) -> list[dict[str, Any]]:
         ("grpo_none", grpo, single, {"scale_rewards": "none"}),
         ("grpo_unscored", grpo, missing, {"scale_rewards": "group"}),
         ("grpo_two_rewards", grpo, pairs, {"scale_rewards": "group", "reward_weights": [1.0, 0.5]}),
-        (
-            "gdpo_two_rewards",
-            grpo,
-            pairs,
-            {"reward_weights": [1.0, 0.5], "multi_objective_aggregation": "normalize_then_sum"},
-        ),
+        ("gdpo_two_rewards", grpo, pairs, {"reward_weights": [1.0, 0.5], **gdpo}),
         ("rloo", rloo, single, plain),
         ("rloo_unscored", rloo, missing, plain),
         ("rloo_clipped_rewards", rloo, single, {**plain, "reward_clip_range": (-1.0, 1.0)}),
@@ -199,39 +197,32 @@ def no_rewards(batch: dict[str, Tensor]) -> list[list[float | None]]:
 
 
 def rollout_cases(folder: str) -> list[dict[str, Any]]:
-    """The correction of a rollout by another engine: its ratios, and the loss that they weigh."""
-    bounds = {"truncate": [(None, 1.25), (0.8, 1.25)], "mask": [(None, 1.25), (0.8, 1.25)]}
+    """The correction of a rollout by another engine: its weights, and the loss that they weigh."""
     cases = []
-    for level in ("token", "sequence"):
-        for kind, pairs in bounds.items():
-            for low, high in pairs:
-                name = f"{level}_{kind}" + ("_both" if low else "")
-                for batch_name in ["ragged", "holes"] if low else ["ragged"]:
-                    settings = {
-                        "vllm_importance_sampling_mode": f"{level}_{kind}",
-                        "vllm_importance_sampling_clip_min": low,
-                        "vllm_importance_sampling_clip_max": high,
-                        "loss_type": "dapo",
-                        "beta": 0.0,
-                    }
-                    batch = BATCHES[batch_name]
-                    trainer = make_trainer(folder, GRPOTrainer, GRPOConfig, no_rewards(batch), **settings)
-                    trainer.use_vllm = True  # in TRL's constructor it would start an engine
-                    scored = score(trainer, batch)
-                    sampling = {key: value for key, value in metrics_of(trainer).items() if key.startswith("sampling")}
-                    weights = scored["importance_sampling_ratio"]
-                    loss, gradient, _ = loss_of(trainer, batch, {"importance_sampling_ratio": weights})
-                    cases.append(
-                        {
-                            "name": name + ("" if batch_name == "ragged" else f"_{batch_name}"),
-                            "made_by": "GRPOTrainer._generate_and_score_completions, then GRPOTrainer.compute_loss",
-                            "batch": batch_name,
-                            "settings": {**settings, "epsilon": 0.2, "normaliser": NORMALISERS["dapo"]},
-                            "outputs": lists(
-                                {"weights": weights, "loss": loss, "gradient": gradient, "metrics": sampling}
-                            ),
-                        }
-                    )
+    bounds = ((None, "ragged"), (0.8, "ragged"), (0.8, "holes"))
+    for level, kind, (low, batch_name) in product(("token", "sequence"), ("truncate", "mask"), bounds):
+        batch = BATCHES[batch_name]
+        settings = {
+            "vllm_importance_sampling_mode": f"{level}_{kind}",
+            "vllm_importance_sampling_clip_min": low,
+            "vllm_importance_sampling_clip_max": 1.25,
+            "loss_type": "dapo",
+            "beta": 0.0,
+        }
+        trainer = make_trainer(folder, GRPOTrainer, GRPOConfig, no_rewards(batch), **settings)
+        trainer.use_vllm = True  # in TRL's constructor it would start an engine
+        weights = score(trainer, batch)["importance_sampling_ratio"]
+        sampling = {name: value for name, value in metrics_of(trainer).items() if name.startswith("sampling")}
+        loss, gradient, _ = loss_of(trainer, batch, {"importance_sampling_ratio": weights})
+        cases.append(
+            {
+                "name": f"{level}_{kind}_{'both_sides' if low else 'above'}_{batch_name}",
+                "made_by": "GRPOTrainer._generate_and_score_completions, then GRPOTrainer.compute_loss",
+                "batch": batch_name,
+                "settings": {**settings, "epsilon": 0.2, "normaliser": NORMALISERS["dapo"]},
+                "outputs": lists({"weights": weights, "loss": loss, "gradient": gradient, "metrics": sampling}),
+            }
+        )
     return cases
 
 
