@@ -223,6 +223,27 @@ class Critic:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Guard:
+    """Bounds of a healthy run, which says so when one is left; and what is done about faults, `acts` times at most.
+
+    `max_kl` and `kl_explosion` are nats of an answer: beyond the latter an adaptive coefficient becomes a fixed one. A
+    batch is skipped whose gradient is not finite, or has a norm over `spike` times what is usual.
+    """
+
+    max_kl: Positive | None = None
+    max_clip_fraction: Share | None = None
+    max_grad_norm: Positive | None = None
+    min_entropy: Positive | None = None
+    max_mismatch_kl: Positive | None = None
+    max_sync_share: Share | None = None
+    max_memory_gb: Positive | None = None
+    min_tokens_per_second: Positive | None = None
+    spike: AboveOne | None = None
+    kl_explosion: Positive | None = None
+    acts: Natural = 3
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """Steps, and what happens at which; `checkpoint_every: 0` writes a checkpoint at the end only.
 
@@ -266,6 +287,7 @@ class Recipe:
     algorithm: Algorithm
     optimizer: Optimizer
     critic: Critic = Critic()
+    guard: Guard = Guard()
     run: Run
     machine: Machine = Machine()
 

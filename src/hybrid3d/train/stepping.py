@@ -69,14 +69,21 @@ class SteppedInParts:
     def __len__(self) -> int:
         return len(self._parts)
 
-    def step(self, ready: Ready) -> tuple[bool, float | None]:
-        """The optimizer's own step.
+    def step(self, ready: Ready, allows: Callable[[float], bool]) -> tuple[bool, float]:
+        """The optimizer's own step, if a gradient of its norm is allowed.
 
         Returns:
             Whether anything was updated, and the norm of the gradient.
         """
+        norms: list[float] = []
+
+        def get_grad_norm() -> float:
+            norms.append(float(type(self._optimizer).get_grad_norm(self._optimizer)))
+            return norms[0]
 
         def step_with_ready_grads() -> bool:
+            if not allows(norms[0]):
+                return False
             counts = [[_copied(group.get("step")) for group in one.optimizer.param_groups] for one in self._stepped]
             for number, (optimizer, group, params) in enumerate(self._parts):
                 with _only(optimizer, params, counts[self._stepped.index(optimizer)]):
@@ -85,12 +92,13 @@ class SteppedInParts:
                 ready(number, number == len(self._parts) - 1)
             return True
 
-        self._optimizer.step_with_ready_grads = step_with_ready_grads  # in place of the method of its class
+        # In place of the methods of its class
+        self._optimizer.get_grad_norm, self._optimizer.step_with_ready_grads = get_grad_norm, step_with_ready_grads
         try:
-            updated, norm, _ = self._optimizer.step()
+            updated, _, _ = self._optimizer.step()
         finally:
-            del self._optimizer.step_with_ready_grads
-        return updated, norm
+            del self._optimizer.get_grad_norm, self._optimizer.step_with_ready_grads
+        return updated, norms[0]
 
 
 def _first_layers_first(*kinds: Sequence[Any]) -> Iterator[Any]:

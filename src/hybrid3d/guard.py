@@ -1,0 +1,114 @@
+"""A run that looks after itself: what is said when a metric leaves its bounds, and what is done about faults."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid3d.config import Guard as Settings
+from hybrid3d.record import Record
+from hybrid3d.rl.kl import KlController
+
+REMEMBERED = 20  # norms of gradients, of which the median is what is usual
+USUAL_AFTER = 5  # of them
+
+
+class GaveUp(RuntimeError):
+    """A run needed more help than its recipe allows."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A setting of the recipe's `guard`, the metric that it bounds, and what to do where that is left."""
+
+    setting: str
+    metric: str
+    advice: str
+
+    def left(self, value: float, bound: float) -> bool:
+        return not (value >= bound if self.setting.startswith("min_") else value <= bound)  # NaN is in no bounds
+
+
+BOUNDS = (
+    Bound("max_kl", "train/answer_kl", "raise algorithm.kl.coef, or lower optimizer.lr"),
+    Bound("max_clip_fraction", "train/clip_fraction", "lower optimizer.lr, or algorithm.epochs x minibatches"),
+    Bound("max_grad_norm", "train/grad_norm", "lower optimizer.lr or optimizer.clip_grad"),
+    Bound("min_entropy", "train/entropy", "raise algorithm.entropy_coef or algorithm.clip_high"),
+    Bound("max_mismatch_kl", "mismatch/kl", "set algorithm.correction.kind, or model.dtype of more digits"),
+    Bound("max_sync_share", "sync share", "raise sync.bucket_mib, set sync.hidden=true, or sync.verify=never"),
+    Bound("max_memory_gb", "memory", "set train.recompute=full, or lower train.micro_batch_size"),
+    Bound("min_tokens_per_second", "tokens_per_second", "look at time/* for the phase that has grown"),
+)
+
+
+class Guard:
+    """Every rank calls every method with the same numbers, and so comes to the same end."""
+
+    def __init__(self, settings: Settings, record: Record):
+        self._settings = settings
+        self._record = record
+        self._norms: deque[float] = deque(maxlen=REMEMBERED)
+        self._outside: set[str] = set()
+        self._acts = 0
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """What a resumed run must know."""
+        return {"norms": list(self._norms), "acts": self._acts}
+
+    def restore(self, progress: Mapping[str, Any]) -> None:
+        self._norms.extend(progress["norms"])
+        self._acts = progress["acts"]
+
+    def allows(self, norm: float) -> bool:
+        """Whether a gradient of this norm may update the policy."""
+        usual = statistics.median(self._norms) if len(self._norms) >= USUAL_AFTER else math.inf
+        good = math.isfinite(norm) and (self._settings.spike is None or norm <= self._settings.spike * usual)
+        if good:
+            self._norms.append(norm)
+        return good
+
+    def skipped(self, step: int, norm: float) -> None:
+        """A step's gradient was not allowed: the weights are as they were.
+
+        Raises:
+            GaveUp: it was one too many.
+        """
+        why = "is not finite" if not math.isfinite(norm) else "is out of all proportion"
+        self._act(step, "batch_skipped", f"the gradient's norm {norm:g} {why}: its batch is skipped", norm=str(norm))
+
+    def calm(self, step: int, kl: float, control: KlController, coef: float) -> None:
+        """Where an adaptive coefficient cannot hold the KL any more, go back to the recipe's and leave it there.
+
+        Raises:
+            GaveUp: as in `skipped`.
+        """
+        limit = self._settings.kl_explosion
+        if limit is not None and control.target is not None and not kl <= limit:
+            said = f"an answer's KL of {kl:g} is over guard.kl_explosion={limit:g}: its coefficient is {coef:g} from now on"
+            control.coef, control.target = coef, None
+            self._act(step, "kl_fixed", said, kl=str(kl))
+
+    def watch(self, row: Mapping[str, float], memory_gb: float) -> None:
+        """Say which metrics of a step have left their bounds since the last, and what can be done."""
+        share = row["sync/exposed_seconds"] / row["time/step"]
+        values = {**row, "sync share": share, "memory": memory_gb}
+        for bound in BOUNDS:
+            limit, value = getattr(self._settings, bound.setting), values.get(bound.metric)
+            if limit is None or value is None:
+                continue
+            left = bound.left(value, limit)
+            if left and bound.setting not in self._outside:
+                said = f"step {row['step']:g}: {bound.metric} {value:.4g} against guard.{bound.setting}={limit:g}: {bound.advice}"
+                self._record.event("bound_left", said, step=row["step"], metric=bound.metric, value=value, bound=limit)
+            (self._outside.add if left else self._outside.discard)(bound.setting)
+
+    def _act(self, step: int, event: str, said: str, **fields: Any) -> None:
+        self._acts += 1
+        self._record.event(event, f"step {step}: {said}", step=step, acts=self._acts, **fields)
+        if self._acts > self._settings.acts:
+            raise GaveUp(f"step {step}: {said}; more than guard.acts={self._settings.acts} such acts: stopped")
