@@ -234,7 +234,9 @@ def _batch(recipe: Recipe, replicas: int | None) -> Iterator[str]:
     if algorithm.name == "grpo" and samples < 2:
         yield f"algorithm.samples_per_prompt={samples}: grpo compares samples of one prompt, so it needs 2 or more"
 
-    factors = {"train.dp": train.dp, "train.micro_batch_size": train.micro_batch_size}
+    factors = {"train.dp": train.dp}
+    if train.max_tokens_per_micro_batch is None:
+        factors["train.micro_batch_size"] = train.micro_batch_size
     if train.vpp > 1:  # Megatron's interleaved schedule takes micro batches in rounds of one per stage
         factors["train.pp"] = train.pp
     unit = math.prod(factors.values())

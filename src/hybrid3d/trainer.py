@@ -175,7 +175,7 @@ def _resume(policy: Policy, folder: RunFolder, rank: int, display: Display) -> i
     """Updates that the policy has behind it: those of the folder's last checkpoint, if there is one."""
     steps = steps_in(folder)
     if steps:
-        checkpoint.load(policy, checkpoint_folder(folder, steps[-1]))
+        checkpoint.load({"policy": policy}, checkpoint_folder(folder, steps[-1]))
         display.say(f"resumed from {checkpoint_folder(folder, steps[-1])}")
     updates = steps[-1] if steps else 0
     if rank == 0:
@@ -188,6 +188,6 @@ def _checkpoint(recipe: Recipe, policy: Policy, folder: RunFolder, rank: int, di
     every = recipe.run.checkpoint_every
     if updates == recipe.run.steps or (every and updates < recipe.run.steps and updates % every == 0):
         path = checkpoint_folder(folder, updates)
-        checkpoint.save(policy, path)
+        checkpoint.save({"policy": policy}, path)
         if rank == 0:
             folder.add_event("checkpoint", step=updates, path=str(path))

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hybrid3d.rl.batch import Rows
 from hybrid3d.rl.kl import token_kl
 from hybrid3d.rl.losses import policy_loss
 
-TokenLoss = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
-"""From log-probabilities [b, T] of rows `slice` of a batch: the loss at each token [b, T], and sums to report."""
+TokenLoss = Callable[[Tensor, Rows], tuple[Tensor, dict[str, Tensor]]]
+"""From log-probabilities [b, T] of `Rows` of a batch: the loss at each token [b, T], and sums to report."""
 
 
 def grpo_loss(
@@ -33,7 +34,7 @@ def grpo_loss(
             `ref_logprobs` only where there is a reference.
     """
 
-    def loss(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(logprobs: Tensor, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
         assert old_logprobs is not None, "a rank that computes the loss has computed log-probabilities"
         losses, sums = policy_loss(logprobs, old_logprobs[rows], advantages[rows], mask[rows], clip)
         if ref_logprobs is not None:
@@ -45,7 +46,7 @@ def grpo_loss(
     return loss
 
 
-def sft_loss(logprobs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+def sft_loss(logprobs: Tensor, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood of each token."""
     return -logprobs, {}
 
