@@ -42,6 +42,7 @@ def make_inputs() -> dict[str, Any]:
         prompts=[1 + row % 5 for row in range(16)],
         advantages=torch.randn(16, generator=random),
         noise=torch.randn(16, 25, generator=random) * 0.3,  # how far the policy has moved since it sampled
+        returns=torch.randn(16, 25, generator=random),
     )
 
 
@@ -87,12 +88,8 @@ def pick(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def true_step(folder: str, reference: str, kind: str) -> tuple[dict[str, float], float, dict[str, torch.Tensor]]:
     """One step of plain PyTorch on the global batch: means over its tokens, gradient norm, weights afterwards."""
     inputs, model = make_inputs(), model_of(folder)
-    sequences, prompts = inputs["sequences"], torch.tensor(inputs["prompts"])[:, None]
-    width = max(map(len, sequences))
-    tokens = torch.tensor([row + [0] * (width - len(row)) for row in sequences])
-    at, lengths = torch.arange(width), torch.tensor([[len(row)] for row in sequences])
-    mask = (at >= prompts) & (at < lengths)
-
+    tokens, at, lengths, mask = _laid_out(inputs)
+    width = tokens.shape[1]
     counts = _count_routed(model, at < lengths)
     new, means = pick(model(tokens).logits, tokens), {}
     if kind == "sft":
@@ -115,6 +112,68 @@ def true_step(folder: str, reference: str, kind: str) -> tuple[dict[str, float],
     return {key: value.item() for key, value in means.items()}, norm, weights
 
 
+def classifier_of(folder: str | Path) -> torch.nn.Module:
+    """A sequence classifier of one label; its head is random where the folder has none."""
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, num_labels=1)
+
+
+def save_classifier(folder: str | Path, out: Path) -> None:
+    """The language model's layers under a head that says something."""
+    model = classifier_of(folder)
+    model.score.weight.data = torch.randn(model.score.weight.shape, generator=torch.Generator().manual_seed(3)) * 0.3
+    model.save_pretrained(out)
+
+
+def values_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """[B, T]: what the head makes of the hidden state before each token, 0 at the first."""
+    return pad(model.score(model.model(tokens).last_hidden_state)[:, :-1, 0], (1, 0))
+
+
+@torch.no_grad()
+def true_scores(folder: str) -> torch.Tensor:
+    """[16] of the global batch, which transformers reads at the last token that is no padding."""
+    model = classifier_of(folder)
+    return torch.cat([model(torch.tensor([row])).logits[:, 0] for row in make_inputs()["sequences"]])
+
+
+def true_value_step(
+    folder: str, steps: int, fresh: bool
+) -> tuple[list[float], list[float], torch.Tensor, dict[str, torch.Tensor]]:
+    """Steps of plain PyTorch on squared errors of values: mean losses, gradient norms, values and weights after them.
+
+    Args:
+        fresh: the head starts at zero.
+    """
+    inputs, model = make_inputs(), classifier_of(folder)
+    if fresh:
+        model.score.weight.data.zero_()
+    tokens, at, lengths, mask = _laid_out(inputs)
+    losses, norms, counts, optimizer = [], [], _count_routed(model, at < lengths), _optimizer(model, SFT)
+    for _ in range(steps):
+        errors = values_of(model, tokens) - inputs["returns"][:, : tokens.shape[1]]
+        loss = errors[mask].square().mean() / 2
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), SFT["clip_grad"]).item())
+        losses.append(loss.item())
+        optimizer.step()
+        for name, count in counts.items():
+            model.get_buffer(name).add_(BIAS_RATE * (count.mean() - count).sign())
+    with torch.no_grad():
+        return losses, norms, values_of(model, tokens) * (at < lengths), _saved(model)
+
+
+def _laid_out(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens of the global batch [16, T], positions [T], lengths [16, 1], and the mask of responses [16, T]."""
+    sequences, prompts = inputs["sequences"], torch.tensor(inputs["prompts"])[:, None]
+    width = max(map(len, sequences))
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row in sequences])
+    at, lengths = torch.arange(width), torch.tensor([[len(row)] for row in sequences])
+    return tokens, at, lengths, (at >= prompts) & (at < lengths)
+
+
 def _count_routed(model: torch.nn.Module, real: torch.Tensor) -> dict[str, torch.Tensor]:
     """By name of each router's bias, how many real tokens go to each expert: filled in by the next forward pass."""
     counts: dict[str, torch.Tensor] = {}
@@ -135,12 +194,20 @@ def _count_routed(model: torch.nn.Module, real: torch.Tensor) -> dict[str, torch
 def _adam(model: torch.nn.Module, settings: dict[str, float]) -> tuple[float, dict[str, torch.Tensor]]:
     """Clip and step. Biases and norms do not decay."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip_grad"] or float("inf"))
+    _optimizer(model, settings).step()
+    return norm.item(), _saved(model)
+
+
+def _optimizer(model: torch.nn.Module, settings: dict[str, float]) -> torch.optim.Optimizer:
     decay = settings.get("weight_decay", 0.0)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": decay},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
-    torch.optim.AdamW(groups, **ADAM).step()
+    return torch.optim.AdamW(groups, **ADAM)
+
+
+def _saved(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     with TemporaryDirectory() as folder:  # in memory transformers stacks experts
         model.save_pretrained(folder)
-        return norm.item(), tensors_in(folder)
+        return tensors_in(folder)

@@ -90,7 +90,7 @@ def test_defaults(load: Any) -> None:
         "model": {"path": "build/demo/base", "dtype": "float32"},
         "train": {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "cp": 1, "dp": 1}
         | {"first_stage_layers": None, "last_stage_layers": None, "expert_bias_update_rate": 0.0}
-        | {"micro_batch_size": 8, "recompute": "none"},
+        | {"micro_batch_size": 8, "packed": False, "max_tokens_per_micro_batch": None, "recompute": "none"},
         "rollout": None,
         "sync": {"bucket_mib": 64.0, "verify": "never", "hidden": True, "share_storage": False},
         "data": {
@@ -218,7 +218,8 @@ def test_every_problem_in_one_message(load: Any, tmp_path: Path) -> None:
             "model.path: missing, expected a string, not empty",
             "train.ttp: unknown key, did you mean tp?; "
             "known keys of train: tp, pp, vpp, ep, etp, cp, dp, "
-            "first_stage_layers, last_stage_layers, expert_bias_update_rate, micro_batch_size, recompute",
+            "first_stage_layers, last_stage_layers, expert_bias_update_rate, micro_batch_size, packed, "
+            "max_tokens_per_micro_batch, recompute",
             "train.pp: expected an integer, 1 or more, got 0 (an integer)",
             "data.columns: unknown key; known keys of data: train, eval, prompt, answer, chat_template",
             "reward.name: expected a string, not empty, got ' ' (a string)",
@@ -349,6 +350,11 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
             "sync.share_storage: weights in memory that both engines use cannot be given away while vLLM sleeps: "
             "set rollout.sleep=false, or leave sync.share_storage out",
         ),
+        (
+            "train.max_tokens_per_micro_batch=255",
+            "train.max_tokens_per_micro_batch=255 has no room for a sequence of rollout.max_model_len=256 tokens: "
+            "at least 256",
+        ),
         ("optimizer.min_lr=0.1", "optimizer.min_lr=0.1 is more than optimizer.lr=0.0001: the rate only falls"),
         ("optimizer.warmup_steps=80", "optimizer.warmup_steps=80 leaves no step of run.steps=80: at most 79"),
     ],
@@ -357,9 +363,17 @@ def test_contradictions_within_a_recipe(load: Any, override: str, problem: str) 
     assert problems(load, override) == [problem]
 
 
+def test_padded_micro_batches_of_unlike_shapes_are_not_interleaved(load: Any) -> None:
+    assert problems(load, "train.max_tokens_per_micro_batch=256", "train.vpp=2") == [
+        "train.max_tokens_per_micro_batch=256: padded, micro batches differ in shape, and interleaved stages "
+        "(train.vpp=2) would mix them up: set train.packed=true, or train.vpp=1"
+    ]
+
+
 def test_the_contradictions_borders_load(load: Any) -> None:
     recipe = load(DEMO, ["algorithm.kl={where: none, coef: 0}", "optimizer.min_lr=1e-4", "optimizer.warmup_steps=79"])
     load(DEMO, ["sync.share_storage=true", "rollout.sleep=false"])
+    load(DEMO, ["train.max_tokens_per_micro_batch=256", "train.packed=true", "train.vpp=2"])
     assert recipe.optimizer.warmup_steps == 79
 
 

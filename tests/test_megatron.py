@@ -42,6 +42,9 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp4-ep2-etp2": dict(dp=4, ep=2, etp=2),  # experts are sharded where attention is not
     "dp4-ep4": dict(dp=4, ep=4),
     "pp2-first1": dict(pp=2, dp=2, first_stage_layers=1),  # of DeepSeek the first stage has no experts
+    "tp2-pp2-packed": dict(tp=2, pp=2, packed=True, max_tokens_per_micro_batch=71),
+    "tp2-pp2-budget": dict(tp=2, pp=2, max_tokens_per_micro_batch=71),  # stages tell each other each shape
+    "pp2-vpp2-ep2-packed": dict(pp=2, vpp=2, dp=2, ep=2, packed=True, max_tokens_per_micro_batch=71, recompute="full"),
 }
 DENSE_LAYOUTS = ("tp1-pp1", "tp2-pp1", "tp4-pp1", "tp1-pp2", "tp2-pp2", "tp2-pp2-vpp2")
 SPARSE_LAYOUTS = (
@@ -52,11 +55,13 @@ FEW_LAYOUTS = ("tp1-pp1", "tp2-ep2", "tp2-pp2-ep2")
 CASES = {
     **dict.fromkeys(DENSE, DENSE_LAYOUTS),
     **dict.fromkeys(SPARSE, FEW_LAYOUTS),
-    **dict.fromkeys(("qwen3_moe", "deepseek_v3"), SPARSE_LAYOUTS),
-    "qwen2": (*DENSE_LAYOUTS, "pp2-first1"),  # tied embeddings lie on both stages
+    "qwen2": (*DENSE_LAYOUTS, "pp2-first1", "tp2-pp2-packed"),  # tied embeddings lie on both stages
+    "qwen3_moe": (*SPARSE_LAYOUTS, "pp2-vpp2-ep2-packed"),
+    "deepseek_v3": (*SPARSE_LAYOUTS, "tp2-pp2-packed", "tp2-pp2-budget"),
 }
 # Kinds of loss and sizes of micro batches: in one layout each kind in each size.
 STEPS = {layout: [("sft", 4), ("grpo", 4)] for layout in LAYOUTS}
+STEPS |= {layout: [("grpo", 4)] for layout in LAYOUTS if "max_tokens_per_micro_batch" in LAYOUTS[layout]}
 STEPS["tp2-pp2"] = [("sft", 2), ("sft", 4), ("grpo", 2), ("grpo", 4)]
 STEPS["tp2-pp2-vpp2"] = [("sft", 2), ("grpo", 4)]
 RESUMED = ("qwen2", "deepseek_v3")  # tied embeddings lie on two pipeline stages; experts on two ranks

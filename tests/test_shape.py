@@ -265,6 +265,15 @@ def test_sft_asks_nothing_of_replicas_or_samples(misfits: Misfits) -> None:
     ]
 
 
+def test_a_budget_of_tokens_takes_any_number_of_sequences(misfits: Misfits) -> None:
+    overrides = ["train.micro_batch_size=24", "train.dp=2", "train.max_tokens_per_micro_batch=512"]
+    assert misfits(*overrides[1:]) == misfits(*overrides) == []
+    assert len(misfits(*overrides[:2])) == 1
+    interleaved = ["train.vpp=2", "train.packed=true", "algorithm.prompts_per_step=12"]
+    assert misfits(*overrides[1:], *interleaved, "algorithm.samples_per_prompt=5") == []
+    assert misfits(*overrides[2:], *interleaved[:2], "algorithm.prompts_per_step=2", "rollout.tp=4") == []
+
+
 def test_every_misfit_in_one_message(load: Callable[..., Recipe]) -> None:
     with pytest.raises(RecipeError) as caught:
         check_layout(load("train.ep=2", "train.pp=3", "rollout.max_model_len=600"), SHAPE, device="cpu")

@@ -47,10 +47,12 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """The train layout: sizes of Megatron's mesh axes, and sequences in a micro batch.
+    """The train layout: sizes of Megatron's mesh axes, and what a micro batch is.
 
-    The first and the last pipeline stage have as many layers as the others, if nothing else is said. Under full
-    `recompute` a layer keeps its input only, and goes forward once more before it goes backward.
+    The first and the last pipeline stage have as many layers as the others, if nothing else is said. A micro batch has
+    `micro_batch_size` sequences, or as many as have `max_tokens_per_micro_batch` together with their padding; `packed`,
+    they lie one behind the other and have none. Under full `recompute` a layer keeps its input only, and goes forward
+    once more before it goes backward.
     """
 
     tp: Count = 1
@@ -64,6 +66,8 @@ class Train:
     last_stage_layers: Count | None = None
     expert_bias_update_rate: NonNegative = 0.0
     micro_batch_size: Count = 8
+    packed: bool = False
+    max_tokens_per_micro_batch: Count | None = None
     recompute: Literal["none", "full"] = "none"
 
 
@@ -341,6 +345,17 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield (
             "sync.share_storage: weights in memory that both engines use cannot be given away while vLLM sleeps: "
             "set rollout.sleep=false, or leave sync.share_storage out"
+        )
+    budget, rollout = recipe.train.max_tokens_per_micro_batch, recipe.rollout
+    if budget is not None and rollout is not None and budget < rollout.max_model_len:
+        yield (
+            f"train.max_tokens_per_micro_batch={budget} has no room for a sequence of "
+            f"rollout.max_model_len={rollout.max_model_len} tokens: at least {rollout.max_model_len}"
+        )
+    if budget is not None and recipe.train.vpp > 1 and not recipe.train.packed:
+        yield (
+            f"train.max_tokens_per_micro_batch={budget}: padded, micro batches differ in shape, and interleaved "
+            f"stages (train.vpp={recipe.train.vpp}) would mix them up: set train.packed=true, or train.vpp=1"
         )
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr={optimizer.min_lr} is more than optimizer.lr={optimizer.lr}: the rate only falls"

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid3d import ranks
 from hybrid3d.config import Recipe
+from hybrid3d.guard import Guard
+from hybrid3d.inputs import read_config
 from hybrid3d.measure import Measured
-from hybrid3d.rl.advantages import Moments, returns_to_go, token_rewards
+from hybrid3d.rl.advantages import Moments, gae, returns_to_go, token_rewards
 from hybrid3d.rl.algorithms import METHODS
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.correction import correction_weights, mismatch
 from hybrid3d.rl.kl import KlController, token_kl
 from hybrid3d.rl.losses import answer_weights
-from hybrid3d.rl.objective import PolicyObjective
+from hybrid3d.rl.objective import PolicyObjective, ValueObjective
 from hybrid3d.rl.rewards import overlong_penalty
 from hybrid3d.rollouts import Sample
+from hybrid3d.train.critic import Critic
 from hybrid3d.train.policy import Policy
 from hybrid3d.train.runtime import device
 from hybrid3d.train.stepping import Ready
+from hybrid3d.train.trained import StepReport, Trained
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +41,8 @@ class Experience:
         lengths: [data-parallel ranks, b], loss tokens of every answer.
         rollout, old, reference: log-probabilities by vLLM, by the policy and by the reference policy.
         kl_coef: of the KL to the reference.
+        values, returns: what the critic expected, and what it should have.
+        correction: what each token's loss is multiplied by for the disagreement of vLLM and training.
     """
 
     batch: Batch
@@ -44,8 +51,35 @@ class Experience:
     old: Tensor | None
     reference: Tensor | None
     kl_coef: float
+    values: Tensor | None = None
     advantages: Tensor | None = None
+    returns: Tensor | None = None
     correction: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Models:
+    """Those that a rank has a part of; the critic is trained too."""
+
+    policy: Policy
+    reference: Policy | None
+    critic: Critic | None
+
+    @classmethod
+    def of(cls, recipe: Recipe, policy: Policy, rank: int) -> Models:
+        """What a recipe needs beside the policy."""
+        refers = recipe.algorithm.kl.where != "none"
+        reference = Policy(policy.config, recipe, rank, trainable=False) if refers else None
+        critic = None
+        if METHODS[recipe.algorithm.name].critic:
+            path = recipe.critic.path or recipe.model.path
+            critic = Critic(read_config(path), recipe, rank, recipe.critic.optimizer or recipe.optimizer, path)
+        return cls(policy, reference, critic)
+
+    @property
+    def trained(self) -> dict[str, Trained]:
+        """What a checkpoint must have, by name."""
+        return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
 
 class Learner:
@@ -55,14 +89,31 @@ class Learner:
         kl: the coefficient of the KL to the reference policy.
     """
 
-    def __init__(self, recipe: Recipe, policy: Policy, reference: Policy | None, pad_id: int):
+    def __init__(self, recipe: Recipe, models: Models, guard: Guard, pad_id: int):
         self._recipe = recipe
-        self._policy = policy
-        self._reference = reference
+        self._policy, self._reference, self._critic = models.policy, models.reference, models.critic
+        self._guard = guard
         self._pad_id = pad_id
         self._method = METHODS[recipe.algorithm.name]
         kl = recipe.algorithm.kl
         self.kl = KlController(kl.coef, kl.target, kl.horizon)
+
+    @property
+    def further_batches(self) -> int:
+        """Of prompts, that a step may draw for groups which teach something."""
+        setting = self._recipe.algorithm.dynamic_sampling
+        return self._method.dynamic_sampling if setting is None else setting
+
+    def progress(self, batch: int) -> dict[str, Any]:
+        """What a resumed run must know besides models, as JSON; `batch` is the number of the next batch of prompts."""
+        kl = {"coef": self.kl.coef, "target": self.kl.target}
+        return {"batch": batch, "kl": kl, "guard": self._guard.progress}
+
+    def restore(self, progress: Mapping[str, Any]) -> int:
+        """Go on from there; returns the number of the next batch of prompts."""
+        self.kl.coef, self.kl.target = progress["kl"]["coef"], progress["kl"]["target"]
+        self._guard.restore(progress["guard"])
+        return int(progress["batch"])
 
     def experience(
         self, samples: Sequence[Sample], step: int, measured: Measured
@@ -79,6 +130,7 @@ class Learner:
             old=policy.logprobs(batch),
             reference=self._reference.logprobs(batch) if self._reference is not None else None,
             kl_coef=self.kl.coef,
+            values=self._critic.values(batch) if self._critic is not None else None,
         )
         scores, row = self._scores(samples, step)
         kl = self._kl_to_reference(known)
@@ -86,38 +138,62 @@ class Learner:
             answer_kl = self._of_all_answers(kl)
             row |= {"train/answer_kl": float(answer_kl.mean()), "train/kl_coef": known.kl_coef}
             self.kl.observe(float(answer_kl.mean()), len(samples))
+            self._guard.calm(step, float(answer_kl.mean()), self.kl, self._recipe.algorithm.kl.coef)
             if self._recipe.algorithm.kl.where == "reward" and not self._method.by_token:
                 scores = scores - known.kl_coef * answer_kl
-        advantages = self._advantages(known, scores, kl)
-        return replace(known, advantages=advantages, correction=self._correct(known, measured)), row
+        advantages, returns = self._advantages(known, scores, kl)
+        correction = self._correct(known, measured)
+        return replace(known, advantages=advantages, returns=returns, correction=correction), row
 
-    def update(self, experience: Experience, measured: Measured, ready: Ready | None = None) -> dict[str, float]:
-        """Update the policy, `epochs` x `minibatches` times.
+    def update(self, known: Experience, step: int, measured: Measured, ready: Ready | None = None) -> dict[str, float]:
+        """Update the policy, and the critic where there is one, `epochs` x `minibatches` times.
 
         Args:
             ready: told of each part of the policy's last update.
         """
         algorithm = self._recipe.algorithm
         updates = algorithm.epochs * algorithm.minibatches
-        norm = 0.0
+        row: dict[str, float] = {}
         for number in range(updates):
             last = number == updates - 1
-            rows = self._minibatch(experience, number % algorithm.minibatches)
-            loss = self._objective(experience, rows)
-            report = self._policy.train_step(experience.batch[rows], loss, ready if last else None, ends_step=last)
-            norm += report.grad_norm / updates
-            if self._policy.counts:
-                for key, value in report.sums.items():
-                    measured.add(f"train/{key}", value / algorithm.epochs)
-        return {"train/grad_norm": norm, "train/lr": report.lr}
+            rows = self._minibatch(known, number % algorithm.minibatches)
+            batch = known.batch[rows]
+            if self._critic is not None:
+                report = self._critic.train_step(batch, self._value_objective(known, rows), ends_step=last)
+                self._add("critic", report, updates, measured, row)
+            if self._critic is not None and step < self._recipe.critic.warmup_steps:
+                continue
+            objective = self._objective(known, rows)
+            ended = ready if last else None
+            report = self._policy.train_step(batch, objective, ended, last, self._guard.allows)
+            self._add("train", report, updates, measured, row)
+            if not report.updated:
+                self._guard.skipped(step, report.grad_norm)
+                break
+        return row
 
-    def _minibatch(self, experience: Experience, number: int) -> slice:
-        each = len(experience.batch) // self._recipe.algorithm.minibatches
+    def _add(self, group: str, report: StepReport, updates: int, measured: Measured, row: dict[str, float]) -> None:
+        """Of one update among so many: what is the same on every rank to `row`, sums over tokens to `measured`."""
+        row[f"{group}/lr"] = report.lr
+        row[f"{group}/grad_norm"] = row.get(f"{group}/grad_norm", 0.0) + report.grad_norm / updates
+        for key, value in report.sums.items() if self._policy.counts else ():
+            measured.add(f"{group}/{key}", value / self._recipe.algorithm.epochs)
+
+    def _value_objective(self, known: Experience, rows: slice) -> ValueObjective | None:
+        if known.returns is None or known.values is None:
+            return None
+        mask, clip = known.batch.response_mask[rows], self._recipe.critic.clip
+        return ValueObjective(known.values[rows], known.returns[rows], mask, clip)
+
+    def _minibatch(self, known: Experience, number: int) -> slice:
+        each = len(known.batch) // self._recipe.algorithm.minibatches
         return slice(number * each, (number + 1) * each)
 
-    def _objective(self, experience: Experience, rows: slice) -> PolicyObjective:
-        algorithm, method, mask = self._recipe.algorithm, self._method, experience.batch.response_mask
-        lengths = experience.lengths[:, rows]
+    def _objective(self, known: Experience, rows: slice) -> PolicyObjective | None:
+        algorithm, method, mask = self._recipe.algorithm, self._method, known.batch.response_mask
+        if known.old is None or known.advantages is None:
+            return None
+        lengths = known.lengths[:, rows]
         weights = answer_weights(
             algorithm.aggregation or method.aggregation, lengths.flatten(), self._recipe.rollout.max_new_tokens
         ).reshape(lengths.shape)[self._policy.data_parallel_rank]
@@ -126,22 +202,20 @@ class Learner:
             algorithm.clip_high if algorithm.clip_high is not None or algorithm.clip is not None else method.clip_high
         )
 
-        def of(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[rows]
-
+        in_loss = known.reference is not None and algorithm.kl.where == "loss"
         return PolicyObjective(
-            advantages=of(experience.advantages),
+            advantages=known.advantages[rows],
             mask=mask[rows],
-            old=of(experience.old),
+            old=known.old[rows],
             weights=weights.to(mask.device),
-            correction=of(experience.correction),
+            correction=None if known.correction is None else known.correction[rows],
             clip=clip,
             clip_high=high or clip,
             dual_clip=algorithm.dual_clip,
             ratio=method.ratio,
-            reference=of(experience.reference) if algorithm.kl.where == "loss" else None,
+            reference=known.reference[rows] if in_loss else None,
             kl_estimator=algorithm.kl.estimator,
-            kl_coef=experience.kl_coef,
+            kl_coef=known.kl_coef,
             entropy_coef=algorithm.entropy_coef,
         )
 
@@ -165,16 +239,22 @@ class Learner:
         estimator = self._recipe.algorithm.kl.estimator
         return token_kl(estimator, known.old, known.reference, known.batch.response_mask)
 
-    def _advantages(self, known: Experience, scores: Tensor, kl: Tensor | None) -> Tensor | None:
-        """[b, T]; where the output layer is. `kl` [b, T] is taken off where it arises, if the method says so."""
+    def _advantages(self, known: Experience, scores: Tensor, kl: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """[b, T], and returns where there is a critic; where the output layer is.
+
+        `kl` [b, T] is taken off where it arises, if the method says so.
+        """
         algorithm, method, mask = self._recipe.algorithm, self._method, known.batch.response_mask
         of_answers = method.advantages(scores, algorithm.samples_per_prompt)
         mine = of_answers[share_of(self._recipe, self._policy, len(scores))].to(mask.device)
-        advantages = None
+        advantages = returns = None
         if known.old is not None and method.by_token:
             in_reward = kl is not None and algorithm.kl.where == "reward"
             rewards = token_rewards(mine, known.kl_coef * kl if in_reward else torch.zeros_like(mask), mask)
-            advantages = returns_to_go(rewards, mask, algorithm.gamma)
+            if known.values is None:
+                advantages = returns_to_go(rewards, mask, algorithm.gamma)
+            else:
+                advantages, returns = gae(rewards, known.values, mask, algorithm.gamma, algorithm.lam)
         elif known.old is not None:
             advantages = mine[:, None] * mask
         if method.normalised:
@@ -182,7 +262,7 @@ class Learner:
             parts = ranks.gather(Moments.of(advantages, mask) if counts else Moments(0.0, 0.0, 0.0))
             moments = Moments.over(parts)
             advantages = None if advantages is None else moments.normalise(advantages, mask)
-        return advantages
+        return advantages, returns
 
     def _correct(self, known: Experience, measured: Measured) -> Tensor | None:
         """Tells how far vLLM and training disagree, and what each token's loss is multiplied by for it, if anything."""

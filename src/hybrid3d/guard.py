@@ -89,7 +89,9 @@ class Guard:
         """
         limit = self._settings.kl_explosion
         if limit is not None and control.target is not None and not kl <= limit:
-            said = f"an answer's KL of {kl:g} is over guard.kl_explosion={limit:g}: its coefficient is {coef:g} from now on"
+            said = (
+                f"KL of an answer {kl:g} against guard.kl_explosion={limit:g}: its coefficient is {coef:g} from now on"
+            )
             control.coef, control.target = coef, None
             self._act(step, "kl_fixed", said, kl=str(kl))
 
@@ -103,8 +105,9 @@ class Guard:
                 continue
             left = bound.left(value, limit)
             if left and bound.setting not in self._outside:
-                said = f"step {row['step']:g}: {bound.metric} {value:.4g} against guard.{bound.setting}={limit:g}: {bound.advice}"
-                self._record.event("bound_left", said, step=row["step"], metric=bound.metric, value=value, bound=limit)
+                step, numbers = row["step"], f"{bound.metric} {value:.4g} against guard.{bound.setting}={limit:g}"
+                said = f"step {step:g}: {numbers}: {bound.advice}"
+                self._record.event("bound_left", said, step=step, metric=bound.metric, value=str(value), bound=limit)
             (self._outside.add if left else self._outside.discard)(bound.setting)
 
     def _act(self, step: int, event: str, said: str, **fields: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ class Record:
         """A step's metrics, and some of its samples."""
         self._display.show(row)
         if self._speaks:
-            self.folder.add_metrics(row)
+            self.folder.add_metrics({key: value if math.isfinite(value) else None for key, value in row.items()})
             kept = samples[:: max(1, len(samples) // SAMPLES_KEPT)][:SAMPLES_KEPT]
             self.folder.add_samples(
                 {"step": row["step"], "weights": s.weights, "prompt": s.prompt, "answer": s.answer, "reward": s.reward}

@@ -12,19 +12,18 @@ from hybrid3d.record import Record
 from hybrid3d.run_folder import checkpoint_folder, steps_in
 from hybrid3d.train import checkpoint
 from hybrid3d.train.manifest import BrokenCheckpoint, check
-from hybrid3d.train.policy import Policy
 
 
 class Checkpoints:
-    """Saves the policy and the progress of a run, and finds the last that is whole. Every rank calls every method."""
+    """Saves the models and the progress of a run, and finds the last that is whole. Every rank calls every method."""
 
-    def __init__(self, recipe: Recipe, policy: Policy, record: Record):
+    def __init__(self, recipe: Recipe, models: checkpoint.Models, record: Record):
         self._run = recipe.run
-        self._policy = policy
+        self._models = models
         self._record = record
 
     def resume(self) -> tuple[int, dict[str, Any]]:
-        """Bring the policy to the folder's last whole checkpoint, if there is one; what is broken is set aside.
+        """Bring the models to the folder's last whole checkpoint, if there is one; what is broken is set aside.
 
         Returns:
             Updates that the policy has behind it, and the progress that was saved with it.
@@ -34,7 +33,7 @@ class Checkpoints:
         last = self._last_whole()
         if last is not None:
             updates, path = last, checkpoint_folder(folder, last)
-            progress = checkpoint.load(self._policy, path)
+            progress = checkpoint.load(self._models, path)
         if ranks.rank() == 0:
             folder.truncate(updates)
         said = f"resumed from {path}" if last is not None else ""
@@ -66,7 +65,7 @@ class Checkpoints:
         every = self._run.checkpoint_every
         if updates == self._run.steps or (every and updates < self._run.steps and updates % every == 0):
             path = checkpoint_folder(self._record.folder, updates)
-            checkpoint.save(self._policy, path, progress)
+            checkpoint.save(self._models, path, progress)
             self._record.event("checkpoint", step=updates, path=str(path))
             if self._run.keep_last and ranks.rank() == 0:
                 for step in steps_in(self._record.folder)[: -self._run.keep_last]:

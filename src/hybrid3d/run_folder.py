@@ -41,7 +41,7 @@ class RunFolder:
         """Where a rank that fails leaves its one-line reason for whoever started it."""
         return self.logs / f"rank-{rank}.failure"
 
-    def add_metrics(self, row: Mapping[str, float]) -> None:
+    def add_metrics(self, row: Mapping[str, float | None]) -> None:
         _append(self.metrics, [row])
 
     def add_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -115,12 +115,12 @@ def draw_curves(folder: RunFolder) -> None:
     figure, axes = pyplot.subplots(len(shown), 1, figsize=(8, 2.6 * len(shown)), sharex=True, squeeze=False)
     for axis, (title, keys) in zip(axes[:, 0], shown.items(), strict=True):
         for key in keys:
-            points = [(row["step"], row[key]) for row in rows if key in row]
+            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
             style = "o-" if key == "eval/accuracy" else "--" if key.endswith("lower_bound_bytes") else "-"
             if points:
                 axis.plot(*zip(*points, strict=True), style, label=key, markersize=4)
         axis.set_title(title, fontsize=10)
-        axis.set_ylim(bottom=0 if min(row.get(key, 0) for row in rows for key in keys) >= 0 else None)
+        axis.set_ylim(bottom=0 if min(row.get(key) or 0 for row in rows for key in keys) >= 0 else None)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[-1, 0].set_xlabel("step")

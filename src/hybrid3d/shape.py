@@ -235,7 +235,9 @@ def _batch(recipe: Recipe, replicas: int | None) -> Iterator[str]:
         name = algorithm.name
         yield f"algorithm.samples_per_prompt={samples}: {name} compares samples of one prompt, so it needs 2 or more"
 
-    factors = {"train.dp": train.dp, "train.micro_batch_size": train.micro_batch_size}
+    factors = {"train.dp": train.dp}
+    if train.max_tokens_per_micro_batch is None:
+        factors["train.micro_batch_size"] = train.micro_batch_size
     if algorithm.minibatches > 1:
         factors["algorithm.minibatches"] = algorithm.minibatches
     if train.vpp > 1:  # Megatron's interleaved schedule takes micro batches in rounds of one per stage

@@ -65,7 +65,7 @@ def evaluate(
     from hybrid3d.colocated import Colocated
 
     run = Colocated(recipe, rank, slots, trainable=False)
-    checkpoint.load_weights(run.policy, checkpoint_folder(folder, step))
+    checkpoint.load_weights({"policy": run.policy}, checkpoint_folder(folder, step))
     run.sync.run(step)
     accuracy = run.rollouts.accuracy(step)
     if console is not None:
@@ -86,7 +86,7 @@ def export(
     ranks.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
     policy = Policy(read_config(recipe.model.path), recipe, rank, trainable=False)
-    checkpoint.load_weights(policy, checkpoint_folder(folder, step))
+    checkpoint.load_weights({"policy": policy}, checkpoint_folder(folder, step))
     entries = export_entries(recipe.model.path, policy.config)
     partial = out.with_name(out.name + ".partial")
     if rank == 0:

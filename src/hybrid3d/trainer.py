@@ -6,29 +6,28 @@ from collections.abc import Sequence
 
 from hybrid3d.colocated import Colocated
 from hybrid3d.config import Recipe
-from hybrid3d.experience import Learner, share_of
+from hybrid3d.experience import Learner, Models, share_of
+from hybrid3d.guard import Guard
 from hybrid3d.inputs import read_config, read_data, read_tokenizer
 from hybrid3d.measure import Clock, Measured, of_samples, per_token
 from hybrid3d.record import Record
 from hybrid3d.resuming import Checkpoints
-from hybrid3d.rl.algorithms import METHODS
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import encode_pair
 from hybrid3d.rl.objective import sft_loss
 from hybrid3d.train.policy import Policy
+from hybrid3d.train.runtime import peak_memory
 
 
 def train_rl(recipe: Recipe, record: Record, rank: int, slots: Sequence[int]) -> None:
     """Row s of the metrics tells of the policy after s steps of updates; the last policy is only measured."""
     run = Colocated(recipe, rank, slots)
     run.engine.sleep()
-    reference = Policy(run.config, recipe, rank, trainable=False) if recipe.algorithm.kl.where != "none" else None
-    learner = Learner(recipe, run.policy, reference, run.tokenizer.pad_token_id)
-    checkpoints = Checkpoints(recipe, run.policy, record)
-    further = recipe.algorithm.dynamic_sampling
-    further = METHODS[recipe.algorithm.name].dynamic_sampling if further is None else further
+    models, guard = Models.of(recipe, run.policy, rank), Guard(recipe.guard, record)
+    learner = Learner(recipe, models, guard, run.tokenizer.pad_token_id)
+    checkpoints = Checkpoints(recipe, models.trained, record)
     step, progress = checkpoints.resume()
-    learner.kl.coef, batch = progress.get("kl_coef", learner.kl.coef), progress.get("batch", 0)
+    batch = learner.restore(progress) if progress else 0
     while step <= recipe.run.steps:
         clock, measured, row = Clock(), Measured(), {"step": step}
         with clock("sync"):
@@ -40,18 +39,19 @@ def train_rl(recipe: Recipe, record: Record, rank: int, slots: Sequence[int]) ->
             with clock("eval"):
                 row["eval/accuracy"] = run.rollouts.accuracy(step)
         with clock("generate"):
-            drawn = run.rollouts.draw(step, batch, further)
+            drawn = run.rollouts.draw(step, batch, learner.further_batches)
             samples, batch = drawn.samples, batch + drawn.batches
         run.engine.sleep()
         with clock("train"):
             experience, known = learner.experience(samples, step, measured)
             if step < recipe.run.steps:
-                row |= learner.update(experience, measured, run.bringing(step + 1))
+                row |= learner.update(experience, step, measured, run.bringing(step + 1))
         row |= known | of_samples(drawn) | per_token(measured.over_ranks(), sum(len(s.tokens) for s in samples))
         row |= clock.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
         record.step(row, samples)
+        guard.watch(row, peak_memory() / 1e9)
         step += 1
-        checkpoints.save_where_due(step, {"kl_coef": learner.kl.coef, "batch": batch})
+        checkpoints.save_where_due(step, learner.progress(batch))
     run.close()
 
 
@@ -59,7 +59,7 @@ def train_sft(recipe: Recipe, record: Record, rank: int) -> None:
     """Supervised: negative log-likelihood of the answers. Row s of the metrics is the loss before update s + 1."""
     config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
     policy = Policy(config, recipe, rank)
-    checkpoints = Checkpoints(recipe, policy, record)
+    checkpoints = Checkpoints(recipe, {"policy": policy}, record)
     data, _ = read_data(recipe, config, tokenizer)
     first, _ = checkpoints.resume()
     for step in range(first, recipe.run.steps):
@@ -70,6 +70,8 @@ def train_sft(recipe: Recipe, record: Record, rank: int) -> None:
         batch = Batch.from_sequences([p[0] for p in mine], [p[1] for p in mine], pad_id=tokenizer.pad_token_id)
         with clock("train"):
             report = policy.train_step(batch, sft_loss)
+        if not report.updated:
+            raise RuntimeError(f"the gradient is not finite (norm {report.grad_norm}): nothing was updated by it")
         if policy.counts:
             measured.sums |= {f"train/{key}": value for key, value in report.sums.items()}
         row = {"step": step, "train/grad_norm": report.grad_norm, "train/lr": report.lr}

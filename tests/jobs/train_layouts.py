@@ -23,20 +23,22 @@ from hybrid3d.reshard.files import create_files, export_files, read_index, shard
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import PolicyObjective, sft_loss
 from hybrid3d.train import checkpoint, runtime
-from hybrid3d.train.policy import Policy, StepReport
+from hybrid3d.train.policy import Policy
+from hybrid3d.train.trained import StepReport, Trained
 
 FILE_BYTES = 300_000  # so that the tiny checkpoints are exported into several files
 
 
 class Listening(Policy):
-    """A policy that keeps the logits of its micro batches."""
+    """A policy that keeps the logits of its micro batches, each of one sequence."""
 
-    def _loss(self, batch, rows, token_loss, logits):
-        self.logits = {**getattr(self, "logits", {}), rows.start: logits.detach().clone()}
-        return super()._loss(batch, rows, token_loss, logits)
+    def _per_token(self, logits, micro):
+        (row,) = torch.arange(2)[micro.rows].tolist()
+        self.logits = {**getattr(self, "logits", {}), row: logits.detach().clone()}
+        return super()._per_token(logits, micro)
 
 
-def forget(policy: Policy) -> None:
+def forget(policy: Trained) -> None:
     """Let go of a policy that was trained, and of the threads of its groups.
 
     Autograd nodes and Megatron's DDP keep each other alive in a way that Python does not see.
@@ -65,7 +67,7 @@ def my_batch(policy: Policy, spec: dict[str, Any], dp: int) -> tuple[Batch, slic
     return Batch.from_sequences(spec["sequences"][mine], spec["prompts"][mine], pad_id=0), mine
 
 
-def export(policy: Policy, source: str, out: Path) -> None:
+def export(policy: Trained, source: str, out: Path) -> None:
     entries = shard_entries({n: (e.shape, e.dtype) for n, e in read_index(source).items()}, FILE_BYTES)
     if dist.get_rank() == 0:
         create_files(out, entries)
@@ -117,7 +119,7 @@ def one_layout(family: str, name: str, spec: dict[str, Any], out: Path) -> dict[
     folders, steps = spec["checkpoints"][family], spec["steps"][name]
     train = Train(**spec["layouts"][name], expert_bias_update_rate=spec["expert_bias_update_rate"])
     rank, config, found = dist.get_rank(), read_config(folders["start"]), {}
-    single = dataclasses.replace(train, micro_batch_size=1)
+    single = dataclasses.replace(train, micro_batch_size=1, max_tokens_per_micro_batch=None)
     policy = Listening(config, recipe_for(folders["start"], single, spec), rank, trainable=False)
     found["forward"] = forward(policy, spec)
     export(policy, folders["start"], out / "loaded")
@@ -150,23 +152,23 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
     runtime.initialize(here, seed=1)
     policy = started(here, folders["start"])
     two_steps(policy, here.dp)
-    checkpoint.save(policy, out / "checkpoint", {})
+    checkpoint.save({"policy": policy}, out / "checkpoint", {})
     export(policy, folders["start"], out / "saved")
     found["went on"] = two_steps(policy, here.dp)
     export(policy, folders["start"], out / "went-on")
     forget(policy)
     policy = started(here, folders["other"])
-    checkpoint.load(policy, out / "checkpoint")
+    checkpoint.load({"policy": policy}, out / "checkpoint")
     found["resumed"] = two_steps(policy, here.dp)
     export(policy, folders["start"], out / "resumed")
     forget(policy)
     runtime.shutdown()
     runtime.initialize(there, seed=1)
     policy = Policy(config, recipe_for(folders["other"], there, spec), rank, trainable=False)
-    checkpoint.load_weights(policy, out / "checkpoint")
+    checkpoint.load_weights({"policy": policy}, out / "checkpoint")
     export(policy, folders["start"], out / "elsewhere")
     policy = started(there, folders["other"])
-    checkpoint.load(policy, out / "checkpoint")
+    checkpoint.load({"policy": policy}, out / "checkpoint")
     found["resumed elsewhere"] = two_steps(policy, there.dp)
     forget(policy)
     runtime.shutdown()

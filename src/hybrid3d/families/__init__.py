@@ -5,6 +5,7 @@ from __future__ import annotations
 from hybrid3d.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from hybrid3d.families.dense import LLAMA, QWEN2, QWEN3
 from hybrid3d.families.family import (
+    VALUE_HEAD,
     Config,
     Experts,
     Family,
@@ -12,6 +13,7 @@ from hybrid3d.families.family import (
     Rope,
     Strip,
     UnsupportedModel,
+    as_scorer,
     head_dim,
     query_groups,
     rope_of,
@@ -44,6 +46,7 @@ def family_of(config: Config) -> Family:
 __all__ = [
     "EXPERT",
     "FAMILIES",
+    "VALUE_HEAD",
     "Config",
     "Experts",
     "Family",
@@ -51,6 +54,7 @@ __all__ = [
     "Rope",
     "Strip",
     "UnsupportedModel",
+    "as_scorer",
     "family_of",
     "head_dim",
     "is_expert",

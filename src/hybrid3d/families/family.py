@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 Config = Mapping[str, Any]
@@ -89,6 +89,10 @@ class GroupedQKV:
                 strips.append(Strip(start, height, name, group * height))
                 start += height
         return strips
+
+
+VALUE_HEAD = "score.weight"
+"""The one row of a sequence classifier of one label, which transformers puts in the place of `lm_head`."""
 
 
 def head_dim(config: Config) -> int:
@@ -192,6 +196,11 @@ class Family:
                     for s in row_map.strips(rows, config)
                 ]
         return None
+
+
+def as_scorer(family: Family) -> Family:
+    """The family's models with one row, `VALUE_HEAD`, in the place of the vocabulary's."""
+    return replace(family, tensors={**family.tensors, "output_layer.weight": Same(VALUE_HEAD)})
 
 
 def refuse(config: Config, **faithful: Any) -> None:

@@ -65,7 +65,10 @@ def _changes(recipe: Recipe) -> Iterator[dict[str, object]]:
     single: list[dict[str, object]] = []
     if train.recompute == "none":
         single.append({"train.recompute": "full"})
-    if train.micro_batch_size > 1:
+    budget = train.max_tokens_per_micro_batch
+    if budget is not None and budget // 2 >= rollout.max_model_len:
+        single.append({"train.max_tokens_per_micro_batch": budget // 2})
+    if budget is None and train.micro_batch_size > 1:
         single.append({"train.micro_batch_size": train.micro_batch_size // 2})
     single += [{"rollout.memory_fraction": f} for f in (0.3, 0.4, 0.5, 0.6, 0.7) if f != rollout.memory_fraction]
     single += [{"rollout.tp": rollout.tp * n} for n in (2, 4)]

@@ -201,9 +201,11 @@ def stage_activations(recipe: Recipe, shape: ModelShape, stages: Sequence[Sequen
     """
     train = recipe.train
     assert recipe.rollout is not None
-    tokens = train.micro_batch_size * recipe.rollout.max_model_len // train.cp
+    longest, budget = recipe.rollout.max_model_len, train.max_tokens_per_micro_batch
+    tokens = (budget or train.micro_batch_size * longest) // train.cp
     itemsize = ITEMSIZE[recipe.model.dtype]
-    micro_batches = recipe.sequences_per_step // (train.dp * train.micro_batch_size)
+    sequences = train.micro_batch_size if budget is None else budget // longest
+    micro_batches = -(-recipe.sequences_per_step // (train.dp * sequences))
     sparse = shape.experts.sparse if shape.experts else (False,) * shape.num_layers
     kept = {kind: kept_of_token(shape, train, kind) * itemsize for kind in set(sparse)}
     inputs = shape.hidden_size * itemsize // _sequence_shards(shape, train)

@@ -12,6 +12,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+Rows = slice | Tensor
+"""Some sequences of a batch: a run of them, or their numbers [b]."""
+
 
 @dataclass(frozen=True, eq=False)  # tensors have no single truth of equality
 class Batch:

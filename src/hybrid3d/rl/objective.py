@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybrid3d.rl.batch import Rows
 from hybrid3d.rl.kl import token_kl
 from hybrid3d.rl.losses import Ratio, policy_loss, value_loss
 
@@ -20,11 +22,11 @@ class Scored:
     entropy: Callable[[], Tensor]
 
 
-PolicyLoss = Callable[[Scored, slice], tuple[Tensor, dict[str, Tensor]]]
-"""From the tokens of rows `slice` of a batch: the loss at each [b, T], and sums to report."""
+TokenLoss = Callable[[Any, Rows], tuple[Tensor, dict[str, Tensor]]]
+"""From what a model says of `Rows` of a batch: the loss at each token [b, T], and sums to report.
 
-ValueLoss = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
-"""The same, from a critic's values [b, T]."""
+A policy says `Scored`, a critic values [b, T].
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +54,8 @@ class PolicyObjective:
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
 
-    def __call__(self, scored: Scored, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        """A `PolicyLoss`."""
+    def __call__(self, scored: Scored, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
+        """A `TokenLoss` of a policy."""
         mask = self.mask[rows]
         losses, sums = policy_loss(
             scored.logprobs,
@@ -75,7 +77,7 @@ class PolicyObjective:
             entropy = torch.where(mask.bool(), scored.entropy(), 0.0)
         sums["entropy"] = entropy.detach().sum()
         losses = losses - self.entropy_coef * entropy
-        return losses * self.weights[rows, None], sums
+        return losses * self.weights[rows][:, None], sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +89,11 @@ class ValueObjective:
     mask: Tensor
     clip: float | None
 
-    def __call__(self, values: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        """A `ValueLoss`."""
+    def __call__(self, values: Tensor, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
+        """A `TokenLoss` of a critic."""
         return value_loss(values, self.old[rows], self.returns[rows], self.mask[rows], self.clip)
 
 
-def sft_loss(scored: Scored, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+def sft_loss(scored: Scored, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood of each token."""
     return -scored.logprobs, {}

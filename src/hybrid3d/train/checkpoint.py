@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from hybrid3d.train import manifest
-from hybrid3d.train.policy import Policy
 from hybrid3d.train.runtime import on_device
+from hybrid3d.train.trained import Trained
 from hybrid3d.train.weights import METADATA
 
 PROGRESS = "progress.json"
@@ -29,73 +31,90 @@ OPTIMIZER_METADATA = {
 }
 
 
-def save(policy: Policy, folder: Path, progress: Mapping[str, Any]) -> None:
-    """Write the policy, its optimizer and its schedule; the folder appears under its name when it is complete.
+Models = Mapping[str, Trained]
+"""The models of a run by name, which everything of theirs bears in front in a checkpoint."""
+
+
+def save(models: Models, folder: Path, progress: Mapping[str, Any]) -> None:
+    """Write models, their optimizers and schedules; the folder appears under its name when it is complete.
 
     Args:
         progress: what else a run must know to go on, as JSON.
     """
-    partial = folder.with_name(folder.name + ".partial")
+    unfinished = folder.with_name(folder.name + ".partial")
     if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
     dist.barrier()
     with on_device():
-        dist_checkpointing.save(_state(policy, is_loading=False), str(partial))
+        dist_checkpointing.save(_of_all(models, partial(_state, is_loading=False)), str(unfinished))
     if dist.get_rank() == 0:
-        (partial / PROGRESS).write_text(json.dumps(dict(progress)))
+        (unfinished / PROGRESS).write_text(json.dumps(dict(progress)))
     dist.barrier()
     shares: list[dict[str, int]] = [{}] * dist.get_world_size()
-    mine = manifest.names_in(partial)[dist.get_rank() :: dist.get_world_size()]
-    dist.all_gather_object(shares, {name: manifest.crc_of(partial / name) for name in mine})
+    mine = manifest.names_in(unfinished)[dist.get_rank() :: dist.get_world_size()]
+    dist.all_gather_object(shares, {name: manifest.crc_of(unfinished / name) for name in mine})
     if dist.get_rank() == 0:
-        manifest.write(partial, {name: crc for share in shares for name, crc in share.items()})
+        manifest.write(unfinished, {name: crc for share in shares for name, crc in share.items()})
         shutil.rmtree(folder, ignore_errors=True)
-        os.rename(partial, folder)
+        os.rename(unfinished, folder)
         manifest.sync_folder(folder.parent)
     dist.barrier()
 
 
-def load(policy: Policy, folder: Path) -> dict[str, Any]:
-    """Bring the policy, its optimizer and its schedule to where they were when `folder` was saved.
+def load(models: Models, folder: Path) -> dict[str, Any]:
+    """Bring models, their optimizers and schedules to where they were when `folder` was saved.
 
     Returns:
         The progress that was saved with them.
     """
     with on_device():
-        _make_optimizer_state(policy)
-        state = dist_checkpointing.load(_state(policy, is_loading=True), str(folder))
-        _load_model(policy, state)
-        # Experts that are parallel have an optimizer of their own, which another layout may lack: what the
-        # optimizers have in common then comes from the first.
-        common = {key: value for key, value in state["optimizer0"].items() if key != "param_state"}
-        for number, optimizer in enumerate(policy.optimizer.chained_optimizers):
-            optimizer.load_state_dict({**common, **state[f"optimizer{number}"]})
-        _own_step_counts(policy)
-        policy.scheduler.load_state_dict(state["scheduler"])
+        for model in models.values():
+            _make_optimizer_state(model)
+        states = dist_checkpointing.load(_of_all(models, partial(_state, is_loading=True)), str(folder))
+        for name, model in models.items():
+            state = states[name]
+            _load_model(model, state)
+            # Experts that are parallel have an optimizer of their own, which another layout may lack: what the
+            # optimizers have in common then comes from the first.
+            common = {key: value for key, value in state["optimizer0"].items() if key != "param_state"}
+            for number, optimizer in enumerate(model.optimizer.chained_optimizers):
+                optimizer.load_state_dict({**common, **state[f"optimizer{number}"]})
+            _own_step_counts(model)
+            model.scheduler.load_state_dict(state["scheduler"])
     progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text())
     return progress
 
 
-def load_weights(policy: Policy, folder: Path) -> None:
-    """Bring only the weights: for a policy that is not trained."""
+def load_weights(models: Models, folder: Path) -> None:
+    """Bring only the weights: for models that are not trained, of those that `folder` has."""
     with on_device():
-        _load_model(policy, dist_checkpointing.load(_model_state(policy), str(folder)))
+        states = dist_checkpointing.load(_of_all(models, _weights), str(folder))
+        for name, model in models.items():
+            _load_model(model, states[name])
 
 
-def _model_state(policy: Policy) -> dict[str, Any]:
-    return {f"model{n}": s.sharded_state_dict(metadata=dict(METADATA)) for n, s in enumerate(policy.stages)}
+def _of_all(models: Models, state_of: Callable[[Trained], dict[str, Any]]) -> dict[str, Any]:
+    """By name, the state of each model, whose shards bear that name in front."""
+    states = {name: state_of(model) for name, model in models.items()}
+    for name, state in states.items():
+        add_prefix_for_sharding(state, f"{name}.")
+    return states
 
 
-def _state(policy: Policy, is_loading: bool) -> dict[str, Any]:
-    model = _model_state(policy)
-    shards = model["model0"] if len(model) == 1 else model
+def _weights(model: Trained) -> dict[str, Any]:
+    return {f"model{n}": s.sharded_state_dict(metadata=dict(METADATA)) for n, s in enumerate(model.stages)}
+
+
+def _state(model: Trained, is_loading: bool) -> dict[str, Any]:
+    weights = _weights(model)
+    shards = weights["model0"] if len(weights) == 1 else weights
     settings: dict[str, Any] = dict(is_loading=is_loading, metadata=dict(OPTIMIZER_METADATA))
     optimizers = {}  # one by one: together, Megatron names their state after their number, which depends on the layout
-    for number, optimizer in enumerate(policy.optimizer.chained_optimizers):
+    for number, optimizer in enumerate(model.optimizer.chained_optimizers):
         with _without_padding(optimizer):
             optimizers[f"optimizer{number}"] = optimizer.sharded_state_dict(shards, **settings)
-    return {**model, **optimizers, "scheduler": policy.scheduler.state_dict()}
+    return {**weights, **optimizers, "scheduler": model.scheduler.state_dict()}
 
 
 @contextmanager
@@ -122,21 +141,21 @@ def _without_padding(optimizer: Any) -> Iterator[None]:
             buffer.param_index_map = places
 
 
-def _make_optimizer_state(policy: Policy) -> None:
+def _make_optimizer_state(model: Trained) -> None:
     """Torch's Adam has no state before its first step, and Megatron asks it for its step count to say what to load."""
-    for optimizer in policy.optimizer.chained_optimizers:
+    for optimizer in model.optimizer.chained_optimizers:
         if not optimizer.optimizer.state:
             optimizer._init_optimizer_states_with_dummy_values()
 
 
-def _own_step_counts(policy: Policy) -> None:
+def _own_step_counts(model: Trained) -> None:
     """Give each parameter's Adam state its own step count: Megatron loads one tensor into all of them."""
-    for optimizer in policy.optimizer.chained_optimizers:
+    for optimizer in model.optimizer.chained_optimizers:
         for state in optimizer.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
 
 
-def _load_model(policy: Policy, state: dict[str, Any]) -> None:
-    for number, stage in enumerate(policy.stages):
+def _load_model(model: Trained, state: dict[str, Any]) -> None:
+    for number, stage in enumerate(model.stages):
         stage.load_state_dict(state[f"model{number}"])

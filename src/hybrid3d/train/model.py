@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import TELinear
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -85,6 +86,9 @@ def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> Tra
         apply_rope_fusion=USE_TE and family.latents(config) is None,
         bias_dropout_fusion=False,
     )
+    if layout.max_tokens_per_micro_batch is not None and not layout.packed:
+        # Stages tell each other the shape of each micro batch, which Megatron wants no other dispatcher for.
+        run |= dict(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
     if layout.recompute == "full":
         run |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     settings = model | _attention(config, family) | _experts(config, family, layout) | run
@@ -231,11 +235,28 @@ class TorchAttention(MegatronModule):
         self.softmax_scale = softmax_scale
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **unused: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: Any,
     ) -> torch.Tensor:
-        """[sequence, batch, heads or groups, head_dim] each, to [sequence, batch, heads * head_dim of the values]."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+        """[sequence, batch, heads or groups, head_dim] each, to [sequence, batch, heads * head_dim of the values].
+
+        Packed without [batch]. Each sequence then is a call of its own, which on CPU is twice as fast as one call on
+        padded sequences, and six times as one with a mask of blocks.
+        """
+        if packed_seq_params is None:
+            return self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value))).permute(2, 0, 1, 3).flatten(2)
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        sequences = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (query, key, value)), strict=True)
+        out = [self._attend(*(x[None] for x in qkv)).squeeze(0) for qkv in sequences]
+        return torch.cat(out, dim=1).transpose(0, 1).flatten(1)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[batch, heads or groups, sequence, head_dim]."""
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
         )
-        return out.permute(2, 0, 1, 3).flatten(2)

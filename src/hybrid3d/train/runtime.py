@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import resource
 import sys
 from collections.abc import Iterator
 
@@ -32,6 +33,13 @@ def synchronize() -> None:
     """Wait for what this rank's GPU has been given, so that a clock tells the truth."""
     if ON_CUDA:
         torch.cuda.synchronize()
+
+
+def peak_memory() -> int:
+    """Bytes that torch has held on this rank's GPU at most or, without one, that the process has."""
+    if ON_CUDA:
+        return torch.cuda.max_memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class SideStream:

@@ -9,7 +9,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from hybrid3d.families import Config, UnsupportedModel, family_of
+from hybrid3d.families import Config, Family, UnsupportedModel, family_of
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Outline
 from hybrid3d.reshard.layout import Demand, Fill, Holdings, Piece, View
@@ -36,13 +36,16 @@ class MegatronWeights:
         return Demand(self.pieces, self.padding)
 
 
-def megatron_weights(stages: Sequence[GPTModel], config: Config) -> MegatronWeights:
+def megatron_weights(stages: Sequence[GPTModel], config: Config, family: Family | None = None) -> MegatronWeights:
     """Ask a rank's model (one module per virtual pipeline stage) what it holds.
+
+    Args:
+        family: whose table names the weights; None is the config's.
 
     Raises:
         UnsupportedModel: Megatron declares a tensor that the family's table does not claim.
     """
-    family = family_of(config)
+    family = family or family_of(config)
     tensors: dict[str, torch.Tensor] = {}
     pieces: list[Piece] = []
     padding: list[Fill] = []

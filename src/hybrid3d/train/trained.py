@@ -1,0 +1,290 @@
+"""A model in the train layout: Megatron's schedules, DDP and distributed optimizer around its stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_attr_wrapped_model
+
+from hybrid3d.config import Optimizer, Recipe
+from hybrid3d.families import Config, Family
+from hybrid3d.reshard.files import load_files
+from hybrid3d.reshard.layout import Demand
+from hybrid3d.rl.balance import balanced_shares, within_budget
+from hybrid3d.rl.batch import Batch, Rows
+from hybrid3d.rl.losses import masked_sum
+from hybrid3d.rl.objective import TokenLoss
+from hybrid3d.train.micro import MicroBatch, in_one_row, in_rows
+from hybrid3d.train.runtime import device, on_device
+from hybrid3d.train.stepping import Ready, SteppedInParts, in_buckets
+from hybrid3d.train.weights import MegatronWeights, megatron_weights
+
+DDP = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": False}
+
+Read = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
+"""From what the last stage puts out for a micro batch of b sequences: a tensor with b rows."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one training step did. The sums are over this rank's tokens, and empty where it has no output layer.
+
+    Where the gradient was not allowed, nothing is `updated`.
+    """
+
+    sums: dict[str, float]
+    grad_norm: float
+    lr: float
+    updated: bool
+
+
+class Trained:
+    """A model of a checkpoint in the train layout. Every rank of the layout calls every method together.
+
+    A subclass says what the output layer is, and by `_per_token` what is read from it.
+
+    Attributes:
+        stages: this rank's part of the model, one module per virtual pipeline stage.
+        weights: this rank's weights as pieces of canonical tensors.
+        counts: whether this rank's sums count: one rank of each data-parallel replica has the output and speaks.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        stages: Sequence[GPTModel],
+        recipe: Recipe,
+        rank: int,
+        *,
+        path: str,
+        optimizer: Optimizer | None,
+        family: Family | None = None,
+        fresh: Container[str] = (),
+    ):
+        """
+        Args:
+            path: the checkpoint that the weights come from.
+            optimizer: None for a model that stays as it is.
+            family: whose tables name the weights; None is the config's.
+            fresh: canonical tensors that are left as they were built.
+        """
+        self.config = config
+        self.stages = stages
+        self._layout = recipe.train
+        dtype = getattr(torch, recipe.model.dtype)
+        self._modules: list[torch.nn.Module] = [
+            Float16Module(stage.config, stage) if dtype is torch.bfloat16 else stage for stage in stages
+        ]
+        with on_device():
+            if optimizer is not None:
+                self._modules = [*in_buckets(self._modules, **DDP)]
+            self.weights: MegatronWeights = megatron_weights(stages, config, family)
+            wanted = Demand(tuple(p for p in self.weights.pieces if p.name not in fresh), self.weights.padding)
+            load_files(path, wanted, self.weights.tensors, rank)
+            if optimizer is not None:
+                self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, dtype), self._modules)
+                self.scheduler = _scheduler(self.optimizer, optimizer, recipe.run.steps)
+                self._stepping = SteppedInParts(self.optimizer, self._modules)
+                self._connect()
+        self.has_output = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self.counts = self.has_output and parallel_state.get_tensor_model_parallel_rank() == 0
+
+    def _per_token(self, output: torch.Tensor, micro: MicroBatch) -> Any:
+        """What `train_step` gives its loss: [b, T], aligned as in `rl/batch.py`."""
+        raise NotImplementedError
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return int(parallel_state.get_data_parallel_rank())
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """By local tensor, the part of the model in which it is updated; what is not in it, no optimizer updates."""
+        part_of = self._stepping.part_of
+        found = {name: part_of[t.data_ptr()] for name, t in self.weights.tensors.items() if t.data_ptr() in part_of}
+        if len(set(found.values())) < len(self._stepping):
+            raise RuntimeError("a part of the optimizer's parameters is not among the weights that Megatron declares")
+        return found
+
+    def train_step(
+        self,
+        batch: Batch,
+        token_loss: TokenLoss,
+        ready: Ready | None = None,
+        ends_step: bool = True,
+        allows: Callable[[float], bool] = math.isfinite,
+    ) -> StepReport:
+        """One optimizer step on the mean loss over every response token of every data-parallel rank's batch.
+
+        Args:
+            ready: told of each part of the model as soon as it has its new values.
+            ends_step: of the run; schedules are of those, however many updates one has.
+            allows: told the gradient's norm before anything is updated, whether to go on.
+        """
+        for module in self._modules:
+            module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self._run(batch, partial(self._loss, batch.to(device()), token_loss), forward_only=False)
+        with on_device():
+            updated, grad_norm = self._stepping.step(ready or (lambda part, last: None), allows)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        if ends_step:
+            self.scheduler.step(increment=1)
+        sums: dict[str, float] = {}
+        for report in reports:
+            for key, value in report.items():
+                sums[key] = sums.get(key, 0.0) + float(value)
+        return StepReport(sums, grad_norm, lr, updated)
+
+    def _read(self, batch: Batch, read: Read) -> torch.Tensor | None:
+        """What is read from the output, a row a sequence; None on ranks without the output layer."""
+        found: list[tuple[MicroBatch, torch.Tensor]] = []
+
+        def keep(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            found.append((micro, read(output, micro)))
+            return output.new_zeros(()), {}  # Megatron divides what it gets in place
+
+        with torch.no_grad():
+            self._run(batch, keep, forward_only=True)
+        if not found:
+            return None
+        rows = found[0][1]
+        whole = rows.new_empty(len(batch), *rows.shape[1:])
+        for micro, rows in found:
+            whole[micro.rows] = rows
+        return whole
+
+    def _loss(
+        self, batch: Batch, token_loss: TokenLoss, micro: MicroBatch, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Sum of the loss over a micro batch's tokens and their number: Megatron divides by the global number."""
+        losses, report = token_loss(self._per_token(output, micro), micro.rows)
+        mask = batch.response_mask[micro.rows]
+        total = masked_sum(losses, mask)
+        return total, mask.sum().int(), {"loss": total.detach(), **report}
+
+    def _run(self, batch: Batch, close: Callable[..., Any], forward_only: bool) -> list[dict[str, torch.Tensor]]:
+        """Drive the pipeline schedule over the micro batches, each closed with `close(micro batch, output)`."""
+        micro_batches = self._micro_batches(batch.to(device()))
+
+        def forward_step(of_step: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            micro = next(of_step)
+            padding = self._padding(stage, micro.padded)
+            output = stage(micro.tokens, micro.positions, None, packed_seq_params=micro.packing, padding_mask=padding)
+            return output, partial(close, micro)
+
+        with on_device():
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[iter(micro_batches) for _ in self._modules]
+                if len(self._modules) > 1
+                else iter(micro_batches),
+                model=self._modules,
+                num_microbatches=len(micro_batches),
+                seq_length=micro_batches[0].tokens.shape[1],
+                micro_batch_size=micro_batches[0].tokens.shape[0],
+                forward_only=forward_only,
+            )
+
+    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """A batch in micro batches, as many on every data-parallel rank."""
+        layout, width = self._layout, batch.tokens.shape[1]
+        rows: list[Rows] = (
+            self._dealt_out(batch)
+            if layout.packed or layout.max_tokens_per_micro_batch
+            else [
+                slice(start, start + layout.micro_batch_size) for start in range(0, len(batch), layout.micro_batch_size)
+            ]
+        )
+        multiple = layout.tp if self.stages[0].config.sequence_parallel else 1  # a sequence is split over TP
+
+        def rounded(tokens: int) -> int:
+            return -(-tokens // multiple) * multiple
+
+        if layout.packed:  # alike in size: what goes between pipeline stages has one shape
+            size = rounded(max(int(batch.lengths[of].sum()) for of in rows))
+            return [in_one_row(batch, of, size) for of in rows]
+        if layout.max_tokens_per_micro_batch:
+            return [in_rows(batch, of, rounded(int(batch.lengths[of].max()))) for of in rows]
+        return [in_rows(batch, of, rounded(width)) for of in rows]
+
+    def _dealt_out(self, batch: Batch) -> list[Rows]:
+        """By their lengths: micro batches of like tokens, or of as many as fit the budget."""
+        layout, lengths = self._layout, batch.lengths.tolist()
+        budget = layout.max_tokens_per_micro_batch
+        if budget is None:
+            parts = balanced_shares(lengths, len(batch) // layout.micro_batch_size)
+        else:
+            count = len(within_budget(lengths, budget, packed=layout.packed))
+            most = torch.tensor(count, device=batch.tokens.device)
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
+            rounds = layout.pp if layout.vpp > 1 else 1  # interleaved stages take them in rounds of one per stage
+            least = -(-int(most) // rounds) * rounds
+            parts = within_budget(lengths, budget, packed=layout.packed, least=least)
+        return [torch.tensor(part, device=batch.tokens.device) for part in parts]
+
+    def _padding(self, stage: torch.nn.Module, padded: torch.Tensor) -> torch.Tensor | None:
+        """[b, T] padding as a stage takes it: only experts that are balanced by counting need to know.
+
+        Where a sequence is split over TP, Megatron splits the mask too, on the first stage alone.
+        """
+        config = self.stages[0].config
+        if not config.moe_router_enable_expert_bias:
+            return None
+        if config.sequence_parallel and not get_attr_wrapped_model(stage, "pre_process"):
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            return padded.chunk(self._layout.tp, dim=1)[rank].contiguous()
+        return padded
+
+    def _connect(self) -> None:
+        """Tell the schedules what closes a step: reduction over ranks, and the scale of the loss."""
+        for stage in self.stages:
+            stage.config.finalize_model_grads_func = finalize_model_grads
+            stage.config.grad_scale_func = self.optimizer.scale_loss
+        no_sync = [module.no_sync for module in self._modules]
+        self.stages[0].config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+
+def _optimizer_config(settings: Optimizer, dtype: torch.dtype) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+
+
+def _scheduler(optimizer: Any, settings: Optimizer, steps: int) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=settings.lr / (settings.warmup_steps + 1),  # the first update counts too
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(steps, settings.warmup_steps + 1),
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+    )
