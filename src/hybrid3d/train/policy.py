@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -31,15 +33,16 @@ class Policy(Trained):
         return self._read(batch, lambda output, micro: self._per_token(output, micro).logprobs)
 
     def _per_token(self, output: torch.Tensor, micro: MicroBatch) -> Scored:
-        """What logits [.., .., vocabulary / TP] say of the tokens, [b, T]; 0 at position 0.
+        """What logits [.., .., vocabulary / TP] say of the tokens, [b, T]; 0 at position 0."""
+        scaled = partial(self._scaled, micro.before(output))  # the cross entropy works in what it is given
+        return Scored(
+            micro.aligned(-vocab_parallel_cross_entropy(scaled(), micro.after)),
+            lambda: micro.aligned(vocab_parallel_entropy(scaled())),
+        )
 
-        Of the distribution that is sampled from: the temperature is applied, padding of the vocabulary is not in it.
-        """
-        scaled = micro.before(output).float() / self._temperature
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """A copy, of the distribution that is sampled from: at its temperature, without padding of the vocabulary."""
+        scaled = logits.float() / self._temperature
         first = parallel_state.get_tensor_model_parallel_rank() * scaled.shape[-1]
         padding = torch.arange(first, first + scaled.shape[-1], device=scaled.device) >= self.config["vocab_size"]
-        scaled = scaled.masked_fill(padding, float("-inf"))
-        return Scored(
-            micro.aligned(-vocab_parallel_cross_entropy(scaled, micro.after)),
-            lambda: micro.aligned(vocab_parallel_entropy(scaled)),
-        )
+        return scaled.masked_fill(padding, float("-inf"))
