@@ -10,7 +10,7 @@ from typing import Any
 from hybrid3d import ranks
 from hybrid3d.config import Recipe
 from hybrid3d.rl.data import Example, PromptData
-from hybrid3d.rl.rewards import reward_function
+from hybrid3d.rl.rewards import find_reward, load_reward
 from hybrid3d.rollout.engine import RolloutEngine
 
 
@@ -39,7 +39,7 @@ class Rollouts:
         self._tokenizer = tokenizer
         self._train = train
         self._held_out = held_out
-        self._reward = reward_function(recipe.reward.name)
+        self._reward = load_reward(find_reward(recipe.reward.name).target)
 
     @property
     def held_out_problems(self) -> int:

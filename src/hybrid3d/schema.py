@@ -52,6 +52,8 @@ Natural = Annotated[int, Rule(lambda n: n >= 0, "0 or more")]
 # The upper bounds refuse infinity, as every comparison refuses NaN.
 Positive = Annotated[float, Rule(lambda x: 0 < x < math.inf, "more than 0 and finite")]
 NonNegative = Annotated[float, Rule(lambda x: 0 <= x < math.inf, "0 or more and finite")]
+Number = Annotated[float, Rule(lambda x: -math.inf < x < math.inf, "finite")]
+Share = Annotated[float, Rule(lambda x: 0 <= x <= 1, "0 to 1")]
 Fraction = Annotated[float, Rule(lambda x: 0 < x < 1, "more than 0 and less than 1")]
 Decay = Annotated[float, Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")]
 
