@@ -99,8 +99,18 @@ def test_defaults(load: Any) -> None:
             "prompt": "question",
             "answer": "answer",
             "chat_template": False,
+            "overlong": "error",
+            "max_broken": 0.01,
         },
-        "reward": {"name": "gsm8k", "shuffle": False, "overlong_buffer": 0},
+        "reward": {
+            "name": "gsm8k",
+            "shuffle": False,
+            "workers": 2,
+            "timeout_seconds": 10.0,
+            "default": 0.0,
+            "max_failures": 1.0,
+            "overlong_buffer": 0,
+        },
         "algorithm": {
             "name": "sft",
             "prompts_per_step": 64,
@@ -221,7 +231,8 @@ def test_every_problem_in_one_message(load: Any, tmp_path: Path) -> None:
             "first_stage_layers, last_stage_layers, expert_bias_update_rate, micro_batch_size, packed, "
             "max_tokens_per_micro_batch, recompute",
             "train.pp: expected an integer, 1 or more, got 0 (an integer)",
-            "data.columns: unknown key; known keys of data: train, eval, prompt, answer, chat_template",
+            "data.columns: unknown key; known keys of data: train, eval, prompt, answer, chat_template, "
+            "overlong, max_broken",
             "reward.name: expected a string, not empty, got ' ' (a string)",
             "optimizer.lr: expected a number, 0 or more and finite, got 'fast' (a string)",
             "run.seed: expected an integer, 0 or more, got True (a boolean)",
@@ -258,6 +269,13 @@ def test_the_error_survives_pickling(load: Any) -> None:
         ("optimizer.lr=.inf", "optimizer.lr: expected a number, 0 or more and finite, got inf (a number)"),
         ("optimizer.lr=nan", "optimizer.lr: expected a number, 0 or more and finite, got 'nan' (a string)"),
         ("optimizer.lr=1e999", "optimizer.lr: expected a number, 0 or more and finite, got '1e999' (a string)"),
+        ("reward.default=.inf", "reward.default: expected a number, finite, got inf (a number)"),
+        ("reward.max_failures=1.5", "reward.max_failures: expected a number, 0 to 1, got 1.5 (a number)"),
+        (
+            "data.overlong=truncate",
+            "data.overlong: expected one of error, drop, truncate_left, got 'truncate' (a string), did you mean "
+            "truncate_left?",
+        ),
         ("optimizer.eps=0", "optimizer.eps: expected a number, more than 0 and finite, got 0 (an integer)"),
         ("optimizer.beta1=1", "optimizer.beta1: expected a number, at least 0 and less than 1, got 1 (an integer)"),
         ("sync.bucket_mib=0", "sync.bucket_mib: expected a number, more than 0 and finite, got 0 (an integer)"),

@@ -154,6 +154,25 @@ def test_long_prompts_are_refused(path: Path, tokenizer: Any) -> None:
     )
 
 
+def test_long_prompts_are_dropped_or_lose_their_beginning(path: Path, tokenizer: Any) -> None:
+    """Rows 0 and 4 have 6 and 4 tokens, the others 3 or fewer."""
+    dropped = read(path, tokenizer, max_prompt_tokens=3, overlong="drop")
+    assert [example.row for example in dropped.examples] == [1, 2, 3]
+    assert (dropped.skipped, dropped.truncated) == ({"overlong": 2}, 0)
+    cut = read(path, tokenizer, max_prompt_tokens=3, overlong="truncate_left")
+    assert [example.prompt_ids for example in cut.examples] == [
+        tuple(ids("apples has Ada")),
+        (BOS, *ids("how many")),
+        (BOS, *ids("apples")),
+        (BOS, *ids("3 4")),
+        tuple(ids("Ada has 3")),
+    ]
+    assert cut.examples[0].prompt == QUESTIONS[0]
+    assert (cut.skipped, cut.truncated) == ({}, 2)
+    within = read(path, tokenizer, max_prompt_tokens=6, overlong="drop")
+    assert (len(within.examples), within.skipped, within.truncated) == (5, {}, 0)
+
+
 def test_a_prompt_without_tokens_is_refused(write: Callable[..., Path]) -> None:
     from transformers import PreTrainedTokenizerFast
 
@@ -169,6 +188,65 @@ def test_a_prompt_without_tokens_is_refused(write: Callable[..., Path]) -> None:
 def test_no_chat_template(path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.chat_template=true, but the tokenizer has no chat template"):
         read(path, make_tokenizer("<bos> $A"), chat_template=True)
+
+
+# ---- chat turns
+
+TURNS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+def turn(role: str | None, content: str | None) -> dict[str, str | None]:
+    return {"role": role, "content": content}
+
+
+def test_chat_turns_go_through_the_template_whole(write: Callable[..., Path], tokenizer: Any) -> None:
+    """The template of this file writes `<user>` before each turn's content, whatever its role."""
+    prompts = [[turn("system", "Ada has"), turn("user", "how many")], [turn("user", "apples")]]
+    path = write(question=pa.array(prompts, TURNS), answer=["7", "3"])
+    data = read(path, tokenizer, chat_template=True)
+    assert data.examples == (
+        Example(0, "how many", "7", (BOS, USER, *ids("Ada has"), USER, *ids("how many"), BOT)),
+        Example(1, "apples", "3", (BOS, USER, *ids("apples"), BOT)),
+    )
+    assert check_columns(path, ["question", "answer"], ["question"]) == 2
+
+
+def test_chat_turns_are_for_prompts_that_go_through_the_template(write: Callable[..., Path], tokenizer: Any) -> None:
+    turns = pa.array([[turn("user", "apples")]], TURNS)
+    for columns, asked in (
+        (dict(question=turns, answer=["7"]), {}),
+        (dict(question=["7"], answer=turns), {"chat_template": True}),
+    ):
+        with pytest.raises(DataError, match=r"holds chat turns: only data\.prompt may, with chat_template: true"):
+            read(write(**columns), tokenizer, **asked)
+    others = pa.array([[{"role": "user", "text": "apples"}]])
+    with pytest.raises(DataError, match=r"column 'question' holds list<.*expected strings"):
+        read(write(question=others, answer=["7"]), tokenizer, chat_template=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (None, "column 'question' is null"),
+        ([], "column 'question' is blank"),
+        ([turn("user", " ")], "column 'question' is blank"),
+        ([turn("user", None)], "column 'question' has a turn without role or content"),
+        ([turn(None, "apples"), turn("user", "apples")], "column 'question' has a turn without role or content"),
+        ([None], "column 'question' has a turn without role or content"),
+        ([turn("system", "how"), turn("system", "many")], "the chat template refuses the prompt: one system turn"),
+    ],
+)
+def test_broken_chat_turns(write: Callable[..., Path], prompt: Any, said: str) -> None:
+    refusing = "{% if messages | length > 1 and messages[1].role == 'system' %}{{ raise_exception('one system turn') }}"
+    tokenizer = make_tokenizer("<bos> $A", chat_template=refusing + "{% endif %}" + CHAT)
+    path = write(question=pa.array([prompt, [turn("user", "apples")]], TURNS), answer=["7", "3"])
+    with pytest.raises(DataError) as caught:
+        read(path, tokenizer, chat_template=True)
+    assert str(caught.value) == (
+        f"{path}: 1 of 2 rows are broken, and data.max_broken=0.01 allows 0: row 0 (from 0): {said}"
+    )
+    data = read(path, tokenizer, chat_template=True, max_broken=0.5)
+    assert [example.row for example in data.examples] == [1]
 
 
 # ---- order
@@ -272,11 +350,39 @@ def test_no_rows(write: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(("value", "state"), [(None, "null"), ("", "blank"), (" \n", "blank")])
-def test_rows_that_say_nothing(write: Callable[..., Path], value: str | None, state: str) -> None:
-    path = write(question=["a", "b", "c"], answer=["1", "2", value])
+def test_rows_that_say_nothing(write: Callable[..., Path], tokenizer: Any, value: str | None, state: str) -> None:
+    path = write(question=["3", "4", "7"], answer=["1", "2", value])
     with pytest.raises(DataError) as caught:
-        read_columns(path, ["question", "answer"])
-    assert str(caught.value) == f"{path}: row 2 (from 0): column 'answer' is {state}"
+        read(path, tokenizer)
+    assert str(caught.value) == (
+        f"{path}: 1 of 3 rows are broken, and data.max_broken=0.01 allows 0: row 2 (from 0): column 'answer' is {state}"
+    )
+
+
+def test_a_few_broken_rows_are_skipped_and_counted(write: Callable[..., Path], tokenizer: Any) -> None:
+    """2 of 200 rows are 1 %, which is allowed; 3 are more."""
+    questions: list[str | None] = ["how many"] * 200
+    questions[7], questions[150] = None, ""
+    data = read(write(question=questions, answer=["7"] * 200), tokenizer)
+    assert [example.row for example in data.examples] == [row for row in range(200) if row not in (7, 150)]
+    assert data.skipped == {"broken": 2}
+    questions[9] = " "
+    path = write(question=questions, answer=["7"] * 200)
+    assert read(path, tokenizer, max_broken=0.015).skipped == {"broken": 3}
+    questions[10] = None
+    path = write(question=questions, answer=["7"] * 200)
+    with pytest.raises(DataError) as caught:
+        read(path, tokenizer, max_broken=0.015)
+    assert str(caught.value) == (
+        f"{path}: 4 of 200 rows are broken, and data.max_broken=0.015 allows 3: row 7 (from 0): column 'question' is "
+        "null; row 9 (from 0): column 'question' is blank; row 10 (from 0): column 'question' is null; and 1 more"
+    )
+
+
+def test_no_row_is_left(write: Callable[..., Path], tokenizer: Any) -> None:
+    path = write(question=["how many", ""], answer=["7", "7"])
+    with pytest.raises(DataError, match="no row can be used: 1 broken, 1 too long"):
+        read(path, tokenizer, overlong="drop", max_broken=0.5, max_prompt_tokens=2)
 
 
 def test_no_such_file(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybrid3d.rl.rewards import gsm8k, overlong_penalty, reward_function
+from hybrid3d.rl.rewards import find_reward, gsm8k, load_reward, overlong_penalty
 
 REFERENCE = "Natalia sold 48/2 = <<48/2=24>>24 clips in May. 48+24 = <<48+24=72>>72 altogether.\n#### 72"
 
@@ -88,9 +88,17 @@ def test_a_very_long_number_is_a_number() -> None:
 
 
 def test_rewards_by_name() -> None:
-    assert reward_function("gsm8k") is gsm8k
-    with pytest.raises(ValueError, match="unknown reward 'gsm8'; known: gsm8k"):
-        reward_function("gsm8")
+    assert load_reward(find_reward("gsm8k").target) is gsm8k
+    assert not find_reward("gsm8k").pooled
+    assert all(find_reward(name).pooled for name in ("math", "code", "mine:reward", "some.where.mine:reward"))
+
+
+@pytest.mark.parametrize(
+    "spec", ["gsm8", "", "mine:", ":reward", "mine.reward", "mine:reward()", "mine:a:b", "mine.:a"]
+)
+def test_rewards_that_are_none(spec: str) -> None:
+    with pytest.raises(ValueError, match="known: code, gsm8k, math, or a function of your own as module:function"):
+        find_reward(spec)
 
 
 @pytest.mark.parametrize(("tokens", "penalty"), [(1, 0), (16, 0), (17, -0.25), (18, -0.5), (20, -1), (21, -1)])

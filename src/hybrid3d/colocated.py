@@ -62,4 +62,5 @@ class Colocated:
     def close(self) -> None:
         """Every rank calls this when it is done; the default process group is gone afterwards."""
         dist.barrier()
+        self.rollouts.close()
         self.engine.close()

@@ -23,6 +23,7 @@ from hybrid3d.schema import (
     Name,
     Natural,
     NonNegative,
+    Number,
     Positive,
     RecipeError,
     Share,
@@ -113,24 +114,38 @@ class Sync:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Two parquet files, the columns in them, and whether prompts go through the tokenizer's chat template."""
+    """Two parquet files, the columns in them, and whether prompts go through the tokenizer's chat template.
+
+    `overlong` says what becomes of a prompt that leaves no room for an answer: an error, the row is dropped, or the
+    prompt loses its beginning. `max_broken` is the share of rows that may be null, blank or without tokens: they are
+    skipped.
+    """
 
     train: Text
     eval: Text
     prompt: Text = "question"
     answer: Text = "answer"
     chat_template: bool = False
+    overlong: Literal["error", "drop", "truncate_left"] = "error"
+    max_broken: Share = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """A reward function by name; `shuffle` deals rewards out at random within a step, as a control experiment.
+    """A reward by its name, or a function of one's own as `module:function`, and what is done where it fails.
 
-    Answers that come into the last `overlong_buffer` tokens of `max_new_tokens` lose up to 1 of their reward.
+    It runs in `workers` processes for every replica, `timeout_seconds` a sample at most. A sample whose reward fails
+    gets `default`; a step in which more than `max_failures` of the samples do ends the run. An answer that comes within
+    `overlong_buffer` tokens of the longest loses reward in proportion (arXiv 2503.14476, eq. 13); 0 takes none away.
+    `shuffle` deals rewards out at random within a step, as a control experiment.
     """
 
     name: Text = "gsm8k"
     shuffle: bool = False
+    workers: Count = 2
+    timeout_seconds: Positive = 10.0
+    default: Number = 0.0
+    max_failures: Share = 1.0
     overlong_buffer: Natural = 0
 
 

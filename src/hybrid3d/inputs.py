@@ -74,6 +74,8 @@ def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptDat
             prompt=data.prompt,
             answer=data.answer,
             chat_template=data.chat_template,
+            overlong=data.overlong,
+            max_broken=data.max_broken,
             max_prompt_tokens=limit,
             seed=recipe.run.seed,
         )

@@ -88,4 +88,5 @@ def of_samples(drawn: Drawn) -> dict[str, float]:
         "rollout/response_tokens_max": max(lengths),
         "rollout/batches": drawn.batches,
         "rollout/dull_groups": drawn.dull,
+        "reward/failures": sum(drawn.failures.values()),
     }

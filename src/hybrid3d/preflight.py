@@ -19,7 +19,7 @@ from hybrid3d.reshard.files import CheckpointError, CheckpointReader, Entry, pie
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.reshard.planner import PlanError
 from hybrid3d.rl.data import DataError
-from hybrid3d.rl.rewards import reward_function
+from hybrid3d.rl.scoring import check_reward
 from hybrid3d.run_folder import NoCheckpoint, RunFolder
 
 TIED_CHUNK = 1 << 24  # elements compared at a time
@@ -50,7 +50,7 @@ def check_run(recipe: Recipe) -> None:
     config = check_model(recipe)
     read_data(recipe, config, read_tokenizer(recipe))
     try:
-        reward_function(recipe.reward.name)
+        check_reward(recipe.reward.name)
     except ValueError as error:
         raise RecipeError(recipe.name, [f"reward.name: {error}"]) from None
     check_folder(recipe)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid3d.display import Display
-from hybrid3d.rollouts import Sample
+from hybrid3d.rollouts import Drawn, Sample
 from hybrid3d.run_folder import RunFolder
 from hybrid3d.sync import SyncReport
 
@@ -39,6 +39,13 @@ class Record:
             if said:
                 self._display.say(said)
             self.folder.add_event(event, **fields)
+
+    def failed(self, drawn: Drawn, step: int) -> None:
+        """Tell of rewards that failed, whose samples have the recipe's default."""
+        if drawn.failures:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(drawn.failures.items()))
+            said = f"step {step}: rewards failed: {kinds}; such as: {next(iter(drawn.examples.values()))}"
+            self.event("reward_failed", said, step=step, failures=drawn.failures, examples=drawn.examples)
 
     def corrupted(self, synced: SyncReport, step: int) -> None:
         """Tell what a sync had to move once more."""

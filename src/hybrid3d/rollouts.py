@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid3d import ranks
 from hybrid3d.config import Recipe
 from hybrid3d.rl.data import Example, PromptData
-from hybrid3d.rl.rewards import reward_function
-from hybrid3d.rollout.engine import RolloutEngine
+from hybrid3d.rl.scoring import Scorer, Scores
+from hybrid3d.rollout.engine import Completion, RolloutEngine
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,18 @@ class Drawn:
         samples: `samples_per_prompt` in a row for each prompt.
         batches: of prompts that were drawn for them.
         dull: groups whose rewards are all alike, over all that were drawn.
+        failures: rewards that failed, by kind, over all that were drawn; `examples` has what one of each said.
     """
 
     samples: list[Sample]
     batches: int
     dull: int
+    failures: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+
+
+class FailedRewards(RuntimeError):
+    """More rewards of a step failed than the recipe allows."""
 
 
 class Rollouts:
@@ -54,7 +62,8 @@ class Rollouts:
         self._tokenizer = tokenizer
         self._train = train
         self._held_out = held_out
-        self._reward = reward_function(recipe.reward.name)
+        reward = recipe.reward
+        self._scorer = Scorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
 
     @property
     def held_out_problems(self) -> int:
@@ -72,22 +81,38 @@ class Rollouts:
 
         Raises:
             StaleWeights: the engine's weights are older than those of this step.
+            FailedRewards: more than `reward.max_failures` of the samples' rewards failed.
         """
         wanted, group = self._recipe.algorithm.prompts_per_step, self._recipe.algorithm.samples_per_prompt
         found: list[list[Sample]] = []
         fillers: list[list[Sample]] = []
+        failures: Counter[str] = Counter()
+        examples: dict[str, str] = {}
         batches = dull = 0
         while len(found) < wanted and batches <= further:
-            samples = self._draw_batch(step, batch + batches)
+            samples, scores = self._draw_batch(step, batch + batches)
+            for one in scores:
+                failures.update(one.failures)
+                examples = {**one.examples, **examples}
             for one in (samples[start : start + group] for start in range(0, len(samples), group)):
                 alike = group > 1 and all(sample.reward == one[0].reward for sample in one)
                 (fillers if alike and further else found).append(one)
                 dull += alike
             batches += 1
+        self._check(failures, examples, batches * wanted * group)
         chosen = [*found, *fillers][:wanted]
-        return Drawn([sample for one in chosen for sample in one], batches, dull)
+        return Drawn([sample for one in chosen for sample in one], batches, dull, dict(failures), examples)
 
-    def _draw_batch(self, step: int, batch: int) -> list[Sample]:
+    def _check(self, failures: Mapping[str, int], examples: Mapping[str, str], samples: int) -> None:
+        failed, allowed = sum(failures.values()), self._recipe.reward.max_failures
+        if failed > allowed * samples:
+            kinds = ", ".join(f"{count} {kind} ({examples[kind]})" for kind, count in sorted(failures.items()))
+            raise FailedRewards(
+                f"{failed} of {samples} rewards failed: {kinds}; reward.max_failures={allowed:g} allows "
+                f"{int(allowed * samples)}: mend {self._recipe.reward.name}, or raise reward.timeout_seconds"
+            )
+
+    def _draw_batch(self, step: int, batch: int) -> tuple[list[Sample], list[Scores]]:
         weights = self._engine.require(step)
         algorithm, run = self._recipe.algorithm, self._recipe.run
         examples = self._train.batch(batch, algorithm.prompts_per_step)
@@ -99,11 +124,7 @@ class Rollouts:
         completions = self._engine.generate(
             [example.prompt_ids for example, _ in work], [seed for _, seed in work], self._tokenizer.eos_token_id
         )
-        samples = [
-            self._sample(example, completion.tokens, completion.logprobs, weights)
-            for (example, _), completion in zip(work, completions, strict=True)
-        ]
-        return self._of_all_replicas(samples)
+        return self._scored([example for example, _ in work], completions, weights)
 
     def accuracy(self, step: int) -> float:
         """Share of held-out problems whose greedy answer gets full reward.
@@ -114,14 +135,25 @@ class Rollouts:
         weights = self._engine.require(step)
         examples = self._mine(list(self._held_out.examples))
         answers = self._engine.answer([example.prompt_ids for example in examples], self._tokenizer.eos_token_id)
-        rewards = [self._sample(e, tokens, (), weights).reward for e, tokens in zip(examples, answers, strict=True)]
-        everyone = self._of_all_replicas(rewards)
-        return sum(reward == 1.0 for reward in everyone) / len(everyone)
+        samples, _ = self._scored(examples, [Completion(tuple(tokens), ()) for tokens in answers], weights)
+        return sum(sample.reward == 1.0 for sample in samples) / len(samples)
 
-    def _sample(self, example: Example, tokens: Sequence[int], logprobs: tuple[float, ...], weights: int) -> Sample:
-        answer = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        reward = self._reward(answer, example.answer)
-        return Sample(example.prompt, example.prompt_ids, tuple(tokens), logprobs, answer, reward, weights)
+    def close(self) -> None:
+        """End the processes that compute rewards."""
+        self._scorer.close()
+
+    def _scored(
+        self, examples: Sequence[Example], completions: Sequence[Completion], weights: int
+    ) -> tuple[list[Sample], list[Scores]]:
+        """Everyone's samples, and what the replicas' rewards say of themselves: one rank of each scores its own."""
+        answers = [self._tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
+        asked = [(a, example.answer, example.prompt) for a, example in zip(answers, examples, strict=True)]
+        scores = self._scorer.score(asked if self._engine.leads else [])
+        samples = [
+            Sample(example.prompt, example.prompt_ids, completion.tokens, completion.logprobs, answer, reward, weights)
+            for example, completion, answer, reward in zip(examples, completions, answers, scores.rewards, strict=False)
+        ]
+        return self._of_all_replicas(samples), self._of_all_replicas([scores])
 
     def _mine(self, items: list) -> list:
         """This replica's consecutive share."""

@@ -41,6 +41,7 @@ def train_rl(recipe: Recipe, record: Record, rank: int, slots: Sequence[int]) ->
         with clock("generate"):
             drawn = run.rollouts.draw(step, batch, learner.further_batches)
             samples, batch = drawn.samples, batch + drawn.batches
+        record.failed(drawn, step)
         run.engine.sleep()
         with clock("train"):
             experience, known = learner.experience(samples, step, measured)

@@ -1,23 +1,32 @@
 """Prompts and answers from parquet, tokenized, in an order that is a pure function of seed and step.
 
 Everything that can be wrong with a data file is a `DataError` that names the file and the column or the row (rows count
-from 0, as in pandas). `check_columns` finds what the file's footer can tell, cheaply, before any rank starts.
+from 0, as in pandas). `check_columns` finds what the file's footer can tell, cheaply, before any rank starts. A few
+broken rows are skipped and counted.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol
 
+import jinja2
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 # What pyarrow raises at files that are cut short or damaged; the last where a name or a string is no UTF-8.
 _UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
+
+
+ROWS_NAMED = 3  # of those that are broken, in a message
+
+Turn = dict[str, str]
+"""A turn of a conversation: `role` and `content`."""
 
 
 class DataError(ValueError):
@@ -32,14 +41,15 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
-    ) -> Any: ...
+    def apply_chat_template(self, conversation: list[Turn], *, add_generation_prompt: bool, tokenize: bool) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Example:
-    """A row of the data: its number in the file, its texts, and the prompt as the model sees it."""
+    """A row of the data: its number in the file, its texts, and the prompt as the model sees it.
+
+    `prompt` is the last turn's text where the row has chat turns.
+    """
 
     row: int
     prompt: str
@@ -49,10 +59,15 @@ class Example:
 
 @dataclass(frozen=True)
 class PromptData:
-    """All examples of a file, and the order in which steps take them."""
+    """The examples of a file, and the order in which steps take them.
+
+    `skipped` counts the rows that were left out, by cause: `broken`, `overlong`; `truncated` those that were shortened.
+    """
 
     examples: tuple[Example, ...]
     seed: int
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    truncated: int = 0
 
     @classmethod
     def read(
@@ -64,21 +79,36 @@ class PromptData:
         answer: str,
         max_prompt_tokens: int,
         chat_template: bool = False,
+        overlong: Literal["error", "drop", "truncate_left"] = "error",
+        max_broken: float = 0.01,
         seed: int = 1,
     ) -> PromptData:
-        """Read the columns `prompt` and `answer` and tokenize every prompt.
+        """Read the columns `prompt` and `answer` and tokenize every prompt; with `chat_template` it may be chat turns.
 
-        `max_prompt_tokens` is what `max_model_len - max_new_tokens` leaves; a longer prompt is a DataError.
+        A row is broken where a text is null or blank, the prompt has no tokens or the template refuses it. Broken rows
+        are skipped, up to the share `max_broken` of all; more are a DataError. So is, with `overlong="error"`, a prompt
+        of more than `max_prompt_tokens`, which is what `max_model_len - max_new_tokens` leaves.
         """
-        rows = read_columns(path, (prompt, answer))
         if chat_template and not tokenizer.chat_template:
             raise DataError("data.chat_template=true, but the tokenizer has no chat template: set it to false")
-        examples = []
-        for row, (question, reference) in enumerate(zip(*rows, strict=True)):
-            ids = encode_chat(tokenizer, question) if chat_template else encode_prompt(tokenizer, question)
-            examples.append(Example(row, question, reference, tuple(ids)))
-        _check_lengths(path, examples, max_prompt_tokens)
-        return cls(tuple(examples), seed)
+        questions, references = read_columns(path, (prompt, answer), (prompt,) if chat_template else ())
+        encode = encode_chat if chat_template else encode_prompt
+        examples: list[Example] = []
+        broken: dict[int, str] = {}
+        for row, (question, reference) in enumerate(zip(questions, references, strict=True)):
+            try:
+                said = _text(prompt, question), _text(answer, reference)
+                if not (ids := encode(tokenizer, question)):
+                    raise _Broken("the prompt has no tokens")
+                examples.append(Example(row, *said, tuple(ids)))
+            except _Broken as reason:
+                broken[row] = str(reason)
+        _check_broken(path, broken, len(questions), max_broken)
+        fitting, truncated = _fit(path, examples, max_prompt_tokens, overlong)
+        skipped = {"broken": len(broken), "overlong": len(examples) - len(fitting)}
+        if not fitting:
+            raise DataError(f"{path}: no row can be used: {skipped['broken']} broken, {skipped['overlong']} too long")
+        return cls(tuple(fitting), seed, {cause: count for cause, count in skipped.items() if count}, truncated)
 
     def batch(self, step: int, n: int) -> list[Example]:
         """The `n` examples of a step (from 0): a pure function of seed, step and n, so that resuming needs no state.
@@ -109,13 +139,16 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     return [*full[:start], *bare] if bare else []
 
 
-def encode_chat(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The text as a user's turn of the tokenizer's chat template, up to where the assistant begins to speak.
+def encode_chat(tokenizer: Tokenizer, prompt: str | list[Turn]) -> list[int]:
+    """Chat turns, or a text as a user's turn, in the tokenizer's template, up to where the assistant begins to speak.
 
     The template writes the special tokens itself, so encoding adds none.
     """
-    turns = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    except jinja2.TemplateError as error:  # such as "roles must alternate"
+        raise _Broken(f"the chat template refuses the prompt: {error}") from error
     return tokenizer.encode(rendered, add_special_tokens=False)
 
 
@@ -135,10 +168,11 @@ def encode_pair(tokenizer: Tokenizer, example: Example, max_tokens: int) -> tupl
     return tokens, len(example.prompt_ids)
 
 
-def check_columns(path: str | Path, columns: Sequence[str]) -> int:
+def check_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str] = ()) -> int:
     """The file's row count, read with its schema from the footer alone.
 
-    DataError: not readable, not parquet (or cut short), no rows, a column missing or not of strings.
+    DataError: not readable, not parquet (or cut short), no rows, a column missing, not of strings or, for those that
+    are in `chats` too, of chat turns: `list<struct<role, content>>`.
     """
     try:
         with pq.ParquetFile(path) as file:
@@ -149,28 +183,58 @@ def check_columns(path: str | Path, columns: Sequence[str]) -> int:
         if column not in schema.names:
             raise DataError(f"{path}: no column {column!r}; the columns there: {', '.join(schema.names)}")
         kind = schema.field(column).type
-        if not _is_text(kind):
+        if _is_turns(kind) and column not in chats:
+            raise DataError(
+                f"{path}: column {column!r} holds chat turns: only data.prompt may, with chat_template: true"
+            )
+        if not _is_text(kind) and not _is_turns(kind):
             raise DataError(f"{path}: column {column!r} holds {kind}, expected strings")
     if rows == 0:
         raise DataError(f"{path}: no rows")
     return rows
 
 
-def read_columns(path: str | Path, columns: Sequence[str]) -> list[list[str]]:
-    """The strings of each column. DataError as in `check_columns`, and with its row at a null or a blank string."""
-    check_columns(path, columns)
+def read_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str] = ()) -> list[list[Any]]:
+    """The strings or chat turns of each column, None where there are none. DataError as in `check_columns`."""
+    check_columns(path, columns, chats)
     try:
         with pq.ParquetFile(path) as file:  # not `read_table`, which finds more columns in folders named `key=value`
             table = file.read(columns=list(columns))
-        texts: list[list[str | None]] = [table.column(column).to_pylist() for column in columns]
+        return [table.column(column).to_pylist() for column in columns]
     except _UNREADABLE as error:
         raise DataError(f"{path}: {_reason(error)}") from error
-    for column, values in zip(columns, texts, strict=True):
-        for row, value in enumerate(values):
-            if value is None or not value.strip():
-                state = "null" if value is None else "blank"
-                raise DataError(f"{path}: row {row} (from 0): column {column!r} is {state}")
-    return cast(list[list[str]], texts)
+
+
+class _Broken(DataError):
+    """What is the matter with one row."""
+
+
+def _text(column: str, value: str | list[Turn] | None) -> str:
+    """A text, or the last turn's, in which something is said."""
+    if isinstance(value, list):
+        if not all(turn and turn["role"] and turn["content"] is not None for turn in value):
+            raise _Broken(f"column {column!r} has a turn without role or content")
+        value = value[-1]["content"] if value else ""
+    if value is None or not value.strip():
+        raise _Broken(f"column {column!r} is {'null' if value is None else 'blank'}")
+    return value
+
+
+def _check_broken(path: str | Path, broken: Mapping[int, str], rows: int, most: float) -> None:
+    if len(broken) > most * rows:
+        first = [f"row {row} (from 0): {reason}" for row, reason in list(broken.items())[:ROWS_NAMED]]
+        more = [f"and {len(broken) - ROWS_NAMED} more"] if len(broken) > ROWS_NAMED else []
+        raise DataError(
+            f"{path}: {len(broken)} of {rows} rows are broken, and data.max_broken={most:g} allows "
+            f"{math.floor(most * rows)}: {'; '.join(first + more)}"
+        )
+
+
+def _is_turns(kind: pa.DataType) -> bool:
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+        return False
+    parts = {part.name: part.type for part in kind.value_type}
+    return all(name in parts and _is_text(parts[name]) for name in ("role", "content"))
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -187,13 +251,16 @@ def _reason(error: Exception) -> str:
     return f"not a readable parquet file, or one cut short: {first}"
 
 
-def _check_lengths(path: str | Path, examples: Sequence[Example], limit: int) -> None:
-    for example in examples:
-        if not example.prompt_ids:
-            raise DataError(f"{path}: row {example.row} (from 0): the prompt has no tokens")
+def _fit(path: str | Path, examples: list[Example], limit: int, overlong: str) -> tuple[list[Example], int]:
+    """Those whose prompts are within the limit, or are made to be; and how many were made to be."""
     long = [example for example in examples if len(example.prompt_ids) > limit]
-    if long:
-        raise DataError(
-            f"{path}: row {long[0].row} (from 0): the prompt has {len(long[0].prompt_ids)} tokens, and "
-            f"the model's length less that of an answer leaves {limit} ({len(long)} such rows in all)"
-        )
+    if not long:
+        return examples, 0
+    if overlong == "drop":
+        return [example for example in examples if len(example.prompt_ids) <= limit], 0
+    if overlong == "truncate_left" and limit > 0:
+        return [replace(example, prompt_ids=example.prompt_ids[-limit:]) for example in examples], len(long)
+    raise DataError(
+        f"{path}: row {long[0].row} (from 0): the prompt has {len(long[0].prompt_ids)} tokens, and "
+        f"the model's length less that of an answer leaves {limit} ({len(long)} such rows in all)"
+    )

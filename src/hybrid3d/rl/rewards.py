@@ -1,17 +1,60 @@
-"""Rewards by name: a function of the model's answer and the data set's reference, both text."""
+"""Rewards by name: functions of the model's answer, the data set's reference and the prompt, all text."""
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from decimal import Decimal
-
-RewardFunction = Callable[[str, str], float]
+from typing import Any
 
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)")
+_TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
 
-def gsm8k(answer: str, reference: str) -> float:
+@dataclass(frozen=True)
+class Reward:
+    """Where a reward is defined, as `module:function`, and whether it needs the process pool.
+
+    One that needs none is cheap, raises nothing and ends whatever the answer is.
+    """
+
+    target: str
+    pooled: bool = True
+
+
+REWARDS = {
+    "gsm8k": Reward("hybrid3d.rl.rewards:gsm8k", pooled=False),
+    "math": Reward("hybrid3d.rl.symbolic:math"),
+    "code": Reward("hybrid3d.rl.code:code"),
+}
+
+
+def find_reward(spec: str) -> Reward:
+    """The reward of a name in the table, or a user's own by `module:function`. ValueError: it is neither."""
+    if spec in REWARDS:
+        return REWARDS[spec]
+    if not _TARGET.fullmatch(spec):
+        known = ", ".join(sorted(REWARDS))
+        raise ValueError(f"unknown reward {spec!r}; known: {known}, or a function of your own as module:function")
+    return Reward(spec)
+
+
+def load_reward(target: str) -> Callable[..., Any]:
+    """The function `module:function`, its module looked for in the working directory too. Runs the module's code."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    module, _, name = target.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    if not callable(function):
+        raise TypeError(f"{target} is {type(function).__name__}, expected a function")
+    return function  # type: ignore[no-any-return]  # what a call returns is checked where it is called
+
+
+def gsm8k(answer: str, reference: str, prompt: str = "") -> float:
     """1.0 where the numbers after the last `####` of answer and reference are equal, else 0.0; also where one has none.
 
     The marker is the data set's own (arXiv 2110.14168). Numbers compare by value: 1234, 1,234.0 and $1,234. are equal.
@@ -33,13 +76,3 @@ def _final_number(text: str) -> Decimal | None:
         return None
     word = words[0].replace(",", "").rstrip(".")
     return Decimal(word) if _NUMBER.fullmatch(word) else None
-
-
-REWARDS: dict[str, RewardFunction] = {"gsm8k": gsm8k}
-
-
-def reward_function(name: str) -> RewardFunction:
-    """The reward of that name, or ValueError naming those there are."""
-    if name not in REWARDS:
-        raise ValueError(f"unknown reward {name!r}; known: {', '.join(sorted(REWARDS))}")
-    return REWARDS[name]

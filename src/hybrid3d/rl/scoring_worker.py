@@ -1,0 +1,91 @@
+"""What a process of the pool does: it loads the reward once, and turns whatever that does into plain values."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import math
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsFloat
+
+from hybrid3d.rl.rewards import load_reward
+
+Item = tuple[str, str, str]
+"""Answer, reference, prompt."""
+Verdict = tuple[float | None, str, str]
+"""A reward, or None with the kind of failure and what was said of it."""
+
+START_SECONDS = 120  # to import a reward's module: that of a user may import torch from a slow disk
+SHARE = 0.8  # of the time limit, for a reward that keeps to one by itself
+
+_reward: Callable[..., Any]
+_broken = ""
+
+
+def start(target: str, seconds: float) -> None:
+    """Make this process a worker. A module that does not load fails every call, and so is counted and told."""
+    global _reward, _broken
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for a call into C to return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: go with the process that started this one
+    signal.alarm(START_SECONDS)
+    try:
+        _reward = with_limit(load_reward(target), seconds)
+    except BaseException as error:  # SystemExit as well: a user's module may do anything
+        _broken = describe(error)
+    signal.alarm(0)
+
+
+def with_limit(reward: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """A reward with a parameter `seconds` is told how long it may take, and can end in order before it is killed."""
+    try:
+        told = "seconds" in inspect.signature(reward).parameters
+    except ValueError:  # a function in C that does not say
+        told = False
+    return functools.partial(reward, seconds=SHARE * seconds) if told else reward
+
+
+def is_batched() -> bool:
+    """Whether the reward takes lists."""
+    return not _broken and bool(getattr(getattr(_reward, "func", _reward), "batched", False))
+
+
+def judge(items: Sequence[Item]) -> list[Verdict]:
+    """The verdict on each of the items: one, or for a batched reward all."""
+    if _broken:
+        return [(None, "raised", _broken)] * len(items)
+    try:
+        if not is_batched():
+            return [_number(_reward(*item)) for item in items]
+        values = list(_reward(*(list(texts) for texts in zip(*items, strict=True))))
+    except BaseException as error:  # SystemExit as well
+        return [(None, "raised", describe(error))] * len(items)
+    if len(values) != len(items):
+        return [(None, "wrong_count", f"{len(values)} rewards for {len(items)} samples")] * len(items)
+    return [_number(value) for value in values]
+
+
+def _number(value: object) -> Verdict:
+    """A finite float. Strings are none, scalars of numpy and torch are."""
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) else math.nan
+    except Exception:  # a tensor of several elements, an integer past the floats
+        number = math.nan
+    if math.isfinite(number):
+        return number, "", ""
+    return None, "not_a_number", f"{_shortened(value)} ({type(value).__name__})"
+
+
+def describe(error: BaseException) -> str:
+    """One line: type and message."""
+    return f"{type(error).__name__}: {_shortened(error, str)}".removesuffix(": ")
+
+
+def _shortened(value: object, shown: Callable[[object], str] = repr) -> str:
+    try:
+        return " ".join(shown(value).split())[:300]
+    except Exception as error:
+        return f"<{type(error).__name__} while showing it>"
