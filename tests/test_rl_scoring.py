@@ -1,6 +1,7 @@
 """The pool against rewards that raise, hang, die and lie; and what is left of it when somebody is killed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,13 +100,17 @@ def wait_for(holds: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+def semaphores(pid: int) -> list[Path]:
+    """The named ones that a process has mapped."""
+    return [Path(name) for name in re.findall(r"/dev/shm/sem\.mp-\w+", Path(f"/proc/{pid}/maps").read_text())]
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
-    """No process of the pool and no semaphore outlives a test."""
-    mine, before = descendants(os.getpid()), set(os.listdir("/dev/shm"))
+    """No process of the pool outlives a test."""
+    mine = descendants(os.getpid())
     yield
     wait_for(lambda: not any(is_running(pid) for pid in set(descendants(os.getpid())) - set(mine)))
-    wait_for(lambda: not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("sem.mp-")})
 
 
 def items(*answers: str) -> list[tuple[str, str, str]]:
@@ -237,9 +242,12 @@ def test_the_pool_goes_with_a_trainer_that_is_killed(mine: Path) -> None:
         assert [next(trainer.stdout)[:6] for _ in range(2)] == ["main\n", "Scores"]
         time.sleep(0.2)  # the worker that sleeps is asleep
         below = descendants(trainer.pid)
+        named = [path for pid in below for path in semaphores(pid)]
+        assert named
         assert len(below) >= 3  # the server and two workers
         trainer.kill()
     wait_for(lambda: not any(is_running(pid) for pid in below))
+    wait_for(lambda: not any(path.exists() for path in named))
 
 
 @pytest.mark.usefixtures("mine")
