@@ -137,7 +137,7 @@ def run(program: str, tests: str | None, report: int, ask: int) -> None:
 def main() -> None:
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         orders = json.load(file)
-    sys.argv[1:] = []
+    sys.argv[:] = ["program.py"]
     os.write(orders["report"], (" ".join(confine(orders)) + "\n").encode())
     run(orders["program"], orders["tests"], orders["report"], orders["ask"])
 

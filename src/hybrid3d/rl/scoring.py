@@ -15,7 +15,10 @@ from hybrid3d.rl.rewards import find_reward, load_reward
 from hybrid3d.rl.scoring_worker import START_SECONDS, Item, Verdict
 
 GRACE_SECONDS = 5  # to kill a worker that hangs and start the next
-_SERVER = [sys.executable, "-m", "hybrid3d.rl.scoring_server"]
+# What can be imported here can be there, this package first of all.
+_SERVER = (
+    "import sys; sys.path[:] = eval(sys.argv[1]); from hybrid3d.rl import scoring_server as s; s.main(*sys.argv[2:])"
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Scorer:
             ours, theirs = multiprocessing.Pipe()
             arguments = [str(theirs.fileno()), self._spec, str(self._workers), str(self._seconds)]
             process = subprocess.Popen(
-                [*_SERVER, "serve", *arguments],
+                _command("serve", *arguments),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # what rewards print; what they say on stderr is for the log
@@ -111,6 +114,10 @@ class Scorer:
             theirs.close()
             self._server = process, ours
         return self._server
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-c", _SERVER, repr(sys.path), *arguments]
 
 
 def check_reward(spec: str) -> None:
@@ -122,7 +129,7 @@ def check_reward(spec: str) -> None:
     reward = find_reward(spec)
     if not reward.pooled:
         return
-    command = [*_SERVER, "check", reward.target]
+    command = _command("check", reward.target)
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=START_SECONDS

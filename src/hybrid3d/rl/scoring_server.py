@@ -14,31 +14,31 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
 from hybrid3d.rl import scoring_worker
 from hybrid3d.rl.rewards import find_reward, load_reward
-from hybrid3d.rl.scoring_worker import START_SECONDS, Item, Verdict
+from hybrid3d.rl.scoring_worker import Item, Verdict, with_limit
 
 TRIES = 3  # pools, for the calls of one batch: one breaks when a worker is killed while it has nothing to do
 LOOK_SECONDS = 0.5
+
+T = TypeVar("T")
 
 
 class Pool:
     """Workers that compute one reward; one that hangs or dies is replaced."""
 
     def __init__(self, spec: str, workers: int, seconds: float):
-        reward = find_reward(spec)
-        self._context = multiprocessing.get_context("forkserver")
-        if reward.target != spec:  # our own: its imports, such as sympy, are shared by all workers
-            self._context.set_forkserver_preload([reward.target.partition(":")[0]])
-        self._workers, self._start = workers, (reward.target, seconds)
+        # No fork, because the pool has threads; no fork server, because its workers keep it alive, and it them.
+        self._context = multiprocessing.get_context("spawn")
+        self._workers, self._start = workers, (find_reward(spec).target, seconds)
         self._seconds = seconds
         self._batched: bool | None = None
         self._pool = self._new()
@@ -48,8 +48,10 @@ class Pool:
         calls = [list(items)] if self._is_batched() else [[item] for item in items]
         answers: dict[int, list[Verdict]] = {}
         for _ in range(TRIES):
+            if not self._pool.active:
+                self._renew()
             futures = {
-                number: self._pool.schedule(scoring_worker.judge, (call,), timeout=self._seconds)
+                number: self._schedule(scoring_worker.judge, call)
                 for number, call in enumerate(calls)
                 if number not in answers
             }
@@ -59,7 +61,6 @@ class Pool:
                     answers[number] = _verdicts(future, len(calls[number]), self._seconds)
             if len(answers) == len(calls):
                 break
-            self._renew()
         lost: Verdict = (None, "died", f"the pool's workers ended {TRIES} times before they had begun")
         return [verdict for number, call in enumerate(calls) for verdict in answers.get(number) or [lost] * len(call)]
 
@@ -76,13 +77,18 @@ class Pool:
 
     def _is_batched(self) -> bool:
         if self._batched is None:
-            future = self._pool.schedule(scoring_worker.is_batched, timeout=START_SECONDS)
+            future = self._schedule(scoring_worker.is_batched)
             self._wait([future])
             if not future.done() or future.exception() is not None:
-                self._renew()
                 return False  # the calls will say what is the matter
             self._batched = future.result()
         return self._batched
+
+    def _schedule(self, function: Callable[..., T], *arguments: object) -> Future[T]:
+        try:
+            return self._pool.schedule(function, arguments, timeout=self._seconds)
+        except RuntimeError:  # it broke just now; this future will not be done either
+            return Future()
 
     def _wait(self, futures: Iterable[Future[Any]]) -> None:
         """Until all are done or the pool is broken, when those that it had not looked at never will be."""
@@ -118,7 +124,7 @@ def serve(connection: Connection, spec: str, workers: int, seconds: float) -> No
 
 
 def _end_with(parent: int) -> None:
-    """Its fork server sees this process end, and the workers see the fork server."""
+    """End with the trainer, however busy; the workers have asked the kernel to end with this process."""
     while os.getppid() == parent:
         time.sleep(LOOK_SECONDS)
     os._exit(1)
@@ -128,16 +134,19 @@ def check(target: str) -> None:
     """Load a reward as a worker would. What it raises is for whoever started this process."""
     function = load_reward(target)
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(with_limit(function, 1.0))
     except ValueError:  # a function in C that does not say
         return
     try:
         signature.bind("answer", "reference", "prompt")
     except TypeError as error:
-        raise TypeError(f"{target}{signature} does not take (answer, reference, prompt): {error}") from None
+        raise TypeError(
+            f"{target}{inspect.signature(function)} does not take (answer, reference, prompt): {error}"
+        ) from None
 
 
 def main(command: str, *arguments: str) -> None:
+    """`check TARGET`, or `serve DESCRIPTOR SPEC WORKERS SECONDS`."""
     if command == "check":
         try:
             check(*arguments)
@@ -148,7 +157,3 @@ def main(command: str, *arguments: str) -> None:
         os._exit(0)
     descriptor, spec, workers, seconds = arguments
     serve(Connection(int(descriptor)), spec, int(workers), float(seconds))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
