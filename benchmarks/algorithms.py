@@ -1,0 +1,70 @@
+"""Train the demo's task with every algorithm from the same warm start, and print what each comes to, as Markdown.
+
+    make demo                                                        # the task, and its warm start
+    python benchmarks/algorithms.py > benchmarks/results/algorithms-cpu.md
+
+A run that is there already (`runs/algorithms/`) is not repeated. With arguments, the names of cases, only those are.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+RECIPE = "recipes/demo-cpu.yaml"
+RUNS = Path("runs/algorithms")
+WANTED = 0.9  # held-out accuracy
+OWN_CLIP = "algorithm.clip=null"  # the recipe has GRPO's
+IN_REWARD = "algorithm.kl={where: reward, estimator: k1, coef: 0.001}"
+PPO = ["algorithm.name=ppo", OWN_CLIP, IN_REWARD, "algorithm.minibatches=2", "algorithm.lam=0.95"]
+PPO += ["train.micro_batch_size=32", "critic.optimizer={lr: 5.0e-4}"]
+CASES: dict[str, list[str]] = {
+    **{f"grpo, seed {seed}": [f"run.seed={seed}"] for seed in (1, 2, 3)},
+    **{f"ppo, seed {seed}": [*PPO, f"run.seed={seed}"] for seed in (1, 2, 3)},
+    "dr_grpo": ["algorithm.name=dr_grpo", OWN_CLIP],
+    "dapo": ["algorithm.name=dapo", OWN_CLIP, "reward.overlong_buffer=2"],
+    "gspo": ["algorithm.name=gspo", OWN_CLIP],
+    "rloo": ["algorithm.name=rloo", OWN_CLIP],
+    "reinforce_pp": ["algorithm.name=reinforce_pp", OWN_CLIP, IN_REWARD],
+    "reinforce_pp_baseline": [
+        "algorithm.name=reinforce_pp_baseline",
+        OWN_CLIP,
+        "algorithm.kl={where: loss, estimator: k2, coef: 0.001}",
+    ],
+}
+
+
+def rows_of(case: str) -> list[dict[str, float]]:
+    """The metrics of a case's run, which is run if it has not been."""
+    name = case.replace(", ", "-").replace(" ", "-")
+    run = RUNS / name
+    if not (run / "curves.png").exists():
+        overrides = [f"name={name}", f"run.dir={RUNS}", "run.checkpoint_every=0", *CASES[case]]
+        subprocess.run([sys.executable, "-m", "hybrid3d", "train", RECIPE, *overrides], stdout=sys.stderr, check=True)
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def line_of(case: str) -> str:
+    rows = rows_of(case)
+    measured = {int(row["step"]): row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
+    reached = next((str(step) for step, accuracy in measured.items() if accuracy >= WANTED), "never")
+    seconds = sorted(row["time/step"] for row in rows)[len(rows) // 2]
+    overrides = " ".join(override.replace("algorithm.", "") for override in CASES[case])
+    first, last = measured[0], measured[max(measured)]
+    return f"| {case} | {first:.3f} | {reached} | {last:.3f} | {seconds:.1f} | `{overrides}` |"
+
+
+def main() -> None:
+    print("# Every algorithm on the demo's task\n")
+    print(f"Four ranks on CPU, {datetime.now(UTC):%Y-%m-%d}; held-out accuracy is measured every 5 of 40 steps.\n")
+    print(f"| algorithm | accuracy before | step with {WANTED} | after | seconds a step | beside `{RECIPE}` |")
+    print("|---|---|---|---|---|---|")
+    for case in sys.argv[1:] or CASES:
+        print(line_of(case), flush=True)
+
+
+if __name__ == "__main__":
+    main()
