@@ -33,6 +33,8 @@ Models = Mapping[str, Trained]
 
 def save(models: Models, folder: Path) -> None:
     """Write models, their optimizers and schedules; the folder appears under its name when it is complete."""
+    for model in models.values():
+        model.bring_back()
     unfinished = folder.with_name(folder.name + ".partial")
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -51,6 +53,7 @@ def load(models: Models, folder: Path) -> None:
     """Bring models, their optimizers and schedules to where they were when `folder` was saved."""
     with on_device():
         for model in models.values():
+            model.bring_back()
             _make_optimizer_state(model)
         states = dist_checkpointing.load(_of_all(models, partial(_state, is_loading=True)), str(folder))
         for name, model in models.items():

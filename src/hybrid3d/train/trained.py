@@ -79,6 +79,7 @@ class Trained:
         self.config = config
         self.stages = stages
         self._layout = recipe.train
+        self._away = False
         dtype = getattr(torch, recipe.model.dtype)
         self._modules: list[torch.nn.Module] = [
             Float16Module(stage.config, stage) if dtype is torch.bfloat16 else stage for stage in stages
@@ -114,12 +115,38 @@ class Trained:
             raise RuntimeError("a part of the optimizer's parameters is not among the weights that Megatron declares")
         return found
 
+    def put_away(self) -> None:
+        """Free what only training needs, as `train.offload` says, until the next step brings it back.
+
+        Gradients are given up; what the optimizer holds goes to the host, by Megatron's own hand.
+        """
+        if self._layout.offload == "none" or self._away:
+            return
+        with on_device():
+            self.optimizer.offload_to_cpu()
+            if self._layout.offload == "all":
+                for module in self._modules:
+                    module.offload_grad_buffers()
+        self._away = True
+
+    def bring_back(self) -> None:
+        """Undo `put_away`."""
+        if not self._away:
+            return
+        with on_device():
+            self.optimizer.restore_from_cpu()
+            if self._layout.offload == "all":
+                for module in self._modules:
+                    module.restore_grad_buffers()
+        self._away = False
+
     def train_step(self, batch: Batch, token_loss: TokenLoss, ready: Ready | None = None) -> StepReport:
         """One optimizer step on the mean loss over every response token of every data-parallel rank's batch.
 
         Args:
             ready: told of each part of the model as soon as it has its new values.
         """
+        self.bring_back()
         for module in self._modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
