@@ -20,23 +20,23 @@ import tempfile
 import time
 from random import Random
 
-SEQUENCES, MICRO_BATCH = 64, 8
+SEQUENCES, MICRO_BATCH = 32, 4
 MEDIAN, SIGMA, LEAST, MOST = 180, 0.5, 16, 1024
 STEPS = 3
 SIZES = dict(
-    vocab_size=4096,
-    hidden_size=256,
-    intermediate_size=768,
+    vocab_size=2048,
+    hidden_size=128,
+    intermediate_size=384,
     num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
     max_position_embeddings=MOST,
 )
 WAYS = {
     "padded": {},
-    "padded, within 2048 tokens": dict(max_tokens_per_micro_batch=2048),
+    "padded, within 1024 tokens": dict(max_tokens_per_micro_batch=1024),
     "packed": dict(packed=True),
-    "packed, within 2048 tokens": dict(packed=True, max_tokens_per_micro_batch=2048),
+    "packed, within 1024 tokens": dict(packed=True, max_tokens_per_micro_batch=1024),
 }
 LAYOUTS = {"one process": {}, "TP2 x PP2": dict(tp=2, pp=2), "DP4": dict(dp=4)}
 
