@@ -90,7 +90,13 @@ def test_defaults(load: Any) -> None:
         "model": {"path": "build/demo/base", "dtype": "float32"},
         "train": {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "cp": 1, "dp": 1}
         | {"first_stage_layers": None, "last_stage_layers": None, "expert_bias_update_rate": 0.0}
-        | {"micro_batch_size": 8, "packed": False, "max_tokens_per_micro_batch": None, "recompute": "none"},
+        | {
+            "micro_batch_size": 8,
+            "packed": False,
+            "max_tokens_per_micro_batch": None,
+            "recompute": "none",
+            "offload": "none",
+        },
         "rollout": None,
         "sync": {"bucket_mib": 64.0, "verify": "never", "hidden": True, "share_storage": False},
         "data": {
@@ -229,7 +235,7 @@ def test_every_problem_in_one_message(load: Any, tmp_path: Path) -> None:
             "train.ttp: unknown key, did you mean tp?; "
             "known keys of train: tp, pp, vpp, ep, etp, cp, dp, "
             "first_stage_layers, last_stage_layers, expert_bias_update_rate, micro_batch_size, packed, "
-            "max_tokens_per_micro_batch, recompute",
+            "max_tokens_per_micro_batch, recompute, offload",
             "train.pp: expected an integer, 1 or more, got 0 (an integer)",
             "data.columns: unknown key; known keys of data: train, eval, prompt, answer, chat_template, "
             "overlong, max_broken",

@@ -44,6 +44,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "pp2-first1": dict(pp=2, dp=2, first_stage_layers=1),  # of DeepSeek the first stage has no experts
     "tp2-pp2-packed": dict(tp=2, pp=2, packed=True, max_tokens_per_micro_batch=71),
     "tp2-pp2-budget": dict(tp=2, pp=2, max_tokens_per_micro_batch=71),  # stages tell each other each shape
+    # Left to themselves the ranks would make 3, 3, 2 and 3 micro batches, and experts would wait for the third.
+    "dp4-ep2-packed": dict(dp=4, ep=2, packed=True, max_tokens_per_micro_batch=30),
     "pp2-vpp2-ep2-packed": dict(pp=2, vpp=2, dp=2, ep=2, packed=True, max_tokens_per_micro_batch=71, recompute="full"),
 }
 DENSE_LAYOUTS = ("tp1-pp1", "tp2-pp1", "tp4-pp1", "tp1-pp2", "tp2-pp2", "tp2-pp2-vpp2")
@@ -56,7 +58,7 @@ CASES = {
     **dict.fromkeys(DENSE, DENSE_LAYOUTS),
     **dict.fromkeys(SPARSE, FEW_LAYOUTS),
     "qwen2": (*DENSE_LAYOUTS, "pp2-first1", "tp2-pp2-packed"),  # tied embeddings lie on both stages
-    "qwen3_moe": (*SPARSE_LAYOUTS, "pp2-vpp2-ep2-packed"),
+    "qwen3_moe": (*SPARSE_LAYOUTS, "pp2-vpp2-ep2-packed", "dp4-ep2-packed"),
     "deepseek_v3": (*SPARSE_LAYOUTS, "tp2-pp2-packed", "tp2-pp2-budget"),
 }
 # Kinds of loss and sizes of micro batches: in one layout each kind in each size.

@@ -102,9 +102,13 @@ def test_pipeline_stages_keep_as_many_micro_batches_as_wait_there() -> None:
     assert found[1] == tokens * (15 * 4 * inputs + one_layer[True])
     assert found[14] == tokens * (2 * 4 * inputs + one_layer[True])
     assert found[15] > tokens * (inputs + one_layer[True])  # and the logits
+    budget = recipe_of(
+        "deepseek-v3-671b", "train.recompute=full", "train.ep=8", "train.max_tokens_per_micro_batch=16384"
+    )
+    assert stage_activations(budget, shape, stages) == [2 * nbytes for nbytes in found]
 
 
-def memory(**changes: int) -> Memory:
+def memory(**changes: Any) -> Memory:
     stage = dict(
         weights=10, gradients=20, optimizer=15, reference=10, activations=20, rollout_weights=10, staging=1
     ) | {key: value for key, value in changes.items() if key in Resident.__dataclass_fields__}
@@ -116,6 +120,7 @@ def memory(**changes: int) -> Memory:
         kv_bytes_per_token=100_000,
         max_model_len=changes.get("max_model_len", 4096),
         sleeps=changes.get("sleeps", True),
+        offload=changes.get("offload", "none"),
     )
 
 
@@ -126,6 +131,8 @@ def test_phases_add_up_and_each_is_refused_by_its_numbers() -> None:
     assert fits.problems() == []
     awake = memory(sleeps=False)  # all that vLLM may take, 24 GB, stays beside the others
     assert [awake.train, awake.sync, awake.generate] == [99 * 10**9, 80 * 10**9, 79 * 10**9]
+    assert [memory(offload=what).generate // 10**9 for what in ("none", "optimizer", "all")] == [79, 64, 44]
+    assert memory(offload="all").train == fits.train
     assert memory(activations=26).problems() == ["the train phase needs 81.0 GB of a GPU's 80.0 GB"]
     assert memory(rollout_weights=22).problems()[0].startswith("vLLM's share of 24.0 GB leaves its KV cache")
     assert memory(percent=35).problems() == ["the generate phase needs 83.0 GB of a GPU's 80.0 GB"]

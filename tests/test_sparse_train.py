@@ -11,8 +11,9 @@ from commands import EXPERTS, ROOT, experts_folder, hybrid3d, read_rows
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
 STEPS = 5
+PACKED = ["train.packed=true", "train.max_tokens_per_micro_batch=256"]
 LAYOUTS = {
-    "ep2": ["train.tp=1", "train.pp=1", "train.dp=4", "train.ep=2", "rollout.tp=2"],
+    "ep2": ["train.tp=1", "train.pp=1", "train.dp=4", "train.ep=2", "rollout.tp=2", *PACKED],
     "tp2-pp2": ["train.tp=2", "train.pp=2", "rollout.tp=2"],
 }
 QUICK = {("qwen3_moe", "ep2"), ("deepseek_v3", "tp2-pp2")}  # the other pairs in make test-all

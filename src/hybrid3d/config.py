@@ -53,7 +53,8 @@ class Train:
     The first and the last pipeline stage have as many layers as the others, if nothing else is said. A micro batch has
     `micro_batch_size` sequences, or as many as have `max_tokens_per_micro_batch` together with their padding; `packed`,
     they lie one behind the other and have none. Under full `recompute` a layer keeps its input only, and goes forward
-    once more before it goes backward.
+    once more before it goes backward. `offload` keeps what the optimizer holds in the host's memory while vLLM
+    generates, and under `all` there are no gradients then.
     """
 
     tp: Count = 1
@@ -70,6 +71,7 @@ class Train:
     packed: bool = False
     max_tokens_per_micro_batch: Count | None = None
     recompute: Literal["none", "full"] = "none"
+    offload: Literal["none", "optimizer", "all"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,6 +81,11 @@ class Models:
         """What a checkpoint must have, by name."""
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
+    def put_away(self) -> None:
+        """Free what only training needs, as the recipe says, while vLLM generates."""
+        for model in self.trained.values():
+            model.put_away()
+
 
 class Learner:
     """Makes experience of samples, and updates the policy by it. Every rank calls every method together.

@@ -34,6 +34,7 @@ def train_rl(recipe: Recipe, record: Record, rank: int, slots: Sequence[int]) ->
             synced = run.bring_weights(step)
         record.corrupted(synced, step)
         measured.add_sync(synced)
+        models.put_away()
         run.engine.wake("kv_cache")
         if step % recipe.run.eval_every == 0 or step == recipe.run.steps:
             with clock("eval"):

@@ -12,7 +12,7 @@ Weights are as both engines say; the rest follows from their number and from the
 - reference: the frozen policy's weights, where there is a KL term;
 - KV cache: what is left to vLLM of its fraction after its weights and its work space.
 
-vLLM sleeps while Megatron trains; gradients and optimizer stay while vLLM generates.
+vLLM sleeps while Megatron trains; gradients and optimizer stay while vLLM generates, but for what `train.offload` says.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ class Resident:
         """What stays through the whole step."""
         return self.weights + self.gradients + self.optimizer + self.reference
 
+    def put_away(self, offload: str) -> int:
+        """What is not there while vLLM generates."""
+        return {"none": 0, "optimizer": self.optimizer, "all": self.optimizer + self.gradients}[offload]
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -80,6 +84,7 @@ class Memory:
         kv_bytes_per_token: of the KV cache.
         max_model_len: tokens of the longest sequence.
         sleeps: whether vLLM's memory is given to training.
+        offload: what of training's is given to vLLM, as `train.offload` says.
     """
 
     stages: tuple[Resident, ...]
@@ -89,6 +94,7 @@ class Memory:
     kv_bytes_per_token: int
     max_model_len: int
     sleeps: bool = True
+    offload: str = "none"
 
     @cached_property
     def train(self) -> int:
@@ -104,7 +110,7 @@ class Memory:
 
     @cached_property
     def generate(self) -> int:
-        return max(stage.always for stage in self.stages) + self.rollout
+        return max(stage.always - stage.put_away(self.offload) for stage in self.stages) + self.rollout
 
     @property
     def rollout(self) -> int:
@@ -190,6 +196,7 @@ def memory_of(
         kv_bytes_per_token=sum(wanted.kv_bytes.values()),
         max_model_len=rollout.max_model_len,
         sleeps=rollout.sleep,
+        offload=train.offload,
     )
 
 

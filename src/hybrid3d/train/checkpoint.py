@@ -41,6 +41,8 @@ def save(models: Models, folder: Path, progress: Mapping[str, Any]) -> None:
     Args:
         progress: what else a run must know to go on, as JSON.
     """
+    for model in models.values():
+        model.bring_back()
     unfinished = folder.with_name(folder.name + ".partial")
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -70,6 +72,7 @@ def load(models: Models, folder: Path) -> dict[str, Any]:
     """
     with on_device():
         for model in models.values():
+            model.bring_back()
             _make_optimizer_state(model)
         states = dist_checkpointing.load(_of_all(models, partial(_state, is_loading=True)), str(folder))
         for name, model in models.items():

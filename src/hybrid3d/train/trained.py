@@ -23,7 +23,7 @@ from hybrid3d.families import Config, Family
 from hybrid3d.reshard.files import load_files
 from hybrid3d.reshard.layout import Demand
 from hybrid3d.rl.balance import balanced_shares, within_budget
-from hybrid3d.rl.batch import Batch, Rows
+from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.losses import masked_sum
 from hybrid3d.rl.objective import TokenLoss
 from hybrid3d.train.micro import MicroBatch, in_one_row, in_rows
@@ -83,6 +83,7 @@ class Trained:
         self.config = config
         self.stages = stages
         self._layout = recipe.train
+        self._trains, self._away = optimizer is not None, False
         dtype = getattr(torch, recipe.model.dtype)
         self._modules: list[torch.nn.Module] = [
             Float16Module(stage.config, stage) if dtype is torch.bfloat16 else stage for stage in stages
@@ -118,6 +119,31 @@ class Trained:
             raise RuntimeError("a part of the optimizer's parameters is not among the weights that Megatron declares")
         return found
 
+    def put_away(self) -> None:
+        """Free what only training needs, as `train.offload` says, until the next step brings it back.
+
+        Gradients are given up; what the optimizer holds goes to the host, by Megatron's own hand.
+        """
+        if not self._trains or self._layout.offload == "none" or self._away:
+            return
+        with on_device():
+            self.optimizer.offload_to_cpu()
+            if self._layout.offload == "all":
+                for module in self._modules:
+                    module.offload_grad_buffers()
+        self._away = True
+
+    def bring_back(self) -> None:
+        """Undo `put_away`."""
+        if not self._away:
+            return
+        with on_device():
+            self.optimizer.restore_from_cpu()
+            if self._layout.offload == "all":
+                for module in self._modules:
+                    module.restore_grad_buffers()
+        self._away = False
+
     def train_step(
         self,
         batch: Batch,
@@ -133,6 +159,7 @@ class Trained:
             ends_step: of the run; schedules are of those, however many updates one has.
             allows: told the gradient's norm before anything is updated, whether to go on.
         """
+        self.bring_back()
         for module in self._modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -200,27 +227,22 @@ class Trained:
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """A batch in micro batches, as many on every data-parallel rank."""
-        layout, width = self._layout, batch.tokens.shape[1]
-        rows: list[Rows] = (
-            self._dealt_out(batch)
-            if layout.packed or layout.max_tokens_per_micro_batch
-            else [
-                slice(start, start + layout.micro_batch_size) for start in range(0, len(batch), layout.micro_batch_size)
-            ]
-        )
+        layout = self._layout
         multiple = layout.tp if self.stages[0].config.sequence_parallel else 1  # a sequence is split over TP
 
         def rounded(tokens: int) -> int:
             return -(-tokens // multiple) * multiple
 
-        if layout.packed:  # alike in size: what goes between pipeline stages has one shape
-            size = rounded(max(int(batch.lengths[of].sum()) for of in rows))
-            return [in_one_row(batch, of, size) for of in rows]
-        if layout.max_tokens_per_micro_batch:
-            return [in_rows(batch, of, rounded(int(batch.lengths[of].max()))) for of in rows]
-        return [in_rows(batch, of, rounded(width)) for of in rows]
+        if not layout.packed and layout.max_tokens_per_micro_batch is None:
+            width, size = rounded(batch.tokens.shape[1]), layout.micro_batch_size
+            return [in_rows(batch, slice(start, start + size), width) for start in range(0, len(batch), size)]
+        dealt_out = self._dealt_out(batch)
+        if layout.packed:  # all of one size: what goes between pipeline stages has one shape
+            size = rounded(max(int(batch.lengths[rows].sum()) for rows in dealt_out))
+            return [in_one_row(batch, rows, size) for rows in dealt_out]
+        return [in_rows(batch, rows, rounded(int(batch.lengths[rows].max()))) for rows in dealt_out]
 
-    def _dealt_out(self, batch: Batch) -> list[Rows]:
+    def _dealt_out(self, batch: Batch) -> list[torch.Tensor]:
         """By their lengths: micro batches of like tokens, or of as many as fit the budget."""
         layout, lengths = self._layout, batch.lengths.tolist()
         budget = layout.max_tokens_per_micro_batch
