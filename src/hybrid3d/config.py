@@ -139,10 +139,13 @@ class Reward:
     It runs in `workers` processes for every replica, `timeout_seconds` a sample at most. A sample whose reward fails
     gets `default`; a step in which more than `max_failures` of the samples do ends the run. An answer that comes within
     `overlong_buffer` tokens of the longest loses reward in proportion (arXiv 2503.14476, eq. 13); 0 takes none away.
-    `shuffle` deals rewards out at random within a step, as a control experiment.
+    With a `model`, a sequence classifier of one label that reads the policy's tokens, its score is the reward that is
+    trained on, and the reward by name only judges held-out answers. `shuffle` deals rewards out at random within a
+    step, as a control experiment.
     """
 
     name: Text = "gsm8k"
+    model: Text | None = None
     shuffle: bool = False
     workers: Count = 2
     timeout_seconds: Positive = 10.0
@@ -207,6 +210,11 @@ class Algorithm:
     @property
     def generates(self) -> bool:
         return self.name != "sft"
+
+    @property
+    def critic(self) -> bool:
+        """Whether what is to come is estimated by a model that is trained too."""
+        return self.name == "ppo"
 
     @property
     def grouped(self) -> bool:
@@ -356,7 +364,9 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     if algorithm.correction.low >= algorithm.correction.high:
         low, high = algorithm.correction.low, algorithm.correction.high
         yield f"algorithm.correction.low={low} is not below algorithm.correction.high={high}"
-    if recipe.critic != Critic() and algorithm.name != "ppo":
+    if recipe.reward.model is not None and algorithm.dynamic_sampling:
+        yield "algorithm.dynamic_sampling looks for rewards that are alike, as those of a reward.model never are: set 0"
+    if recipe.critic != Critic() and not algorithm.critic:
         yield f"critic: algorithm.name={algorithm.name} has none: leave the section out, or set ppo"
     if recipe.sync.share_storage and recipe.rollout is not None and recipe.rollout.sleep:
         yield (

@@ -59,22 +59,25 @@ class Experience:
 
 @dataclass(frozen=True)
 class Models:
-    """Those that a rank has a part of; the critic is trained too."""
+    """Those that a rank has a part of; the critic is trained too, the judge gives rewards."""
 
     policy: Policy
     reference: Policy | None
     critic: Critic | None
+    judge: Critic | None
 
     @classmethod
     def of(cls, recipe: Recipe, policy: Policy, rank: int) -> Models:
         """What a recipe needs beside the policy."""
         refers = recipe.algorithm.kl.where != "none"
         reference = Policy(policy.config, recipe, rank, trainable=False) if refers else None
-        critic = None
-        if METHODS[recipe.algorithm.name].critic:
+        critic = judge = None
+        if recipe.algorithm.critic:
             path = recipe.critic.path or recipe.model.path
             critic = Critic(read_config(path), recipe, rank, recipe.critic.optimizer or recipe.optimizer, path)
-        return cls(policy, reference, critic)
+        if recipe.reward.model is not None:
+            judge = Critic(read_config(recipe.reward.model), recipe, rank, path=recipe.reward.model)
+        return cls(policy, reference, critic, judge)
 
     @property
     def trained(self) -> dict[str, Trained]:
@@ -96,7 +99,8 @@ class Learner:
 
     def __init__(self, recipe: Recipe, models: Models, guard: Guard, pad_id: int):
         self._recipe = recipe
-        self._policy, self._reference, self._critic = models.policy, models.reference, models.critic
+        self._policy, self._reference = models.policy, models.reference
+        self._critic, self._judge = models.critic, models.judge
         self._guard = guard
         self._pad_id = pad_id
         self._method = METHODS[recipe.algorithm.name]
@@ -107,7 +111,7 @@ class Learner:
     def further_batches(self) -> int:
         """Of prompts, that a step may draw for groups which teach something."""
         setting = self._recipe.algorithm.dynamic_sampling
-        return self._method.dynamic_sampling if setting is None else setting
+        return (self._method.dynamic_sampling if self._judge is None else 0) if setting is None else setting
 
     def progress(self, batch: int) -> dict[str, Any]:
         """What a resumed run must know besides models, as JSON; `batch` is the number of the next batch of prompts."""
@@ -120,14 +124,20 @@ class Learner:
         self._guard.restore(progress["guard"])
         return int(progress["batch"])
 
+    def judge(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with the reward model's scores as rewards, where there is one."""
+        if self._judge is None:
+            return list(samples)
+        _, batch = self._mine(samples)
+        scores = self._of_all(self._judge.scores(batch))
+        return [replace(sample, reward=score) for sample, score in zip(samples, scores, strict=True)]
+
     def experience(
         self, samples: Sequence[Sample], step: int, measured: Measured
     ) -> tuple[Experience, dict[str, float]]:
         """What is known of this rank's share of a step's samples; and metrics, the same on every rank."""
         policy = self._policy
-        mine = samples[share_of(self._recipe, policy, len(samples))]
-        sequences = [sample.prompt_ids + sample.tokens for sample in mine]
-        batch = Batch.from_sequences(sequences, [len(sample.prompt_ids) for sample in mine], pad_id=self._pad_id)
+        mine, batch = self._mine(samples)
         known = Experience(
             batch=batch.to(device()),
             lengths=torch.tensor([len(sample.tokens) for sample in samples]).reshape(self._recipe.train.dp, -1),
@@ -140,7 +150,7 @@ class Learner:
         scores, row = self._scores(samples, step)
         kl = self._kl_to_reference(known)
         if self._reference is not None:
-            answer_kl = self._of_all_answers(kl)
+            answer_kl = torch.tensor(self._of_all(None if kl is None else kl.sum(1)))
             row |= {"train/answer_kl": float(answer_kl.mean()), "train/kl_coef": known.kl_coef}
             self.kl.observe(float(answer_kl.mean()), len(samples))
             self._guard.calm(step, float(answer_kl.mean()), self.kl, self._recipe.algorithm.kl.coef)
@@ -285,11 +295,18 @@ class Learner:
                 measured.sums["mismatch/weight"] = float(weights.sum())
         return weights
 
-    def _of_all_answers(self, values: Tensor | None) -> Tensor:
-        """The sums over tokens of everyone's answers, [B], on every rank; from [b, T] where the output layer is."""
+    def _mine(self, samples: Sequence[Sample]) -> tuple[Sequence[Sample], Batch]:
+        """This data-parallel rank's share."""
+        mine = samples[share_of(self._recipe, self._policy, len(samples))]
+        sequences = [sample.prompt_ids + sample.tokens for sample in mine]
+        prompts = [len(sample.prompt_ids) for sample in mine]
+        return mine, Batch.from_sequences(sequences, prompts, pad_id=self._pad_id)
+
+    def _of_all(self, values: Tensor | None) -> list[float]:
+        """Everyone's samples' numbers, on every rank; from [b] where the output layer is."""
         counts = values is not None and self._policy.counts
-        shares = ranks.gather((self._policy.data_parallel_rank, values.sum(1).tolist()) if counts else None)
-        return torch.tensor([sum_ for _, share in sorted(filter(None, shares)) for sum_ in share])
+        shares = ranks.gather((self._policy.data_parallel_rank, values.tolist()) if counts else None)
+        return [number for _, share in sorted(filter(None, shares)) for number in share]
 
 
 def share_of(recipe: Recipe, policy: Policy, sequences: int) -> slice:

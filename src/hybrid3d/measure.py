@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hybrid3d import ranks
-from hybrid3d.rollouts import Drawn
+from hybrid3d.rollouts import Drawn, Sample
 from hybrid3d.sync import SyncReport
 
 
@@ -78,9 +78,8 @@ def per_token(row: dict[str, float], tokens: int) -> dict[str, float]:
     return row | {key: row[key] / tokens for key in sums}
 
 
-def of_samples(drawn: Drawn) -> dict[str, float]:
+def of_samples(drawn: Drawn, samples: Sequence[Sample]) -> dict[str, float]:
     """What can be said of a step's samples without a model."""
-    samples = drawn.samples
     lengths = [len(sample.tokens) for sample in samples]
     return {
         "reward/mean": sum(sample.reward for sample in samples) / len(samples),

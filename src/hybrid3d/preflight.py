@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from hybrid3d import ranks
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
 from hybrid3d.exporting import is_redundant, is_untrained
-from hybrid3d.families import Config, UnsupportedModel, family_of
+from hybrid3d.families import VALUE_HEAD, Config, UnsupportedModel, family_of
 from hybrid3d.inputs import read_config, read_data, read_tokenizer
 from hybrid3d.planning.apart import AskingFailed
 from hybrid3d.reshard.files import CheckpointError, CheckpointReader, Entry, pieces_of, read_index
@@ -55,7 +56,34 @@ def check_run(recipe: Recipe) -> None:
         raise RecipeError(recipe.name, [f"reward.name: {error}"]) from None
     check_folder(recipe)
     check_weights(config, recipe)
+    if recipe.algorithm.critic and recipe.critic.path is not None:
+        check_scorer(recipe.critic.path, "critic.path", config, recipe)
+    if recipe.reward.model is not None:
+        check_scorer(recipe.reward.model, "reward.model", config, recipe)
     check_fit(recipe)
+
+
+def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
+    """A checkpoint with a head of one number must fit the layout and read the policy's tokens.
+
+    Raises:
+        CheckpointError, UnsupportedModel, RecipeError: as in `check_run`.
+    """
+    from hybrid3d.train.critic import language_model
+
+    config = language_model(read_config(path))
+    family = family_of(config)
+    shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
+    check_layout(replace(recipe, rollout=None), shape)
+    if config["vocab_size"] != policy["vocab_size"]:
+        problem = f"{key}: {path} knows {config['vocab_size']} tokens, the policy {policy['vocab_size']}"
+        raise RecipeError(recipe.name, [f"{problem}: it must have been trained with the policy's tokenizer"])
+    head = read_index(path).get(VALUE_HEAD)
+    if head is None and key == "reward.model":
+        raise CheckpointError(f"{path} has no {VALUE_HEAD}: a reward model is a sequence classifier of one label")
+    if head is not None and head.shape != (1, config["hidden_size"]):
+        wanted = [1, config["hidden_size"]]
+        raise CheckpointError(f"{path}: {VALUE_HEAD} has shape {list(head.shape)}, one label takes {wanted}")
 
 
 def check_folder(recipe: Recipe) -> None:

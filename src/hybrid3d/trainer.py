@@ -45,10 +45,13 @@ def train_rl(recipe: Recipe, record: Record, rank: int, slots: Sequence[int]) ->
         record.failed(drawn, step)
         run.engine.sleep()
         with clock("train"):
+            samples = learner.judge(samples)
             experience, known = learner.experience(samples, step, measured)
             if step < recipe.run.steps:
                 row |= learner.update(experience, step, measured, run.bringing(step + 1))
-        row |= known | of_samples(drawn) | per_token(measured.over_ranks(), sum(len(s.tokens) for s in samples))
+        row |= (
+            known | of_samples(drawn, samples) | per_token(measured.over_ranks(), sum(len(s.tokens) for s in samples))
+        )
         row |= clock.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
         record.step(row, samples)
         guard.watch(row, peak_memory() / 1e9)

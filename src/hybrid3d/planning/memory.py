@@ -172,6 +172,8 @@ def memory_of(
     itemsize = ITEMSIZE[recipe.model.dtype]
     stage_ranks = recipe.world_size // train.pp
     activations = stage_activations(recipe, shape, layers_of_stages(config, train))
+    trained = 2 if recipe.algorithm.critic else 1
+    beside = (recipe.algorithm.kl.where != "none") + recipe.algorithm.critic + (recipe.reward.model is not None)
     stages = []
     for stage, its in enumerate(held):
         elements = its.dense + its.experts
@@ -180,9 +182,9 @@ def memory_of(
         stages.append(
             Resident(
                 weights=weights,
-                gradients=elements * FLOAT32,
-                optimizer=round(sharded * FLOAT32 * (2 if itemsize == FLOAT32 else 3)),
-                reference=weights if recipe.algorithm.kl.where != "none" else 0,
+                gradients=elements * FLOAT32 * trained,
+                optimizer=round(sharded * FLOAT32 * (2 if itemsize == FLOAT32 else 3)) * trained,
+                reference=weights * beside,
                 activations=activations[stage],
                 rollout_weights=wanted_bytes,
                 staging=2 * recipe.sync.bucket_bytes + wanted.finalize_bytes,

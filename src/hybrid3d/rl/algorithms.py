@@ -26,15 +26,14 @@ class Method:
     Attributes:
         advantages: of answers [B], from their rewards [B] and the number of answers to a prompt.
         by_token: a KL in the reward costs at the tokens where it arises, and a token's advantage is made of what comes
-            from it on; else it is taken off the answer's reward, and all tokens of an answer have its advantage.
-        critic: what is expected is learned: advantages are GAE's.
+            from it on, by GAE where there is a critic; else the KL is taken off the answer's reward, and all tokens of
+            an answer have its advantage.
         normalised: over all tokens of a step, at last.
         ratio, aggregation, clip, clip_high, dynamic_sampling: defaults of the recipe's settings.
     """
 
     advantages: Callable[[Tensor, int], Tensor]
     by_token: bool = False
-    critic: bool = False
     normalised: bool = False
     ratio: Ratio = "token"
     aggregation: Aggregation = "token"
@@ -58,5 +57,5 @@ METHODS = {
     "reinforce_pp": Method(advantages=plain_advantages, by_token=True, normalised=True),
     "reinforce_pp_baseline": Method(advantages=centred_advantages, normalised=True),
     # arXiv 1707.06347, and arXiv 2203.02155 for its use here
-    "ppo": Method(advantages=plain_advantages, by_token=True, critic=True, normalised=True),
+    "ppo": Method(advantages=plain_advantages, by_token=True, normalised=True),
 }
