@@ -74,7 +74,7 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
     config = language_model(read_config(path))
     family = family_of(config)
     shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
-    check_layout(replace(recipe, rollout=None), shape)
+    check_layout(replace(recipe, rollout=None), shape, device=None)
     if config["vocab_size"] != policy["vocab_size"]:
         problem = f"{key}: {path} knows {config['vocab_size']} tokens, the policy {policy['vocab_size']}"
         raise RecipeError(recipe.name, [f"{problem}: it must have been trained with the policy's tokenizer"])

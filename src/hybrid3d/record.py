@@ -29,7 +29,15 @@ class Record:
             self.folder.add_metrics({key: value if math.isfinite(value) else None for key, value in row.items()})
             kept = samples[:: max(1, len(samples) // SAMPLES_KEPT)][:SAMPLES_KEPT]
             self.folder.add_samples(
-                {"step": row["step"], "weights": s.weights, "prompt": s.prompt, "answer": s.answer, "reward": s.reward}
+                {
+                    "step": row["step"],
+                    "weights": s.weights,
+                    "prompt": s.prompt,
+                    "answer": s.answer,
+                    "reward": s.reward,
+                    "prompt_tokens": s.prompt_ids,
+                    "answer_tokens": s.tokens,
+                }
                 for s in kept
             )
 
