@@ -105,9 +105,11 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     folder = RunFolder.of(recipe)
     if CHECKED not in os.environ:
+        from hybrid3d.control import check_schedule
         from hybrid3d.preflight import check_run
 
         check_run(recipe)
+        check_schedule(recipe)
     if ranks.under_launcher():
         from hybrid3d import tasks
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +26,7 @@ from hybrid3d.schema import (
     Number,
     Positive,
     RecipeError,
+    Schedule,
     Share,
     Text,
     Verified,
@@ -304,7 +305,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All settings of a run. Only `sft` may do without `rollout`."""
+    """All settings of a run, and those that change at a step. Only `sft` may do without `rollout`."""
 
     name: Name
     model: Model
@@ -318,6 +319,7 @@ class Recipe:
     critic: Critic = Critic()
     guard: Guard = Guard()
     run: Run
+    schedule: Schedule = field(default_factory=dict, hash=False)
     machine: Machine = Machine()
 
     @property
@@ -337,11 +339,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     raw = read_yaml(Path(path))
     problems: list[str] = []
     apply_overrides(raw, overrides, problems)
-    recipe = read_section(Recipe, raw, "", problems)
+    return read_recipe(raw, str(path), problems)
+
+
+def read_recipe(raw: object, subject: str, problems: Sequence[str] = ()) -> Recipe:
+    """A recipe from what its YAML says. RecipeError, about `subject`: the problems so far, and all that it has."""
+    found = list(problems)
+    recipe = read_section(Recipe, raw, "", found)
     if recipe is not None:
-        problems.extend(_contradictions(recipe))
-    if recipe is None or problems:
-        raise RecipeError(str(path), problems)
+        found.extend(_contradictions(recipe))
+    if recipe is None or found:
+        raise RecipeError(subject, found)
     return recipe
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from hybrid3d.config import Recipe
+
 SHOWN = {
     "reward/mean": "reward {:.3f}",
     "eval/accuracy": "held-out {:.3f}",
@@ -48,6 +50,11 @@ class Display:
     def say(self, text: str) -> None:
         if self._console is not None:
             self._console.print(text, highlight=False, soft_wrap=True)
+
+    def adopt(self, recipe: Recipe) -> None:
+        """Show how many steps there are now."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, total=recipe.run.steps)
 
     def show(self, row: Mapping[str, float]) -> None:
         """The metrics of a step; what a step does not measure keeps its last value."""

@@ -84,6 +84,12 @@ class Models:
         """What a checkpoint must have, by name."""
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
+    def adopt(self, recipe: Recipe) -> None:
+        """Go on by the settings of this recipe."""
+        for model in (self.policy, self.reference, self.critic):
+            if model is not None:
+                model.adopt(recipe)
+
     def put_away(self) -> None:
         """Free what only training needs, as the recipe says, while vLLM generates."""
         for model in self.trained.values():
@@ -106,6 +112,15 @@ class Learner:
         self._method = METHODS[recipe.algorithm.name]
         kl = recipe.algorithm.kl
         self.kl = KlController(kl.coef, kl.target, kl.horizon)
+
+    def adopt(self, recipe: Recipe) -> None:
+        """Go on by the settings of this recipe. The coefficient of the KL stays where its target has brought it."""
+        before, kl = self._recipe.algorithm.kl, recipe.algorithm.kl
+        self._recipe = recipe
+        if kl.coef != before.coef:
+            self.kl.coef = kl.coef
+        if kl.target != before.target:
+            self.kl.target = kl.target
 
     @property
     def further_batches(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid3d.config import Guard as Settings
+from hybrid3d.config import Recipe
 from hybrid3d.record import Record
 from hybrid3d.rl.kl import KlController
 
@@ -54,6 +55,10 @@ class Guard:
         self._norms: deque[float] = deque(maxlen=REMEMBERED)
         self._outside: set[str] = set()
         self._acts = 0
+
+    def adopt(self, recipe: Recipe) -> None:
+        """Go on by the settings of this recipe."""
+        self._settings = recipe.guard
 
     @property
     def progress(self) -> dict[str, Any]:

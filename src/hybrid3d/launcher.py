@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,12 +24,33 @@ from hybrid3d.run_folder import RunFolder
 
 
 def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Console) -> int:
-    """Run `hybrid3d ARGUMENTS` as `world_size` ranks on this machine; 0, or 1 when one of them failed."""
+    """Run `hybrid3d ARGUMENTS` as `world_size` ranks on this machine; 0, or 1 when one of them failed.
+
+    A rank that ran out of memory has made its run smaller: then they are started again.
+    """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is ours to make
     logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    while True:
+        try:
+            failures = _run_once(arguments, world_size, folder)
+        except SignalException as interrupted:
+            console.print(f"stopped by {interrupted.sigval.name}", style="red", highlight=False)
+            return 1
+        if not failures:
+            return 0
+        cause = first_cause(folder, failures)
+        again = cause["kind"] == "out_of_memory"
+        style = "yellow" if again else "red"
+        console.print(failure_message(folder, cause), style=style, highlight=False, markup=False, soft_wrap=True)
+        if not again:
+            return 1
+
+
+def _run_once(arguments: list[str], world_size: int, folder: RunFolder) -> dict[int, Any]:
+    """What the launcher saw of each rank that ended badly: `exitcode`, negative for a signal."""
     ident = f"hybrid3d-{uuid.uuid4().hex[:12]}"
     os.environ[ranks.IDENT] = ident
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -42,13 +64,9 @@ def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Co
         old.unlink()
     try:
         elastic_launch(config, sys.executable)("-m", "hybrid3d", *arguments)
-        return 0
+        return {}
     except ChildFailedError as error:
-        console.print(failure_message(folder, error.failures), style="red", highlight=False, markup=False)
-        return 1
-    except SignalException as interrupted:
-        console.print(f"stopped by {interrupted.sigval.name}", style="red", highlight=False)
-        return 1
+        return dict(error.failures)
     finally:
         ranks.remove_shared_memory(ident)
 
@@ -79,8 +97,13 @@ def check_node(recipe: Recipe) -> None:
         raise RecipeError(recipe.name, [f"{problem}: start as many, or set machine.gpus_per_node={here}"])
 
 
-def failure_message(folder: RunFolder, failures: dict[int, Any]) -> str:
-    """The first cause: a rank's own error before a lost peer's, and a rank that was killed before both.
+def failure_message(folder: RunFolder, cause: Mapping[str, Any]) -> str:
+    """What is said of the first cause."""
+    return f"rank {cause['rank']} failed: {cause['reason']}\nits log: {folder.log_of(cause['rank'])}"
+
+
+def first_cause(folder: RunFolder, failures: Mapping[int, Any]) -> dict[str, Any]:
+    """A rank's own error before a lost peer's, and a rank that was killed before both: `rank`, `reason`, `kind`.
 
     Args:
         failures: what the launcher saw of each rank that ended badly: `exitcode`, negative for a signal.
@@ -89,14 +112,11 @@ def failure_message(folder: RunFolder, failures: dict[int, Any]) -> str:
     own = sorted((r for r in reasons if not r["peer"]), key=lambda r: r["time"])
     killed = {rank: -f.exitcode for rank, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
     if own:
-        rank, reason = own[0]["rank"], own[0]["reason"]
-    elif killed:
+        return own[0]
+    if killed:
         rank, number = next(iter(killed.items()))
-        reason = f"killed by {signal.Signals(number).name}"
-    elif reasons:
-        first = min(reasons, key=lambda r: r["time"])
-        rank, reason = first["rank"], first["reason"]
-    else:
-        rank, failure = next(iter(failures.items()))
-        reason = f"ended with exit code {failure.exitcode}"
-    return f"rank {rank} failed: {reason}\nits log: {folder.log_of(rank)}"
+        return {"rank": rank, "reason": f"killed by {signal.Signals(number).name}", "kind": "error"}
+    if reasons:
+        return min(reasons, key=lambda r: r["time"])
+    rank, failure = next(iter(failures.items()))
+    return {"rank": rank, "reason": f"ended with exit code {failure.exitcode}", "kind": "error"}

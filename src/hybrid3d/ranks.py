@@ -134,6 +134,18 @@ def gather_alike(value: Any) -> list[tuple[list[int], Any]]:
     return found
 
 
+def first(value: Any) -> Any:
+    """Rank 0's value, on every rank; what the others give does not matter. For what is mostly None: then one number."""
+    data = pickle.dumps(value) if rank() == 0 and value is not None else b""
+    size = torch.tensor(len(data))
+    dist.broadcast(size, 0)
+    if not size:
+        return None
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(buffer, 0)
+    return pickle.loads(buffer.numpy().tobytes())
+
+
 def least(number: int) -> int:
     """The smallest of the numbers that ranks give, on every rank."""
     tensor = torch.tensor(number)

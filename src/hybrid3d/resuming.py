@@ -22,6 +22,10 @@ class Checkpoints:
         self._models = models
         self._record = record
 
+    def adopt(self, recipe: Recipe) -> None:
+        """Go on by the settings of this recipe."""
+        self._run = recipe.run
+
     def resume(self) -> tuple[int, dict[str, Any]]:
         """Bring the models to the folder's last whole checkpoint, if there is one; what is broken is set aside.
 

@@ -19,6 +19,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.recipe = path / "recipe.yaml"
+        self.control = path / "control.yaml"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
         self.events = path / "events.jsonl"
@@ -40,6 +41,10 @@ class RunFolder:
     def failure_of(self, rank: int) -> Path:
         """Where a rank that fails leaves its one-line reason for whoever started it."""
         return self.logs / f"rank-{rank}.failure"
+
+    def relief_of(self, count: int) -> Path:
+        """What the run gave up when it ran out of memory for the so-manieth time."""
+        return self.path / f"out-of-memory-{count}.json"
 
     def add_metrics(self, row: Mapping[str, float | None]) -> None:
         _append(self.metrics, [row])

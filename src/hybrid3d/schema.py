@@ -1,17 +1,19 @@
 """YAML into frozen dataclasses. Knows no recipe: `config.py` says what is in one.
 
 A dataclass is a section, and a field of it a key. A field is a str, int, float, bool, Literal, a section, or a section
-or None; `Annotated[type, Rule(...)]` narrows it. All problems are collected, so that a user mends a file once.
+or None; `Annotated[type, Rule(...)]` narrows it. A `Schedule` has settings by step, by their dotted keys. All problems
+are collected, so that a user mends a file once.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -56,6 +58,7 @@ AboveOne = Annotated[float, Rule(lambda x: 1 < x < math.inf, "more than 1 and fi
 Number = Annotated[float, Rule(lambda x: -math.inf < x < math.inf, "finite")]
 Share = Annotated[float, Rule(lambda x: 0 <= x <= 1, "0 to 1")]
 Fraction = Annotated[float, Rule(lambda x: 0 < x < 1, "more than 0 and less than 1")]
+Schedule = dict[int, dict[str, Any]]
 Decay = Annotated[float, Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")]
 
 _TYPE_WORDS: dict[type, str] = {
@@ -86,7 +89,7 @@ class _Loader(yaml.SafeLoader):
 def read_yaml(path: Path) -> dict[Any, Any]:
     """The mapping in a YAML file. RecipeError: not readable, not YAML (with the line), or no mapping."""
     try:
-        raw = _parse(path.read_text(encoding="utf-8"))
+        raw = parse(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise RecipeError(str(path), [f"not a text file: {error}"]) from error
     except OSError as error:
@@ -98,7 +101,37 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     return raw
 
 
-def _parse(text: str) -> object:
+def dotted(raw: object, path: str = "") -> dict[str, Any]:
+    """Settings in sections as `section.key: value`; keys that are dotted already stay so.
+
+    Raises:
+        ValueError: no section, or a key stands twice, nested and dotted.
+    """
+    if not isinstance(raw, dict):
+        raise ValueError(f"expected sections with keys, got {_shown(raw)}")
+    found: dict[str, Any] = {}
+    for key, value in raw.items():
+        here = _join(path, str(key))
+        settings = dotted(value, here) if isinstance(value, dict) else {here: value}
+        twice = next((name for name in settings if name in found), None)
+        if twice is not None:
+            raise ValueError(f"{twice} stands twice")
+        found |= settings
+    return found
+
+
+def with_settings(raw: Mapping[Any, Any], settings: Mapping[str, object], problems: list[str]) -> dict[Any, Any]:
+    """A copy of a recipe's sections in which each `section.key` has another value."""
+    changed = copy.deepcopy(dict(raw))
+    for key, value in settings.items():
+        try:
+            _set(changed, key.split("."), value)
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    return changed
+
+
+def parse(text: str) -> object:
     """YAML to Python; ValueError says what is wrong and on which line."""
     try:
         return yaml.load(text, _Loader)
@@ -121,17 +154,22 @@ def apply_overrides(raw: dict[Any, Any], overrides: Iterable[str], problems: lis
 
 def _apply_override(raw: dict[Any, Any], override: str) -> None:
     path, equals, text = override.partition("=")
-    *sections, key = path.strip().split(".")
-    if not equals or not all([*sections, key]):
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
         raise ValueError("expected section.key=value")
+    _set(raw, keys, parse(text))
+
+
+def _set(raw: dict[Any, Any], keys: Sequence[str], value: object) -> None:
     here = raw
+    *sections, key = keys
     for name in sections:
         if here.get(name) is None:  # absent, or `rollout: null`
             here[name] = {}
         if not isinstance(here[name], dict):
             raise ValueError(f"{name} is no section, it is {_shown(here[name])}")
         here = here[name]
-    here[key] = _parse(text)
+    here[key] = value
 
 
 def read_section(kind: type[T], raw: object, path: str, problems: list[str]) -> T | None:
@@ -147,6 +185,8 @@ def read_section(kind: type[T], raw: object, path: str, problems: list[str]) -> 
         here, hint = _join(path, field.name), hints[field.name]
         if field.name in raw:
             values[field.name] = _read(hint, raw[field.name], here, problems)
+        elif field.default_factory is not dataclasses.MISSING:
+            continue
         elif field.default is dataclasses.MISSING and _section_of(hint):
             values[field.name] = _read(hint, {}, here, problems)  # names each key that is missing in it
         elif field.default is dataclasses.MISSING:
@@ -156,6 +196,8 @@ def read_section(kind: type[T], raw: object, path: str, problems: list[str]) -> 
 
 def _read(hint: Any, raw: object, path: str, problems: list[str]) -> object:
     """A field's value, section or scalar; None when `problems` has grown."""
+    if hint == Schedule:
+        return _read_schedule(raw, path, problems)
     section = _section_of(hint)
     if section is not None:
         optional = NoneType in get_args(hint)
@@ -169,6 +211,24 @@ def _read(hint: Any, raw: object, path: str, problems: list[str]) -> object:
     except ValueError as error:
         problems.append(f"{path}: {error}")
         return None
+
+
+def _read_schedule(raw: object, path: str, problems: list[str]) -> Schedule:
+    """By step, ascending, settings by their dotted keys. Whether these exist, who knows the recipe must say."""
+    if not isinstance(raw, dict):
+        problems.append(f"{path}: expected steps with settings, got {_shown(raw)}")
+        return {}
+    found: Schedule = {}
+    for key, settings in raw.items():
+        here = _join(path, str(key))
+        if not re.fullmatch("[1-9][0-9]*", str(key)):
+            problems.append(f"{here}: expected a step, 1 or more, got {_shown(key)}")
+            continue
+        try:
+            found[int(key)] = dotted(settings)
+        except ValueError as error:
+            problems.append(f"{here}: {error}")
+    return dict(sorted(found.items()))
 
 
 def read_value(hint: Any, raw: object) -> Any:

@@ -106,6 +106,10 @@ class WeightSync:
         self.under_way: int | None = None
         self._told = False
 
+    def adopt(self, recipe: Recipe) -> None:
+        """Verify as this recipe says, from the next sync that begins."""
+        self._verify = recipe.sync.verify
+
     def _bind(self) -> None:
         """Every rank calls this together."""
         self.plan = self._routes.plan(self._rank, self._moves, self._ends)

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
@@ -16,6 +17,7 @@ from hybrid3d.bench.scaling import write_model
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
 from hybrid3d.inputs import read_config
+from hybrid3d.relief import Relief
 from hybrid3d.run_folder import RunFolder, checkpoint_folder, draw_curves
 
 
@@ -28,6 +30,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
     ranks.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
     from hybrid3d import trainer
+    from hybrid3d.control import Control
     from hybrid3d.record import Record
     from hybrid3d.train.kernels import in_use
 
@@ -35,15 +38,20 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
         folder.create(recipe)
         folder.add_event("kernels", in_use=in_use())
         print(in_use(), flush=True)  # to this rank's log
+    relief = ranks.first(Relief.of(folder))
     with Display(recipe.name, recipe.run.steps, console) as display:
         record = Record(folder, rank, display)
-        if recipe.algorithm.generates:
-            trainer.train_rl(recipe, record, rank, slots)
-        else:
-            trainer.train_sft(recipe, record, rank)
+        control = Control(recipe, record, relief.settings)
+        try:
+            if recipe.algorithm.generates:
+                trainer.train_rl(control, record, rank, slots)
+            else:
+                trainer.train_sft(control, record, rank)
+        except torch.OutOfMemoryError as error:
+            raise relief.after(error, control.recipe, folder, rank) from error
     if rank == 0:
         draw_curves(folder)
-        folder.add_event("end", step=recipe.run.steps)
+        folder.add_event("end", step=control.recipe.run.steps)
 
 
 def _agree(recipe: Recipe, store: dist.Store) -> Sequence[int]:

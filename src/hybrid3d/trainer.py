@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybrid3d.colocated import Colocated
-from hybrid3d.config import Recipe
+from hybrid3d.control import Control
 from hybrid3d.experience import Learner, Models, share_of
 from hybrid3d.guard import Guard
 from hybrid3d.inputs import read_config, read_data, read_tokenizer
@@ -19,16 +19,20 @@ from hybrid3d.train.policy import Policy
 from hybrid3d.train.runtime import peak_memory
 
 
-def train_rl(recipe: Recipe, record: Record, rank: int, slots: Sequence[int]) -> None:
+def train_rl(control: Control, record: Record, rank: int, slots: Sequence[int]) -> None:
     """Row s of the metrics tells of the policy after s steps of updates; the last policy is only measured."""
+    recipe = control.recipe
     run = Colocated(recipe, rank, slots)
     run.engine.sleep()
     models, guard = Models.of(recipe, run.policy, rank), Guard(recipe.guard, record)
     learner = Learner(recipe, models, guard, run.tokenizer.pad_token_id)
     checkpoints = Checkpoints(recipe, models.trained, record)
+    control.serve(models, learner, guard, checkpoints, run.engine, run.sync, record)
     step, progress = checkpoints.resume()
+    control.restore(progress)
     batch = learner.restore(progress) if progress else 0
-    while step <= recipe.run.steps:
+    while step <= control.recipe.run.steps:
+        recipe = control.before(step)
         clock, measured, row = Clock(), Measured(), {"step": step}
         with clock("sync"):
             synced = run.bring_weights(step)
@@ -56,18 +60,22 @@ def train_rl(recipe: Recipe, record: Record, rank: int, slots: Sequence[int]) ->
         record.step(row, samples)
         guard.watch(row, peak_memory() / 1e9)
         step += 1
-        checkpoints.save_where_due(step, learner.progress(batch))
+        checkpoints.save_where_due(step, learner.progress(batch) | control.progress)
     run.close()
 
 
-def train_sft(recipe: Recipe, record: Record, rank: int) -> None:
+def train_sft(control: Control, record: Record, rank: int) -> None:
     """Supervised: negative log-likelihood of the answers. Row s of the metrics is the loss before update s + 1."""
+    recipe = control.recipe
     config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
     policy = Policy(config, recipe, rank)
     checkpoints = Checkpoints(recipe, {"policy": policy}, record)
     data, _ = read_data(recipe, config, tokenizer)
-    first, _ = checkpoints.resume()
-    for step in range(first, recipe.run.steps):
+    control.serve(policy, checkpoints, record)
+    step, progress = checkpoints.resume()
+    control.restore(progress)
+    while step < control.recipe.run.steps:
+        recipe = control.before(step)
         clock, measured = Clock(), Measured()
         examples = data.batch(step, recipe.sequences_per_step)
         pairs = [encode_pair(tokenizer, example, config["max_position_embeddings"]) for example in examples]
@@ -82,4 +90,5 @@ def train_sft(recipe: Recipe, record: Record, rank: int) -> None:
         row = {"step": step, "train/grad_norm": report.grad_norm, "train/lr": report.lr}
         row |= per_token(measured.over_ranks(), sum(len(tokens) - prompt for tokens, prompt in pairs))
         record.step(row | clock.row(sum(len(tokens) for tokens, _ in pairs)))
-        checkpoints.save_where_due(step + 1, {})
+        step += 1
+        checkpoints.save_where_due(step, control.progress)

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from hybrid3d import ranks, rendezvous
 from hybrid3d.config import Recipe
+from hybrid3d.relief import RanOut
 from hybrid3d.run_folder import RunFolder
 
 Task = Callable[[int, dist.Store, "Console | None"], None]
@@ -59,6 +60,7 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
     except Exception as error:  # the boundary of the process: everything is reported, nothing goes on
         traceback.print_exc()
         reason = {"rank": rank, "time": time.time(), "peer": _is_lost_peer(error), "reason": _one_line(error)}
+        reason["kind"] = "out_of_memory" if isinstance(error, RanOut) else "error"
         folder.failure_of(rank).write_text(json.dumps(reason))
         if not launched and not reason["peer"]:
             _say(stderr, f"rank {rank} failed: {reason['reason']}\nits log: {folder.log_of(rank)}")

@@ -148,6 +148,11 @@ class RolloutEngine:
                 seed=recipe.run.seed,
             )
 
+    def adopt(self, recipe: Recipe) -> None:
+        """Draw at the temperature of this recipe."""
+        assert recipe.rollout is not None, "checked when the recipe was read"
+        self._temperature = recipe.rollout.temperature
+
     def weights(self, shapes: Mapping[str, Shape]) -> RolloutWeights:
         """What this rank wants of the canonical tensors of these shapes, and the sink that takes it."""
         runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner

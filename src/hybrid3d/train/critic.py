@@ -65,6 +65,9 @@ class Critic(Trained):
             fresh=() if head is not None else (VALUE_HEAD,),
         )
 
+    def _optimizer_of(self, recipe: Recipe) -> Optimizer:
+        return recipe.critic.optimizer or recipe.optimizer
+
     def values(self, batch: Batch) -> torch.Tensor | None:
         """What is expected before each token is drawn, [B, T] float32; None on ranks without the output layer.
 

@@ -22,11 +22,14 @@ class Policy(Trained):
     """A language model in the train layout; `train_step` gives its loss what it says of tokens."""
 
     def __init__(self, config: Config, recipe: Recipe, rank: int, trainable: bool = True):
-        samples = recipe.rollout is not None and recipe.algorithm.generates
-        self._temperature = recipe.rollout.temperature if samples else 1.0
+        self._temperature = _temperature(recipe)
         stages = build_model(config, recipe.train, getattr(torch, recipe.model.dtype))
         optimizer = recipe.optimizer if trainable else None
         super().__init__(config, stages, recipe, rank, path=recipe.model.path, optimizer=optimizer)
+
+    def adopt(self, recipe: Recipe) -> None:
+        super().adopt(recipe)
+        self._temperature = _temperature(recipe)
 
     def logprobs(self, batch: Batch) -> torch.Tensor | None:
         """Log-probability of every token given those before it, [B, T]; None on ranks without the output layer."""
@@ -46,3 +49,8 @@ class Policy(Trained):
         first = parallel_state.get_tensor_model_parallel_rank() * scaled.shape[-1]
         padding = torch.arange(first, first + scaled.shape[-1], device=scaled.device) >= self.config["vocab_size"]
         return scaled.masked_fill(padding, float("-inf"))
+
+
+def _temperature(recipe: Recipe) -> float:
+    """At which answers are drawn; 1 where none are."""
+    return recipe.rollout.temperature if recipe.rollout is not None and recipe.algorithm.generates else 1.0

@@ -119,6 +119,15 @@ class Trained:
             raise RuntimeError("a part of the optimizer's parameters is not among the weights that Megatron declares")
         return found
 
+    def adopt(self, recipe: Recipe) -> None:
+        """Go on by settings of this recipe: what a micro batch is, and the rate, whose schedule keeps its steps."""
+        self._layout = recipe.train
+        if self._trains:
+            _set_rate(self.scheduler, self._optimizer_of(recipe))
+
+    def _optimizer_of(self, recipe: Recipe) -> Optimizer:
+        return recipe.optimizer
+
     def put_away(self) -> None:
         """Free what only training needs, as `train.offload` says, until the next step brings it back.
 
@@ -294,6 +303,14 @@ def _optimizer_config(settings: Optimizer, dtype: torch.dtype) -> OptimizerConfi
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
+
+
+def _set_rate(scheduler: OptimizerParamScheduler, settings: Optimizer) -> None:
+    """The rate of an update to come: what the schedule makes, at its step, of the settings' rate."""
+    scheduler.init_lr, scheduler.max_lr = settings.lr / (settings.warmup_steps + 1), settings.lr
+    for group in scheduler.optimizer.param_groups:
+        group["max_lr"] = settings.lr
+    scheduler.step(increment=0)
 
 
 def _scheduler(optimizer: Any, settings: Optimizer, steps: int) -> OptimizerParamScheduler:
