@@ -81,6 +81,9 @@ class Rollout:
     `dp` engines of `tp` ranks share one set of experts under `expert_parallel`; without it each engine has its own.
     `placement` deals out shards so that they overlap most with what a rank holds, or in the order of ranks. Where it
     may `sleep`, vLLM gives a GPU's memory to training between its turns.
+
+    An `environment` by its name, or a function of one's own as `module:function`, replies to the policy within an
+    answer, `max_turns` times at most (`rl/environments.py`). What it writes counts among the `max_new_tokens`.
     """
 
     tp: Count = 1
@@ -93,6 +96,8 @@ class Rollout:
     memory_fraction: Fraction = 0.5
     kv_cache_gib: Positive = 1.0
     sleep: bool = True
+    environment: Text | None = None
+    max_turns: Count = 8
 
 
 @dataclass(frozen=True, kw_only=True)

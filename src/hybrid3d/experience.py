@@ -127,10 +127,11 @@ class Learner:
         policy = self._policy
         mine = samples[share_of(self._recipe, policy, len(samples))]
         sequences = [sample.prompt_ids + sample.tokens for sample in mine]
-        batch = Batch.from_sequences(sequences, [len(sample.prompt_ids) for sample in mine], pad_id=self._pad_id)
+        prompts = [len(sample.prompt_ids) for sample in mine]
+        batch = Batch.from_sequences(sequences, prompts, own=[sample.own for sample in mine], pad_id=self._pad_id)
         known = Experience(
             batch=batch.to(device()),
-            lengths=torch.tensor([len(sample.tokens) for sample in samples]).reshape(self._recipe.train.dp, -1),
+            lengths=torch.tensor([sample.own_tokens for sample in samples]).reshape(self._recipe.train.dp, -1),
             rollout=batch.align([sample.logprobs for sample in mine]).to(device()),
             old=policy.logprobs(batch),
             reference=self._reference.logprobs(batch) if self._reference is not None else None,

@@ -48,7 +48,8 @@ def train_rl(recipe: Recipe, record: Record, rank: int, slots: Sequence[int]) ->
             experience, known = learner.experience(samples, step, measured)
             if step < recipe.run.steps:
                 row |= learner.update(experience, step, measured, run.bringing(step + 1))
-        row |= known | of_samples(drawn) | per_token(measured.over_ranks(), sum(len(s.tokens) for s in samples))
+        row |= known | of_samples(drawn, recipe.rollout.environment is not None)
+        row |= per_token(measured.over_ranks(), sum(s.own_tokens for s in samples))
         row |= clock.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
         record.step(row, samples)
         guard.watch(row, peak_memory() / 1e9)
