@@ -125,9 +125,12 @@ class Rollouts:
         failed, allowed = sum(failures.values()), self._recipe.reward.max_failures
         if failed > allowed * samples:
             kinds = ", ".join(f"{count} {kind} ({examples[kind]})" for kind, count in sorted(failures.items()))
+            environment = self._recipe.rollout.environment
+            what = "rewards" if environment is None else "rewards and conversations"
+            blamed = self._recipe.reward.name if environment is None else f"{self._recipe.reward.name}, {environment}"
             raise FailedRewards(
-                f"{failed} of {samples} rewards failed: {kinds}; reward.max_failures={allowed:g} allows "
-                f"{int(allowed * samples)}: mend {self._recipe.reward.name}, or raise reward.timeout_seconds"
+                f"{failed} of {samples} {what} failed: {kinds}; reward.max_failures={allowed:g} allows "
+                f"{int(allowed * samples)}: mend {blamed}, or raise reward.timeout_seconds"
             )
 
     def _draw_batch(self, step: int, batch: int) -> tuple[list[Sample], list[Scores]]:
