@@ -54,10 +54,10 @@ class Record:
             self.folder.add_event(event, **fields)
 
     def failed(self, drawn: Drawn, step: int) -> None:
-        """Tell of rewards that failed, whose samples have the recipe's default."""
+        """Tell of rewards that failed, whose samples have the recipe's default, and of replies that did."""
         if drawn.failures:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(drawn.failures.items()))
-            said = f"step {step}: rewards failed: {kinds}; such as: {next(iter(drawn.examples.values()))}"
+            said = f"step {step}: failed: {kinds}; such as: {next(iter(drawn.examples.values()))}"
             self.event("reward_failed", said, step=step, failures=drawn.failures, examples=drawn.examples)
 
     def corrupted(self, synced: SyncReport, step: int) -> None:
