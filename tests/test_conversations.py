@@ -8,11 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hybrid3d import conversing, ranks
 from hybrid3d.config import load_recipe
 from hybrid3d.conversing import Conversation, Conversations, Heard
+from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import Example
+from hybrid3d.rl.objective import PolicyObjective, Scored
 
 ROOT = Path(__file__).resolve().parent.parent
 LETTERS = "\0abcdefghijklmnopqrstuvwxyz<>=+-*/0123456789 !~"  # token 0 ends an answer; each letter is a token
@@ -178,3 +181,28 @@ def test_a_replica_that_is_done_goes_on_stepping_with_the_others(talk: Talk, mon
     (one,), author = talk("a|", environment="calculator")
     assert shown(one) == ("a|", "^^")
     assert [len(of_round) for of_round in author.asked] == [1, 0, 0]
+
+
+def test_no_gradient_comes_from_the_environments_tokens(talk: Talk) -> None:
+    (one, other), _ = talk("a <<1+2=b|", "no|", environment="calculator")
+    held = (one, other)
+    batch = Batch.from_sequences([c.context for c in held], [3, 3], own=[c.own for c in held], pad_id=END)
+    logprobs = torch.linspace(-3, -1, batch.tokens.numel()).reshape(batch.tokens.shape).requires_grad_()
+    entropy = logprobs * -2
+    objective = PolicyObjective(
+        advantages=torch.ones_like(logprobs),
+        mask=batch.response_mask,
+        old=logprobs.detach(),
+        weights=torch.ones(2),
+        clip=0.2,
+        clip_high=0.2,
+        reference=torch.full_like(logprobs, -2.0),
+        kl_coef=0.1,
+        entropy_coef=0.01,
+    )
+    losses, sums = objective(Scored(logprobs, lambda: entropy), slice(None))
+    losses.sum().backward()
+    assert logprobs.grad is not None
+    learned = ["".join("^" if value else " " for value in row) for row in logprobs.grad.tolist()]
+    assert learned == [" " * 3 + "^" * 8 + " " * 3 + "^^", " " * 3 + "^^^" + " " * 10]
+    assert sums["ratio"].item() == sum(map(len, ("a <<1+2=", "b|", "no|")))

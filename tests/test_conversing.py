@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from commands import EXPERTS, ROOT, experts_folder, hybrid3d, read_rows
 
@@ -25,6 +27,7 @@ def length(answer, reference, prompt):
 """
 WORDS = " [Ada heard {}] "
 MAX_NEW_TOKENS = 48
+HELD_OUT = 32
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,7 @@ def run(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("conversing")
     experts_folder(work, demo, "qwen2")
     (work / "mine.py").write_text(MINE)
+    pq.write_table(pq.read_table(demo / "eval.parquet").slice(0, HELD_OUT), work / "eval.parquet")
     hybrid3d(
         work,
         "train",
@@ -42,6 +46,7 @@ def run(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "run.steps=2",
         "algorithm.prompts_per_step=8",
         "algorithm.samples_per_prompt=4",
+        "data.eval=eval.parquet",
         "rollout.environment=mine:listener",
         f"rollout.max_new_tokens={MAX_NEW_TOKENS}",
         "reward.name=mine:length",
@@ -77,3 +82,35 @@ def test_means_are_over_the_policys_tokens_alone(run: Path) -> None:
     for row in read_rows(run)[:-1]:
         assert row["train/ratio"] == pytest.approx(1.0, abs=1e-5)
         assert row["train/grad_norm"] > 0
+
+
+def test_held_out_answers_are_conversations_too(run: Path) -> None:
+    """Those that transformers holds greedily, token by token, with the weights that the run began with."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    work, mine = run.parents[1], {}
+    exec(MINE, mine)
+    model, tokenizer = (kind.from_pretrained(work / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+
+    def answer(prompt: str) -> str:
+        tokens, turns = tokenizer.encode(prompt), []
+        first = begin = len(tokens)
+        while (room := MAX_NEW_TOKENS - (len(tokens) - first)) > 0:
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            ended, text = tokens[-1] == tokenizer.eos_token_id, tokenizer.decode(tokens[-1:], skip_special_tokens=True)
+            if room == 1 or not (ended or any(stop in text for stop in mine["listener"].stops)):
+                continue
+            turn = tokenizer.decode(tokens[begin:], skip_special_tokens=True)
+            words = mine["listener"]([*turns, turn], "", prompt)
+            heard = tokenizer.encode(words or "", add_special_tokens=False)
+            if words is None or len(heard) >= room - 1 or (ended and not heard):
+                break
+            if heard:
+                tokens, turns, begin = tokens + heard, [*turns, turn, words], len(tokens) + len(heard)
+        return tokenizer.decode(tokens[first:], skip_special_tokens=True)
+
+    prompts = pq.read_table(work / "eval.parquet")["question"].to_pylist()
+    right = sum(mine["length"](answer(prompt), "", prompt) == 1.0 for prompt in prompts)
+    assert 0 < right < HELD_OUT
+    assert read_rows(run)[0]["eval/accuracy"] == right / HELD_OUT

@@ -22,12 +22,12 @@ class Conversation:
     """An answer as it grows.
 
     Attributes:
-        seed: of the first turn; None where it is greedy.
+        seed: of the first draw; None where it is greedy.
         tokens: the policy's and the environment's.
         own: whether each is the policy's.
         logprobs: with which vLLM drew the policy's; none where it is greedy.
-        turns: texts, the policy's and the environment's in turn, but for the last.
-        begin: where in `tokens` the last turn begins.
+        turns: texts, the policy's and the environment's in turn, without the policy's last.
+        begin: where in `tokens` that one begins.
         draws: how often vLLM was asked to go on.
         failure: the kind of failure that broke it off, and what was said of it.
     """
@@ -59,13 +59,13 @@ class Conversation:
         return int.from_bytes(hashlib.sha256(f"{self.seed}/{self.draws}".encode()).digest()[:4], "little")
 
     def write(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """The policy's tokens; an answer that goes on as it was, goes on within its turn."""
+        """The policy's next tokens."""
         self._add(tokens, own=True)
         self.logprobs += logprobs
         self.draws += 1
 
     def hear(self, heard: Heard) -> None:
-        """The environment's words, which end the policy's turn, or the end."""
+        """Words, which end the policy's turn; none, and it goes on within its turn; or the end."""
         self.over, self.failure, self.said = heard.over, heard.failure, heard.said
         if heard.tokens:
             self.turns += [heard.turn, heard.words]
@@ -93,7 +93,10 @@ class Heard:
 
 
 class Conversations:
-    """Holds conversations with the recipe's environment; without one they have one turn. Every rank calls all."""
+    """Holds conversations with the recipe's environment; without one they have one turn.
+
+    Every rank makes one of these and calls `hold`, all together.
+    """
 
     def __init__(self, recipe: Recipe, engine: RolloutEngine, tokenizer: Any):
         rollout, reward = recipe.rollout, recipe.reward
@@ -104,10 +107,9 @@ class Conversations:
         self._stops: tuple[str, ...] = ()
         if rollout.environment is not None:
             self._replier = Replier(rollout.environment, reward.workers, reward.timeout_seconds)
-            (self._stops,) = filter(
-                lambda stops: stops is not None,
-                ranks.gather(check_environment(rollout.environment) if ranks.rank() == 0 else None),
-            )
+            # A user's module says its stops; it runs in no rank, and to load it takes a process.
+            told = check_environment(rollout.environment) if ranks.rank() == 0 else None
+            self._stops = ranks.gather(told)[0]
         self._stop_tokens = stop_tokens(tokenizer, self._stops)
 
     def hold(self, examples: Sequence[Example], seeds: Sequence[int] | None) -> list[Conversation]:
@@ -146,6 +148,7 @@ class Conversations:
         return any(not heard.over for replica in of_replicas.values() for heard in replica)
 
     def _heard(self, replier: Replier, going: Sequence[Conversation]) -> list[Heard]:
+        """What each conversation goes on with."""
         turns = [self._text(one.tokens[one.begin :]) for one in going]
         asked = [number for number, one in enumerate(going) if self._asks(one, turns[number])]
         items = [((*going[i].turns, turns[i]), going[i].example.answer, going[i].example.prompt) for i in asked]
@@ -156,7 +159,7 @@ class Conversations:
         ]
 
     def _asks(self, one: Conversation, turn: str) -> bool:
-        """Whether the policy has ended its turn, and not the whole answer: tokens may lie where a stop only might."""
+        """Whether the policy has ended its turn: it may have run out of tokens, or paused where no stop is."""
         if one.replies >= self._max_replies or len(one.tokens) >= self._longest:
             return False
         last = one.tokens[-1]

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import subprocess
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from hybrid3d.rl.scoring_worker import START_SECONDS, Item, Verdict, Wanted
@@ -30,7 +31,7 @@ class Pooled:
         self._target, self._wanted, self._workers, self._seconds = target, wanted, workers, seconds
         self._server: tuple[subprocess.Popen[bytes], Connection] | None = None
 
-    def call(self, items: list[Item]) -> list[Verdict]:
+    def call(self, items: Sequence[Item]) -> list[Verdict]:
         """A verdict on each item, in order.
 
         The pool keeps to the limit of each call; the one here is for a pool that itself hangs.
@@ -41,7 +42,7 @@ class Pooled:
         limit = START_SECONDS + rounds * (self._seconds + GRACE_SECONDS)
         process, connection = self._running()
         try:
-            connection.send(items)
+            connection.send(list(items))
             if connection.poll(limit):
                 verdicts: list[Verdict] = connection.recv()
                 return verdicts

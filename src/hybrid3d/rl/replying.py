@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
-from hybrid3d.rl.environments import ENVIRONMENTS, find_environment, stops_of
+from hybrid3d.rl.environments import ENVIRONMENTS, Environment, find_environment, stops_of
 from hybrid3d.rl.pooled import Pooled, try_out
 from hybrid3d.rl.rewards import load_function
-from hybrid3d.rl.scoring_worker import Item
+
+Conversed = tuple[tuple[str, ...], str, str]
+"""Turns, reference, prompt."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,14 @@ class Replier:
 
     def __init__(self, spec: str, workers: int, timeout_seconds: float):
         target = find_environment(spec)
-        self._function = load_function(target) if spec in ENVIRONMENTS else None
+        self._function = cast(Environment, load_function(target)) if spec in ENVIRONMENTS else None
         self._pool = Pooled(target, "reply", workers, timeout_seconds)
 
-    def reply(self, items: Sequence[Item]) -> list[Reply]:
-        """To (turns, reference, prompt) of each conversation, in order."""
+    def reply(self, items: Sequence[Conversed]) -> list[Reply]:
+        """To each conversation, in order."""
         if self._function is not None:
             return [Reply(self._function(*item)) for item in items]
-        verdicts = self._pool.call(list(items))
+        verdicts = self._pool.call(items)
         return [Reply(None if words is None else str(words), kind, said) for words, kind, said in verdicts]
 
     def close(self) -> None:

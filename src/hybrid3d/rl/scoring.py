@@ -51,7 +51,7 @@ class Scorer:
         """Rewards of (answer, reference, prompt), in order."""
         if self._function is not None:
             return Scores([float(self._function(*item)) for item in items])
-        verdicts = self._pool.call(list(items))
+        verdicts = self._pool.call(items)
         failed = [(kind, said) for _, kind, said in verdicts if kind]
         return Scores(
             rewards=[self._default if kind else cast(float, reward) for reward, kind, _ in verdicts],
