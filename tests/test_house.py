@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "rl": {"rl"},
     "schema": {"schema"},
     "shape": {"shape", "schema", "config", "families"},
-    "config": {"config", "schema", "shape", "reshard", "families"},
+    "contradictions": {"config", "schema"},
+    "config": {"config", "contradictions", "schema", "shape", "reshard", "families"},
     "train": {"train", "reshard", "families", "config", "rl"},
     "rollout": {"rollout", "reshard", "families", "config"},
 }

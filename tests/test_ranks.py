@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 GROUPS = """
-import os
+import os, time
 import torch.distributed as dist
 from hybrid3d import ranks
 
@@ -13,8 +13,14 @@ ranks.start(dist.HashStore())
 groups = [dist.new_group([0]) for _ in range(5)] + [dist.new_group([0], backend="gloo")]
 for group in groups:
     dist.barrier(group)
-tasks = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
-print(tasks.count("gloo_tcp_loop"))
+def loops():
+    names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    return names.count("gloo_tcp_loop")
+end = time.monotonic() + 20
+while not loops() and time.monotonic() < end:  # a thread takes its name when it first runs
+    time.sleep(0.1)
+time.sleep(0.5)
+print(loops())
 dist.destroy_process_group()
 """
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybrid3d.rl.rewards import find_reward, gsm8k, load_reward, overlong_penalty
+from hybrid3d.rl.rewards import find_reward, gsm8k, load_function, overlong_penalty
 
 REFERENCE = "Natalia sold 48/2 = <<48/2=24>>24 clips in May. 48+24 = <<48+24=72>>72 altogether.\n#### 72"
 
@@ -88,7 +88,7 @@ def test_a_very_long_number_is_a_number() -> None:
 
 
 def test_rewards_by_name() -> None:
-    assert load_reward(find_reward("gsm8k").target) is gsm8k
+    assert load_function(find_reward("gsm8k").target) is gsm8k
     assert not find_reward("gsm8k").pooled
     assert all(find_reward(name).pooled for name in ("math", "code", "mine:reward", "some.where.mine:reward"))
 

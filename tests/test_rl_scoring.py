@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hybrid3d
-from hybrid3d.rl import scoring
+from hybrid3d.rl import pooled
 from hybrid3d.rl.scoring import Scorer, Scores, check_reward
 
 MINE = """\
@@ -264,20 +264,20 @@ def test_a_process_that_is_killed_between_batches_is_replaced(victim: str) -> No
 
 @pytest.mark.usefixtures("mine")
 def test_a_pool_that_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "START_SECONDS", 1)
-    monkeypatch.setattr(scoring, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(pooled, "START_SECONDS", 1)
+    monkeypatch.setattr(pooled, "GRACE_SECONDS", 0.5)
     before = set(descendants(os.getpid()))
     with Scorer("mine:odd", workers=2, timeout_seconds=0.5, default=-1.0) as scorer:
         scorer.score(items("1"))
         server = next(pid for pid in descendants(os.getpid()) if pid not in before)
         os.kill(server, signal.SIGSTOP)
         assert scorer.score(items("1", "2")) == Scores(
-            [-1.0, -1.0], {"hung": 2}, {"hung": "no rewards from the pool within 2 s"}
+            [-1.0, -1.0], {"hung": 2}, {"hung": "no word from the pool within 2 s"}
         )
         server = scorer.score(items("1")) and next(pid for pid in descendants(os.getpid()) if pid not in before)
         killer = threading.Timer(0.2, os.kill, (server, signal.SIGKILL))
         killer.start()
-        monkeypatch.setattr(scoring, "START_SECONDS", 20)
+        monkeypatch.setattr(pooled, "START_SECONDS", 20)
         scores = scorer.score(items("sleep"))
         assert scores == Scores([-1.0], {"died": 1}, {"died": "the pool's process ended with exit code -9"})
         killer.join()
@@ -320,7 +320,7 @@ def test_rewards_that_do_not_load(mine: Path, spec: str, said: str) -> None:
 
 def test_a_module_that_does_not_end(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (mine / "slow.py").write_text("import time\ntime.sleep(1000)\n")
-    monkeypatch.setattr(scoring, "START_SECONDS", 1)
+    monkeypatch.setattr(pooled, "START_SECONDS", 1)
     with pytest.raises(ValueError, match="reward 'slow:reward' does not load within 1 s"):
         check_reward("slow:reward")
 

@@ -81,7 +81,8 @@ def test_the_run_folder_is_complete(work: Path, runs: dict[str, Any]) -> None:
         assert (run / name).stat().st_size > 0
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
     sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
-    assert sample.keys() == {"step", "weights", "prompt", "answer", "reward"}
+    told = {"step", "weights", "prompt", "answer", "reward", "prompt_tokens", "answer_tokens"}
+    assert sample.keys() == told
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["kernels", "start", "checkpoint", "checkpoint", "end"]
     said = events[0]["in_use"]

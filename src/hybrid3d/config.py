@@ -8,13 +8,14 @@ wrong in one `RecipeError`. Standard library and yaml only, so that the command 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import yaml
 
+from hybrid3d.contradictions import contradictions
 from hybrid3d.schema import (
     AboveOne,
     Count,
@@ -82,6 +83,9 @@ class Rollout:
     `dp` engines of `tp` ranks share one set of experts under `expert_parallel`; without it each engine has its own.
     `placement` deals out shards so that they overlap most with what a rank holds, or in the order of ranks. Where it
     may `sleep`, vLLM gives a GPU's memory to training between its turns.
+
+    An `environment` by its name, or a function of one's own as `module:function`, replies to the policy within an
+    answer, `max_turns` times at most (`rl/environments.py`). What it writes counts among the `max_new_tokens`.
     """
 
     tp: Count = 1
@@ -94,6 +98,8 @@ class Rollout:
     memory_fraction: Fraction = 0.5
     kv_cache_gib: Positive = 1.0
     sleep: bool = True
+    environment: Text | None = None
+    max_turns: Count = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +143,8 @@ class Data:
 class Reward:
     """A reward by its name, or a function of one's own as `module:function`, and what is done where it fails.
 
-    It runs in `workers` processes for every replica, `timeout_seconds` a sample at most. A sample whose reward fails
+    It runs in `workers` processes for every replica, `timeout_seconds` a sample at most; so does an environment, in as
+    many others, `timeout_seconds` a turn. A sample whose reward fails
     gets `default`; a step in which more than `max_failures` of the samples do ends the run. An answer that comes within
     `overlong_buffer` tokens of the longest loses reward in proportion (arXiv 2503.14476, eq. 13); 0 takes none away.
     With a `model`, a sequence classifier of one label that reads the policy's tokens, its score is the reward that is
@@ -346,7 +353,7 @@ def read_recipe(raw: object, subject: str, problems: list[str]) -> Recipe:
     """A recipe from what its YAML says. RecipeError, about `subject`: the problems so far, and all that it has."""
     recipe = read_section(Recipe, raw, "", problems)
     if recipe is not None:
-        problems.extend(_contradictions(recipe))
+        problems.extend(contradictions(recipe))
     if recipe is None or problems:
         raise RecipeError(subject, problems)
     return recipe
@@ -355,46 +362,3 @@ def read_recipe(raw: object, subject: str, problems: list[str]) -> Recipe:
 def recipe_to_yaml(recipe: Recipe) -> str:
     """The recipe with every default written out; `load_recipe` reads an equal one from it."""
     return str(yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True))
-
-
-def _contradictions(recipe: Recipe) -> Iterator[str]:
-    """What contradicts itself within a recipe, whatever the model."""
-    algorithm, kl, optimizer = recipe.algorithm, recipe.algorithm.kl, recipe.optimizer
-    if algorithm.generates and recipe.rollout is None:
-        yield f"rollout: missing, and algorithm.name={algorithm.name} generates: give max_model_len and max_new_tokens"
-    if kl.where == "none" and kl.coef > 0:
-        yield f"algorithm.kl.coef={kl.coef} has no effect with algorithm.kl.where=none: set where: loss, or coef: 0"
-    if kl.where == "loss" and kl.estimator == "k1":
-        yield "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, or where: reward"
-    if kl.target is not None and kl.coef == 0:
-        yield f"algorithm.kl.target={kl.target} is followed by multiplying algorithm.kl.coef=0: start it above 0"
-    if algorithm.correction.low >= algorithm.correction.high:
-        low, high = algorithm.correction.low, algorithm.correction.high
-        yield f"algorithm.correction.low={low} is not below algorithm.correction.high={high}"
-    if recipe.reward.model is not None and algorithm.dynamic_sampling:
-        yield "algorithm.dynamic_sampling looks for rewards that are alike, as those of a reward.model never are: set 0"
-    if recipe.critic != Critic() and not algorithm.critic:
-        yield f"critic: algorithm.name={algorithm.name} has none: leave the section out, or set ppo"
-    if recipe.sync.share_storage and recipe.rollout is not None and recipe.rollout.sleep:
-        yield (
-            "sync.share_storage: weights in memory that both engines use cannot be given away while vLLM sleeps: "
-            "set rollout.sleep=false, or leave sync.share_storage out"
-        )
-    budget, rollout = recipe.train.max_tokens_per_micro_batch, recipe.rollout
-    if budget is not None and rollout is not None and budget < rollout.max_model_len:
-        yield (
-            f"train.max_tokens_per_micro_batch={budget} has no room for a sequence of "
-            f"rollout.max_model_len={rollout.max_model_len} tokens: at least {rollout.max_model_len}"
-        )
-    if budget is not None and recipe.train.vpp > 1 and not recipe.train.packed:
-        yield (
-            f"train.max_tokens_per_micro_batch={budget}: padded, micro batches differ in shape, and interleaved "
-            f"stages (train.vpp={recipe.train.vpp}) would mix them up: set train.packed=true, or train.vpp=1"
-        )
-    if optimizer.min_lr > optimizer.lr:
-        yield f"optimizer.min_lr={optimizer.min_lr} is more than optimizer.lr={optimizer.lr}: the rate only falls"
-    if optimizer.warmup_steps >= recipe.run.steps:
-        yield (
-            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves no step of run.steps={recipe.run.steps}: "
-            f"at most {recipe.run.steps - 1}"
-        )

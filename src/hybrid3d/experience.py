@@ -17,6 +17,7 @@ from hybrid3d.inputs import read_config
 from hybrid3d.measure import Measured
 from hybrid3d.rl.advantages import Moments, gae, returns_to_go, token_rewards
 from hybrid3d.rl.algorithms import METHODS
+from hybrid3d.rl.balance import balanced_shares
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.correction import correction_weights, mismatch
 from hybrid3d.rl.kl import KlController, token_kl
@@ -144,18 +145,18 @@ class Learner:
         if self._judge is None:
             return list(samples)
         _, batch = self._mine(samples)
-        scores = self._of_all(self._judge.scores(batch))
+        scores = self._of_all(self._judge.scores(batch), samples)
         return [replace(sample, reward=score) for sample, score in zip(samples, scores, strict=True)]
 
     def experience(
         self, samples: Sequence[Sample], step: int, measured: Measured
     ) -> tuple[Experience, dict[str, float]]:
         """What is known of this rank's share of a step's samples; and metrics, the same on every rank."""
-        policy = self._policy
+        policy, shares = self._policy, self._shares(samples)
         mine, batch = self._mine(samples)
         known = Experience(
             batch=batch.to(device()),
-            lengths=torch.tensor([len(sample.tokens) for sample in samples]).reshape(self._recipe.train.dp, -1),
+            lengths=torch.tensor([[samples[i].own_tokens for i in share] for share in shares]),
             rollout=batch.align([sample.logprobs for sample in mine]).to(device()),
             old=policy.logprobs(batch),
             reference=self._reference.logprobs(batch) if self._reference is not None else None,
@@ -165,13 +166,14 @@ class Learner:
         scores, row = self._scores(samples, step)
         kl = self._kl_to_reference(known)
         if self._reference is not None:
-            answer_kl = torch.tensor(self._of_all(None if kl is None else kl.sum(1)))
+            answer_kl = torch.tensor(self._of_all(None if kl is None else kl.sum(1), samples))
             row |= {"train/answer_kl": float(answer_kl.mean()), "train/kl_coef": known.kl_coef}
             self.kl.observe(float(answer_kl.mean()), len(samples))
             self._guard.calm(step, float(answer_kl.mean()), self.kl, self._recipe.algorithm.kl.coef)
             if self._recipe.algorithm.kl.where == "reward" and not self._method.by_token:
                 scores = scores - known.kl_coef * answer_kl
-        advantages, returns = self._advantages(known, scores, kl)
+        share = torch.tensor(shares[policy.data_parallel_rank])
+        advantages, returns = self._advantages(known, scores, share, kl)
         correction = self._correct(known, measured)
         return replace(known, advantages=advantages, returns=returns, correction=correction), row
 
@@ -269,14 +271,18 @@ class Learner:
         estimator = self._recipe.algorithm.kl.estimator
         return token_kl(estimator, known.old, known.reference, known.batch.response_mask)
 
-    def _advantages(self, known: Experience, scores: Tensor, kl: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _advantages(
+        self, known: Experience, scores: Tensor, share: Tensor, kl: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """[b, T], and returns where there is a critic; where the output layer is.
 
-        `kl` [b, T] is taken off where it arises, if the method says so.
+        Args:
+            scores: [B], of which this rank's are `share` [b].
+            kl: [b, T], taken off where it arises, if the method says so.
         """
         algorithm, method, mask = self._recipe.algorithm, self._method, known.batch.response_mask
         of_answers = method.advantages(scores, algorithm.samples_per_prompt)
-        mine = of_answers[share_of(self._recipe, self._policy, len(scores))].to(mask.device)
+        mine = of_answers[share].to(mask.device)
         advantages = returns = None
         if known.old is not None and method.by_token:
             in_reward = kl is not None and algorithm.kl.where == "reward"
@@ -312,19 +318,32 @@ class Learner:
 
     def _mine(self, samples: Sequence[Sample]) -> tuple[Sequence[Sample], Batch]:
         """This data-parallel rank's share."""
-        mine = samples[share_of(self._recipe, self._policy, len(samples))]
+        mine = [samples[i] for i in self._shares(samples)[self._policy.data_parallel_rank]]
         sequences = [sample.prompt_ids + sample.tokens for sample in mine]
         prompts = [len(sample.prompt_ids) for sample in mine]
-        return mine, Batch.from_sequences(sequences, prompts, pad_id=self._pad_id)
+        return mine, Batch.from_sequences(sequences, prompts, own=[sample.own for sample in mine], pad_id=self._pad_id)
 
-    def _of_all(self, values: Tensor | None) -> list[float]:
-        """Everyone's samples' numbers, on every rank; from [b] where the output layer is."""
+    def _shares(self, samples: Sequence[Sample]) -> list[list[int]]:
+        return shares_of(self._recipe, [len(sample.prompt_ids) + len(sample.tokens) for sample in samples])
+
+    def _of_all(self, values: Tensor | None, samples: Sequence[Sample]) -> list[float]:
+        """The samples' numbers, on every rank; from [b] of each rank's share, where the output layer is."""
         counts = values is not None and self._policy.counts
-        shares = ranks.gather((self._policy.data_parallel_rank, values.tolist()) if counts else None)
-        return [number for _, share in sorted(filter(None, shares)) for number in share]
+        told = ranks.gather((self._policy.data_parallel_rank, values.tolist()) if counts else None)
+        found = [0.0] * len(samples)
+        for (_, numbers), share in zip(sorted(filter(None, told)), self._shares(samples), strict=True):
+            for i, number in zip(share, numbers, strict=True):
+                found[i] = number
+        return found
 
 
-def share_of(recipe: Recipe, policy: Policy, sequences: int) -> slice:
-    """This data-parallel rank's consecutive rows."""
-    each = sequences // recipe.train.dp
-    return slice(policy.data_parallel_rank * each, (policy.data_parallel_rank + 1) * each)
+def shares_of(recipe: Recipe, lengths: Sequence[int]) -> list[list[int]]:
+    """By data-parallel rank, the numbers of the sequences that it learns from: consecutive where all are padded alike.
+
+    Args:
+        lengths: of each sequence, in tokens.
+    """
+    dp, each = recipe.train.dp, len(lengths) // recipe.train.dp
+    if recipe.train.packed or recipe.train.max_tokens_per_micro_batch is not None:
+        return balanced_shares(lengths, dp)
+    return [list(range(rank * each, (rank + 1) * each)) for rank in range(dp)]

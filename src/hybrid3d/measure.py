@@ -78,10 +78,15 @@ def per_token(row: dict[str, float], tokens: int) -> dict[str, float]:
     return row | {key: row[key] / tokens for key in sums}
 
 
-def of_samples(drawn: Drawn, samples: Sequence[Sample]) -> dict[str, float]:
-    """What can be said of a step's samples without a model."""
+def of_samples(drawn: Drawn, samples: Sequence[Sample], environment: bool) -> dict[str, float]:
+    """What can be said of a step's samples without a model; and of their turns, where there is an environment."""
     lengths = [len(sample.tokens) for sample in samples]
-    return {
+    turns: dict[str, float] = {}
+    if environment:
+        turns["rollout/turns_mean"] = sum(sample.turns for sample in samples) / len(samples)
+        others = sum(lengths) - sum(sample.own_tokens for sample in samples)
+        turns["rollout/environment_tokens_mean"] = others / len(samples)
+    return turns | {
         "reward/mean": sum(sample.reward for sample in samples) / len(samples),
         "rollout/response_tokens_mean": sum(lengths) / len(lengths),
         "rollout/response_tokens_max": max(lengths),

@@ -20,6 +20,8 @@ from hybrid3d.reshard.files import CheckpointError, CheckpointReader, Entry, pie
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.reshard.planner import PlanError
 from hybrid3d.rl.data import DataError
+from hybrid3d.rl.environments import stop_tokens
+from hybrid3d.rl.replying import check_environment
 from hybrid3d.rl.scoring import check_reward
 from hybrid3d.run_folder import NoCheckpoint, RunFolder
 
@@ -49,11 +51,17 @@ def check_run(recipe: Recipe) -> None:
         CheckpointError, UnsupportedModel, DataError, RecipeError: with all that is wrong.
     """
     config = check_model(recipe)
-    read_data(recipe, config, read_tokenizer(recipe))
+    tokenizer = read_tokenizer(recipe)
+    read_data(recipe, config, tokenizer)
     try:
         check_reward(recipe.reward.name)
     except ValueError as error:
         raise RecipeError(recipe.name, [f"reward.name: {error}"]) from None
+    if recipe.rollout is not None and recipe.rollout.environment is not None:
+        try:
+            stop_tokens(tokenizer, check_environment(recipe.rollout.environment))
+        except ValueError as error:
+            raise RecipeError(recipe.name, [f"rollout.environment: {error}"]) from None
     check_folder(recipe)
     check_weights(config, recipe)
     if recipe.algorithm.critic and recipe.critic.path is not None:
@@ -74,7 +82,7 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
     config = language_model(read_config(path))
     family = family_of(config)
     shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
-    check_layout(replace(recipe, rollout=None), shape)
+    check_layout(replace(recipe, rollout=None), shape, device=None)
     if config["vocab_size"] != policy["vocab_size"]:
         problem = f"{key}: {path} knows {config['vocab_size']} tokens, the policy {policy['vocab_size']}"
         raise RecipeError(recipe.name, [f"{problem}: it must have been trained with the policy's tokenizer"])

@@ -34,7 +34,15 @@ class Record:
             self.folder.add_metrics({key: value if math.isfinite(value) else None for key, value in row.items()})
             kept = samples[:: max(1, len(samples) // SAMPLES_KEPT)][:SAMPLES_KEPT]
             self.folder.add_samples(
-                {"step": row["step"], "weights": s.weights, "prompt": s.prompt, "answer": s.answer, "reward": s.reward}
+                {
+                    "step": row["step"],
+                    "weights": s.weights,
+                    "prompt": s.prompt,
+                    "answer": s.answer,
+                    "reward": s.reward,
+                    "prompt_tokens": s.prompt_ids,
+                    "answer_tokens": s.tokens,
+                }
                 for s in kept
             )
 
@@ -46,10 +54,10 @@ class Record:
             self.folder.add_event(event, **fields)
 
     def failed(self, drawn: Drawn, step: int) -> None:
-        """Tell of rewards that failed, whose samples have the recipe's default."""
+        """Tell of rewards that failed, whose samples have the recipe's default, and of replies that did."""
         if drawn.failures:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(drawn.failures.items()))
-            said = f"step {step}: rewards failed: {kinds}; such as: {next(iter(drawn.examples.values()))}"
+            said = f"step {step}: failed: {kinds}; such as: {next(iter(drawn.examples.values()))}"
             self.event("reward_failed", said, step=step, failures=drawn.failures, examples=drawn.examples)
 
     def corrupted(self, synced: SyncReport, step: int) -> None:

@@ -10,25 +10,41 @@ from typing import Any
 
 from hybrid3d import ranks
 from hybrid3d.config import Recipe
-from hybrid3d.rl.data import Example, PromptData
+from hybrid3d.conversing import Conversation, Conversations
+from hybrid3d.rl.data import PromptData
 from hybrid3d.rl.scoring import Scorer, Scores
-from hybrid3d.rollout.engine import Completion, RolloutEngine
+from hybrid3d.rollout.engine import RolloutEngine
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer to one prompt, with the log-probability at which vLLM drew each token, and its reward.
+    """One answer to one prompt, and its reward.
 
-    `weights` is the number of updates that the weights which it was drawn with have behind them.
+    Attributes:
+        tokens: of the answer, what an environment wrote in it included.
+        own: whether each is the policy's.
+        logprobs: at which vLLM drew the policy's.
+        weights: the number of updates that the weights which it was drawn with have behind them.
     """
 
     prompt: str
     prompt_ids: tuple[int, ...]
     tokens: tuple[int, ...]
+    own: tuple[bool, ...]
     logprobs: tuple[float, ...]
     answer: str
     reward: float
     weights: int
+
+    @property
+    def own_tokens(self) -> int:
+        """How many of the tokens are the policy's."""
+        return sum(self.own)
+
+    @property
+    def turns(self) -> int:
+        """How often the policy had its say."""
+        return sum(mine and not before for before, mine in zip((False, *self.own), self.own, strict=False))
 
 
 @dataclass(frozen=True)
@@ -39,7 +55,8 @@ class Drawn:
         samples: `samples_per_prompt` in a row for each prompt.
         batches: of prompts that were drawn for them.
         dull: groups whose rewards are all alike, over all that were drawn.
-        failures: rewards that failed, by kind, over all that were drawn; `examples` has what one of each said.
+        failures: rewards that failed, and conversations that an environment failed in, by kind, over all that were
+            drawn; `examples` has what one of each said.
     """
 
     samples: list[Sample]
@@ -50,7 +67,7 @@ class Drawn:
 
 
 class FailedRewards(RuntimeError):
-    """More rewards of a step failed than the recipe allows."""
+    """More rewards (and replies) of a step failed than the recipe allows."""
 
 
 class Rollouts:
@@ -60,6 +77,7 @@ class Rollouts:
         self._recipe = recipe
         self._engine = engine
         self._tokenizer = tokenizer
+        self._conversations = Conversations(recipe, engine, tokenizer)
         self._train = train
         self._held_out = held_out
         reward = recipe.reward
@@ -107,9 +125,12 @@ class Rollouts:
         failed, allowed = sum(failures.values()), self._recipe.reward.max_failures
         if failed > allowed * samples:
             kinds = ", ".join(f"{count} {kind} ({examples[kind]})" for kind, count in sorted(failures.items()))
+            environment = self._recipe.rollout.environment
+            what = "rewards" if environment is None else "rewards and conversations"
+            blamed = self._recipe.reward.name if environment is None else f"{self._recipe.reward.name}, {environment}"
             raise FailedRewards(
-                f"{failed} of {samples} rewards failed: {kinds}; reward.max_failures={allowed:g} allows "
-                f"{int(allowed * samples)}: mend {self._recipe.reward.name}, or raise reward.timeout_seconds"
+                f"{failed} of {samples} {what} failed: {kinds}; reward.max_failures={allowed:g} allows "
+                f"{int(allowed * samples)}: mend {blamed}, or raise reward.timeout_seconds"
             )
 
     def _draw_batch(self, step: int, batch: int) -> tuple[list[Sample], list[Scores]]:
@@ -121,10 +142,7 @@ class Rollouts:
             for i, example in self._mine(list(enumerate(examples)))
             for n in range(algorithm.samples_per_prompt)
         ]
-        completions = self._engine.generate(
-            [example.prompt_ids for example, _ in work], [seed for _, seed in work], self._tokenizer.eos_token_id
-        )
-        return self._scored([example for example, _ in work], completions, weights)
+        return self._scored(self._conversations.hold([example for example, _ in work], [s for _, s in work]), weights)
 
     def accuracy(self, step: int) -> float:
         """Share of held-out problems whose greedy answer gets full reward.
@@ -134,26 +152,36 @@ class Rollouts:
         """
         weights = self._engine.require(step)
         examples = self._mine(list(self._held_out.examples))
-        answers = self._engine.answer([example.prompt_ids for example in examples], self._tokenizer.eos_token_id)
-        samples, _ = self._scored(examples, [Completion(tuple(tokens), ()) for tokens in answers], weights)
+        samples, _ = self._scored(self._conversations.hold(examples, None), weights)
         return sum(sample.reward == 1.0 for sample in samples) / len(samples)
 
     def close(self) -> None:
-        """End the processes that compute rewards."""
+        """End the processes that compute rewards and replies."""
         self._scorer.close()
+        self._conversations.close()
 
-    def _scored(
-        self, examples: Sequence[Example], completions: Sequence[Completion], weights: int
-    ) -> tuple[list[Sample], list[Scores]]:
+    def _scored(self, held: Sequence[Conversation], weights: int) -> tuple[list[Sample], list[Scores]]:
         """Everyone's samples, and what the replicas' rewards say of themselves: one rank of each scores its own."""
-        answers = [self._tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
-        asked = [(a, example.answer, example.prompt) for a, example in zip(answers, examples, strict=True)]
+        answers = [self._tokenizer.decode(one.tokens, skip_special_tokens=True) for one in held]
+        asked = [(a, one.example.answer, one.example.prompt) for a, one in zip(answers, held, strict=True)]
         scores = self._scorer.score(asked if self._engine.leads else [])
         samples = [
-            Sample(example.prompt, example.prompt_ids, completion.tokens, completion.logprobs, answer, reward, weights)
-            for example, completion, answer, reward in zip(examples, completions, answers, scores.rewards, strict=False)
+            Sample(
+                prompt=one.example.prompt,
+                prompt_ids=one.example.prompt_ids,
+                tokens=tuple(one.tokens),
+                own=tuple(one.own),
+                logprobs=tuple(one.logprobs),
+                answer=answer,
+                reward=reward,
+                weights=weights,
+            )
+            for one, answer, reward in zip(held, answers, scores.rewards, strict=False)
         ]
-        return self._of_all_replicas(samples), self._of_all_replicas([scores])
+        broken = {f"environment_{one.failure}": one.said for one in reversed(held) if one.failure}
+        failures = Counter(f"environment_{one.failure}" for one in held if one.failure)
+        told = Scores([], failures | scores.failures, broken | scores.examples)
+        return self._of_all_replicas(samples), self._of_all_replicas([told])
 
     def _mine(self, items: list) -> list:
         """This replica's consecutive share."""

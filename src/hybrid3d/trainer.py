@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hybrid3d.colocated import Colocated
 from hybrid3d.control import Control
-from hybrid3d.experience import Learner, Models, share_of
+from hybrid3d.experience import Learner, Models, shares_of
 from hybrid3d.guard import Guard
 from hybrid3d.inputs import read_config, read_data, read_tokenizer
 from hybrid3d.measure import Clock, Measured, of_samples, per_token
@@ -53,9 +53,8 @@ def train_rl(control: Control, record: Record, rank: int, slots: Sequence[int]) 
             experience, known = learner.experience(samples, step, measured)
             if step < recipe.run.steps:
                 row |= learner.update(experience, step, measured, run.bringing(step + 1))
-        row |= (
-            known | of_samples(drawn, samples) | per_token(measured.over_ranks(), sum(len(s.tokens) for s in samples))
-        )
+        row |= known | of_samples(drawn, samples, recipe.rollout.environment is not None)
+        row |= per_token(measured.over_ranks(), sum(s.own_tokens for s in samples))
         row |= clock.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
         record.step(row, samples)
         guard.watch(row, peak_memory() / 1e9)
@@ -79,7 +78,8 @@ def train_sft(control: Control, record: Record, rank: int) -> None:
         clock, measured = Clock(), Measured()
         examples = data.batch(step, recipe.sequences_per_step)
         pairs = [encode_pair(tokenizer, example, config["max_position_embeddings"]) for example in examples]
-        mine = pairs[share_of(recipe, policy, len(pairs))]
+        shares = shares_of(recipe, [len(tokens) for tokens, _ in pairs])
+        mine = [pairs[i] for i in shares[policy.data_parallel_rank]]
         batch = Batch.from_sequences([p[0] for p in mine], [p[1] for p in mine], pad_id=tokenizer.pad_token_id)
         with clock("train"):
             report = policy.train_step(batch, sft_loss)

@@ -27,13 +27,24 @@ class Batch:
     lengths: Tensor
     """[B] int64, prompt and response."""
     response_mask: Tensor
-    """[B, T] float32, 1 at the tokens that were generated (or, for `sft`, answered), 0 at prompts and padding."""
+    """[B, T] float32, 1 at the tokens that were generated (or, for `sft`, answered), 0 at prompts, at what an
+    environment wrote and at padding."""
 
     @classmethod
     def from_sequences(
-        cls, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], *, pad_id: int, pad_to: int = 1
+        cls,
+        sequences: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        *,
+        own: Sequence[Sequence[bool]] | None = None,
+        pad_id: int,
+        pad_to: int = 1,
     ) -> Batch:
-        """Pad to the longest sequence, rounded up to a multiple of `pad_to`. A prompt is 1 token or more."""
+        """Pad to the longest sequence, rounded up to a multiple of `pad_to`. A prompt is 1 token or more.
+
+        Args:
+            own: of each response, which tokens the policy generated; None where it is all of them.
+        """
         if not sequences or len(sequences) != len(prompt_lengths):
             raise ValueError(f"a batch of {len(sequences)} sequences and {len(prompt_lengths)} prompt lengths")
         for row, (sequence, prompt) in enumerate(zip(sequences, prompt_lengths, strict=True)):
@@ -45,6 +56,11 @@ class Batch:
         padded = [[*sequence, *[pad_id] * (width - len(sequence))] for sequence in sequences]
         position = torch.arange(width)
         mask = (position >= prompts[:, None]) & (position < lengths[:, None])
+        if own is not None:
+            counts, responses = [len(row) for row in own], (lengths - prompts).tolist()
+            if counts != responses:
+                raise ValueError(f"said of {counts} tokens whose they are, responses have {responses}")
+            mask[mask.clone()] = torch.tensor([mine for row in own for mine in row], dtype=torch.bool)
         return cls(torch.tensor(padded, dtype=torch.int64), prompts, lengths, mask.float())
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)")
-_TARGET = re.compile(r"\w+(\.\w+)*:\w+")
+TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ def find_reward(spec: str) -> Reward:
     """The reward of a name in the table, or a user's own by `module:function`. ValueError: it is neither."""
     if spec in REWARDS:
         return REWARDS[spec]
-    if not _TARGET.fullmatch(spec):
+    if not TARGET.fullmatch(spec):
         known = ", ".join(sorted(REWARDS))
         raise ValueError(f"unknown reward {spec!r}; known: {known}, or a function of your own as module:function")
     return Reward(spec)
 
 
-def load_reward(target: str) -> Callable[..., Any]:
+def load_function(target: str) -> Callable[..., Any]:
     """The function `module:function`, its module looked for in the working directory too. Runs the module's code."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

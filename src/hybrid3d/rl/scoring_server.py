@@ -1,4 +1,4 @@
-"""The process beside a trainer in which the pool lives, and the one in which a reward is tried.
+"""The process beside a trainer in which the pool lives, and the one in which a function is tried.
 
 The trainer has threads, a CUDA context and a main module of its own. A pool in it would fork the first two or import
 the last again in every worker; so the pool has a process that is started anew, imports neither torch nor an engine,
@@ -8,6 +8,7 @@ and ends when the trainer does, however that ends.
 from __future__ import annotations
 
 import inspect
+import json
 import multiprocessing
 import os
 import sys
@@ -18,13 +19,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pebble import ProcessExpired, ProcessPool
 
 from hybrid3d.rl import scoring_worker
-from hybrid3d.rl.rewards import find_reward, load_reward
-from hybrid3d.rl.scoring_worker import Item, Verdict, with_limit
+from hybrid3d.rl.environments import stops_of
+from hybrid3d.rl.rewards import load_function
+from hybrid3d.rl.scoring_worker import Item, Verdict, Wanted, with_limit
 
 TRIES = 3  # pools, for the calls of one batch: one breaks when a worker is killed while it has nothing to do
 LOOK_SECONDS = 0.5
@@ -33,18 +35,18 @@ T = TypeVar("T")
 
 
 class Pool:
-    """Workers that compute one reward; one that hangs or dies is replaced."""
+    """Workers that call one function; one that hangs or dies is replaced."""
 
-    def __init__(self, spec: str, workers: int, seconds: float):
+    def __init__(self, target: str, wanted: Wanted, workers: int, seconds: float):
         # No fork, because the pool has threads; no fork server, because its workers keep it alive, and it them.
         self._context = multiprocessing.get_context("spawn")
-        self._workers, self._start = workers, (find_reward(spec).target, seconds)
-        self._seconds = seconds
+        self._workers, self._start = workers, (target, wanted, seconds)
+        self._wanted, self._seconds = wanted, seconds
         self._batched: bool | None = None
         self._pool = self._new()
 
-    def score(self, items: Sequence[Item]) -> list[Verdict]:
-        """A verdict on each item, in order. A batched reward gets all at once, and its time limit holds for all."""
+    def call(self, items: Sequence[Item]) -> list[Verdict]:
+        """A verdict on each item, in order. A batched function gets all at once, and its time limit holds for all."""
         calls = [list(items)] if self._is_batched() else [[item] for item in items]
         answers: dict[int, list[Verdict]] = {}
         for _ in range(TRIES):
@@ -58,7 +60,7 @@ class Pool:
             self._wait(futures.values())
             for number, future in futures.items():
                 if future.done() and not isinstance(future.exception(), BrokenProcessPool):
-                    answers[number] = _verdicts(future, len(calls[number]), self._seconds)
+                    answers[number] = self._verdicts(future, len(calls[number]))
             if len(answers) == len(calls):
                 break
         lost: Verdict = (None, "died", f"the pool's workers ended {TRIES} times before they had begun")
@@ -96,30 +98,29 @@ class Pool:
         while wait(waiting, timeout=LOOK_SECONDS).not_done and self._pool.active:
             pass
 
+    def _verdicts(self, future: Future[list[Verdict]], samples: int) -> list[Verdict]:
+        error = future.exception()
+        if error is None:
+            return future.result()
+        if isinstance(error, TimeoutError):
+            failure: Verdict = (None, "hung", f"no {self._wanted} within {self._seconds:g} s")
+        elif isinstance(error, ProcessExpired):
+            failure = (None, "died", f"the worker ended with exit code {error.exitcode}")
+        else:
+            failure = (None, "died", scoring_worker.describe(error))
+        return [failure] * samples
 
-def _verdicts(future: Future[list[Verdict]], samples: int, seconds: float) -> list[Verdict]:
-    error = future.exception()
-    if error is None:
-        return future.result()
-    if isinstance(error, TimeoutError):
-        failure: Verdict = (None, "hung", f"no reward within {seconds:g} s")
-    elif isinstance(error, ProcessExpired):
-        failure = (None, "died", f"the worker ended with exit code {error.exitcode}")
-    else:
-        failure = (None, "died", scoring_worker.describe(error))
-    return [failure] * samples
 
-
-def serve(connection: Connection, spec: str, workers: int, seconds: float) -> None:
-    """Score what comes until the trainer closes its end."""
+def serve(connection: Connection, target: str, wanted: Wanted, workers: int, seconds: float) -> None:
+    """Answer what comes until the trainer closes its end."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    pool = Pool(spec, workers, seconds)
+    pool = Pool(target, wanted, workers, seconds)
     while True:
         try:
             items = connection.recv()
         except (EOFError, ConnectionError):
             break
-        connection.send(pool.score(items))
+        connection.send(pool.call(items))
     pool.close()
 
 
@@ -130,23 +131,28 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def check(target: str) -> None:
-    """Load a reward as a worker would. What it raises is for whoever started this process."""
-    function = load_reward(target)
+def check(target: str, wanted: str) -> None:
+    """Load a function as a worker would, and print the stops that it names, as JSON in a last line.
+
+    What it raises is for whoever started this process.
+    """
+    function = load_function(target)
+    print(json.dumps(stops_of(function)), flush=True)
+    first = "answer" if wanted == "reward" else "turns"
     try:
         signature = inspect.signature(with_limit(function, 1.0))
     except ValueError:  # a function in C that does not say
         return
     try:
-        signature.bind("answer", "reference", "prompt")
+        signature.bind(first, "reference", "prompt")
     except TypeError as error:
         raise TypeError(
-            f"{target}{inspect.signature(function)} does not take (answer, reference, prompt): {error}"
+            f"{target}{inspect.signature(function)} does not take ({first}, reference, prompt): {error}"
         ) from None
 
 
 def main(command: str, *arguments: str) -> None:
-    """`check TARGET`, or `serve DESCRIPTOR SPEC WORKERS SECONDS`."""
+    """`check TARGET WANTED`, or `serve DESCRIPTOR TARGET WANTED WORKERS SECONDS`."""
     if command == "check":
         try:
             check(*arguments)
@@ -155,5 +161,5 @@ def main(command: str, *arguments: str) -> None:
             sys.stderr.flush()
             os._exit(1)  # whatever threads the module has started
         os._exit(0)
-    descriptor, spec, workers, seconds = arguments
-    serve(Connection(int(descriptor)), spec, int(workers), float(seconds))
+    descriptor, target, wanted, workers, seconds = arguments
+    serve(Connection(int(descriptor)), target, cast(Wanted, wanted), int(workers), float(seconds))

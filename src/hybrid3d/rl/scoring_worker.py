@@ -1,4 +1,7 @@
-"""What a process of the pool does: it loads the reward once, and turns whatever that does into plain values."""
+"""What a process of the pool does: it loads a function once, and turns whatever that does into plain values.
+
+The function is a reward, or an environment.
+"""
 
 from __future__ import annotations
 
@@ -9,63 +12,66 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
-from hybrid3d.rl.rewards import load_reward
+from hybrid3d.rl.rewards import load_function
 
-Item = tuple[str, str, str]
-"""Answer, reference, prompt."""
-Verdict = tuple[float | None, str, str]
-"""A reward, or None with the kind of failure and what was said of it."""
+Wanted = Literal["reward", "reply"]
+Item = tuple[str | tuple[str, ...], str, str]
+"""Answer (of an environment: the turns), reference, prompt."""
+Verdict = tuple[float | str | None, str, str]
+"""What is wanted, or None with the kind of failure and what was said of it; a reply may be None by itself."""
 
-START_SECONDS = 120  # to import a reward's module: that of a user may import torch from a slow disk
-SHARE = 0.8  # of the time limit, for a reward that keeps to one by itself
+START_SECONDS = 120  # to import a function's module: that of a user may import torch from a slow disk
+SHARE = 0.8  # of the time limit, for a function that keeps to one by itself
 
-_reward: Callable[..., Any]
+_function: Callable[..., Any]
+_accept: Callable[[object], Verdict]
 _broken = ""
 
 
-def start(target: str, seconds: float) -> None:
+def start(target: str, wanted: Wanted, seconds: float) -> None:
     """Make this process a worker. A module that does not load fails every call, and so is counted and told."""
-    global _reward, _broken
+    global _function, _accept, _broken
+    _accept = _number if wanted == "reward" else _words
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for a call into C to return
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: go with the process that started this one
     signal.alarm(START_SECONDS)
     try:
-        _reward = with_limit(load_reward(target), seconds)
+        _function = with_limit(load_function(target), seconds)
     except BaseException as error:  # SystemExit as well: a user's module may do anything
         _broken = describe(error)
     signal.alarm(0)
 
 
-def with_limit(reward: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """A reward with a parameter `seconds` is told how long it may take, and can end in order before it is killed."""
+def with_limit(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """One with a parameter `seconds` is told how long it may take, and can end in order before it is killed."""
     try:
-        told = "seconds" in inspect.signature(reward).parameters
+        told = "seconds" in inspect.signature(function).parameters
     except ValueError:  # a function in C that does not say
         told = False
-    return functools.partial(reward, seconds=SHARE * seconds) if told else reward
+    return functools.partial(function, seconds=SHARE * seconds) if told else function
 
 
 def is_batched() -> bool:
-    """Whether the reward takes lists."""
-    return not _broken and bool(getattr(getattr(_reward, "func", _reward), "batched", False))
+    """Whether the function takes lists."""
+    return not _broken and bool(getattr(getattr(_function, "func", _function), "batched", False))
 
 
 def judge(items: Sequence[Item]) -> list[Verdict]:
-    """The verdict on each of the items: one, or for a batched reward all."""
+    """The verdict on each of the items: one, or for a batched function all."""
     if _broken:
         return [(None, "raised", _broken)] * len(items)
     try:
         if not is_batched():
-            return [_number(_reward(*item)) for item in items]
-        values = list(_reward(*(list(texts) for texts in zip(*items, strict=True))))
+            return [_accept(_function(*item)) for item in items]
+        values = list(_function(*(list(texts) for texts in zip(*items, strict=True))))
     except BaseException as error:  # SystemExit as well
         return [(None, "raised", describe(error))] * len(items)
     if len(values) != len(items):
         return [(None, "wrong_count", f"{len(values)} rewards for {len(items)} samples")] * len(items)
-    return [_number(value) for value in values]
+    return [_accept(value) for value in values]
 
 
 def _number(value: object) -> Verdict:
@@ -77,6 +83,13 @@ def _number(value: object) -> Verdict:
     if math.isfinite(number):
         return number, "", ""
     return None, "not_a_number", f"{_shortened(value)} ({type(value).__name__})"
+
+
+def _words(value: object) -> Verdict:
+    """A text, or None."""
+    if value is None or isinstance(value, str):
+        return value, "", ""
+    return None, "not_a_text", f"{_shortened(value)} ({type(value).__name__})"
 
 
 def describe(error: BaseException) -> str:

@@ -98,7 +98,8 @@ def _placed(slots: Sequence[int]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer: its tokens (the end token included) and the log-probability with which each was drawn."""
+    """An answer or a part of it: its tokens (the one that ended it included), and with what log-probability each was
+    drawn; the latter not where none was."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -170,15 +171,34 @@ class RolloutEngine:
             raise StaleWeights(f"vLLM's weights have {self.updates} updates behind them, {weights} are required")
         return self.updates
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], end_token: int) -> list[Completion]:
-        """Draw one answer for each prompt (token ids) with its own seed, so that a run repeats."""
-        params = [self._params(self._temperature, seed, end_token, logprobs=0) for seed in seeds]
-        return [_completion(output.outputs[0]) for output in self._run(prompts, params)]
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int] | None,
+        end_token: int,
+        stops: Sequence[int] = (),
+        longest: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """Draw one answer for each prompt (token ids) with its own seed, so that a run repeats.
 
-    def answer(self, prompts: Sequence[Sequence[int]], end_token: int) -> list[list[int]]:
-        """The greedy answer to each prompt, as token ids."""
-        params = [self._params(0.0, None, end_token, logprobs=None) for _ in prompts]
-        return [list(output.outputs[0].token_ids) for output in self._run(prompts, params)]
+        Args:
+            seeds: None for greedy answers, of which nothing is drawn.
+            stops: tokens that end an answer too.
+            longest: tokens that each answer may have; None for the recipe's.
+        """
+        greedy = seeds is None
+        params = [
+            SamplingParams(
+                temperature=0.0 if greedy else self._temperature,
+                seed=None if greedy else seeds[i],
+                max_tokens=longest[i] if longest else self._max_new_tokens,
+                stop_token_ids=[end_token, *stops],
+                logprobs=None if greedy else 0,
+                detokenize=False,
+            )
+            for i in range(len(prompts))
+        ]
+        return [_completion(output.outputs[0]) for output in self._run(prompts, params)]
 
     def reset_cache(self) -> None:
         """Forget what was computed with older weights."""
@@ -200,16 +220,6 @@ class RolloutEngine:
         if self._sleeps:
             torch.cuda.empty_cache()  # what training has freed, torch keeps from others
             self._llm.wake_up(tags=[what])
-
-    def _params(self, temperature: float, seed: int | None, end_token: int, logprobs: int | None) -> SamplingParams:
-        return SamplingParams(
-            temperature=temperature,
-            seed=seed,
-            max_tokens=self._max_new_tokens,
-            stop_token_ids=[end_token],
-            logprobs=logprobs,
-            detokenize=False,
-        )
 
     def _run(self, prompts: Sequence[Sequence[int]], params: list[SamplingParams]) -> list:
         self.require(0)
@@ -236,5 +246,6 @@ def _name_shared_memory(ident: str) -> None:
 
 
 def _completion(output) -> Completion:
-    logprobs = tuple(step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True))
+    steps = () if output.logprobs is None else zip(output.logprobs, output.token_ids, strict=True)
+    logprobs = tuple(step[token].logprob for step, token in steps)
     return Completion(tuple(output.token_ids), logprobs)

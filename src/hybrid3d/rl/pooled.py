@@ -1,0 +1,111 @@
+"""Calls of a user's functions in processes of their own, so that none of them can stop a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+
+from hybrid3d.rl.scoring_worker import START_SECONDS, Item, Verdict, Wanted
+
+GRACE_SECONDS = 5  # to kill a worker that hangs and start the next
+# What can be imported here can be there, this package first of all.
+_SERVER = (
+    "import sys; sys.path[:] = eval(sys.argv[1]); from hybrid3d.rl import scoring_server as s; s.main(*sys.argv[2:])"
+)
+
+
+class Pooled:
+    """One function, `module:function`, in `workers` processes, which start with the first calls.
+
+    Args:
+        wanted: what a call is to return.
+        seconds: that a call may take.
+    """
+
+    def __init__(self, target: str, wanted: Wanted, workers: int, seconds: float):
+        self._target, self._wanted, self._workers, self._seconds = target, wanted, workers, seconds
+        self._server: tuple[subprocess.Popen[bytes], Connection] | None = None
+
+    def call(self, items: list[Item]) -> list[Verdict]:
+        """A verdict on each item, in order.
+
+        The pool keeps to the limit of each call; the one here is for a pool that itself hangs.
+        """
+        if not items:
+            return []
+        rounds = math.ceil(len(items) / self._workers)
+        limit = START_SECONDS + rounds * (self._seconds + GRACE_SECONDS)
+        process, connection = self._running()
+        try:
+            connection.send(items)
+            if connection.poll(limit):
+                verdicts: list[Verdict] = connection.recv()
+                return verdicts
+            failure: Verdict = (None, "hung", f"no word from the pool within {limit:g} s")
+            process.kill()
+        except (EOFError, ConnectionError):
+            failure = (None, "died", f"the pool's process ended with exit code {process.wait()}")
+        self.close()
+        return [failure] * len(items)
+
+    def close(self) -> None:
+        """End all processes; another batch would start them again."""
+        if self._server is None:
+            return
+        process, connection = self._server
+        self._server = None
+        connection.close()
+        try:
+            process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()  # its workers and their semaphores go with it
+            process.wait()
+
+    def _running(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        if self._server is not None and self._server[0].poll() is not None:
+            self.close()  # it ended between two batches
+        if self._server is None:
+            ours, theirs = multiprocessing.Pipe()
+            arguments = [str(theirs.fileno()), self._target, self._wanted, str(self._workers), str(self._seconds)]
+            process = subprocess.Popen(
+                _command("serve", *arguments),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # what functions print; what they say on stderr is for the log
+                start_new_session=True,  # an interrupt from the terminal is the trainer's to answer
+            )
+            theirs.close()
+            self._server = process, ours
+        return self._server
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-c", _SERVER, repr(sys.path), *arguments]
+
+
+def try_out(spec: str, target: str, wanted: Wanted, what: str) -> tuple[str, ...]:
+    """Load a function, in a process of its own: a user's module runs its code when it is imported.
+
+    Args:
+        spec: as the recipe has it, which messages name after `what` it is.
+
+    Returns:
+        The stops that it names.
+
+    Raises:
+        ValueError: the module or function does not exist, or cannot be loaded or called; says why.
+    """
+    command = _command("check", target, wanted)
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=START_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{what} {spec!r} does not load within {START_SECONDS} s") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        reason = said[-1] if said else f"its process ended with exit code {done.returncode}"
+        raise ValueError(f"{what} {spec!r} does not load: {reason}")
+    return tuple(json.loads(done.stdout.splitlines()[-1]))

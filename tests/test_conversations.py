@@ -1,0 +1,180 @@
+"""Turns, masks, budgets and seeds of conversations, on answers that are written down here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybrid3d import conversing, ranks
+from hybrid3d.config import load_recipe
+from hybrid3d.conversing import Conversation, Conversations, Heard
+from hybrid3d.rl.data import Example
+
+ROOT = Path(__file__).resolve().parent.parent
+LETTERS = "\0abcdefghijklmnopqrstuvwxyz<>=+-*/0123456789 !~"  # token 0 ends an answer; each letter is a token
+END, PROMPT = 0, (1, 2)
+
+MINE = """\
+def echo(turns, reference, prompt):
+    if "bye" in turns[-1]:
+        return None
+    if "fail" in turns[-1]:
+        raise ValueError("no more")
+    return "" if "mm" in turns[-1] else "<" + "-".join(turns) + ">"
+
+echo.stops = ("!", "~~")
+"""
+
+
+class Tokenizer:
+    """A letter a token."""
+
+    eos_token_id = END
+
+    def __len__(self) -> int:
+        return len(LETTERS)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        return [LETTERS.index(letter) for letter in text]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        assert skip_special_tokens
+        return "".join(LETTERS[token] for token in token_ids if token != END)
+
+
+class Author:
+    """An engine that goes on with its text after each prompt, `|` being the end, until a stop or the budget."""
+
+    replica, leads = 0, True
+
+    def __init__(self, *texts: str):
+        self.texts = list(texts)
+        self.asked: list[list[tuple[str, int | None, int]]] = []
+
+    def generate(self, prompts: Any, seeds: Any, end: int, stops: Sequence[int], longest: Sequence[int]) -> list[Any]:
+        self.asked.append([])
+        completions = []
+        for i, prompt in enumerate(prompts):
+            assert tuple(prompt[:2]) == PROMPT
+            context = "".join("|" if token == END else LETTERS[token] for token in prompt[3:])
+            self.asked[-1].append((context, None if seeds is None else seeds[i], longest[i]))
+            rest = [END if letter == "|" else LETTERS.index(letter) for letter in self.texts[prompt[2] - 1]]
+            count = next(n for n, token in enumerate(rest, 1) if token in (end, *stops) or n == longest[i])
+            self.texts[prompt[2] - 1] = self.texts[prompt[2] - 1][count:]
+            logprobs = () if seeds is None else tuple(-float(token) for token in rest[:count])
+            completions.append(SimpleNamespace(tokens=tuple(rest[:count]), logprobs=logprobs))
+        return completions
+
+
+Talk = Callable[..., tuple[list[Conversation], Author]]
+
+
+@pytest.fixture
+def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
+    """`talk(texts, environment=..., max_new_tokens=...)`: the conversations in which the policy writes these texts."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(ranks, "gather", lambda value: [value])
+
+    def held(
+        *texts: str, environment: str = "mine:echo", longest: int = 99, turns: int = 8, greedy: bool = False
+    ) -> Any:
+        recipe = load_recipe(
+            ROOT / "recipes/demo-cpu.yaml",
+            [f"rollout.environment={environment}", f"rollout.max_new_tokens={longest}", f"rollout.max_turns={turns}"],
+        )
+        author: Any = Author(*texts)
+        conversations = Conversations(recipe, author, Tokenizer())
+        examples = [Example(i, f"p{i}", f"r{i}", (*PROMPT, i + 1)) for i in range(len(texts))]
+        try:
+            seeds = None if greedy else [100 + i for i in range(len(texts))]
+            return conversations.hold(examples, seeds), author
+        finally:
+            conversations.close()
+
+    return held
+
+
+def shown(one: Conversation) -> tuple[str, str]:
+    """The answer, and below each of its tokens whose it is: the policy's `^`."""
+    text = "".join("|" if token == END else LETTERS[token] for token in one.tokens)
+    return text, "".join("^" if mine else " " for mine in one.own)
+
+
+def test_a_calculator(talk: Talk) -> None:
+    (one, other), author = talk("1=1 <<1+2=so 3|", "no|", environment="calculator")
+    assert shown(one) == (
+        "1=1 <<1+2=3>>so 3|",
+        "^^^^^^^^^^   ^^^^^",
+    )
+    assert shown(other) == ("no|", "^^^")
+    assert one.logprobs == [-float(t) for t, own in zip(one.tokens, one.own, strict=True) if own]
+    asked = [[(context, longest) for context, _, longest in of_round] for of_round in author.asked]
+    assert asked == [[("", 99), ("", 99)], [("1=", 97)], [("1=1 <<1+2=3>>", 86)]]
+
+
+def test_without_an_environment_there_is_one_turn(talk: Talk) -> None:
+    (one,), author = talk("1=1 <<1+2=so 3|", environment="null")
+    assert shown(one) == ("1=1 <<1+2=so 3|", "^" * 15)
+    assert len(author.asked) == 1
+
+
+def test_every_turn_of_every_answer_has_a_seed_of_its_own(talk: Talk) -> None:
+    texts = ("a!b!bye|", "d!e!bye|")
+    _, author = talk(*texts)
+    _, alone = talk(texts[0])
+    seeds = [[seed for _, seed, _ in of_round] for of_round in author.asked]
+    assert seeds[0] == [100, 101]
+    assert len({seed for of_round in seeds for seed in of_round}) == 6
+    assert [of_round[0] for of_round in seeds] == [of_round[0][1] for of_round in alone.asked]
+    (greedy, _), author = talk(*texts, greedy=True)
+    assert {seed for of_round in author.asked for _, seed, _ in of_round} == {None}
+    assert greedy.logprobs == []
+
+
+def test_turns_as_the_environment_hears_them(talk: Talk) -> None:
+    (one,), _ = talk("a!b~c~~bye|")
+    text, own = shown(one)
+    assert text == "a!<a!>b~c~~<a!-<a!>-b~c~~>bye|"
+    assert own == "^^" + " " * 4 + "^^^^^" + " " * 15 + "^^^^"
+    assert one.turns == ["a!", "<a!>", "b~c~~", "<a!-<a!>-b~c~~>"]
+
+
+def test_words_after_the_end_token_are_another_turn(talk: Talk) -> None:
+    (one, silent), _ = talk("a|bye|", "mm|")
+    assert shown(one) == ("a|<a>bye|", "^^   ^^^^")
+    assert shown(silent) == ("mm|", "^^^")
+
+
+def test_an_answer_is_never_longer_and_ends_with_the_policys_words(talk: Talk) -> None:
+    for longest, text in ((2, "a!"), (6, "a!"), (7, "a!<a!>b"), (8, "a!<a!>bc")):
+        (one,), author = talk("a!bcd|", longest=longest)
+        assert shown(one)[0] == text
+        assert shown(one)[1][-1] == "^"
+        assert author.asked[-1][0][2] == (longest if len(author.asked) == 1 else longest - 6)
+
+
+def test_after_its_last_turn_the_policy_writes_alone(talk: Talk) -> None:
+    (one,), _ = talk("a!b!c|", turns=1)
+    assert shown(one) == ("a!<a!>b!c|", "^^    ^^^^")
+
+
+def test_a_failure_ends_its_conversation_only(talk: Talk) -> None:
+    (failed, fine), _ = talk("fail!b|", "mm!|")
+    assert (shown(failed), failed.failure, failed.said) == (("fail!", "^^^^^"), "raised", "ValueError: no more")
+    assert (shown(fine), fine.failure) == (("mm!|", "^^^^"), "")
+
+
+def test_a_replica_that_is_done_goes_on_stepping_with_the_others(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [[Heard(over=False)], [Heard(over=False)], [Heard(over=True)]]
+    monkeypatch.setattr(conversing, "check_environment", lambda spec: ("=",))
+    monkeypatch.setattr(ranks, "gather", lambda value: [value, None, (1, others.pop(0))] if value[0] == 0 else [value])
+    (one,), author = talk("a|", environment="calculator")
+    assert shown(one) == ("a|", "^^")
+    assert [len(of_round) for of_round in author.asked] == [1, 0, 0]

@@ -1,0 +1,107 @@
+"""PPO through the real commands: a critic, a reward model, several updates a step, packed; and resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commands import ROOT, hybrid3d, read_rows, without
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1500)]
+
+STEPS, RESUMED_FROM = 2, 1
+
+
+def make_judge(model: Path, out: Path) -> None:
+    """A sequence classifier of one label on top of a language model, by `transformers` itself."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(0)
+    judge = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(judge.score.weight)
+    judge.save_pretrained(out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)
+
+
+@pytest.fixture(scope="module")
+def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("ppo")
+    (work / "build").mkdir()
+    (work / "build" / "demo").symlink_to(demo)
+    make_judge(demo / "base", work / "judge")
+    return work
+
+
+SETTINGS = [
+    str(ROOT / "recipes/demo-cpu.yaml"),
+    "model.path=build/demo/base",
+    f"run.steps={STEPS}",
+    f"run.checkpoint_every={RESUMED_FROM}",
+    "run.eval_every=9",
+    "train.packed=true",
+    "train.micro_batch_size=16",
+    "reward.model=judge",
+    "algorithm.name=ppo",
+    "algorithm.clip=null",
+    "algorithm.prompts_per_step=16",
+    "algorithm.epochs=2",
+    "algorithm.minibatches=2",
+    "algorithm.entropy_coef=0.001",
+    "algorithm.kl={where: reward, estimator: k1, coef: 0.01, target: 0.001, horizon: 1000}",
+    "critic.optimizer={lr: 1.0e-3}",
+    "guard.min_entropy=100",
+]
+
+
+@pytest.fixture(scope="module")
+def rows(work: Path) -> list[dict[str, Any]]:
+    hybrid3d(work, "train", *SETTINGS, "name=whole")
+    return read_rows(work / "runs/whole")
+
+
+def test_rewards_are_what_transformers_says(work: Path, rows: list[dict[str, Any]]) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    judge = AutoModelForSequenceClassification.from_pretrained(work / "judge", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(work / "judge")
+    samples = [json.loads(line) for line in (work / "runs/whole/samples.jsonl").read_text().splitlines()]
+    assert len({sample["reward"] for sample in samples}) > 4
+    for sample in samples:
+        tokens = torch.tensor([sample["prompt_tokens"] + sample["answer_tokens"]])
+        assert tokenizer.decode(sample["answer_tokens"], skip_special_tokens=True) == sample["answer"]
+        with torch.no_grad():
+            hidden = judge.model(tokens).last_hidden_state[:, -1]
+        assert sample["reward"] == pytest.approx(judge.score(hidden).item(), abs=1e-4)
+
+
+def test_policy_and_critic_are_updated(rows: list[dict[str, Any]]) -> None:
+    for row in rows[:-1]:
+        assert row["critic/grad_norm"] > 0
+        assert row["critic/lr"] == pytest.approx(1e-3)
+        assert row["train/grad_norm"] > 0
+        assert row["train/ratio"] != 1  # later updates of a step are of a policy that has moved
+        assert 5 < row["train/entropy"] < 6.4  # of a model that knows nothing yet; log 600 at most
+    assert rows[0]["train/answer_kl"] == pytest.approx(0, abs=1e-4)
+    assert rows[-1]["train/answer_kl"] != rows[0]["train/answer_kl"]
+    coefs = [row["train/kl_coef"] for row in rows]
+    assert coefs[0] == 0.01 != coefs[1] != coefs[2]
+
+
+def test_a_bound_that_is_left_is_told_once(work: Path, rows: list[dict[str, Any]]) -> None:
+    events = [json.loads(line) for line in (work / "runs/whole/events.jsonl").read_text().splitlines()]
+    (told,) = [event for event in events if event["event"] == "bound_left"]
+    assert (told["metric"], told["bound"], told["step"]) == ("train/entropy", 100, 0)
+
+
+def test_resumed_with_its_critic_and_its_coefficient(work: Path, rows: list[dict[str, Any]]) -> None:
+    shutil.copytree(work / "runs/whole", work / "again/whole")
+    shutil.rmtree(work / f"again/whole/checkpoints/step-{STEPS:06d}")
+    recipe = work / "again/whole/recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("dir: runs", "dir: again"))
+    hybrid3d(work, "train", *SETTINGS, "name=whole", "run.dir=again")
+    assert without(read_rows(work / "again/whole")) == without(rows)
