@@ -28,13 +28,17 @@ def experts_folder(folder: Path, demo: Path, family: str) -> Path:
 EXPERTS = ["model.path=model", "run.eval_every=100", "train.micro_batch_size=8", "rollout.kv_cache_gib=0.0625"]
 
 
-def hybrid3d(folder: Path, *arguments: str, timeout: float = 600, expect: int = 0) -> str:
-    """Run `hybrid3d ARGUMENTS` in `folder` and return what it printed; it must end with the expected exit code."""
-    return python(folder, "-m", "hybrid3d", *arguments, timeout=timeout, expect=expect)
+def hybrid3d(folder: Path, *arguments: str, timeout: float = 600, expect: int = 0, also: Path | None = None) -> str:
+    """Run `hybrid3d ARGUMENTS` in `folder` and return what it printed; it must end with the expected exit code.
+
+    What is in the folder `also` can be imported too, a `sitecustomize` among it.
+    """
+    return python(folder, "-m", "hybrid3d", *arguments, timeout=timeout, expect=expect, also=also)
 
 
-def python(folder: Path, *arguments: str, timeout: float = 600, expect: int = 0) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+def python(folder: Path, *arguments: str, timeout: float = 600, expect: int = 0, also: Path | None = None) -> str:
+    path = os.pathsep.join(str(one) for one in (also, ROOT / "src") if one is not None)
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
     )

@@ -151,6 +151,7 @@ def test_defaults(load: Any) -> None:
         | dict.fromkeys(("max_kl", "max_clip_fraction", "max_grad_norm", "min_entropy", "max_mismatch_kl"))
         | dict.fromkeys(("max_sync_share", "max_memory_gb", "min_tokens_per_second")),
         "run": {"steps": 200, "eval_every": 10, "checkpoint_every": 0, "keep_last": 0, "seed": 1, "dir": "runs"},
+        "schedule": {},
         "machine": {"gpus_per_node": 8, "kind": "h100-8x400g"}
         | dict.fromkeys(("memory_gb", "copies_gb_per_s", "nvlink_gb_per_s", "network_gb_per_s")),
     }
@@ -320,7 +321,7 @@ def test_the_error_survives_pickling(load: Any) -> None:
         (
             "optimiser.lr=1",
             "optimiser: unknown key, did you mean optimizer?; known sections: name, model, train, rollout, sync, data, "
-            "reward, algorithm, optimizer, critic, guard, run, machine",
+            "reward, algorithm, optimizer, critic, guard, run, schedule, machine",
         ),
         ("train", "override 'train': expected section.key=value"),
         ("=3", "override '=3': expected section.key=value"),

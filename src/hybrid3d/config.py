@@ -349,14 +349,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return read_recipe(raw, str(path), problems)
 
 
-def read_recipe(raw: object, subject: str, problems: Sequence[str] = ()) -> Recipe:
+def read_recipe(raw: object, subject: str, problems: list[str]) -> Recipe:
     """A recipe from what its YAML says. RecipeError, about `subject`: the problems so far, and all that it has."""
-    found = list(problems)
-    recipe = read_section(Recipe, raw, "", found)
+    recipe = read_section(Recipe, raw, "", problems)
     if recipe is not None:
-        found.extend(contradictions(recipe))
-    if recipe is None or found:
-        raise RecipeError(subject, found)
+        problems.extend(contradictions(recipe))
+    if recipe is None or problems:
+        raise RecipeError(subject, problems)
     return recipe
 
 

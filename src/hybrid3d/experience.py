@@ -87,7 +87,7 @@ class Models:
 
     def adopt(self, recipe: Recipe) -> None:
         """Go on by the settings of this recipe."""
-        for model in (self.policy, self.reference, self.critic):
+        for model in (self.policy, self.reference, self.critic, self.judge):
             if model is not None:
                 model.adopt(recipe)
 

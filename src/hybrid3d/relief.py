@@ -47,7 +47,7 @@ class Relief:
         Args:
             recipe: the settings in force.
         """
-        new, cause = smaller(recipe), str(error).splitlines()[0]
+        new, cause = smaller(recipe), (str(error) or type(error).__name__).splitlines()[0]
         if not new:
             return RuntimeError(f"{cause}: micro batches are as small as they can be: {ADVICE}")
         if self.count >= recipe.guard.acts:

@@ -1,0 +1,378 @@
+"""Settings that change during a run: which may, what is refused, what a resumed run knows; and less memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from hybrid3d import control as control_module
+from hybrid3d.config import Optimizer, Recipe, RecipeError, load_recipe, recipe_to_yaml
+from hybrid3d.control import MAY_CHANGE, Control, changed, check_schedule, settings_of
+from hybrid3d.experience import Learner, Models
+from hybrid3d.guard import Guard
+from hybrid3d.launcher import failure_message, first_cause
+from hybrid3d.relief import RanOut, Relief, smaller
+from hybrid3d.run_folder import RunFolder
+from run_ranks import ROOT
+
+DEMO = ROOT / "recipes" / "demo-cpu.yaml"
+
+
+@pytest.fixture
+def recipe(tiny_checkpoint: Callable[..., Path]) -> Recipe:
+    return load_recipe(DEMO, [f"model.path={tiny_checkpoint('qwen2')}"])
+
+
+class Said:
+    """Stands for a `Record`: remembers events."""
+
+    def __init__(self, folder: Path):
+        self.folder = RunFolder(folder)
+        self.events: list[dict[str, Any]] = []
+
+    def event(self, event: str, said: str = "", **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
+
+    def take(self) -> list[dict[str, Any]]:
+        taken, self.events = self.events, []
+        return taken
+
+
+class Follower:
+    """Remembers the last recipe that it was told of."""
+
+    recipe: Recipe | None = None
+
+    def adopt(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is rank 0, and there are no others."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(control_module.ranks, "first", lambda value: value)
+
+
+Begin = Callable[..., tuple[Control, Said, Follower]]
+
+
+@pytest.fixture
+def begin(alone: None, tmp_path: Path) -> Begin:
+    def made(recipe: Recipe, **held: Any) -> tuple[Control, Said, Follower]:
+        said, follower = Said(tmp_path), Follower()
+        control = Control(recipe, said, {f"train.{key}": value for key, value in held.items()})  # type: ignore[arg-type]
+        control.serve(follower)
+        return control, said, follower
+
+    return made
+
+
+# ---- which settings may change
+
+
+def test_the_table_names_settings_that_there_are(recipe: Recipe) -> None:
+    both = replace(recipe, critic=replace(recipe.critic, optimizer=recipe.optimizer))
+    known = settings_of(both)
+    for pattern in MAY_CHANGE:
+        section = pattern.removesuffix("*")
+        assert pattern in known or (pattern != section and any(key.startswith(section) for key in known)), pattern
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"train.tp": 4}, "train.tp: cannot change during a run; what can: algorithm.clip, "),
+        ({"model": None}, "model: cannot change during a run"),
+        ({"critic.optimizer.lr": 1e-5}, "critic.optimizer.lr: the recipe has no section critic.optimizer"),
+        ({"optimizer.lr": -1}, "optimizer.lr: expected a number, 0 or more and finite, got -1"),
+        ({"optimizer.lr": {}}, "optimizer.lr: expected a number"),
+        ({"guard.max": 1}, "guard.max: unknown key"),
+        ({"algorithm.kl.coef": 0, "algorithm.kl.target": 1}, "algorithm.kl.target=1.0 is followed by multiplying"),
+        ({"algorithm.correction.low": 3}, "algorithm.correction.low=3.0 is not below algorithm.correction.high=2.0"),
+        ({"run.steps": 7}, "run.steps=7: step 7 comes next: at least 8"),
+        ({"train.micro_batch_size": 100}, "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences"),
+    ],
+)
+def test_refused(recipe: Recipe, settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        changed(recipe, settings, step=7)
+    assert [line[: len(problem)] for line in caught.value.problems] == [problem]
+
+
+def test_changed_is_the_recipe_with_these_settings_and_no_others(recipe: Recipe) -> None:
+    new = changed(recipe, {"optimizer.lr": "1e-6", "run.steps": 8, "rollout.temperature": 2, "guard.spike": 5}, step=7)
+    assert recipe.rollout is not None
+    assert new == replace(
+        recipe,
+        optimizer=replace(recipe.optimizer, lr=1e-6),
+        run=replace(recipe.run, steps=8),
+        rollout=replace(recipe.rollout, temperature=2.0),
+        guard=replace(recipe.guard, spike=5.0),
+    )
+
+
+# ---- by schedule
+
+
+def scheduled(recipe: Recipe, schedule: dict[int, dict[str, Any]]) -> Recipe:
+    return replace(recipe, schedule=schedule)
+
+
+def test_a_schedule_is_read_nested_or_dotted_in_order_and_comes_back(tmp_path: Path) -> None:
+    schedule = "schedule={200: {algorithm.entropy_coef: 0}, 30: {optimizer: {lr: 1.0e-6}, algorithm: {kl: {coef: 1}}}}"
+    recipe = load_recipe(DEMO, [schedule, "schedule.31.sync.verify=always"])
+    assert list(recipe.schedule.items()) == [
+        (30, {"optimizer.lr": 1e-6, "algorithm.kl.coef": 1}),
+        (31, {"sync.verify": "always"}),
+        (200, {"algorithm.entropy_coef": 0}),
+    ]
+    (tmp_path / "again.yaml").write_text(recipe_to_yaml(recipe))
+    assert load_recipe(tmp_path / "again.yaml") == recipe
+    assert load_recipe(DEMO).schedule == {}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "problem"),
+    [
+        ("3", "schedule: expected steps with settings, got 3 (an integer)"),
+        ("{0: {optimizer.lr: 1}}", "schedule.0: expected a step, 1 or more, got 0 (an integer)"),
+        ("{soon: {optimizer.lr: 1}}", "schedule.soon: expected a step, 1 or more, got 'soon' (a string)"),
+        ("{3: 4}", "schedule.3: expected sections with keys, got 4 (an integer)"),
+        ("{3: {optimizer.lr: 1, optimizer: {lr: 2}}}", "schedule.3: optimizer.lr stands twice"),
+    ],
+)
+def test_a_schedule_that_cannot_be_read(schedule: str, problem: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(DEMO, [f"schedule={schedule}"])
+    assert list(caught.value.problems) == [problem]
+
+
+def test_a_schedule_is_checked_before_anything_starts(recipe: Recipe) -> None:
+    check_schedule(scheduled(recipe, {39: {"run.steps": 60}, 50: {"optimizer.lr": 1e-6}}))  # the first makes room
+    wrong = {3: {"train.tp": 1}, 5: {"algorithm.kl.coef": 0}, 7: {"algorithm.kl.target": 1}, 40: {"guard.acts": 1}}
+    with pytest.raises(RecipeError) as caught:
+        check_schedule(scheduled(recipe, wrong))
+    assert [" ".join(problem.split()[:2]) for problem in caught.value.problems] == [
+        "schedule.3: train.tp:",
+        "schedule.7: algorithm.kl.target=1.0",
+        "schedule.40: run.steps=40",
+    ]
+
+
+# ---- while a run goes on
+
+
+def test_each_change_is_applied_at_its_step_and_recorded(recipe: Recipe, begin: Begin) -> None:
+    control, said, follower = begin(scheduled(recipe, {2: {"optimizer.lr": 1e-5}}))
+    assert control.before(0) == control.before(1) == control.recipe
+    assert follower.recipe is None
+    said.folder.control.write_text("algorithm:\n  kl: {coef: 0.5}\nrun.eval_every: 5\n")  # eval_every is 5 already
+    now = control.before(2)
+    assert (now.optimizer.lr, now.algorithm.kl.coef) == (1e-5, 0.5)
+    assert follower.recipe is now
+    assert said.take() == [
+        {"event": "setting_changed", "step": 2, "key": "optimizer.lr", "old": 2e-4, "new": 1e-5, "by": "schedule"},
+        {"event": "setting_changed", "step": 2}
+        | {"key": "algorithm.kl.coef", "old": 0.001, "new": 0.5, "by": "control.yaml"},
+    ]
+    assert control.before(3) is now
+    assert said.take() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("optimizer.lr: [1", "not valid YAML: line 1, column 17: "),
+        ("just words", "expected sections with keys, got 'just words' (a string)"),
+        ("optimizer.lr: 1\noptimizer: {lr: 2}", "optimizer.lr stands twice"),
+        ("optimizer.lr: 1\noptimizer.lr: 2", "not valid YAML: line 2, column 1: 'optimizer.lr' stands twice"),
+        ("optimizer.lr: \udcff", "'utf-8' codec can't decode byte 0xff"),
+        ("run.steps: 4\noptimizer.lr: 1", "run.steps=4: step 5 comes next: at least 6"),
+        ("seed: 4\noptimizer.lr: 1", "seed: cannot change during a run"),
+    ],
+)
+def test_a_refused_file_changes_nothing_and_is_told_once(recipe: Recipe, begin: Begin, text: str, why: str) -> None:
+    control, said, follower = begin(recipe)
+    said.folder.control.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert control.before(5) == recipe
+    control.before(6)
+    [event] = said.take()
+    assert (event["event"], event["step"], event["by"]) == ("control_refused", 5, "control.yaml")
+    assert event["why"].startswith(why)
+    assert follower.recipe is None
+    said.folder.control.write_text("optimizer.lr: 1")  # mended: what was refused with the rest is applied
+    assert control.before(7).optimizer.lr == 1
+
+
+def test_what_stands_there_unchanged_does_not_come_back(recipe: Recipe, begin: Begin) -> None:
+    """Over a schedule that has come since; until it is edited."""
+    control, said, _ = begin(scheduled(recipe, {2: {"optimizer.lr": 1e-5}}))
+    said.folder.control.write_text("optimizer.lr: 0.5\n# nothing else\n")
+    assert control.before(1).optimizer.lr == 0.5
+    assert control.before(2).optimizer.lr == 1e-5
+    said.folder.control.write_text("optimizer.lr: 0.5\nsync.verify: always\n")
+    now = control.before(3)
+    assert (now.optimizer.lr, now.sync.verify) == (1e-5, "always")
+    said.folder.control.unlink()
+    assert control.before(4) is now
+    said.folder.control.write_text("# empty")
+    assert control.before(5) is now
+    said.folder.control.write_text("optimizer.lr: 0.5")
+    assert control.before(6).optimizer.lr == 0.5
+
+
+def test_a_resumed_run_goes_on_with_the_same_settings(recipe: Recipe, begin: Begin) -> None:
+    schedule = {2: {"optimizer.lr": 1e-5}, 4: {"algorithm.entropy_coef": 0.1}}
+    control, said, _ = begin(scheduled(recipe, schedule))
+    said.folder.control.write_text("optimizer.lr: 0.5\nguard.spike: 9\n")
+    for step in range(4):
+        control.before(step)
+    saved = json.loads(json.dumps(control.progress))
+    again, said, follower = begin(scheduled(recipe, schedule))
+    again.restore(saved)
+    assert follower.recipe == again.recipe == control.recipe
+    assert (again.recipe.optimizer.lr, again.recipe.guard.spike) == (1e-5, 9.0)
+    assert again.before(4) == control.before(4)
+    assert [event["key"] for event in said.take()] == ["algorithm.entropy_coef"]
+
+
+def test_a_schedule_may_fall_out_with_what_was_edited(recipe: Recipe, begin: Begin) -> None:
+    control, said, _ = begin(scheduled(recipe, {2: {"algorithm.kl.target": 1.0}}))
+    said.folder.control.write_text("algorithm.kl.coef: 0")
+    now = control.before(1)
+    assert control.before(2) is now
+    assert [(e["event"], e.get("by")) for e in said.take()][1:] == [("control_refused", "schedule")]
+
+
+def test_what_memory_has_taken_is_held(recipe: Recipe, begin: Begin) -> None:
+    schedule = {1: {"train.micro_batch_size": 64, "optimizer.lr": 1e-5}}
+    control, said, _ = begin(scheduled(recipe, schedule), micro_batch_size=16, offload="all")
+    said.folder.control.write_text("train.micro_batch_size: 128\nsync.verify: always")
+    for step in (0, 1):
+        now = control.before(step)
+    assert (now.train.micro_batch_size, now.train.offload) == (16, "all")
+    assert (now.sync.verify, now.optimizer.lr) == ("always", 1e-5)
+    refused = [(e["step"], e["why"]) for e in said.take() if e["event"] == "control_refused"]
+    assert refused == [(step, "train.micro_batch_size: held at 16 since memory ran out") for step in (0, 1)]
+    assert control.progress["control"]["settings"].keys() == {"sync.verify", "optimizer.lr"}
+
+
+def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is(recipe: Recipe) -> None:
+    """But for one that is set."""
+    models = Models(None, None, None, None)  # type: ignore[arg-type]
+    learner = Learner(recipe, models, Guard(recipe.guard, None), 0)  # type: ignore[arg-type]
+    learner.kl.coef = 0.7
+    learner.adopt(changed(recipe, {"algorithm.entropy_coef": 0.1, "algorithm.kl.target": 2}, 1))
+    assert (learner.kl.coef, learner.kl.target) == (0.7, 2.0)
+    learner.adopt(changed(recipe, {"algorithm.kl.coef": 0.2}, 1))
+    assert (learner.kl.coef, learner.kl.target) == (0.2, None)
+
+
+def test_a_rate_that_is_set_follows_the_schedule_that_there_was() -> None:
+    """Four steps of warm-up, then half a cosine down to `min_lr` at step 12."""
+    from hybrid3d.train.trained import _scheduler, _set_rate
+
+    before = Optimizer(lr=0.1, warmup_steps=4, schedule="cosine", min_lr=0.01)
+    group: dict[str, Any] = {"params": [], "max_lr": 0.1, "min_lr": 0.01}
+    scheduler = _scheduler(SimpleNamespace(param_groups=[group]), before, steps=12)
+
+    def expected(lr: float, step: int) -> float:
+        if step <= 4:
+            return lr / 5 + (lr - lr / 5) * step / 4
+        return 0.01 + (lr - 0.01) * (1 + math.cos(math.pi * (step - 4) / 8)) / 2
+
+    for step in range(12):
+        lr = 0.1 if step < 3 else 0.4 if step < 7 else 0.02
+        if step in (3, 7):
+            _set_rate(scheduler, replace(before, lr=lr))
+        assert group["lr"] == pytest.approx(expected(lr, step), rel=1e-12)
+        scheduler.step(increment=1)
+
+
+# ---- less memory
+
+
+@pytest.mark.parametrize(
+    ("settings", "less"),
+    [
+        (["train.micro_batch_size=64"], {"micro_batch_size": 32, "offload": "all"}),
+        (["train.micro_batch_size=9"], {"micro_batch_size": 3, "offload": "all"}),
+        (["train.micro_batch_size=5", "train.offload=all"], {"micro_batch_size": 1}),
+        (["train.micro_batch_size=1", "train.offload=optimizer"], {"offload": "all"}),
+        (["train.micro_batch_size=1", "train.offload=all"], {}),
+        (["train.max_tokens_per_micro_batch=1000", "train.offload=all"], {"max_tokens_per_micro_batch": 500}),
+        (["train.max_tokens_per_micro_batch=200", "train.offload=all"], {"max_tokens_per_micro_batch": 128}),
+        (["train.max_tokens_per_micro_batch=128"], {"offload": "all"}),
+        (["algorithm.name=sft", "algorithm.kl=null", "train.micro_batch_size=2"], {"micro_batch_size": 1}),
+    ],
+)
+def test_what_takes_less_memory(settings: list[str], less: dict[str, Any]) -> None:
+    settings = [s if s != "algorithm.kl=null" else "algorithm.kl={where: none, coef: 0}" for s in settings]
+    assert smaller(load_recipe(DEMO, settings)) == {f"train.{key}": value for key, value in less.items()}
+
+
+OUT = torch.OutOfMemoryError("CUDA out of memory.\nsomething else")
+
+
+def test_memory_runs_out_again_and_again(recipe: Recipe, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for size, offload in ((32, "none"), (16, "all"), (8, "all")):
+        relief = Relief.of(folder)
+        now = control_module.overlaid(recipe, relief.settings)
+        assert (now.train.micro_batch_size, now.train.offload) == (2 * size, offload)
+        for rank in (2, 3):  # two ranks run out together: once is enough
+            error = relief.after(OUT, now, folder, rank)
+            assert isinstance(error, RanOut)
+            assert f"train.micro_batch_size={size} in place of {2 * size}" in str(error)
+    relief = Relief.of(folder)
+    assert (relief.count, relief.settings) == (3, {"train.micro_batch_size": 8, "train.offload": "all"})
+    last = relief.after(OUT, control_module.overlaid(recipe, relief.settings), folder, 2)
+    assert not isinstance(last, RanOut)
+    assert str(last).startswith(
+        "CUDA out of memory.: memory has run out 4 times, guard.acts=3 allows 3: raise train.tp"
+    )
+    events = [json.loads(line) for line in folder.events.read_text().splitlines()]
+    assert [(e["event"], e["rank"], e["count"], e["new"]["train.micro_batch_size"]) for e in events] == [
+        ("out_of_memory", 2, count, size) for count, size in ((1, 32), (2, 16), (3, 8))
+    ]
+    assert sorted(path.name for path in tmp_path.glob("out*")) == [f"out-of-memory-{n}.json" for n in (1, 2, 3)]
+
+
+def test_nothing_is_left_to_give_up(recipe: Recipe, tmp_path: Path) -> None:
+    least = replace(recipe, train=replace(recipe.train, micro_batch_size=1, offload="all"))
+    error = Relief().after(OUT, least, RunFolder(tmp_path), 0)
+    assert not isinstance(error, RanOut)
+    assert "micro batches are as small as they can be: raise train.tp or train.pp" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_launcher_sees_who_ran_out(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    lost = {"rank": 0, "time": 1.0, "peer": True, "reason": "lost", "kind": "error"}
+    ran_out = {"rank": 2, "time": 2.0, "peer": False, "reason": "RanOut: 2 GiB", "kind": "out_of_memory"}
+    for reason in (lost, ran_out):
+        folder.failure_of(reason["rank"]).write_text(json.dumps(reason))
+    cause = first_cause(folder, {})
+    assert cause == ran_out
+    assert failure_message(folder, cause) == f"rank 2 failed: RanOut: 2 GiB\nits log: {folder.log_of(2)}"
+
+
+def test_settings_as_yaml_writes_them_are_known(recipe: Recipe) -> None:
+    """`settings_of` against what a recipe's YAML has."""
+    written = yaml.safe_load(recipe_to_yaml(recipe))
+    for key, value in settings_of(recipe).items():
+        here = written
+        for name in key.split("."):
+            here = here[name]
+        assert here == value

@@ -1,0 +1,95 @@
+"""A run that is scheduled, controlled, and runs out of memory: it ends well, and tells all of it; four ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from commands import ROOT, hybrid3d, read_rows
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+STEPS, SEQUENCES, MICRO_BATCH = 4, 128, 64
+OUT_AT = 3  # the step in which rank 2, on the last pipeline stage, has no memory left
+CONTROL = "algorithm: {kl: {coef: 0.01}}\noptimizer.lr: 3.0e-4\n"
+
+# Rank 2 notes the micro batches that it trains on, and in one of them, once, it runs out of memory: as if somebody had
+# just edited the control file.
+OUT_OF_MEMORY = f"""
+import os
+if os.environ.get("RANK") == "2":
+    from pathlib import Path
+    import torch
+    from hybrid3d.rl import losses
+    run, masked_sum, sizes = Path("runs/controlled"), losses.masked_sum, []
+    def noted(values, mask):
+        sizes.append(len(mask))
+        if sum(sizes) > {OUT_AT * SEQUENCES + MICRO_BATCH} and not (run / "out-of-memory-1.json").exists():
+            (run / "control.yaml").write_text("train.tp: 4\\n" + (run / "control.yaml").read_text())
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        with open("sizes", "a") as out:
+            print(os.getpid(), len(mask), file=out)
+        return masked_sum(values, mask)
+    losses.masked_sum = noted
+"""
+
+SCHEDULE = "schedule={1: {algorithm.entropy_coef: 0.01}, 2: {optimizer.lr: 1.0e-4, rollout.temperature: 0.8}}"
+
+
+def test_a_run_that_is_controlled_and_runs_out_of_memory(demo: Path, tmp_path: Path) -> None:
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "demo").symlink_to(demo)
+    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY)
+    run = tmp_path / "runs" / "controlled"
+    run.mkdir(parents=True)
+    (run / "control.yaml").write_text(CONTROL)
+    said = hybrid3d(
+        tmp_path,
+        "train",
+        str(ROOT / "recipes/demo-cpu.yaml"),
+        "name=controlled",
+        "model.path=build/demo/base",
+        f"run.steps={STEPS}",
+        "run.checkpoint_every=2",
+        "run.eval_every=9",
+        "algorithm.prompts_per_step=16",
+        f"train.micro_batch_size={MICRO_BATCH}",
+        SCHEDULE,
+        also=tmp_path,
+    )
+    assert "rank 2 failed: RanOut: CUDA out of memory. Tried to allocate 2.00 GiB.: started again" in said
+    assert said.count("failed:") == 1
+
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    told = [tuple(e.get(k) for k in ("event", "step", "key", "old", "new", "by")) for e in events]
+    second = [
+        ("setting_changed", 2, "rollout.temperature", 1.0, 0.8, "schedule"),
+        ("setting_changed", 2, "optimizer.lr", 3e-4, 1e-4, "schedule"),
+    ]
+    smaller = {"train.micro_batch_size": MICRO_BATCH // 2, "train.offload": "all"}
+    first = {"train.micro_batch_size": MICRO_BATCH, "train.offload": "none"}
+    assert [row for row in told if row[0] not in ("kernels", "checkpoint")] == [
+        ("start", 0, None, None, None, None),
+        ("setting_changed", 0, "algorithm.kl.coef", 0.001, 0.01, "control.yaml"),
+        ("setting_changed", 0, "optimizer.lr", 2e-4, 3e-4, "control.yaml"),
+        ("setting_changed", 1, "algorithm.entropy_coef", 0.0, 0.01, "schedule"),
+        *second,
+        ("out_of_memory", None, None, first, smaller, None),
+        ("resume", 2, None, None, None, None),
+        *second,
+        ("control_refused", 2, None, None, None, "control.yaml"),
+        ("end", STEPS, None, None, None, None),
+    ]
+    assert [e["why"].partition(":")[0] for e in events if e["event"] == "control_refused"] == ["train.tp"]
+
+    rows = read_rows(run)
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert [row.get("train/lr") for row in rows] == [3e-4, 3e-4, 1e-4, 1e-4, None]
+    assert [row["train/kl_coef"] for row in rows] == [0.01] * (STEPS + 1)
+    assert all(row["mismatch/logprob_abs_max"] <= 1e-3 for row in rows)  # the temperature is that of both engines
+
+    noted = [line.split() for line in (tmp_path / "sizes").read_text().splitlines()]
+    attempts = [[int(size) for pid, size in noted if pid == one] for one in dict.fromkeys(pid for pid, _ in noted)]
+    assert attempts == [[MICRO_BATCH] * (2 * OUT_AT + 1), [MICRO_BATCH // 2] * 4 * (STEPS - 2)]
