@@ -20,6 +20,8 @@ USUAL_AFTER = 5  # of them
 class GaveUp(RuntimeError):
     """A run needed more help than its recipe allows."""
 
+    alike = True  # every rank raises it: one of them is enough to tell
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -72,14 +74,15 @@ class Guard:
             self._norms.append(norm)
         return good
 
-    def skipped(self, step: int, norm: float) -> None:
-        """A step's gradient was not allowed: the weights are as they were.
+    def skipped(self, step: int, norm: float, of: str = "policy") -> None:
+        """A gradient of the policy or the critic was not allowed: the weights are as they were.
 
         Raises:
             GaveUp: it was one too many.
         """
         why = "is not finite" if not math.isfinite(norm) else "is out of all proportion"
-        self._act(step, "batch_skipped", f"the gradient's norm {norm:g} {why}: its batch is skipped", norm=str(norm))
+        said = f"the {of}'s gradient has norm {norm:g}, which {why}: its batch is skipped"
+        self._act(step, "batch_skipped", said, norm=str(norm), of=of)
 
     def calm(self, step: int, kl: float, control: KlController, coef: float) -> None:
         """Where an adaptive coefficient cannot hold the KL any more, go back to the recipe's and leave it there.

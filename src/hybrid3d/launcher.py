@@ -20,6 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from hybrid3d import ranks
 from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.run_folder import RunFolder
+from hybrid3d.worker import last_words
 
 
 def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Console) -> int:
@@ -89,14 +90,14 @@ def failure_message(folder: RunFolder, failures: dict[int, Any]) -> str:
     own = sorted((r for r in reasons if not r["peer"]), key=lambda r: r["time"])
     killed = {rank: -f.exitcode for rank, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
     if own:
-        rank, reason = own[0]["rank"], own[0]["reason"]
+        return last_words(folder, own[0]["rank"], own[0])
     elif killed:
         rank, number = next(iter(killed.items()))
         reason = f"killed by {signal.Signals(number).name}"
     elif reasons:
         first = min(reasons, key=lambda r: r["time"])
-        rank, reason = first["rank"], first["reason"]
+        return last_words(folder, first["rank"], first)
     else:
         rank, failure = next(iter(failures.items()))
         reason = f"ended with exit code {failure.exitcode}"
-    return f"rank {rank} failed: {reason}\nits log: {folder.log_of(rank)}"
+    return last_words(folder, rank, {"reason": reason})
