@@ -106,3 +106,10 @@ def test_without_a_target_the_coefficient_stays() -> None:
     control = KlController(coef=0.2)
     control.observe(60.0, answers=64)
     assert control.coef == 0.2
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_a_kl_that_is_not_finite_moves_nothing(kl: float) -> None:
+    control = KlController(coef=0.2, target=6.0, horizon=640)
+    control.observe(kl, answers=64)
+    assert control.coef == 0.2

@@ -117,4 +117,4 @@ class Guard:
         self._acts += 1
         self._record.event(event, f"step {step}: {said}", step=step, acts=self._acts, **fields)
         if self._acts > self._settings.acts:
-            raise GaveUp(f"step {step}: {said}; more than guard.acts={self._settings.acts} such acts: stopped")
+            raise GaveUp(f"step {step}: {said}; more than guard.acts={self._settings.acts} such acts")

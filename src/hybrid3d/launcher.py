@@ -45,7 +45,9 @@ def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Co
         elastic_launch(config, sys.executable)("-m", "hybrid3d", *arguments)
         return 0
     except ChildFailedError as error:
-        console.print(failure_message(folder, error.failures), style="red", highlight=False, markup=False)
+        console.print(
+            failure_message(folder, error.failures), style="red", highlight=False, markup=False, soft_wrap=True
+        )
         return 1
     except SignalException as interrupted:
         console.print(f"stopped by {interrupted.sigval.name}", style="red", highlight=False)
