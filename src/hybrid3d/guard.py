@@ -92,9 +92,8 @@ class Guard:
         """
         limit = self._settings.kl_explosion
         if limit is not None and control.target is not None and not kl <= limit:
-            said = (
-                f"KL of an answer {kl:g} against guard.kl_explosion={limit:g}: its coefficient is {coef:g} from now on"
-            )
+            numbers = f"KL of an answer {kl:g} against guard.kl_explosion={limit:g}"
+            said = f"{numbers}: its coefficient is {coef:g} from the next step on"
             control.coef, control.target = coef, None
             self._act(step, "kl_fixed", said, kl=str(kl))
 
