@@ -46,7 +46,10 @@ def test_one_lost(saved: Path) -> None:
         manifest.check(saved)
 
 
-@pytest.mark.parametrize("content", [None, "{", "{}"])
+@pytest.mark.parametrize(
+    "content",
+    [None, "{", "{}", "[]", '{"files": []}', '{"files": {"deep/b": 5}}', '{"files": {"deep/b": {"bytes": 5}}}'],
+)
 def test_the_list_itself(saved: Path, content: str | None) -> None:
     if content is None:
         (saved / manifest.MANIFEST).unlink()

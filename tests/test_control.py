@@ -19,9 +19,10 @@ from hybrid3d.config import Optimizer, Recipe, RecipeError, load_recipe, recipe_
 from hybrid3d.control import MAY_CHANGE, Control, changed, check_schedule, settings_of
 from hybrid3d.experience import Learner, Models
 from hybrid3d.guard import Guard
-from hybrid3d.launcher import failure_message, first_cause
+from hybrid3d.launcher import first_cause
 from hybrid3d.relief import RanOut, Relief, smaller
 from hybrid3d.run_folder import RunFolder
+from hybrid3d.worker import last_words
 from run_ranks import ROOT
 
 DEMO = ROOT / "recipes" / "demo-cpu.yaml"
@@ -365,7 +366,7 @@ def test_the_launcher_sees_who_ran_out(tmp_path: Path) -> None:
         folder.failure_of(reason["rank"]).write_text(json.dumps(reason))
     cause = first_cause(folder, {})
     assert cause == ran_out
-    assert failure_message(folder, cause) == f"rank 2 failed: RanOut: 2 GiB\nits log: {folder.log_of(2)}"
+    assert last_words(folder, 2, cause) == f"rank 2 failed: RanOut: 2 GiB\nits log: {folder.log_of(2)}"
 
 
 def test_settings_as_yaml_writes_them_are_known(recipe: Recipe) -> None:

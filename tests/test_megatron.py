@@ -67,6 +67,8 @@ STEPS |= {layout: [("grpo", 4)] for layout in LAYOUTS if "max_tokens_per_micro_b
 STEPS["tp2-pp2"] = [("sft", 2), ("sft", 4), ("grpo", 2), ("grpo", 4)]
 STEPS["tp2-pp2-vpp2"] = [("sft", 2), ("grpo", 4)]
 RESUMED = ("qwen2", "deepseek_v3")  # tied embeddings lie on two pipeline stages; experts on two ranks
+# Where a checkpoint of TP2 x PP2 is loaded too
+ELSEWHERE: dict[str, dict[str, int]] = {"pp2-dp2": dict(pp=2, dp=2), "pp4": dict(pp=4), "tp4": dict(tp=4)}
 
 every_case = pytest.mark.parametrize(("family", "layout"), [(f, layout) for f in FAMILIES for layout in CASES[f]])
 every_resumed = pytest.mark.parametrize("family", RESUMED)
@@ -103,7 +105,8 @@ def results(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> Result
         start, other, near = tiny_checkpoint(family, 1), tiny_checkpoint(family, 2), out / f"{family}-near"
         save_near(start, near)
         checkpoints[family] = {"start": str(start), "other": str(other), "near": str(near)}
-    work = {"checkpoints": checkpoints, "layouts": LAYOUTS, "cases": CASES, "steps": STEPS, "resumed": RESUMED}
+    work = {"checkpoints": checkpoints, "layouts": LAYOUTS, "cases": CASES, "steps": STEPS}
+    work |= {"resumed": RESUMED, "elsewhere": ELSEWHERE}
     torch.save(make_inputs() | work, out / "inputs.pt")
     job = Path(__file__).parent / "jobs" / "train_layouts.py"
     run_ranks(job, 4, [str(out / "inputs.pt"), str(out)], timeout=900)
@@ -270,12 +273,18 @@ def test_a_resumed_run_repeats_what_would_have_come(results: Results, family: st
 
 
 @every_resumed
-def test_a_checkpoint_loads_into_another_layout(results: Results, family: str) -> None:
-    saved, elsewhere = (tensors_in(results.exported(family, "resume", what)) for what in ("saved", "elsewhere"))
-    assert all(torch.equal(elsewhere[name], saved[name]) for name in saved)
+@pytest.mark.parametrize("layout", ELSEWHERE)
+def test_a_checkpoint_loads_into_another_layout(results: Results, family: str, layout: str) -> None:
+    """Weights to the last bit; and the optimizer's state, by what two further updates come to."""
+    kinds = "saved", f"loaded-{layout}", "went-on", f"resumed-{layout}"
+    saved, loaded, went_on, resumed = (tensors_in(results.exported(family, "resume", kind)) for kind in kinds)
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    assert all((resumed[name] - went_on[name]).abs().max() <= 1e-5 for name in saved)
+    assert any((went_on[name] - saved[name]).abs().max() > 5e-5 for name in saved)
 
-    def losses(what: str) -> list[float]:
+    def said(what: str) -> list[float]:
         ranks = results.of(family, "resume", what)
-        return [sum(rank[step]["sums"]["loss"] for rank in ranks if rank[step]["counts"]) for step in range(2)]
+        losses = [sum(rank[step]["sums"]["loss"] for rank in ranks if rank[step]["counts"]) for step in range(2)]
+        return losses + [ranks[0][step][key] for step in range(2) for key in ("grad_norm", "lr")]
 
-    assert losses("resumed elsewhere") == pytest.approx(losses("went on"), rel=1e-5)
+    assert said(f"resumed {layout}") == pytest.approx(said("went on"), rel=1e-5)

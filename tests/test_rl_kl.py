@@ -106,3 +106,11 @@ def test_without_a_target_the_coefficient_stays() -> None:
     control = KlController(coef=0.2)
     control.observe(60.0, answers=64)
     assert control.coef == 0.2
+
+
+def test_a_kl_that_is_no_number_moves_nothing() -> None:
+    control = KlController(coef=0.2, target=6.0, horizon=640)
+    control.observe(math.nan, answers=64)
+    assert control.coef == 0.2
+    control.observe(math.inf, answers=64)
+    assert control.coef == pytest.approx(0.2 * 1.02)

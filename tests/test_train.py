@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commands import ROOT, answers_of, hybrid3d, read_rows, without
+from killing import some_moment, start_and_kill, writing
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1500)]
 
@@ -132,16 +136,66 @@ def test_plan_says_what_the_run_measures(work: Path, runs: dict[str, Any], name:
         assert row["sync/max_finalize_bytes"] <= plan["max_finalize_bytes"]
 
 
-def test_a_resumed_run_repeats_bit_for_bit(work: Path, runs: dict[str, Any]) -> None:
+def test_a_run_resumed_before_a_broken_checkpoint_repeats_bit_for_bit(work: Path, runs: dict[str, Any]) -> None:
     whole = read_rows(work / "runs/wide")
     shutil.copytree(work / "runs/wide", work / "again/wide")
-    shutil.rmtree(work / f"again/wide/checkpoints/step-{STEPS:06d}")
+    last = work / f"again/wide/checkpoints/step-{STEPS:06d}"
+    flip_a_byte(last / "__2_1.distcp")
+    (last.parent / "step-000001.partial").mkdir()
     recipe = work / "again/wide/recipe.yaml"
     recipe.write_text(recipe.read_text().replace("dir: runs", "dir: again"))
     hybrid3d(work, "train", *uneven("wide", 64), "run.dir=again", "sync.hidden=false")
     assert without(read_rows(work / "again/wide")) == without(whole)
     events = [json.loads(line) for line in (work / "again/wide/events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "resume"] == [RESUMED_FROM]
+    broken = [e for e in events if e["event"] == "checkpoint_broken"]
+    assert [(e["step"], Path(e["path"]).name) for e in broken] == [(STEPS, f"{last.name}.broken")]
+    assert re.search(r"__2_1\.distcp has CRC-32 [0-9a-f]{8}, written was [0-9a-f]{8}", broken[0]["why"])
+    names = [f"step-{RESUMED_FROM:06d}", last.name, f"{last.name}.broken"]
+    assert sorted(path.name for path in last.parent.iterdir()) == names
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def dice() -> random.Random:
+    seed = int(os.environ.get("KILL_SEED") or time.time())
+    print(f"the same once more: KILL_SEED={seed}")
+    return random.Random(seed)
+
+
+def assert_repeats(work: Path, killed: Path) -> None:
+    """A run that was killed, and brought to its end since, has left what one has that was not."""
+    whole = work / "runs/wide"
+    assert without(read_rows(killed)) == without(read_rows(whole))
+    assert (killed / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
+    assert sorted(p.name for p in (killed / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+
+
+def test_a_run_that_is_killed_twice(work: Path, runs: dict[str, Any], dice: random.Random) -> None:
+    """Once at a random moment, and once while it writes a checkpoint."""
+    run, arguments = work / "killed/wide", [*uneven("wide", 64), "run.dir=killed"]
+    assert start_and_kill(work, arguments, run, *some_moment(dice, RESUMED_FROM))
+    assert start_and_kill(work, arguments, run, writing(STEPS), dice.uniform(0, 0.05))
+    assert (run / f"checkpoints/step-{STEPS:06d}.partial").exists()
+    hybrid3d(work, "train", *arguments)
+    assert_repeats(work, run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_runs_that_are_killed_twenty_times(work: Path, runs: dict[str, Any], dice: random.Random) -> None:
+    run, arguments = work / "often/wide", [*uneven("wide", 64), "run.dir=often"]
+    for kill in range(20):
+        moment = (writing(dice.choice([RESUMED_FROM, STEPS])), 0.0) if kill % 4 == 3 else some_moment(dice, STEPS)
+        if not start_and_kill(work, arguments, run, *moment) or kill == 19:
+            hybrid3d(work, "train", *arguments)
+            assert_repeats(work, run)
+            shutil.rmtree(run)
 
 
 def test_eval_and_export_agree_with_plain_engines(work: Path, runs: dict[str, Any]) -> None:

@@ -193,6 +193,9 @@ class Learner:
             if self._critic is not None:
                 report = self._critic.train_step(batch, self._value_objective(known, rows), ends_step=last)
                 self._add("critic", report, updates, measured, row)
+                if not report.updated:
+                    self._guard.skipped(step, report.grad_norm, of="critic")
+                    break
             if self._critic is not None and step < self._recipe.critic.warmup_steps:
                 continue
             objective = self._objective(known, rows)

@@ -21,6 +21,8 @@ USUAL_AFTER = 5  # of them
 class GaveUp(RuntimeError):
     """A run needed more help than its recipe allows."""
 
+    alike = True  # every rank raises it: one of them is enough to tell
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -77,14 +79,15 @@ class Guard:
             self._norms.append(norm)
         return good
 
-    def skipped(self, step: int, norm: float) -> None:
-        """A step's gradient was not allowed: the weights are as they were.
+    def skipped(self, step: int, norm: float, of: str = "policy") -> None:
+        """A gradient of the policy or the critic was not allowed: the weights are as they were.
 
         Raises:
             GaveUp: it was one too many.
         """
         why = "is not finite" if not math.isfinite(norm) else "is out of all proportion"
-        self._act(step, "batch_skipped", f"the gradient's norm {norm:g} {why}: its batch is skipped", norm=str(norm))
+        said = f"the {of}'s gradient has norm {norm:g}, which {why}: its batch is skipped"
+        self._act(step, "batch_skipped", said, norm=str(norm), of=of)
 
     def calm(self, step: int, kl: float, control: KlController, coef: float) -> None:
         """Where an adaptive coefficient cannot hold the KL any more, go back to the recipe's and leave it there.
@@ -94,9 +97,8 @@ class Guard:
         """
         limit = self._settings.kl_explosion
         if limit is not None and control.target is not None and not kl <= limit:
-            said = (
-                f"KL of an answer {kl:g} against guard.kl_explosion={limit:g}: its coefficient is {coef:g} from now on"
-            )
+            numbers = f"KL of an answer {kl:g} against guard.kl_explosion={limit:g}"
+            said = f"{numbers}: its coefficient is {coef:g} from the next step on"
             control.coef, control.target = coef, None
             self._act(step, "kl_fixed", said, kl=str(kl))
 
@@ -119,4 +121,4 @@ class Guard:
         self._acts += 1
         self._record.event(event, f"step {step}: {said}", step=step, acts=self._acts, **fields)
         if self._acts > self._settings.acts:
-            raise GaveUp(f"step {step}: {said}; more than guard.acts={self._settings.acts} such acts: stopped")
+            raise GaveUp(f"step {step}: {said}; more than guard.acts={self._settings.acts} such acts")

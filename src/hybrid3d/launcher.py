@@ -21,6 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from hybrid3d import ranks
 from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.run_folder import RunFolder
+from hybrid3d.worker import last_words
 
 
 def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Console) -> int:
@@ -42,7 +43,9 @@ def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Co
         cause = first_cause(folder, failures)
         again = cause["kind"] == "out_of_memory"
         style = "yellow" if again else "red"
-        console.print(failure_message(folder, cause), style=style, highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            last_words(folder, cause["rank"], cause), style=style, highlight=False, markup=False, soft_wrap=True
+        )
         if not again:
             return 1
 
@@ -95,11 +98,6 @@ def check_node(recipe: Recipe) -> None:
     if gpus and here not in {min(planned, recipe.world_size), recipe.world_size % planned}:
         problem = f"{where}, and the recipe is made for {planned} a node"
         raise RecipeError(recipe.name, [f"{problem}: start as many, or set machine.gpus_per_node={here}"])
-
-
-def failure_message(folder: RunFolder, cause: Mapping[str, Any]) -> str:
-    """What is said of the first cause."""
-    return f"rank {cause['rank']} failed: {cause['reason']}\nits log: {folder.log_of(cause['rank'])}"
 
 
 def first_cause(folder: RunFolder, failures: Mapping[int, Any]) -> dict[str, Any]:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from hybrid3d import ranks
 from hybrid3d.config import Recipe
+from hybrid3d.file_system import MOUNTS, warning_of
 from hybrid3d.record import Record
 from hybrid3d.run_folder import checkpoint_folder, steps_in
 from hybrid3d.train import checkpoint
-from hybrid3d.train.manifest import BrokenCheckpoint, check
+from hybrid3d.train.manifest import BrokenCheckpoint, check, listed
+from hybrid3d.train.room import Unwritten, free_bytes
 
 
 class Checkpoints:
     """Saves the models and the progress of a run, and finds the last that is whole. Every rank calls every method."""
 
     def __init__(self, recipe: Recipe, models: checkpoint.Models, record: Record):
-        self._run = recipe.run
+        self._run, self._replicas = recipe.run, recipe.train.dp
         self._models = models
         self._record = record
 
@@ -34,6 +39,9 @@ class Checkpoints:
         """
         folder = self._record.folder
         updates, progress = 0, {}
+        self._look_at_file_system()
+        if ranks.rank() == 0:
+            checkpoint.remove_unfinished(folder.checkpoints)
         last = self._last_whole()
         if last is not None:
             updates, path = last, checkpoint_folder(folder, last)
@@ -69,11 +77,38 @@ class Checkpoints:
         every = self._run.checkpoint_every
         if updates == self._run.steps or (every and updates < self._run.steps and updates % every == 0):
             path = checkpoint_folder(self._record.folder, updates)
-            checkpoint.save(self._models, path, progress)
+            self._look_at_room(path, updates)
+            try:
+                checkpoint.save(self._models, path, progress)
+            except Unwritten as error:
+                with suppress(
+                    Unwritten
+                ):  # where there is no room for this line either, the error itself is what matters
+                    self._record.event("checkpoint_unwritten", step=updates, path=str(path), why=str(error))
+                raise
             self._record.event("checkpoint", step=updates, path=str(path))
             if self._run.keep_last and ranks.rank() == 0:
                 for step in steps_in(self._record.folder)[: -self._run.keep_last]:
-                    shutil.rmtree(checkpoint_folder(self._record.folder, step))
+                    checkpoint.remove(checkpoint_folder(self._record.folder, step))
+
+    def _look_at_room(self, path: Path, updates: int) -> None:
+        """Say beforehand that a checkpoint will hardly fit."""
+        before = _of_first(steps_in(self._record.folder))
+        if before:
+            wanted = sum(size for size, _ in listed(checkpoint_folder(self._record.folder, before[-1])).values())
+        else:
+            wanted = checkpoint.bytes_expected(self._models, self._replicas)
+        free = free_bytes(path)
+        if wanted > free:
+            said = f"{path} will take about {wanted} bytes, and {free} are free: free some, or lower run.keep_last"
+            self._record.event("disk_low", said, step=updates, path=str(path), wanted=wanted, free=free)
+
+    def _look_at_file_system(self) -> None:
+        if ranks.rank() == 0 and MOUNTS.exists():
+            path = Path(os.path.realpath(self._record.folder.path))
+            kind, said = warning_of(path, MOUNTS.read_text())
+            if said:
+                self._record.event("file_system", said, type=kind, path=str(path))
 
 
 def _of_first(steps: list[int]) -> list[int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid3d.config import Recipe, recipe_to_yaml
+from hybrid3d.train.room import Unwritten, why_unwritten
 
 
 class RunFolder:
@@ -59,7 +60,10 @@ class RunFolder:
         return [json.loads(line) for line in _whole_lines(self.metrics)]
 
     def truncate(self, step: int) -> None:
-        """Drop what was recorded from `step` on: a resumed run records it again."""
+        """Drop what was recorded from `step` on: a resumed run records it again. Of events half a line is dropped."""
+        if self.events.exists():
+            whole = self.events.read_bytes().rpartition(b"\n")
+            os.truncate(self.events, len(whole[0]) + len(whole[1]))
         for path in (self.metrics, self.samples):
             kept = [line for line in _whole_lines(path) if json.loads(line)["step"] < step]
             replacement = path.with_suffix(".tmp")
@@ -97,8 +101,11 @@ def find_step(folder: RunFolder, step: int | None) -> int:
 
 
 def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    with open(path, "a") as out:
-        out.writelines(json.dumps(row) + "\n" for row in rows)
+    try:
+        with open(path, "a") as out:
+            out.writelines(json.dumps(row) + "\n" for row in rows)
+    except OSError as error:
+        raise Unwritten(why_unwritten(path, error)) from error
 
 
 def draw_curves(folder: RunFolder) -> None:

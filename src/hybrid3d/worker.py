@@ -9,8 +9,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
@@ -58,15 +60,36 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
             dist.destroy_process_group()
         return 0
     except Exception as error:  # the boundary of the process: everything is reported, nothing goes on
-        traceback.print_exc()
+        alike = getattr(error, "alike", False)
         reason = {"rank": rank, "time": time.time(), "peer": _is_lost_peer(error), "reason": _one_line(error)}
+        if alike:
+            reason |= {"peer": False, "alike": True, "reason": str(error)}
         reason["kind"] = "out_of_memory" if isinstance(error, RanOut) else "error"
-        folder.failure_of(rank).write_text(json.dumps(reason))
-        if not launched and not reason["peer"]:
-            _say(stderr, f"rank {rank} failed: {reason['reason']}\nits log: {folder.log_of(rank)}")
+        told = _leave(folder.failure_of(rank), reason) and launched
+        if not told and not reason["peer"] and (rank == 0 or not alike):
+            _say(stderr, last_words(folder, rank, reason))
         ranks.remove_shared_memory(ranks.ident())
-        sys.stderr.flush()
+        with suppress(OSError):  # the disk of its log may be full
+            traceback.print_exception(error)
+            sys.stderr.flush()
         os._exit(1)  # communication threads may be waiting for ranks that are gone
+
+
+def last_words(folder: RunFolder, rank: int, reason: Mapping[str, Any]) -> str:
+    """Why a run has ended, by the reason that a rank gave: its own, or one that all ranks came to together."""
+    if reason.get("alike"):
+        return f"stopped: {reason['reason']}"
+    return f"rank {rank} failed: {reason['reason']}\nits log: {folder.log_of(rank)}"
+
+
+def _leave(path: Path, reason: Mapping[str, Any]) -> bool:
+    """Leave a reason where the launcher looks; False where the disk is full."""
+    try:
+        path.write_text(json.dumps(reason))
+        return True
+    except OSError:
+        path.unlink(missing_ok=True)
+        return False
 
 
 def _say(console: Console, message: str) -> None:

@@ -137,7 +137,7 @@ def one_layout(family: str, name: str, spec: dict[str, Any], out: Path) -> dict[
 
 
 def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Save after a step at TP2 x PP2 and go on; do the same from the checkpoint, there and in another layout."""
+    """Save after two steps at TP2 x PP2 and go on; do the same from the checkpoint, there and in other layouts."""
     rank, config, found = dist.get_rank(), read_config(folders["start"]), {}
     settings = dict(warmup_steps=2, schedule="linear")  # the schedule must be resumed too
 
@@ -148,7 +148,7 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
         return [sft_step(policy, spec, dp) for _ in range(2)]
 
     experts = 2 if family_of(config).experts(config) else 1
-    here, there = Train(tp=2, pp=2, ep=experts, micro_batch_size=4), Train(pp=2, dp=2, micro_batch_size=4)
+    here = Train(tp=2, pp=2, ep=experts, micro_batch_size=4)
     runtime.initialize(here, seed=1)
     policy = started(here, folders["start"])
     two_steps(policy, here.dp)
@@ -163,15 +163,18 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
     export(policy, folders["start"], out / "resumed")
     forget(policy)
     runtime.shutdown()
-    runtime.initialize(there, seed=1)
-    policy = Policy(config, recipe_for(folders["other"], there, spec), rank, trainable=False)
-    checkpoint.load_weights({"policy": policy}, out / "checkpoint")
-    export(policy, folders["start"], out / "elsewhere")
-    policy = started(there, folders["other"])
-    checkpoint.load({"policy": policy}, out / "checkpoint")
-    found["resumed elsewhere"] = two_steps(policy, there.dp)
-    forget(policy)
-    runtime.shutdown()
+    for name, layout in spec["elsewhere"].items():
+        there = Train(**layout, micro_batch_size=4)
+        runtime.initialize(there, seed=1)
+        policy = Policy(config, recipe_for(folders["other"], there, spec), rank, trainable=False)
+        checkpoint.load_weights({"policy": policy}, out / "checkpoint")
+        export(policy, folders["start"], out / f"loaded-{name}")
+        policy = started(there, folders["other"])
+        checkpoint.load({"policy": policy}, out / "checkpoint")
+        found[f"resumed {name}"] = two_steps(policy, there.dp)
+        export(policy, folders["start"], out / f"resumed-{name}")
+        forget(policy)
+        runtime.shutdown()
     return found
 
 

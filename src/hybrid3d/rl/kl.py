@@ -8,6 +8,7 @@ choice, is that of KL(reference || policy).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,6 +55,6 @@ class KlController:
 
     def observe(self, kl: float, answers: int) -> None:
         """A step's mean KL of an answer, over so many."""
-        if self.target is not None:
+        if self.target is not None and not math.isnan(kl):  # which would stay in `coef` for good
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coef *= 1 + error * answers / self.horizon

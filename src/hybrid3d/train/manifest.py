@@ -55,17 +55,29 @@ def check(folder: Path, share: slice = slice(None)) -> None:
     Raises:
         BrokenCheckpoint: what is wrong with it, with both numbers.
     """
-    try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        raise BrokenCheckpoint(f"{folder} has no list of its files that can be read ({error})") from None
-    for name, wanted in list(files.items())[share]:
+    for name, (bytes_, crc32) in list(listed(folder).items())[share]:
         path = folder / name
         if not path.exists():
             raise BrokenCheckpoint(f"{folder}: {name} is missing")
         size = path.stat().st_size
-        if size != wanted["bytes"]:
-            raise BrokenCheckpoint(f"{folder}: {name} has {size} bytes, {wanted['bytes']} were written")
-        crc = crc_of(path)
-        if crc != wanted["crc32"]:
-            raise BrokenCheckpoint(f"{folder}: {name} has CRC-32 {crc:08x}, written was {wanted['crc32']:08x}")
+        if size != bytes_:
+            raise BrokenCheckpoint(f"{folder}: {name} has {size} bytes, {bytes_} were written")
+        try:
+            crc = crc_of(path)
+        except OSError as error:
+            raise BrokenCheckpoint(f"{folder}: {name} cannot be read ({error})") from None
+        if crc != crc32:
+            raise BrokenCheckpoint(f"{folder}: {name} has CRC-32 {crc:08x}, written was {crc32:08x}")
+
+
+def listed(folder: Path) -> dict[str, tuple[int, int]]:
+    """By name, size in bytes and CRC-32 of the files that a checkpoint's list has.
+
+    Raises:
+        BrokenCheckpoint: there is no list, or it is damaged.
+    """
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        return {name: (int(wanted["bytes"]), int(wanted["crc32"])) for name, wanted in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenCheckpoint(f"{folder} has no list of its files that can be read ({error!r})") from None

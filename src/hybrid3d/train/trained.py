@@ -176,7 +176,7 @@ class Trained:
         with on_device():
             updated, grad_norm = self._stepping.step(ready or (lambda part, last: None), allows)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        if ends_step:
+        if ends_step or not updated:  # what is skipped ends its step
             self.scheduler.step(increment=1)
         sums: dict[str, float] = {}
         for report in reports:

@@ -1,0 +1,95 @@
+"""What a guard allows, says and does, told numbers by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import pytest
+
+from hybrid3d.config import Guard as Settings
+from hybrid3d.guard import USUAL_AFTER, GaveUp, Guard
+from hybrid3d.record import Record
+from hybrid3d.rl.kl import KlController
+
+
+class Heard:
+    """In a record's place, it keeps the events."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.said: list[str] = []
+
+    def event(self, event: str, said: str = "", **fields: Any) -> None:
+        self.events.append((event, fields))
+        self.said.append(said)
+
+
+def guard_of(**settings: Any) -> tuple[Guard, Heard]:
+    heard = Heard()
+    return Guard(Settings(**settings), cast(Record, heard)), heard
+
+
+def test_what_is_not_finite_is_never_allowed() -> None:
+    guard, _ = guard_of()
+    assert [guard.allows(norm) for norm in (1.0, 1e30, math.nan, math.inf)] == [True, True, False, False]
+
+
+def test_a_spike_is_by_the_median_of_what_was_allowed() -> None:
+    guard, _ = guard_of(spike=3.0)
+    norms = [1.0, 100.0, 2.0, 3.0, 2.5]
+    assert len(norms) == USUAL_AFTER
+    assert all(guard.allows(norm) for norm in norms)  # as long as nothing is usual
+    assert guard.allows(7.5)  # three times the median of those, 2.5; after it the median is 2.75
+    assert not guard.allows(8.26)
+    assert guard.allows(8.25)
+
+
+def test_a_resumed_guard_goes_on() -> None:
+    guard, _ = guard_of(spike=2.0, acts=1)
+    assert all(guard.allows(1.0) for _ in range(USUAL_AFTER))
+    guard.skipped(4, math.nan)
+    resumed, _ = guard_of(spike=2.0, acts=1)
+    resumed.restore(guard.progress)
+    assert not resumed.allows(2.1)
+    with pytest.raises(GaveUp):
+        resumed.skipped(5, 2.1)
+
+
+def test_one_act_too_many() -> None:
+    guard, heard = guard_of(acts=1)
+    guard.skipped(3, math.nan)
+    message = (
+        r"^step 4: the critic's gradient has norm 50, which is out of all proportion: its batch is skipped; "
+        r"more than guard\.acts=1 such acts$"
+    )
+    with pytest.raises(GaveUp, match=message):
+        guard.skipped(4, 50.0, of="critic")
+    assert [(name, e["step"], e["acts"], e["norm"], e["of"]) for name, e in heard.events] == [
+        ("batch_skipped", 3, 1, "nan", "policy"),
+        ("batch_skipped", 4, 2, "50.0", "critic"),
+    ]
+
+
+@pytest.mark.parametrize("kl", [10.1, math.inf, math.nan])
+def test_a_kl_that_explodes_fixes_its_coefficient(kl: float) -> None:
+    guard, heard = guard_of(kl_explosion=10.0)
+    control = KlController(coef=0.5, target=1.0)
+    guard.calm(7, 10.0, control, coef=0.1)
+    assert (control.coef, control.target) == (0.5, 1.0)
+    guard.calm(8, kl, control, coef=0.1)
+    assert (control.coef, control.target) == (0.1, None)
+    control.observe(50.0, answers=100)
+    guard.calm(9, kl, control, coef=0.1)  # once is enough
+    assert control.coef == 0.1
+    assert [name for name, _ in heard.events] == ["kl_fixed"]
+
+
+def test_a_bound_is_told_when_it_is_left_and_not_while_it_stays_so() -> None:
+    guard, heard = guard_of(max_grad_norm=2.0, min_entropy=0.5)
+    times = {"sync/exposed_seconds": 0.1, "time/step": 1.0}
+    for step, (norm, entropy) in enumerate([(1.0, 0.6), (3.0, 0.6), (4.0, 0.4), (2.0, 0.4), (math.nan, 0.5)]):
+        guard.watch({"step": step, "train/grad_norm": norm, "train/entropy": entropy, **times}, memory_gb=1.0)
+    told = [(e["step"], e["metric"]) for _, e in heard.events]
+    assert told == [(1, "train/grad_norm"), (2, "train/entropy"), (4, "train/grad_norm")]
+    assert heard.said[0].startswith("step 1: train/grad_norm 3 against guard.max_grad_norm=2: lower optimizer.lr")

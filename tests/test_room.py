@@ -1,0 +1,78 @@
+"""What is said when something cannot be written, by what the system and torch really raise."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hybrid3d.run_folder import RunFolder
+from hybrid3d.train.room import LITTLE, Unwritten, free_bytes, is_of_files, why_unwritten
+
+FULL = Path("/dev/full")  # Linux: every write to it fails as on a full disk
+
+
+def full_disk() -> OSError:
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        FULL.write_text("x")
+    return caught.value
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2 * free, free, free))
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="only Linux has /dev/full")
+def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_free(monkeypatch, free=5 * LITTLE)
+    error = full_disk()
+    wrapped = RuntimeError("Worker failure: [Errno 28] No space left on device")
+    for one in (error, pickle.loads(pickle.dumps(error)), wrapped, OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))):
+        assert why_unwritten(tmp_path / "a/b", one).startswith(f"no room for {tmp_path}/a/b: {5 * LITTLE} bytes")
+    other = why_unwritten(tmp_path, OSError(errno.EIO, "Input/output error"))
+    assert other.startswith(f"{tmp_path} could not be written (OSError: [Errno 5] Input/output error)")
+
+
+def test_an_error_without_a_reason_where_little_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's writer says of a full disk where it is in the file, and a process that hands it on loses the cause."""
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    assert is_of_files(error)
+    for free, begins in ((0, "no room for"), (LITTLE, f"{tmp_path} could not be written (RuntimeError: [enforce")):
+        with_free(monkeypatch, free)
+        assert why_unwritten(tmp_path, error).startswith(begins)
+
+
+def test_a_lost_peer_is_no_fault_of_files() -> None:
+    assert not is_of_files(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+    assert not is_of_files(ConnectionResetError("Connection reset by peer"))
+    assert is_of_files(OSError(errno.EIO, "Input/output error"))
+
+
+def test_free_bytes_of_what_is_not_there_yet(tmp_path: Path) -> None:
+    stat = os.statvfs(tmp_path)
+    assert free_bytes(tmp_path / "not/there") == pytest.approx(stat.f_bavail * stat.f_frsize, rel=0.05)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="only Linux has /dev/full")
+def test_records_on_a_full_disk(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.symlink_to(FULL)
+    with pytest.raises(Unwritten, match=f"no room for {folder.metrics}: [0-9]+ bytes are free"):
+        folder.add_metrics({"step": 0})
+
+
+def test_half_a_line_of_an_event_is_dropped(tmp_path: Path) -> None:
+    """So that the next does not follow it on the same line."""
+    folder = RunFolder(tmp_path)
+    folder.add_event("start", step=0)
+    whole = folder.events.read_text()
+    folder.events.write_text(whole + '{"time": 17')
+    folder.truncate(0)
+    assert folder.events.read_text() == whole
+    folder.events.write_text('{"time": 17')
+    folder.truncate(0)
+    assert folder.events.read_text() == ""
