@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hybrid3d.config import Recipe
+    from hybrid3d.config import Optimizer, Recipe
 
 
 def contradictions(recipe: Recipe) -> Iterator[str]:
@@ -43,10 +43,42 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
             f"train.max_tokens_per_micro_batch={budget}: padded, micro batches differ in shape, and interleaved "
             f"stages (train.vpp={recipe.train.vpp}) would mix them up: set train.packed=true, or train.vpp=1"
         )
-    if optimizer.min_lr > optimizer.lr:
-        yield f"optimizer.min_lr={optimizer.min_lr} is more than optimizer.lr={optimizer.lr}: the rate only falls"
-    if optimizer.warmup_steps >= recipe.run.steps:
+    yield from _of_optimizer(recipe, optimizer, "optimizer")
+    if recipe.critic.optimizer is not None:
+        yield from _of_optimizer(recipe, recipe.critic.optimizer, "critic.optimizer")
+    if recipe.critic.warmup_steps >= recipe.run.steps:
         yield (
-            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves no step of run.steps={recipe.run.steps}: "
+            f"critic.warmup_steps={recipe.critic.warmup_steps} leaves the policy no step of run.steps="
+            f"{recipe.run.steps}: at most {recipe.run.steps - 1}"
+        )
+    yield from _of_guard(recipe)
+    longest, buffer = recipe.rollout.max_new_tokens if recipe.rollout else 0, recipe.reward.overlong_buffer
+    if recipe.rollout is not None and buffer >= longest:
+        yield (
+            f"reward.overlong_buffer={buffer} takes reward off every answer of rollout.max_new_tokens={longest}: "
+            f"at most {longest - 1}"
+        )
+
+
+def _of_optimizer(recipe: Recipe, its: Optimizer, key: str) -> Iterator[str]:
+    if its.min_lr > its.lr:
+        yield f"{key}.min_lr={its.min_lr} is more than {key}.lr={its.lr}: the rate only falls"
+    if its.warmup_steps >= recipe.run.steps:
+        yield (
+            f"{key}.warmup_steps={its.warmup_steps} leaves no step of run.steps={recipe.run.steps}: "
             f"at most {recipe.run.steps - 1}"
         )
+
+
+def _of_guard(recipe: Recipe) -> Iterator[str]:
+    """Bounds of what is not there."""
+    guard, kl = recipe.guard, recipe.algorithm.kl
+    if kl.where == "none" and guard.max_kl is not None:
+        yield f"guard.max_kl={guard.max_kl}: algorithm.kl.where=none measures no KL: leave it out, or set where: loss"
+    if kl.target is None and guard.kl_explosion is not None:
+        yield (
+            f"guard.kl_explosion={guard.kl_explosion}: without algorithm.kl.target the coefficient is fixed already: "
+            "leave it out, or set a target"
+        )
+    if not recipe.algorithm.generates and guard != type(guard)(acts=guard.acts):
+        yield "guard: algorithm.name=sft is not watched: leave all but guard.acts out"

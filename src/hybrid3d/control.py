@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hybrid3d import ranks
 from hybrid3d.config import Recipe, RecipeError, read_recipe
 from hybrid3d.preflight import check_model
+from hybrid3d.reshard.files import CheckpointError
 from hybrid3d.schema import dotted, parse, with_settings
 
 if TYPE_CHECKING:
@@ -78,6 +79,15 @@ def changed(recipe: Recipe, settings: Settings, step: int) -> Recipe:
     new = overlaid(recipe, settings)
     if "run.steps" in settings and new.run.steps <= step:
         raise RecipeError(recipe.name, [f"run.steps={new.run.steps}: step {step} comes next: at least {step + 1}"])
+    before, after = recipe.train.max_tokens_per_micro_batch, new.train.max_tokens_per_micro_batch
+    if (before is None) != (after is None) and recipe.train.pp > 1 and not recipe.train.packed:
+        raise RecipeError(
+            recipe.name,
+            [
+                f"train.max_tokens_per_micro_batch={after}, it was {before}: the stages of train.pp={recipe.train.pp} "
+                "were made for micro batches of the one kind: start again with it, or set train.packed=true"
+            ],
+        )
     check_model(new)
     return new
 
@@ -163,9 +173,9 @@ class Control:
             accepted = self._file
             try:
                 new = self._changed(now, asked(), step, by)
-            except RecipeError as error:
+            except (RecipeError, CheckpointError) as error:
                 self._file = accepted
-                self._refuse(step, by, error.problems, "nothing changes")
+                self._refuse(step, by, getattr(error, "problems", (str(error),)), "nothing changes")
                 continue
             before = settings_of(now)
             for key, value in settings_of(new).items():
@@ -199,6 +209,8 @@ class Control:
             content = self._path.read_bytes()
         except FileNotFoundError:
             return {}
+        except OSError as error:
+            raise RecipeError(str(self._path), [f"cannot be read: {error.strerror}"]) from None
         seen = hashlib.sha256(content).hexdigest()
         if seen == self._seen:
             return {}

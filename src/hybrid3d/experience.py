@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -97,6 +98,32 @@ class Models:
             model.put_away()
 
 
+class _Updates:
+    """What the updates of a step, or those that were made of them, have reported."""
+
+    def __init__(self) -> None:
+        self._sums: Counter[str] = Counter()
+        self._norms: list[float] = []
+        self._tokens = 0
+        self._lr = 0.0
+
+    def add(self, report: StepReport, tokens: int) -> None:
+        """One of them, on so many of all ranks' tokens."""
+        self._sums.update(report.sums)
+        self._norms.append(report.grad_norm)
+        self._tokens += tokens
+        self._lr = report.lr
+
+    def row(self, group: str) -> dict[str, float]:
+        """What is the same on every rank."""
+        norms = self._norms
+        return {f"{group}/lr": self._lr, f"{group}/grad_norm": sum(norms) / len(norms)} if norms else {}
+
+    def means(self) -> dict[str, float]:
+        """This rank's part of means over tokens."""
+        return {key: value / self._tokens for key, value in self._sums.items()}
+
+
 class Learner:
     """Makes experience of samples, and updates the policy by it. Every rank calls every method together.
 
@@ -108,6 +135,7 @@ class Learner:
         self._recipe = recipe
         self._policy, self._reference = models.policy, models.reference
         self._critic, self._judge = models.critic, models.judge
+        self._trained = models.trained.values()
         self._guard = guard
         self._pad_id = pad_id
         self._method = METHODS[recipe.algorithm.name]
@@ -164,16 +192,17 @@ class Learner:
             values=self._critic.values(batch) if self._critic is not None else None,
         )
         scores, row = self._scores(samples, step)
-        kl = self._kl_to_reference(known)
+        kl, penalties = self._kl_to_reference(known), torch.zeros(len(samples))
         if self._reference is not None:
             answer_kl = torch.tensor(self._of_all(None if kl is None else kl.sum(1), samples))
             row |= {"train/answer_kl": float(answer_kl.mean()), "train/kl_coef": known.kl_coef}
             self.kl.observe(float(answer_kl.mean()), len(samples))
             self._guard.calm(step, float(answer_kl.mean()), self.kl, self._recipe.algorithm.kl.coef)
-            if self._recipe.algorithm.kl.where == "reward" and not self._method.by_token:
-                scores = scores - known.kl_coef * answer_kl
-        share = torch.tensor(shares[policy.data_parallel_rank])
-        advantages, returns = self._advantages(known, scores, share, kl)
+            in_reward = self._recipe.algorithm.kl.where == "reward" and not self._method.by_token
+            penalties = known.kl_coef * answer_kl if in_reward else penalties
+        of_answers = self._method.advantages(scores, self._recipe.algorithm.samples_per_prompt, penalties)
+        mine_of_answers = of_answers[shares[policy.data_parallel_rank]].to(device())
+        advantages, returns = self._advantages(known, mine_of_answers, kl)
         correction = self._correct(known, measured)
         return replace(known, advantages=advantages, returns=returns, correction=correction), row
 
@@ -185,34 +214,32 @@ class Learner:
         """
         algorithm = self._recipe.algorithm
         updates = algorithm.epochs * algorithm.minibatches
-        row: dict[str, float] = {}
+        trains_policy = self._critic is None or step >= self._recipe.critic.warmup_steps
+        done = {"critic": _Updates(), "train": _Updates()}
         for number in range(updates):
-            last = number == updates - 1
             rows = self._minibatch(known, number % algorithm.minibatches)
-            batch = known.batch[rows]
+            batch, tokens = known.batch[rows], int(known.lengths[:, rows].sum())
             if self._critic is not None:
-                report = self._critic.train_step(batch, self._value_objective(known, rows), ends_step=last)
-                self._add("critic", report, updates, measured, row)
+                report = self._critic.train_step(batch, self._value_objective(known, rows))
+                done["critic"].add(report, tokens)
                 if not report.updated:
                     self._guard.skipped(step, report.grad_norm, of="critic")
                     break
-            if self._critic is not None and step < self._recipe.critic.warmup_steps:
-                continue
-            objective = self._objective(known, rows)
-            ended = ready if last else None
-            report = self._policy.train_step(batch, objective, ended, last, self._guard.allows)
-            self._add("train", report, updates, measured, row)
-            if not report.updated:
-                self._guard.skipped(step, report.grad_norm)
-                break
+            if trains_policy:
+                ended = ready if number == updates - 1 else None
+                report = self._policy.train_step(batch, self._objective(known, rows), ended, self._guard.allows)
+                done["train"].add(report, tokens)
+                if not report.updated:
+                    self._guard.skipped(step, report.grad_norm)
+                    break
+        for model in self._trained:
+            model.end_step()
+        row: dict[str, float] = {}
+        for group, its in done.items():
+            row |= its.row(group)
+            for key, value in its.means().items() if self._policy.counts else ():
+                measured.add(f"{group}/{key}", value)
         return row
-
-    def _add(self, group: str, report: StepReport, updates: int, measured: Measured, row: dict[str, float]) -> None:
-        """Of one update among so many: what is the same on every rank to `row`, sums over tokens to `measured`."""
-        row[f"{group}/lr"] = report.lr
-        row[f"{group}/grad_norm"] = row.get(f"{group}/grad_norm", 0.0) + report.grad_norm / updates
-        for key, value in report.sums.items() if self._policy.counts else ():
-            measured.add(f"{group}/{key}", value / self._recipe.algorithm.epochs)
 
     def _value_objective(self, known: Experience, rows: slice) -> ValueObjective | None:
         if known.returns is None or known.values is None:
@@ -274,18 +301,14 @@ class Learner:
         estimator = self._recipe.algorithm.kl.estimator
         return token_kl(estimator, known.old, known.reference, known.batch.response_mask)
 
-    def _advantages(
-        self, known: Experience, scores: Tensor, share: Tensor, kl: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _advantages(self, known: Experience, mine: Tensor, kl: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """[b, T], and returns where there is a critic; where the output layer is.
 
         Args:
-            scores: [B], of which this rank's are `share` [b].
+            mine: [b] of this rank's answers.
             kl: [b, T], taken off where it arises, if the method says so.
         """
         algorithm, method, mask = self._recipe.algorithm, self._method, known.batch.response_mask
-        of_answers = method.advantages(scores, algorithm.samples_per_prompt)
-        mine = of_answers[share].to(mask.device)
         advantages = returns = None
         if known.old is not None and method.by_token:
             in_reward = kl is not None and algorithm.kl.where == "reward"
@@ -314,9 +337,10 @@ class Learner:
         if self._policy.counts:
             found, divergence = mismatch(known.old, known.rollout, mask)
             measured.maxima |= {f"mismatch/logprob_abs_{name}": value for name, value in found.items()}
-            measured.sums["mismatch/kl"] = divergence
+            tokens = int(known.lengths.sum())
+            measured.sums["mismatch/kl"] = divergence / tokens
             if weights is not None:
-                measured.sums["mismatch/weight"] = float(weights.sum())
+                measured.sums["mismatch/weight"] = float(weights.sum()) / tokens
         return weights
 
     def _mine(self, samples: Sequence[Sample]) -> tuple[Sequence[Sample], Batch]:

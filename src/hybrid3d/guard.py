@@ -80,7 +80,7 @@ class Guard:
         return good
 
     def skipped(self, step: int, norm: float, of: str = "policy") -> None:
-        """A gradient of the policy or the critic was not allowed: the weights are as they were.
+        """A gradient of the policy or the critic was not allowed: what is left of the step is left out.
 
         Raises:
             GaveUp: it was one too many.

@@ -34,7 +34,10 @@ class Clock:
 
 @dataclass
 class Measured:
-    """One rank's part of a step's metrics: values that are added over ranks, and values of which the largest counts."""
+    """One rank's part of a step's metrics: values that are added over ranks, and values of which the largest counts.
+
+    Means are added too: of what is divided by all ranks' number already.
+    """
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
@@ -70,12 +73,6 @@ class Measured:
 def _larger(a: float, b: float) -> float:
     """The larger; NaN where either is (Python's `max` depends on their order)."""
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
-
-
-def per_token(row: dict[str, float], tokens: int) -> dict[str, float]:
-    """Turn sums over tokens (of `train/`, `critic/` and `mismatch/`, but for its largest) into means."""
-    sums = [key for key in row if key.startswith(("train/", "critic/", "mismatch/")) and "_abs_" not in key]
-    return row | {key: row[key] / tokens for key in sums}
 
 
 def of_samples(drawn: Drawn, samples: Sequence[Sample], environment: bool) -> dict[str, float]:

@@ -153,6 +153,11 @@ def least(number: int) -> int:
     return int(tensor)
 
 
+def largest(number: int) -> int:
+    """Of the numbers that ranks give, on every rank."""
+    return most([number])[0]
+
+
 def most(numbers: Sequence[int]) -> list[int]:
     """Of as many numbers as every rank gives, place by place the largest; on every rank."""
     tensor = torch.tensor(numbers, dtype=torch.int64)

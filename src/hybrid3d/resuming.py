@@ -53,8 +53,14 @@ class Checkpoints:
         return updates, progress
 
     def _last_whole(self) -> int | None:
+        """The last checkpoint that is whole; None where there is none at all.
+
+        Raises:
+            BrokenCheckpoint: of those that there were none is.
+        """
         folder = self._record.folder
-        for step in reversed(_of_first(steps_in(folder))):
+        steps = _of_first(steps_in(folder))
+        for step in reversed(steps):
             path = checkpoint_folder(folder, step)
             try:
                 check(path, slice(ranks.rank(), None, ranks.world_size()))
@@ -68,8 +74,14 @@ class Checkpoints:
             if ranks.rank() == 0:
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
-            said = f"{why}: set aside as {aside.name}, the one before is used"
+            then = "the one before is used" if step > steps[0] else "there is none before"
+            said = f"{why}: set aside as {aside.name}, {then}"
             self._record.event("checkpoint_broken", said, step=step, path=str(aside), why=why)
+        if steps:
+            raise BrokenCheckpoint(
+                f"none of the {len(steps)} checkpoints in {folder.checkpoints} is whole: mend one and take .broken off "
+                "its name, or remove the run's folder to begin anew"
+            )
         return None
 
     def save_where_due(self, updates: int, progress: Mapping[str, Any]) -> None:

@@ -123,7 +123,7 @@ class Rollouts:
 
     def _check(self, failures: Mapping[str, int], examples: Mapping[str, str], samples: int) -> None:
         failed, allowed = sum(failures.values()), self._recipe.reward.max_failures
-        if failed > allowed * samples:
+        if allowed < 1 and failed > allowed * samples:
             kinds = ", ".join(f"{count} {kind} ({examples[kind]})" for kind, count in sorted(failures.items()))
             environment = self._recipe.rollout.environment
             what = "rewards" if environment is None else "rewards and conversations"
@@ -162,9 +162,10 @@ class Rollouts:
 
     def _scored(self, held: Sequence[Conversation], weights: int) -> tuple[list[Sample], list[Scores]]:
         """Everyone's samples, and what the replicas' rewards say of themselves: one rank of each scores its own."""
+        held = held if self._engine.leads else []
         answers = [self._tokenizer.decode(one.tokens, skip_special_tokens=True) for one in held]
         asked = [(a, one.example.answer, one.example.prompt) for a, one in zip(answers, held, strict=True)]
-        scores = self._scorer.score(asked if self._engine.leads else [])
+        scores = self._scorer.score(asked)
         samples = [
             Sample(
                 prompt=one.example.prompt,
@@ -176,7 +177,7 @@ class Rollouts:
                 reward=reward,
                 weights=weights,
             )
-            for one, answer, reward in zip(held, answers, scores.rewards, strict=False)
+            for one, answer, reward in zip(held, answers, scores.rewards, strict=True)
         ]
         broken = {f"environment_{one.failure}": one.said for one in reversed(held) if one.failure}
         failures = Counter(f"environment_{one.failure}" for one in held if one.failure)

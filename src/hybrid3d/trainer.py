@@ -9,7 +9,7 @@ from hybrid3d.control import Control
 from hybrid3d.experience import Learner, Models, shares_of
 from hybrid3d.guard import Guard
 from hybrid3d.inputs import read_config, read_data, read_tokenizer
-from hybrid3d.measure import Clock, Measured, of_samples, per_token
+from hybrid3d.measure import Clock, Measured, of_samples
 from hybrid3d.record import Record
 from hybrid3d.resuming import Checkpoints
 from hybrid3d.rl.batch import Batch
@@ -53,11 +53,10 @@ def train_rl(control: Control, record: Record, rank: int, slots: Sequence[int]) 
             experience, known = learner.experience(samples, step, measured)
             if step < recipe.run.steps:
                 row |= learner.update(experience, step, measured, run.bringing(step + 1))
-        row |= known | of_samples(drawn, samples, recipe.rollout.environment is not None)
-        row |= per_token(measured.over_ranks(), sum(s.own_tokens for s in samples))
+        row |= known | of_samples(drawn, samples, recipe.rollout.environment is not None) | measured.over_ranks()
         row |= clock.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
         record.step(row, samples)
-        guard.watch(row, peak_memory() / 1e9)
+        guard.watch(row, ranks.largest(peak_memory()) / 1e9)
         step += 1
         checkpoints.save_where_due(step, learner.progress(batch) | control.progress)
     run.close()
@@ -83,12 +82,13 @@ def train_sft(control: Control, record: Record, rank: int) -> None:
         batch = Batch.from_sequences([p[0] for p in mine], [p[1] for p in mine], pad_id=tokenizer.pad_token_id)
         with clock("train"):
             report = policy.train_step(batch, sft_loss)
+            policy.end_step()
         if not report.updated:
             raise RuntimeError(f"the gradient is not finite (norm {report.grad_norm}): nothing was updated by it")
+        answered = sum(len(tokens) - prompt for tokens, prompt in pairs)
         if policy.counts:
-            measured.sums |= {f"train/{key}": value for key, value in report.sums.items()}
-        row = {"step": step, "train/grad_norm": report.grad_norm, "train/lr": report.lr}
-        row |= per_token(measured.over_ranks(), sum(len(tokens) - prompt for tokens, prompt in pairs))
+            measured.sums |= {f"train/{key}": value / answered for key, value in report.sums.items()}
+        row = {"step": step, "train/grad_norm": report.grad_norm, "train/lr": report.lr} | measured.over_ranks()
         record.step(row | clock.row(sum(len(tokens) for tokens, _ in pairs)))
         step += 1
         checkpoints.save_where_due(step, control.progress)

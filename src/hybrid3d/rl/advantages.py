@@ -11,7 +11,7 @@ from torch import Tensor
 # --- one number an answer, from the rewards of one prompt's answers -------------------------------------------------
 
 
-def grpo_advantages(rewards: Tensor, group: int, eps: float = 1e-6) -> Tensor:
+def grpo_advantages(rewards: Tensor, group: int, penalties: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Rewards normalised within each prompt's group: `(r - mean) / (std + eps)`.
 
     DeepSeekMath (arXiv 2402.03300, section 4.1.2), outcome supervision. The paper does not say which `std`: this is the
@@ -22,33 +22,35 @@ def grpo_advantages(rewards: Tensor, group: int, eps: float = 1e-6) -> Tensor:
     Args:
         rewards: [B], the samples of a prompt next to each other, B = prompts x group.
         group: samples per prompt, 2 or more.
+        penalties: [B], for the KL to the reference. Centred, they are taken off at last: divided by the deviation,
+            those of a group whose rewards are equal would be all that counts, however small.
 
     Returns:
         Advantages, [B].
     """
     grouped = _grouped(rewards, group)
     centred = grouped - grouped.mean(dim=1, keepdim=True)
-    normalised = centred / (grouped.std(dim=1, keepdim=True, correction=1) + eps)
-    return _zero_where_equal(normalised, grouped)
+    normalised = _zero_where_equal(centred / (grouped.std(dim=1, keepdim=True, correction=1) + eps), grouped)
+    return normalised if penalties is None else normalised - centred_advantages(penalties, group)
 
 
-def centred_advantages(rewards: Tensor, group: int) -> Tensor:
+def centred_advantages(rewards: Tensor, group: int, penalties: Tensor | None = None) -> Tensor:
     """`r - mean` within each group: Dr. GRPO (arXiv 2503.20783, section 3.2), which leaves the deviation out.
 
     Arguments and result as in `grpo_advantages`.
     """
-    grouped = _grouped(rewards, group)
+    grouped = _grouped(rewards if penalties is None else rewards - penalties, group)
     return _zero_where_equal(grouped - grouped.mean(dim=1, keepdim=True), grouped)
 
 
-def leave_one_out_advantages(rewards: Tensor, group: int) -> Tensor:
+def leave_one_out_advantages(rewards: Tensor, group: int, penalties: Tensor | None = None) -> Tensor:
     """`r - mean of the others`: RLOO (arXiv 2402.14740). Arguments and result as in `grpo_advantages`."""
-    return centred_advantages(rewards, group) * (group / (group - 1))
+    return centred_advantages(rewards, group, penalties) * (group / (group - 1))
 
 
-def plain_advantages(rewards: Tensor, group: int) -> Tensor:
+def plain_advantages(rewards: Tensor, group: int, penalties: Tensor | None = None) -> Tensor:
     """The rewards themselves, whatever the group: what is expected is taken off elsewhere."""
-    return rewards.float()
+    return rewards.float() if penalties is None else rewards.float() - penalties
 
 
 def _grouped(rewards: Tensor, group: int) -> Tensor:

@@ -24,7 +24,7 @@ class Method:
     """One algorithm.
 
     Attributes:
-        advantages: of answers [B], from their rewards [B] and the number of answers to a prompt.
+        advantages: of answers [B], from their rewards [B], the number of answers to a prompt, and penalties [B].
         by_token: a KL in the reward costs at the tokens where it arises, and a token's advantage is made of what comes
             from it on, by GAE where there is a critic; else the KL is taken off the answer's reward, and all tokens of
             an answer have its advantage.
@@ -32,7 +32,7 @@ class Method:
         ratio, aggregation, clip, clip_high, dynamic_sampling: defaults of the recipe's settings.
     """
 
-    advantages: Callable[[Tensor, int], Tensor]
+    advantages: Callable[[Tensor, int, Tensor | None], Tensor]
     by_token: bool = False
     normalised: bool = False
     ratio: Ratio = "token"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from hybrid3d.rl.scoring_worker import START_SECONDS, Item, Verdict, Wanted
+from hybrid3d.rl.scoring_worker import BATCH_SECONDS, START_SECONDS, Item, Verdict, Wanted
 
 GRACE_SECONDS = 5  # to kill a worker that hangs and start the next
 # What can be imported here can be there, this package first of all.
@@ -39,7 +39,7 @@ class Pooled:
         if not items:
             return []
         rounds = math.ceil(len(items) / self._workers)
-        limit = START_SECONDS + rounds * (self._seconds + GRACE_SECONDS)
+        limit = START_SECONDS + min(rounds * (self._seconds + GRACE_SECONDS), BATCH_SECONDS + GRACE_SECONDS)
         process, connection = self._running()
         try:
             connection.send(list(items))

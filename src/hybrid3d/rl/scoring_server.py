@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -26,7 +27,7 @@ from pebble import ProcessExpired, ProcessPool
 from hybrid3d.rl import scoring_worker
 from hybrid3d.rl.environments import stops_of
 from hybrid3d.rl.rewards import load_function
-from hybrid3d.rl.scoring_worker import Item, Verdict, Wanted, with_limit
+from hybrid3d.rl.scoring_worker import BATCH_SECONDS, Item, Verdict, Wanted, with_limit
 
 TRIES = 3  # pools, for the calls of one batch: one breaks when a worker is killed while it has nothing to do
 LOOK_SECONDS = 0.5
@@ -46,7 +47,11 @@ class Pool:
         self._pool = self._new()
 
     def call(self, items: Sequence[Item]) -> list[Verdict]:
-        """A verdict on each item, in order. A batched function gets all at once, and its time limit holds for all."""
+        """A verdict on each item, in order. A batched function gets all at once, and its time limit holds for all.
+
+        What has none after `BATCH_SECONDS` counts as hanging.
+        """
+        end = time.monotonic() + BATCH_SECONDS
         calls = [list(items)] if self._is_batched() else [[item] for item in items]
         answers: dict[int, list[Verdict]] = {}
         for _ in range(TRIES):
@@ -57,13 +62,16 @@ class Pool:
                 for number, call in enumerate(calls)
                 if number not in answers
             }
-            self._wait(futures.values())
+            self._wait(futures.values(), end)
             for number, future in futures.items():
                 if future.done() and not isinstance(future.exception(), BrokenProcessPool):
                     answers[number] = self._verdicts(future, len(calls[number]))
-            if len(answers) == len(calls):
+            if len(answers) == len(calls) or time.monotonic() >= end:
                 break
         lost: Verdict = (None, "died", f"the pool's workers ended {TRIES} times before they had begun")
+        if len(answers) < len(calls) and time.monotonic() >= end:
+            lost = (None, "hung", f"no {self._wanted} within the {BATCH_SECONDS} s that a whole batch has")
+            self._pool.stop()
         return [verdict for number, call in enumerate(calls) for verdict in answers.get(number) or [lost] * len(call)]
 
     def close(self) -> None:
@@ -92,10 +100,10 @@ class Pool:
         except RuntimeError:  # it broke just now; this future will not be done either
             return Future()
 
-    def _wait(self, futures: Iterable[Future[Any]]) -> None:
-        """Until all are done or the pool is broken, when those that it had not looked at never will be."""
+    def _wait(self, futures: Iterable[Future[Any]], end: float = math.inf) -> None:
+        """Until all are done, or time is up, or the pool is broken: those that it had not looked at never will be."""
         waiting = list(futures)
-        while wait(waiting, timeout=LOOK_SECONDS).not_done and self._pool.active:
+        while wait(waiting, timeout=LOOK_SECONDS).not_done and self._pool.active and time.monotonic() < end:
             pass
 
     def _verdicts(self, future: Future[list[Verdict]], samples: int) -> list[Verdict]:

@@ -23,6 +23,7 @@ Verdict = tuple[float | str | None, str, str]
 """What is wanted, or None with the kind of failure and what was said of it; a reply may be None by itself."""
 
 START_SECONDS = 120  # to import a function's module: that of a user may import torch from a slow disk
+BATCH_SECONDS = 420  # for all calls of one: the ranks that wait for them give up after ten minutes
 SHARE = 0.8  # of the time limit, for a function that keeps to one by itself
 
 _function: Callable[..., Any]

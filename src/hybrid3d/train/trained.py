@@ -158,14 +158,12 @@ class Trained:
         batch: Batch,
         token_loss: TokenLoss,
         ready: Ready | None = None,
-        ends_step: bool = True,
         allows: Callable[[float], bool] = math.isfinite,
     ) -> StepReport:
-        """One optimizer step on the mean loss over every response token of every data-parallel rank's batch.
+        """One update on the mean loss over every response token of every data-parallel rank's batch.
 
         Args:
             ready: told of each part of the model as soon as it has its new values.
-            ends_step: of the run; schedules are of those, however many updates one has.
             allows: told the gradient's norm before anything is updated, whether to go on.
         """
         self.bring_back()
@@ -176,13 +174,15 @@ class Trained:
         with on_device():
             updated, grad_norm = self._stepping.step(ready or (lambda part, last: None), allows)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        if ends_step or not updated:  # what is skipped ends its step
-            self.scheduler.step(increment=1)
         sums: dict[str, float] = {}
         for report in reports:
             for key, value in report.items():
                 sums[key] = sums.get(key, 0.0) + float(value)
         return StepReport(sums, grad_norm, lr, updated)
+
+    def end_step(self) -> None:
+        """Go on in the schedules, which count steps of the run, however many updates one has."""
+        self.scheduler.step(increment=1)
 
     def _read(self, batch: Batch, read: Read) -> torch.Tensor | None:
         """What is read from the output, a row a sequence; None on ranks without the output layer."""
