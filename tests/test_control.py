@@ -215,6 +215,14 @@ def test_a_refused_file_changes_nothing_and_is_told_once(recipe: Recipe, begin: 
     assert control.before(7).optimizer.lr == 1
 
 
+def test_a_file_that_cannot_be_read_is_told_once(recipe: Recipe, begin: Begin) -> None:
+    control, said, _ = begin(recipe)
+    said.folder.control.mkdir()
+    control.before(1)
+    control.before(2)
+    assert [(e["step"], e["why"]) for e in said.take()] == [(1, "cannot be read: Is a directory")]
+
+
 def test_what_stands_there_unchanged_does_not_come_back(recipe: Recipe, begin: Begin) -> None:
     """Over a schedule that has come since; until it is edited."""
     control, said, _ = begin(scheduled(recipe, {2: {"optimizer.lr": 1e-5}}))

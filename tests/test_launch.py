@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybrid3d import launcher, ranks, rendezvous
 from hybrid3d.config import Recipe, RecipeError, load_recipe
@@ -217,6 +218,22 @@ def node(start: Start, number: int, port: int, *settings: str, **more: str) -> s
     """One of two nodes of the demo, by its torchrun script."""
     variables = {"NNODES": "2", "NPROC_PER_NODE": "2", "NODE_RANK": str(number), "MASTER_ADDR": "127.0.0.1"}
     return start(["bash", "launch/torchrun/demo-cpu.sh", *settings], **variables, MASTER_PORT=str(port), **more)
+
+
+def test_a_restart_finds_nothing_of_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun keeps its store while it starts ranks again: the second time nobody is there until they come."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ours = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in {**ours, "TORCHELASTIC_USE_AGENT_STORE": "True", rendezvous.PATIENCE: "1"}.items():
+        monkeypatch.setenv(name, value)
+    rendezvous.meet({}).set("left", "behind")
+    assert rendezvous.meet({}).check(["left"])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not rendezvous.meet({}).check(["left"])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(rendezvous.NotMet, match="1 of 2 ranks have not come"):
+        rendezvous.meet({})
 
 
 def test_a_node_that_does_not_come(start: Start) -> None:

@@ -205,16 +205,19 @@ class Control:
         Raises:
             RecipeError: it cannot be read. Until it is edited again it says nothing.
         """
+        unread = None
         try:
             content = self._path.read_bytes()
         except FileNotFoundError:
             return {}
-        except OSError as error:
-            raise RecipeError(str(self._path), [f"cannot be read: {error.strerror}"]) from None
+        except OSError as error:  # said once, as what is wrong in the file is
+            content, unread = str(error).encode(), error
         seen = hashlib.sha256(content).hexdigest()
         if seen == self._seen:
             return {}
         self._seen = seen
+        if unread is not None:
+            raise RecipeError(str(self._path), [f"cannot be read: {unread.strerror}"]) from unread
         try:
             said = parse(content.decode())
             settings = dotted({} if said is None else said)

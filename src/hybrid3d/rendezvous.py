@@ -152,7 +152,8 @@ def _connect(what: str) -> dist.Store:
             ) from error
         raise NotMet(f"{nobody}: has {one} 0 started? {CHECKS}", 1) from error
     store.set_timeout(timedelta(minutes=10))
-    return store
+    # torchrun's store outlives a restart of the ranks: they must not find what those before them have left.
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def _answer(store: dist.Store, what: str) -> dist.Store:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hybrid3d import ranks
 from hybrid3d.colocated import Colocated
 from hybrid3d.control import Control
 from hybrid3d.experience import Learner, Models, shares_of
