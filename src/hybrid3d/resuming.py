@@ -77,9 +77,7 @@ class Checkpoints:
             try:
                 checkpoint.save(self._models, path, progress)
             except Unwritten as error:
-                with suppress(
-                    Unwritten
-                ):  # where there is no room for this line either, the error itself is what matters
+                with suppress(Unwritten):  # there may be no room for this line either: the error itself is what matters
                     self._record.event("checkpoint_unwritten", step=updates, path=str(path), why=str(error))
                 raise
             self._record.event("checkpoint", step=updates, path=str(path))
