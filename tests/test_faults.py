@@ -62,6 +62,7 @@ def test_a_disk_that_is_full(demo: Path, tmp_path: Path) -> None:
         "train": {"tp": 2, "pp": 2, "micro_batch_size": 4},
         "data": {"train": "data.parquet", "eval": "data.parquet"},
         "algorithm": {"name": "sft", "prompts_per_step": 8},
+        "optimizer": {"lr": 1.0e-4},
         "run": {"steps": 6, "checkpoint_every": 2, "dir": "small"},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -15,7 +15,7 @@ from hybrid3d.file_system import MOUNTS, warning_of
 from hybrid3d.record import Record
 from hybrid3d.run_folder import checkpoint_folder, steps_in
 from hybrid3d.train import checkpoint
-from hybrid3d.train.manifest import BrokenCheckpoint, check, listed
+from hybrid3d.train.manifest import BrokenCheckpoint, bytes_in, check
 from hybrid3d.train.room import Unwritten, free_bytes
 
 
@@ -93,9 +93,7 @@ class Checkpoints:
             try:
                 checkpoint.save(self._models, path, progress)
             except Unwritten as error:
-                with suppress(
-                    Unwritten
-                ):  # where there is no room for this line either, the error itself is what matters
+                with suppress(Unwritten):  # there may be no room for this line either: the error itself is what matters
                     self._record.event("checkpoint_unwritten", step=updates, path=str(path), why=str(error))
                 raise
             self._record.event("checkpoint", step=updates, path=str(path))
@@ -107,7 +105,7 @@ class Checkpoints:
         """Say beforehand that a checkpoint will hardly fit."""
         before = _of_first(steps_in(self._record.folder))
         if before:
-            wanted = sum(size for size, _ in listed(checkpoint_folder(self._record.folder, before[-1])).values())
+            wanted = bytes_in(checkpoint_folder(self._record.folder, before[-1]))
         else:
             wanted = checkpoint.bytes_expected(self._models, self._replicas)
         free = free_bytes(path)

@@ -69,6 +69,8 @@ class Drawn:
 class FailedRewards(RuntimeError):
     """More rewards (and replies) of a step failed than the recipe allows."""
 
+    alike = True  # every rank raises it: one of them is enough to tell
+
 
 class Rollouts:
     """Draws samples with the weights that the engine has. Every rank calls every method together."""

@@ -33,8 +33,12 @@ class RunFolder:
         return cls(Path(recipe.run.dir) / recipe.name)
 
     def create(self, recipe: Recipe) -> None:
+        """What was there stays, but for half a line of events, which a full disk cut off and the next would follow."""
         self.logs.mkdir(parents=True, exist_ok=True)
         self.recipe.write_text(recipe_to_yaml(recipe))
+        if self.events.exists():
+            whole = "".join(f"{line}\n" for line in _whole_lines(self.events))
+            os.truncate(self.events, len(whole.encode()))
 
     def log_of(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
@@ -60,10 +64,7 @@ class RunFolder:
         return [json.loads(line) for line in _whole_lines(self.metrics)]
 
     def truncate(self, step: int) -> None:
-        """Drop what was recorded from `step` on: a resumed run records it again. Of events half a line is dropped."""
-        if self.events.exists():
-            whole = self.events.read_bytes().rpartition(b"\n")
-            os.truncate(self.events, len(whole[0]) + len(whole[1]))
+        """Drop what was recorded from `step` on: a resumed run records it again."""
         for path in (self.metrics, self.samples):
             kept = [line for line in _whole_lines(path) if json.loads(line)["step"] < step]
             replacement = path.with_suffix(".tmp")

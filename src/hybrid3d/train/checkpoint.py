@@ -7,7 +7,7 @@ import os
 import queue
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hybrid3d.train import manifest
@@ -27,6 +28,7 @@ from hybrid3d.train.trained import Trained
 from hybrid3d.train.weights import METADATA
 
 PROGRESS = "progress.json"
+EXPERTS = "is_expert_parallel"  # by which Megatron tells groups of parameters apart, among others
 PARTIAL = ".partial"  # ends the name of a folder that is being written, or removed
 
 # The one format of the distributed optimizer that every layout can be loaded from
@@ -171,11 +173,14 @@ def load(models: Models, folder: Path) -> dict[str, Any]:
         for name, model in models.items():
             state = states[name]
             _load_model(model, state)
-            # Experts that are parallel have an optimizer of their own, which another layout may lack: what the
-            # optimizers have in common then comes from the first.
+            # Experts that are parallel have an optimizer of their own, which another layout, or rank 0, may lack: what
+            # the optimizers have in common then comes from the first.
             common = {key: value for key, value in state["optimizer0"].items() if key != "param_state"}
-            for number, optimizer in enumerate(model.optimizer.chained_optimizers):
-                optimizer.load_state_dict({**common, **state[f"optimizer{number}"]})
+            saved = [group for one in _saved_optimizers(state) for group in one["param_groups"]]
+            for key, optimizer in _optimizers(model):
+                own = {**common, **state[key]}
+                own["optimizer"] = {**own["optimizer"], "param_groups": _settings_of(optimizer, saved)}
+                optimizer.load_state_dict(own)
             _own_step_counts(model)
             model.scheduler.load_state_dict(state["scheduler"])
     progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text())
@@ -207,10 +212,32 @@ def _state(model: Trained, is_loading: bool) -> dict[str, Any]:
     shards = weights["model0"] if len(weights) == 1 else weights
     settings: dict[str, Any] = dict(is_loading=is_loading, metadata=dict(OPTIMIZER_METADATA))
     optimizers = {}  # one by one: together, Megatron names their state after their number, which depends on the layout
-    for number, optimizer in enumerate(model.optimizer.chained_optimizers):
+    for key, optimizer in _optimizers(model):
         with _without_padding(optimizer):
-            optimizers[f"optimizer{number}"] = optimizer.sharded_state_dict(shards, **settings)
+            optimizers[key] = optimizer.sharded_state_dict(shards, **settings)
     return {**weights, **optimizers, "scheduler": model.scheduler.state_dict()}
+
+
+def _optimizers(model: Trained) -> list[tuple[str, Any]]:
+    """By name, those that have parameters: a stage without experts has one for them that Megatron cannot save."""
+    chained = enumerate(model.optimizer.chained_optimizers)
+    return [(f"optimizer{number}", one) for number, one in chained if getattr(one, "buffers", None)]
+
+
+def _saved_optimizers(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a checkpoint has of optimizers besides their parameters' state."""
+    return [part["optimizer"] for key, part in state.items() if key.startswith("optimizer") and "optimizer" in part]
+
+
+def _settings_of(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The saved settings of an optimizer's groups, whether or not their experts counted as parallel when saved."""
+    keys = [key for key in param_group_identifier_keys if key != EXPERTS]
+
+    def kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(group[key] for key in keys)
+
+    by_kind = {kind(group): group for group in saved}
+    return [{**by_kind[kind(group)], EXPERTS: group[EXPERTS]} for group in optimizer.optimizer.param_groups]
 
 
 @contextmanager

@@ -49,6 +49,11 @@ def names_in(folder: Path) -> list[str]:
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
 
 
+def bytes_in(folder: Path) -> int:
+    """What the files of a checkpoint take."""
+    return sum((folder / name).stat().st_size for name in names_in(folder))
+
+
 def check(folder: Path, share: slice = slice(None)) -> None:
     """Hold a share of a checkpoint's files against its list.
 

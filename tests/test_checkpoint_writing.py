@@ -1,0 +1,76 @@
+"""Writing a checkpoint's folder as one rank of a world of one: what stays when it goes wrong, and what is said."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from hybrid3d.launcher import failure_message
+from hybrid3d.run_folder import RunFolder
+from hybrid3d.train import checkpoint
+from hybrid3d.train.room import Unwritten
+
+FULL = Path("/dev/full")  # Linux: every write to it fails as on a full disk
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="only Linux has /dev/full")
+def test_a_part_that_fails_ends_all_and_leaves_nothing(world: None, tmp_path: Path) -> None:
+    folder, before = tmp_path / "step-000004.partial", tmp_path / "step-000002"
+    for path in (folder, before):
+        path.mkdir()
+        (path / "a").write_text("a")
+    assert checkpoint._together(folder, lambda: 5) == [5]
+    with pytest.raises(Unwritten, match=f"no room for {folder}: [0-9]+ bytes are free") as caught:
+        checkpoint._together(folder, lambda: FULL.write_text("x"))
+    assert caught.value.alike
+    assert not folder.exists()
+    assert (before / "a").read_text() == "a"
+
+
+def test_what_is_no_fault_of_the_disk_stays_what_it_is(world: None, tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        checkpoint._together(tmp_path, lambda: {}["x"])
+    assert tmp_path.exists()
+
+
+def test_removal(tmp_path: Path) -> None:
+    for name in ("step-000002", "step-000004", "step-000006.partial", "step-000008.broken"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a").write_text("a")
+    checkpoint.remove(tmp_path / "step-000002")
+    checkpoint.remove(tmp_path / "step-000003")
+    checkpoint.remove_unfinished(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000008.broken"]
+
+
+def test_an_end_that_all_ranks_come_to_is_told_once(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    for rank in range(2):
+        reason = {"rank": rank, "time": rank, "peer": False, "alike": True, "reason": "no room for x"}
+        folder.failure_of(rank).write_text(json.dumps(reason))
+    assert failure_message(folder, {}) == "stopped: no room for x"
+
+
+def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    killed = {1: SimpleNamespace(exitcode=-signal.SIGKILL)}
+    log = folder.log_of(1)
+    assert failure_message(folder, killed) == f"rank 1 failed: killed by SIGKILL\nits log: {log}"
+    folder.failure_of(0).write_text(json.dumps({"rank": 0, "time": 1, "peer": True, "reason": "lost"}))
+    folder.failure_of(1).write_text(json.dumps({"rank": 1, "time": 2, "peer": False, "reason": "ValueError: x"}))
+    assert failure_message(folder, {}) == f"rank 1 failed: ValueError: x\nits log: {log}"
