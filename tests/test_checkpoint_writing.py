@@ -7,14 +7,22 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from hybrid3d.launcher import failure_message
+from hybrid3d.launcher import first_cause
 from hybrid3d.run_folder import RunFolder
 from hybrid3d.train import checkpoint
 from hybrid3d.train.room import Unwritten
+from hybrid3d.worker import last_words
+
+
+def what_is_said(folder: RunFolder, failures: dict[int, Any]) -> str:
+    cause = first_cause(folder, failures)
+    return last_words(folder, cause["rank"], cause)
+
 
 FULL = Path("/dev/full")  # Linux: every write to it fails as on a full disk
 
@@ -62,7 +70,7 @@ def test_an_end_that_all_ranks_come_to_is_told_once(tmp_path: Path) -> None:
     for rank in range(2):
         reason = {"rank": rank, "time": rank, "peer": False, "alike": True, "reason": "no room for x"}
         folder.failure_of(rank).write_text(json.dumps(reason))
-    assert failure_message(folder, {}) == "stopped: no room for x"
+    assert what_is_said(folder, {}) == "stopped: no room for x"
 
 
 def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
@@ -70,7 +78,7 @@ def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
     folder.logs.mkdir()
     killed = {1: SimpleNamespace(exitcode=-signal.SIGKILL)}
     log = folder.log_of(1)
-    assert failure_message(folder, killed) == f"rank 1 failed: killed by SIGKILL\nits log: {log}"
+    assert what_is_said(folder, killed) == f"rank 1 failed: killed by SIGKILL\nits log: {log}"
     folder.failure_of(0).write_text(json.dumps({"rank": 0, "time": 1, "peer": True, "reason": "lost"}))
     folder.failure_of(1).write_text(json.dumps({"rank": 1, "time": 2, "peer": False, "reason": "ValueError: x"}))
-    assert failure_message(folder, {}) == f"rank 1 failed: ValueError: x\nits log: {log}"
+    assert what_is_said(folder, {}) == f"rank 1 failed: ValueError: x\nits log: {log}"

@@ -375,6 +375,15 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
         ),
         ("critic.clip=0.5", "critic: algorithm.name=grpo has none: leave the section out, or set ppo"),
         (
+            "guard.kl_explosion=5",
+            "guard.kl_explosion=5.0: without algorithm.kl.target the coefficient is fixed already: "
+            "leave it out, or set a target",
+        ),
+        (
+            "reward.overlong_buffer=64",
+            "reward.overlong_buffer=64 takes reward off every answer of rollout.max_new_tokens=16: at most 15",
+        ),
+        (
             "sync.share_storage=true",
             "sync.share_storage: weights in memory that both engines use cannot be given away while vLLM sleeps: "
             "set rollout.sleep=false, or leave sync.share_storage out",
@@ -449,3 +458,24 @@ def test_unknown_keys_that_are_not_strings(load: Any) -> None:
     assert problems(load, text=SFT.replace("{steps: 200}", "{steps: 200, 7: 8}")) == [
         "run.7: unknown key; known keys of run: steps, eval_every, checkpoint_every, keep_last, seed, dir"
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["critic.optimizer={lr: 0.001, min_lr: 0.01}"],
+            "critic.optimizer.min_lr=0.01 is more than critic.optimizer.lr=0.001: the rate only falls",
+        ),
+        (
+            ["critic.warmup_steps=80"],
+            "critic.warmup_steps=80 leaves the policy no step of run.steps=80: at most 79",
+        ),
+        (
+            ["algorithm.kl={where: none, coef: 0}", "guard.max_kl=1"],
+            "guard.max_kl=1.0: algorithm.kl.where=none measures no KL: leave it out, or set where: loss",
+        ),
+    ],
+)
+def test_what_contradicts_ppo(load: Any, overrides: list[str], problem: str) -> None:
+    assert problems(load, "algorithm.name=ppo", *overrides) == [problem]

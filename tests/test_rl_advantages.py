@@ -107,3 +107,12 @@ def test_moments_over_ranks_are_those_of_all() -> None:
     mean, std = statistics.mean(chosen), statistics.stdev(chosen)
     assert normalised[mask.bool()].tolist() == pytest.approx([(x - mean) / std for x in chosen], abs=1e-4)
     assert not normalised[~mask.bool()].any()
+
+
+def test_penalties_are_not_divided_by_the_deviation_of_rewards() -> None:
+    """Penalties 0, 0.002 are 0.001 apart from their mean, also in a group whose rewards are equal."""
+    rewards, penalties = torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([0.0, 0.002, 0.0, 0.002])
+    found = grpo_advantages(rewards, 2, penalties, eps=0.0)
+    torch.testing.assert_close(found, torch.tensor([0.001, -0.001, -(0.5**0.5) + 0.001, 0.5**0.5 - 0.001]))
+    assert centred_advantages(rewards, 2, penalties).tolist() == pytest.approx([0.001, -0.001, -0.499, 0.499])
+    assert leave_one_out_advantages(rewards, 2, penalties).tolist() == pytest.approx([0.002, -0.002, -0.998, 0.998])

@@ -145,11 +145,11 @@ class Reward:
 
     It runs in `workers` processes for every replica, `timeout_seconds` a sample at most; an environment of one's own
     in as many others, `timeout_seconds` a reply. A sample whose reward fails gets `default`; a step in which more than
-    `max_failures` of the samples do (or their environment) ends the run. An answer that comes within `overlong_buffer`
-    tokens of the longest loses reward in proportion (arXiv 2503.14476, eq. 13); 0 takes none away. With a `model`, a
-    sequence classifier of one label that reads the policy's tokens, its score is the reward that is trained on, and
-    the reward by name only judges held-out answers. `shuffle` deals rewards out at random within a step, as a control
-    experiment.
+    `max_failures` of the samples do (or their environment) ends the run, at 1 none does. An answer that comes within
+    `overlong_buffer` tokens of the longest loses reward in proportion (arXiv 2503.14476, eq. 13); 0 takes none away.
+    With a `model`, a sequence classifier of one label that reads the policy's tokens, its score is the reward that is
+    trained on, and the reward by name only judges held-out answers. `shuffle` deals rewards out at random within a
+    step, as a control experiment.
     """
 
     name: Text = "gsm8k"

@@ -78,6 +78,7 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
         CheckpointError, UnsupportedModel, RecipeError: as in `check_run`.
     """
     from hybrid3d.train.critic import language_model
+    from hybrid3d.train.probe import expected_shapes
 
     config = language_model(read_config(path))
     family = family_of(config)
@@ -86,12 +87,22 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
     if config["vocab_size"] != policy["vocab_size"]:
         problem = f"{key}: {path} knows {config['vocab_size']} tokens, the policy {policy['vocab_size']}"
         raise RecipeError(recipe.name, [f"{problem}: it must have been trained with the policy's tokenizer"])
-    head = read_index(path).get(VALUE_HEAD)
+    longest = recipe.rollout.max_model_len if recipe.rollout is not None else 0
+    if config["max_position_embeddings"] < longest:
+        problem = f"{key}: {path} reads {config['max_position_embeddings']} tokens"
+        raise RecipeError(recipe.name, [f"{problem}, rollout.max_model_len={longest}: lower that"])
+    found = read_index(path)
+    head = found.get(VALUE_HEAD)
     if head is None and key == "reward.model":
         raise CheckpointError(f"{path} has no {VALUE_HEAD}: a reward model is a sequence classifier of one label")
     if head is not None and head.shape != (1, config["hidden_size"]):
         wanted = [1, config["hidden_size"]]
         raise CheckpointError(f"{path}: {VALUE_HEAD} has shape {list(head.shape)}, one label takes {wanted}")
+    layers = {name: shape for name, shape in expected_shapes(config).items() if name != "lm_head.weight"}
+    heads = (VALUE_HEAD, "lm_head.weight")
+    problems = list(_differences(layers, {n: entry for n, entry in found.items() if n not in heads}, config))
+    if problems:
+        raise CheckpointError("\n".join([f"{path} does not fit its config.json:", *problems]))
 
 
 def check_folder(recipe: Recipe) -> None:
