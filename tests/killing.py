@@ -64,7 +64,7 @@ def start_and_kill(folder: Path, arguments: list[str], run: Path, moment: Moment
 
 def some_moment(dice: random.Random, steps: int) -> tuple[Moment, float]:
     """Any step of a run, and a delay within it."""
-    return after(dice.randint(1, steps)), dice.uniform(0, 1.5)
+    return after(dice.randint(1, steps)), dice.uniform(0, 1.0)  # of a tiny run: about as long as a step
 
 
 def _parent(pid: int) -> int:

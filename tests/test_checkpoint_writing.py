@@ -82,3 +82,15 @@ def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
     folder.failure_of(0).write_text(json.dumps({"rank": 0, "time": 1, "peer": True, "reason": "lost"}))
     folder.failure_of(1).write_text(json.dumps({"rank": 1, "time": 2, "peer": False, "reason": "ValueError: x"}))
     assert what_is_said(folder, {}) == f"rank 1 failed: ValueError: x\nits log: {log}"
+
+
+def test_settings_of_experts_that_no_group_was_saved_for() -> None:
+    """Rank 0, which saves what optimizers have in common, may have no experts; or they did not count as parallel."""
+
+    def group(decay: float, experts: bool, **more: float) -> dict[str, float]:
+        return {"wd_mult": decay, "lr_mult": 1.0, "is_expert_parallel": experts, "is_decoupled_lr": False, **more}
+
+    saved = [group(1.0, False, step=7, lr=0.5), group(0.0, False, step=7, lr=0.25)]
+    optimizer = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[group(0.0, True), group(1.0, True)]))
+    found = checkpoint._settings_of(optimizer, saved)
+    assert found == [group(0.0, True, step=7, lr=0.25), group(1.0, True, step=7, lr=0.5)]
