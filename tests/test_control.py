@@ -101,7 +101,7 @@ def test_the_table_names_settings_that_there_are(recipe: Recipe) -> None:
         ({"algorithm.kl.coef": 0, "algorithm.kl.target": 1}, "algorithm.kl.target=1.0 is followed by multiplying"),
         ({"algorithm.correction.low": 3}, "algorithm.correction.low=3.0 is not below algorithm.correction.high=2.0"),
         ({"run.steps": 7}, "run.steps=7: step 7 comes next: at least 8"),
-        ({"train.max_tokens_per_micro_batch": 512}, "train.max_tokens_per_micro_batch=512, it was None: the stages of"),
+        ({"train.max_tokens_per_micro_batch": 500}, "train.max_tokens_per_micro_batch=500: it was None: only a number"),
         ({"train.micro_batch_size": 100}, "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences"),
     ],
 )

@@ -78,16 +78,13 @@ def changed(recipe: Recipe, settings: Settings, step: int) -> Recipe:
         raise RecipeError(recipe.name, problems)
     new = overlaid(recipe, settings)
     if "run.steps" in settings and new.run.steps <= step:
-        raise RecipeError(recipe.name, [f"run.steps={new.run.steps}: step {step} comes next: at least {step + 1}"])
-    before, after = recipe.train.max_tokens_per_micro_batch, new.train.max_tokens_per_micro_batch
-    if (before is None) != (after is None) and recipe.train.pp > 1 and not recipe.train.packed:
-        raise RecipeError(
-            recipe.name,
-            [
-                f"train.max_tokens_per_micro_batch={after}, it was {before}: the stages of train.pp={recipe.train.pp} "
-                "were made for micro batches of the one kind: start again with it, or set train.packed=true"
-            ],
-        )
+        problems.append(f"run.steps={new.run.steps}: step {step} comes next: at least {step + 1}")
+    budgets = [one.train.max_tokens_per_micro_batch for one in (recipe, new)]
+    if budgets.count(None) == 1:  # stages are built for micro batches of one shape, or of many
+        was, wanted = budgets
+        problems.append(f"train.max_tokens_per_micro_batch={wanted}: it was {was}: only a number can become another")
+    if problems:
+        raise RecipeError(recipe.name, problems)
     check_model(new)
     return new
 
