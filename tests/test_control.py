@@ -17,9 +17,10 @@ import yaml
 from hybrid3d import control as control_module
 from hybrid3d.config import Optimizer, Recipe, RecipeError, load_recipe, recipe_to_yaml
 from hybrid3d.control import MAY_CHANGE, Control, changed, check_schedule, settings_of
-from hybrid3d.experience import Learner, Models
+from hybrid3d.experience import Learner
 from hybrid3d.guard import Guard
 from hybrid3d.launcher import first_cause
+from hybrid3d.models import Models
 from hybrid3d.relief import RanOut, Relief, smaller
 from hybrid3d.run_folder import RunFolder
 from hybrid3d.worker import last_words

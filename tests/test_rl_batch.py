@@ -1,4 +1,4 @@
-"""Padding, masks and splits, on batches small enough to write down."""
+"""Padding, masks and rows, on batches small enough to write down."""
 
 import pytest
 import torch
@@ -13,27 +13,26 @@ PROMPTS = [2, 1, 1, 1]
 
 @pytest.fixture
 def batch() -> Batch:
-    return Batch.from_sequences(SEQUENCES, PROMPTS, pad_id=99, pad_to=3)
+    return Batch.from_sequences(SEQUENCES, PROMPTS, pad_id=99)
 
 
 def test_written_down(batch: Batch) -> None:
     assert batch.tokens.tolist() == [
-        [5, 6, 7, 99, 99, 99],
-        [8, 9, 99, 99, 99, 99],
-        [1, 2, 3, 4, 99, 99],
-        [3, 99, 99, 99, 99, 99],
+        [5, 6, 7, 99],
+        [8, 9, 99, 99],
+        [1, 2, 3, 4],
+        [3, 99, 99, 99],
     ]
     assert batch.response_mask.tolist() == [
-        [0, 0, 1, 0, 0, 0],
-        [0, 1, 0, 0, 0, 0],
-        [0, 1, 1, 1, 0, 0],
-        [0, 0, 0, 0, 0, 0],
+        [0, 0, 1, 0],
+        [0, 1, 0, 0],
+        [0, 1, 1, 1],
+        [0, 0, 0, 0],
     ]
     assert batch.prompt_lengths.tolist() == [2, 1, 1, 1]
     assert batch.lengths.tolist() == [3, 2, 4, 1]
     assert (batch.tokens.dtype, batch.lengths.dtype) == (torch.int64, torch.int64)
     assert batch.response_mask.dtype == torch.float32
-    assert batch.response_tokens == 5
     assert len(batch) == 4
 
 
@@ -50,35 +49,21 @@ def test_what_an_environment_wrote_counts_nowhere() -> None:
         Batch.from_sequences(SEQUENCES, PROMPTS, own=[[True], [True], [True] * 2, []], pad_id=99)
 
 
-@pytest.mark.parametrize(("pad_to", "width"), [(1, 4), (2, 4), (4, 4), (8, 8)])
-def test_width_is_a_multiple(pad_to: int, width: int) -> None:
-    assert Batch.from_sequences(SEQUENCES, PROMPTS, pad_id=0, pad_to=pad_to).tokens.shape == (4, width)
-
-
-def test_split_keeps_order_and_width(batch: Batch) -> None:
-    first, second = batch.split(2)
-    assert first.tokens.tolist() == batch.tokens[:2].tolist()
-    assert second.tokens.tolist() == batch.tokens[2:].tolist()
-    assert second.lengths.tolist() == [4, 1]
-    assert second.prompt_lengths.tolist() == [1, 1]
-    assert (first.response_tokens, second.response_tokens) == (2, 3)
-    assert [len(part) for part in batch.split(4)] == [1, 1, 1, 1]
-    assert batch.split(1)[0].tokens.tolist() == batch.tokens.tolist()
-
-
-@pytest.mark.parametrize("parts", [0, 3, 5, 8])
-def test_split_refuses_unequal_parts(batch: Batch, parts: int) -> None:
-    with pytest.raises(ValueError, match=f"a batch of 4 sequences does not split into {parts} equal micro batches"):
-        batch.split(parts)
+def test_some_rows_keep_the_width(batch: Batch) -> None:
+    some = batch[2:]
+    assert some.tokens.tolist() == batch.tokens[2:].tolist()
+    assert some.lengths.tolist() == [4, 1]
+    assert some.prompt_lengths.tolist() == [1, 1]
+    assert some.response_mask.tolist() == batch.response_mask[2:].tolist()
 
 
 def test_align_puts_values_at_generated_tokens(batch: Batch) -> None:
     """Sequence 0 generated its token 2, sequence 1 its token 1, sequence 2 its tokens 1 to 3, sequence 3 none."""
     assert batch.align([[-0.5], [-1.5], [-2.0, -3.0, -4.0], []]).tolist() == [
-        [0, 0, -0.5, 0, 0, 0],
-        [0, -1.5, 0, 0, 0, 0],
-        [0, -2.0, -3.0, -4.0, 0, 0],
-        [0, 0, 0, 0, 0, 0],
+        [0, 0, -0.5, 0],
+        [0, -1.5, 0, 0],
+        [0, -2.0, -3.0, -4.0],
+        [0, 0, 0, 0],
     ]
 
 
@@ -112,13 +97,12 @@ lengths = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, 
 
 
 @settings(deadline=None)
-@given(lengths=lengths, pad_to=st.integers(1, 5))
-def test_everything_can_be_read_back(lengths: list[tuple[int, int]], pad_to: int) -> None:
+@given(lengths=lengths)
+def test_everything_can_be_read_back(lengths: list[tuple[int, int]]) -> None:
     """Prompt and response of every sequence, found again through the lengths and through the mask."""
     sequences = [[100 * row + i + 1 for i in range(p + r)] for row, (p, r) in enumerate(lengths)]
-    batch = Batch.from_sequences(sequences, [p for p, _ in lengths], pad_id=0, pad_to=pad_to)
-    assert batch.tokens.shape[1] % pad_to == 0
-    assert batch.tokens.shape[1] - max(map(len, sequences)) < pad_to
+    batch = Batch.from_sequences(sequences, [p for p, _ in lengths], pad_id=0)
+    assert batch.tokens.shape[1] == max(map(len, sequences))
     for row, (sequence, (prompt, _)) in enumerate(zip(sequences, lengths, strict=True)):
         assert batch.tokens[row, : batch.lengths[row]].tolist() == sequence
         assert not batch.tokens[row, batch.lengths[row] :].any()

@@ -14,8 +14,8 @@ from torch import Tensor
 from hybrid3d import ranks
 from hybrid3d.config import Recipe
 from hybrid3d.guard import Guard
-from hybrid3d.inputs import read_config
 from hybrid3d.measure import Measured
+from hybrid3d.models import Models
 from hybrid3d.rl.advantages import Moments, gae, returns_to_go, token_rewards
 from hybrid3d.rl.algorithms import METHODS
 from hybrid3d.rl.balance import balanced_shares
@@ -26,11 +26,12 @@ from hybrid3d.rl.losses import answer_weights
 from hybrid3d.rl.objective import PolicyObjective, ValueObjective
 from hybrid3d.rl.rewards import overlong_penalty
 from hybrid3d.rollouts import Sample
-from hybrid3d.train.critic import Critic
-from hybrid3d.train.policy import Policy
 from hybrid3d.train.runtime import device
 from hybrid3d.train.stepping import Ready
-from hybrid3d.train.trained import StepReport, Trained
+from hybrid3d.train.trained import StepReport
+
+Shares = list[list[int]]
+"""By data-parallel rank, the numbers of its sequences."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,45 +58,6 @@ class Experience:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     correction: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Models:
-    """Those that a rank has a part of; the critic is trained too, the judge gives rewards."""
-
-    policy: Policy
-    reference: Policy | None
-    critic: Critic | None
-    judge: Critic | None
-
-    @classmethod
-    def of(cls, recipe: Recipe, policy: Policy, rank: int) -> Models:
-        """What a recipe needs beside the policy."""
-        refers = recipe.algorithm.kl.where != "none"
-        reference = Policy(policy.config, recipe, rank, trainable=False) if refers else None
-        critic = judge = None
-        if recipe.algorithm.critic:
-            path = recipe.critic.path or recipe.model.path
-            critic = Critic(read_config(path), recipe, rank, recipe.critic.optimizer or recipe.optimizer, path)
-        if recipe.reward.model is not None:
-            judge = Critic(read_config(recipe.reward.model), recipe, rank, path=recipe.reward.model)
-        return cls(policy, reference, critic, judge)
-
-    @property
-    def trained(self) -> dict[str, Trained]:
-        """What a checkpoint must have, by name."""
-        return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
-
-    def adopt(self, recipe: Recipe) -> None:
-        """Go on by the settings of this recipe."""
-        for model in (self.policy, self.reference, self.critic, self.judge):
-            if model is not None:
-                model.adopt(recipe)
-
-    def put_away(self) -> None:
-        """Free what only training needs, as the recipe says, while vLLM generates."""
-        for model in self.trained.values():
-            model.put_away()
 
 
 class _Updates:
@@ -168,20 +130,21 @@ class Learner:
         self._guard.restore(progress["guard"])
         return int(progress["batch"])
 
-    def judge(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with the reward model's scores as rewards, where there is one."""
-        if self._judge is None:
-            return list(samples)
-        _, batch = self._mine(samples)
-        scores = self._of_all(self._judge.scores(batch), samples)
-        return [replace(sample, reward=score) for sample, score in zip(samples, scores, strict=True)]
-
     def experience(
         self, samples: Sequence[Sample], step: int, measured: Measured
-    ) -> tuple[Experience, dict[str, float]]:
-        """What is known of this rank's share of a step's samples; and metrics, the same on every rank."""
-        policy, shares = self._policy, self._shares(samples)
-        mine, batch = self._mine(samples)
+    ) -> tuple[Experience, list[Sample], dict[str, float]]:
+        """What is known of this rank's share of a step's samples.
+
+        Returns:
+            Also the samples, with the reward model's scores as rewards where there is one, and metrics: the same on
+            every rank.
+        """
+        policy = self._policy
+        shares = shares_of(self._recipe, [len(sample.prompt_ids) + len(sample.tokens) for sample in samples])
+        mine = [samples[i] for i in shares[policy.data_parallel_rank]]
+        sequences, prompts = [s.prompt_ids + s.tokens for s in mine], [len(s.prompt_ids) for s in mine]
+        batch = Batch.from_sequences(sequences, prompts, own=[s.own for s in mine], pad_id=self._pad_id)
+        samples = self._judged(samples, batch, shares)
         known = Experience(
             batch=batch.to(device()),
             lengths=torch.tensor([[samples[i].own_tokens for i in share] for share in shares]),
@@ -194,7 +157,7 @@ class Learner:
         scores, row = self._scores(samples, step)
         kl, penalties = self._kl_to_reference(known), torch.zeros(len(samples))
         if self._reference is not None:
-            answer_kl = torch.tensor(self._of_all(None if kl is None else kl.sum(1), samples))
+            answer_kl = torch.tensor(self._of_all(None if kl is None else kl.sum(1), shares))
             row |= {"train/answer_kl": float(answer_kl.mean()), "train/kl_coef": known.kl_coef}
             self.kl.observe(float(answer_kl.mean()), len(samples))
             self._guard.calm(step, float(answer_kl.mean()), self.kl, self._recipe.algorithm.kl.coef)
@@ -204,7 +167,7 @@ class Learner:
         mine_of_answers = of_answers[shares[policy.data_parallel_rank]].to(device())
         advantages, returns = self._advantages(known, mine_of_answers, kl)
         correction = self._correct(known, measured)
-        return replace(known, advantages=advantages, returns=returns, correction=correction), row
+        return replace(known, advantages=advantages, returns=returns, correction=correction), samples, row
 
     def update(self, known: Experience, step: int, measured: Measured, ready: Ready | None = None) -> dict[str, float]:
         """Update the policy, and the critic where there is one, `epochs` x `minibatches` times.
@@ -343,29 +306,24 @@ class Learner:
                 measured.sums["mismatch/weight"] = float(weights.sum()) / tokens
         return weights
 
-    def _mine(self, samples: Sequence[Sample]) -> tuple[Sequence[Sample], Batch]:
-        """This data-parallel rank's share."""
-        mine = [samples[i] for i in self._shares(samples)[self._policy.data_parallel_rank]]
-        sequences = [sample.prompt_ids + sample.tokens for sample in mine]
-        prompts = [len(sample.prompt_ids) for sample in mine]
-        return mine, Batch.from_sequences(sequences, prompts, own=[sample.own for sample in mine], pad_id=self._pad_id)
+    def _judged(self, samples: Sequence[Sample], batch: Batch, shares: Shares) -> list[Sample]:
+        if self._judge is None:
+            return list(samples)
+        scores = self._of_all(self._judge.scores(batch), shares)
+        return [replace(sample, reward=score) for sample, score in zip(samples, scores, strict=True)]
 
-    def _shares(self, samples: Sequence[Sample]) -> list[list[int]]:
-        return shares_of(self._recipe, [len(sample.prompt_ids) + len(sample.tokens) for sample in samples])
-
-    def _of_all(self, values: Tensor | None, samples: Sequence[Sample]) -> list[float]:
-        """The samples' numbers, on every rank; from [b] of each rank's share, where the output layer is."""
+    def _of_all(self, values: Tensor | None, shares: Shares) -> list[float]:
+        """A number of every sample, on every rank; from [b] of each rank's share, where the output layer is."""
         counts = values is not None and self._policy.counts
         told = ranks.gather((self._policy.data_parallel_rank, values.tolist()) if counts else None)
-        found = [0.0] * len(samples)
-        for (_, numbers), share in zip(sorted(filter(None, told)), self._shares(samples), strict=True):
-            for i, number in zip(share, numbers, strict=True):
-                found[i] = number
-        return found
+        found: dict[int, float] = {}
+        for (_, numbers), share in zip(sorted(filter(None, told)), shares, strict=True):
+            found |= zip(share, numbers, strict=True)
+        return [found[i] for i in range(len(found))]
 
 
-def shares_of(recipe: Recipe, lengths: Sequence[int]) -> list[list[int]]:
-    """By data-parallel rank, the numbers of the sequences that it learns from: consecutive where all are padded alike.
+def shares_of(recipe: Recipe, lengths: Sequence[int]) -> Shares:
+    """Which sequences each data-parallel rank learns from: consecutive ones where all are padded alike.
 
     Args:
         lengths: of each sequence, in tokens.

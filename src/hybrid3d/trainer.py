@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from hybrid3d import ranks
 from hybrid3d.colocated import Colocated
 from hybrid3d.control import Control
-from hybrid3d.experience import Learner, Models, shares_of
+from hybrid3d.experience import Learner, shares_of
 from hybrid3d.guard import Guard
 from hybrid3d.inputs import read_config, read_data, read_tokenizer
 from hybrid3d.measure import Clock, Measured, of_samples
+from hybrid3d.models import Models
 from hybrid3d.record import Record
 from hybrid3d.resuming import Checkpoints
 from hybrid3d.rl.batch import Batch
@@ -46,12 +47,11 @@ def train_rl(control: Control, record: Record, rank: int, slots: Sequence[int]) 
                 row["eval/accuracy"] = run.rollouts.accuracy(step)
         with clock("generate"):
             drawn = run.rollouts.draw(step, batch, learner.further_batches)
-            samples, batch = drawn.samples, batch + drawn.batches
+            batch += drawn.batches
         record.failed(drawn, step)
         run.engine.sleep()
         with clock("train"):
-            samples = learner.judge(samples)
-            experience, known = learner.experience(samples, step, measured)
+            experience, samples, known = learner.experience(drawn.samples, step, measured)
             if step < recipe.run.steps:
                 row |= learner.update(experience, step, measured, run.bringing(step + 1))
         row |= known | of_samples(drawn, samples, recipe.rollout.environment is not None) | measured.over_ranks()

@@ -38,9 +38,8 @@ class Batch:
         *,
         own: Sequence[Sequence[bool]] | None = None,
         pad_id: int,
-        pad_to: int = 1,
     ) -> Batch:
-        """Pad to the longest sequence, rounded up to a multiple of `pad_to`. A prompt is 1 token or more.
+        """Pad to the longest sequence. A prompt is 1 token or more.
 
         Args:
             own: of each response, which tokens the policy generated; None where it is all of them.
@@ -52,7 +51,7 @@ class Batch:
                 raise ValueError(f"sequence {row} of {len(sequence)} tokens cannot have a prompt of {prompt}")
         lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
         prompts = torch.tensor(prompt_lengths, dtype=torch.int64)
-        width = -(-int(lengths.max()) // pad_to) * pad_to
+        width = int(lengths.max())
         padded = [[*sequence, *[pad_id] * (width - len(sequence))] for sequence in sequences]
         position = torch.arange(width)
         mask = (position >= prompts[:, None]) & (position < lengths[:, None])
@@ -66,21 +65,9 @@ class Batch:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
-    def response_tokens(self) -> int:
-        """Tokens that count in a loss."""
-        return int(self.response_mask.sum())
-
     def __getitem__(self, rows: slice) -> Batch:
         """Some of the sequences, with unchanged T; they share the batch's memory."""
         return Batch(*(getattr(self, field.name)[rows] for field in fields(self)))
-
-    def split(self, parts: int) -> list[Batch]:
-        """The batch as `parts` micro batches of equal size and unchanged T, in order; they share its memory."""
-        if parts < 1 or len(self) % parts:
-            raise ValueError(f"a batch of {len(self)} sequences does not split into {parts} equal micro batches")
-        chunks = zip(*(getattr(self, field.name).chunk(parts) for field in fields(self)), strict=True)
-        return [Batch(*chunk) for chunk in chunks]
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device."""
