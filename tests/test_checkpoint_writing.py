@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hybrid3d.launcher import first_cause
 from hybrid3d.run_folder import RunFolder
-from hybrid3d.train import checkpoint
+from hybrid3d.train import checkpoint, writing
 from hybrid3d.train.room import Unwritten
 from hybrid3d.worker import last_words
 
@@ -40,9 +40,9 @@ def test_a_part_that_fails_ends_all_and_leaves_nothing(world: None, tmp_path: Pa
     for path in (folder, before):
         path.mkdir()
         (path / "a").write_text("a")
-    assert checkpoint._together(folder, lambda: 5) == [5]
+    assert writing.together(folder, lambda: 5) == [5]
     with pytest.raises(Unwritten, match=f"no room for {folder}: [0-9]+ bytes are free") as caught:
-        checkpoint._together(folder, lambda: FULL.write_text("x"))
+        writing.together(folder, lambda: FULL.write_text("x"))
     assert caught.value.alike
     assert not folder.exists()
     assert (before / "a").read_text() == "a"
@@ -50,7 +50,7 @@ def test_a_part_that_fails_ends_all_and_leaves_nothing(world: None, tmp_path: Pa
 
 def test_what_is_no_fault_of_the_disk_stays_what_it_is(world: None, tmp_path: Path) -> None:
     with pytest.raises(KeyError):
-        checkpoint._together(tmp_path, lambda: {}["x"])
+        writing.together(tmp_path, lambda: {}["x"])
     assert tmp_path.exists()
 
 
@@ -58,9 +58,9 @@ def test_removal(tmp_path: Path) -> None:
     for name in ("step-000002", "step-000004", "step-000006.partial", "step-000008.broken"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a").write_text("a")
-    checkpoint.remove(tmp_path / "step-000002")
-    checkpoint.remove(tmp_path / "step-000003")
-    checkpoint.remove_unfinished(tmp_path)
+    writing.remove(tmp_path / "step-000002")
+    writing.remove(tmp_path / "step-000003")
+    writing.remove_unfinished(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000008.broken"]
 
 

@@ -150,7 +150,15 @@ def test_defaults(load: Any) -> None:
         "guard": {"spike": None, "kl_explosion": None, "acts": 3}
         | dict.fromkeys(("max_kl", "max_clip_fraction", "max_grad_norm", "min_entropy", "max_mismatch_kl"))
         | dict.fromkeys(("max_sync_share", "max_memory_gb", "min_tokens_per_second")),
-        "run": {"steps": 200, "eval_every": 10, "checkpoint_every": 0, "keep_last": 0, "seed": 1, "dir": "runs"},
+        "run": {
+            "steps": 200,
+            "eval_every": 10,
+            "checkpoint_every": 0,
+            "keep_last": 0,
+            "async_checkpoints": False,
+            "seed": 1,
+            "dir": "runs",
+        },
         "schedule": {},
         "machine": {"gpus_per_node": 8, "kind": "h100-8x400g"}
         | dict.fromkeys(("memory_gb", "copies_gb_per_s", "nvlink_gb_per_s", "network_gb_per_s")),
@@ -456,7 +464,8 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 def test_unknown_keys_that_are_not_strings(load: Any) -> None:
     assert problems(load, text=SFT.replace("{steps: 200}", "{steps: 200, 7: 8}")) == [
-        "run.7: unknown key; known keys of run: steps, eval_every, checkpoint_every, keep_last, seed, dir"
+        "run.7: unknown key; known keys of run: steps, eval_every, checkpoint_every, keep_last, async_checkpoints, "
+        "seed, dir"
     ]
 
 

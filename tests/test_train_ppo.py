@@ -55,6 +55,7 @@ SETTINGS = [
     "algorithm.kl={where: reward, estimator: k1, coef: 0.01, target: 0.001, horizon: 1000}",
     "critic.optimizer={lr: 1.0e-3}",
     "guard.min_entropy=100",
+    "run.async_checkpoints=true",
 ]
 
 

@@ -284,13 +284,15 @@ class Guard:
 class Run:
     """Steps, and what happens at which; `checkpoint_every: 0` writes a checkpoint at the end only.
 
-    Of checkpoints the last `keep_last` are kept, at 0 all.
+    Of checkpoints the last `keep_last` are kept, at 0 all. With `async_checkpoints` training goes on while one is
+    written, from a copy in the host's memory.
     """
 
     steps: Count
     eval_every: Count = 10
     checkpoint_every: Natural = 0
     keep_last: Natural = 0
+    async_checkpoints: bool = False
     seed: Natural = 1
     dir: Text = "runs"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hybrid3d.run_folder import checkpoint_folder, steps_in
 from hybrid3d.train import checkpoint
 from hybrid3d.train.manifest import BrokenCheckpoint, bytes_in, check
 from hybrid3d.train.room import Unwritten, free_bytes
+from hybrid3d.train.writing import Writing, remove, remove_unfinished
 
 
 class Checkpoints:
@@ -26,6 +27,8 @@ class Checkpoints:
         self._run, self._replicas = recipe.run, recipe.train.dp
         self._models = models
         self._record = record
+        self._writing: Writing | None = None
+        self._updates = 0  # behind the checkpoint that is being written
 
     def adopt(self, recipe: Recipe) -> None:
         """Go on by the settings of this recipe."""
@@ -41,7 +44,7 @@ class Checkpoints:
         updates, progress = 0, {}
         self._look_at_file_system()
         if ranks.rank() == 0:
-            checkpoint.remove_unfinished(folder.checkpoints)
+            remove_unfinished(folder.checkpoints)
         last = self._last_whole()
         if last is not None:
             updates, path = last, checkpoint_folder(folder, last)
@@ -85,21 +88,51 @@ class Checkpoints:
         return None
 
     def save_where_due(self, updates: int, progress: Mapping[str, Any]) -> None:
-        """Write a checkpoint if the recipe wants one after so many updates, and drop those that it no longer keeps."""
+        """Write a checkpoint if the recipe wants one after so many updates, and drop those that it no longer keeps.
+
+        One that is written beside training appears when it is complete, and is waited for when the next is due.
+
+        Raises:
+            Unwritten: one did not come to its end.
+        """
+        if self._writing is not None and self._writing.is_written():
+            self.close()
         every = self._run.checkpoint_every
         if updates == self._run.steps or (every and updates < self._run.steps and updates % every == 0):
+            self.close()
             path = checkpoint_folder(self._record.folder, updates)
             self._look_at_room(path, updates)
-            try:
-                checkpoint.save(self._models, path, progress)
-            except Unwritten as error:
-                with suppress(Unwritten):  # there may be no room for this line either: the error itself is what matters
-                    self._record.event("checkpoint_unwritten", step=updates, path=str(path), why=str(error))
-                raise
-            self._record.event("checkpoint", step=updates, path=str(path))
-            if self._run.keep_last and ranks.rank() == 0:
-                for step in steps_in(self._record.folder)[: -self._run.keep_last]:
-                    checkpoint.remove(checkpoint_folder(self._record.folder, step))
+            with self._telling(path, updates):
+                self._writing = checkpoint.begin(self._models, path, progress, self._run.async_checkpoints)
+            self._updates = updates
+            if not self._run.async_checkpoints:
+                self.close()
+
+    def close(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            Unwritten: it did not come to its end.
+        """
+        if self._writing is None:
+            return
+        path, updates = self._writing.folder, self._updates
+        with self._telling(path, updates):
+            self._writing.finish()
+        self._writing = None
+        self._record.event("checkpoint", step=updates, path=str(path))
+        if self._run.keep_last and ranks.rank() == 0:
+            for step in steps_in(self._record.folder)[: -self._run.keep_last]:
+                remove(checkpoint_folder(self._record.folder, step))
+
+    @contextmanager
+    def _telling(self, path: Path, updates: int) -> Iterator[None]:
+        try:
+            yield
+        except Unwritten as error:
+            with suppress(Unwritten):  # where there is no room for this line either, the error itself is what matters
+                self._record.event("checkpoint_unwritten", step=updates, path=str(path), why=str(error))
+            raise
 
     def _look_at_room(self, path: Path, updates: int) -> None:
         """Say beforehand that a checkpoint will hardly fit."""

@@ -60,6 +60,7 @@ def train_rl(control: Control, record: Record, rank: int, slots: Sequence[int]) 
         guard.watch(row, ranks.largest(peak_memory()) / 1e9)
         step += 1
         checkpoints.save_where_due(step, learner.progress(batch) | control.progress)
+    checkpoints.close()
     run.close()
 
 
@@ -93,3 +94,4 @@ def train_sft(control: Control, record: Record, rank: int) -> None:
         record.step(row | clock.row(sum(len(tokens) for tokens, _ in pairs)))
         step += 1
         checkpoints.save_where_due(step, control.progress)
+    checkpoints.close()

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import queue
-import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
-from torch.distributed.checkpoint.api import CheckpointException
 
-from hybrid3d.train import manifest
-from hybrid3d.train.room import Unwritten, is_of_files, why_unwritten
 from hybrid3d.train.runtime import on_device
 from hybrid3d.train.trained import Trained
 from hybrid3d.train.weights import METADATA
+from hybrid3d.train.writing import PROGRESS, Writing
 
-PROGRESS = "progress.json"
 EXPERTS = "is_expert_parallel"  # by which Megatron tells groups of parameters apart, among others
-PARTIAL = ".partial"  # ends the name of a folder that is being written, or removed
 
 # The one format of the distributed optimizer that every layout can be loaded from
 OPTIMIZER_METADATA = {
@@ -38,64 +29,25 @@ OPTIMIZER_METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
 }
 
-# What its forked writers report to when a checkpoint is written at once. Megatron's own is a process beside each rank,
-# for a checkpoint that is written behind training's back; it lives on after a rank that is killed.
-filesystem_async._results_queue = queue.Queue()
-
-Result = TypeVar("Result")
 Models = Mapping[str, Trained]
 """The models of a run by name, which everything of theirs bears in front in a checkpoint."""
 
 
-def save(models: Models, folder: Path, progress: Mapping[str, Any]) -> None:
-    """Write models, their optimizers and schedules; the folder appears under its name when it is complete.
+def begin(models: Models, folder: Path, progress: Mapping[str, Any], beside: bool = False) -> Writing:
+    """Begin to write models, their optimizers and schedules, as `Writing` says.
 
     Args:
         progress: what else a run must know to go on, as JSON.
-
-    Raises:
-        Unwritten: there is no room, or the disk fails. Nothing half-written stays, what was there before does. Ranks
-            raise it together, or one does whose end the others notice.
+        beside: training goes on meanwhile.
     """
     for model in models.values():
         model.bring_back()
-    unfinished = folder.with_name(folder.name + PARTIAL)
-
-    def make() -> None:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-
-    def check() -> dict[str, int]:
-        mine = (name for name in manifest.names_in(unfinished) if _writer_of(name) == dist.get_rank())
-        return {name: manifest.crc_of(unfinished / name) for name in mine}
-
-    def finish() -> None:
-        manifest.write(unfinished, {name: crc for share in shares for name, crc in share.items()})
-        manifest.sync_folder(unfinished)
-        remove(folder)
-        os.rename(unfinished, folder)
-        manifest.sync_folder(folder.parent)
-
-    _together(unfinished, _by_first(make))
-    _together(unfinished, partial(_write, models, unfinished))
-    _together(unfinished, _by_first(lambda: (unfinished / PROGRESS).write_text(json.dumps(dict(progress)))))
-    shares = _together(unfinished, check)
-    _together(unfinished, _by_first(finish))
+    return Writing(lambda: _of_all(models, partial(_state, is_loading=False)), folder, progress, beside)
 
 
-def remove(folder: Path) -> None:
-    """Remove a checkpoint, if it is there, under another name: what is half gone does not look whole."""
-    if folder.exists():
-        going = folder.with_name(folder.name + ".old" + PARTIAL)
-        shutil.rmtree(going, ignore_errors=True)
-        os.rename(folder, going)
-        shutil.rmtree(going)
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove what a run that was killed was just writing or removing in a folder of checkpoints."""
-    for path in folder.glob(f"*{PARTIAL}"):
-        shutil.rmtree(path, ignore_errors=True)
+def save(models: Models, folder: Path, progress: Mapping[str, Any]) -> None:
+    """`begin`, and wait until it is done."""
+    begin(models, folder, progress).finish()
 
 
 def bytes_expected(models: Models, ranks: int) -> int:
@@ -108,55 +60,6 @@ def bytes_expected(models: Models, ranks: int) -> int:
     mine = torch.tensor(sum(t.numel() * (t.element_size() + 12) for t in tensors))
     dist.all_reduce(mine)
     return int(mine) // ranks
-
-
-def _write(models: Models, folder: Path) -> None:
-    """Megatron's part. Where writers of shards fail, it raises CheckpointException on every rank."""
-    try:
-        with on_device():
-            dist_checkpointing.save(_of_all(models, partial(_state, is_loading=False)), str(folder))
-    except CheckpointException:
-        raise
-    except Exception as error:
-        if not is_of_files(error):
-            raise
-        # Of a file that this rank alone writes, while the others are in a collective: they end with it
-        why = why_unwritten(folder, error)
-        shutil.rmtree(folder, ignore_errors=True)
-        raise Unwritten(why) from error
-
-
-def _writer_of(name: str) -> int:
-    """The rank that wrote a file: on a shared file system it may be the only one that sees it already."""
-    of_shards = re.match(r"__(\d+)_", name)
-    return int(of_shards[1]) if of_shards else 0
-
-
-def _by_first(act: Callable[[], Any]) -> Callable[[], None]:
-    """What rank 0 alone does."""
-    return lambda: act() if dist.get_rank() == 0 else None
-
-
-def _together(folder: Path, part: Callable[[], Result]) -> list[Result]:
-    """What each rank's part in writing a folder gives, by rank.
-
-    Raises:
-        Unwritten: on every rank, where the disk failed one; the folder is removed.
-    """
-    mine, why, cause = None, None, None
-    try:
-        mine = part()
-    except (OSError, CheckpointException) as error:
-        why, cause = why_unwritten(folder, error), error
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (mine, why))
-    first = next((why for _, why in outcomes if why), None)
-    if first is None:
-        return [given for given, _ in outcomes]
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    dist.barrier()
-    raise Unwritten(first, alike=True) from cause
 
 
 def load(models: Models, folder: Path) -> dict[str, Any]:

@@ -1,0 +1,185 @@
+"""A checkpoint on its way to the disk: made whole or not at all, at once or beside training."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hybrid3d.train import manifest
+from hybrid3d.train.room import Unwritten, is_of_files, why_unwritten
+from hybrid3d.train.runtime import on_device
+
+PROGRESS = "progress.json"
+PARTIAL = ".partial"  # ends the name of a folder that is being written, or removed
+
+# What its forked writers report to. Megatron's own is a process beside each rank, which lives on after a rank that is
+# killed; here a thread of the rank listens.
+filesystem_async._results_queue = queue.Queue()
+
+Result = TypeVar("Result")
+
+
+class Writing:
+    """One checkpoint. Every rank makes it, and calls its methods, together; another is begun when it is finished.
+
+    Raises (when made, and by `finish`):
+        Unwritten: there is no room, or the disk fails. Nothing half-written stays, what was there before does. Ranks
+            raise it together, or one does whose end the others notice.
+    """
+
+    def __init__(self, state: Callable[[], Mapping[str, Any]], folder: Path, progress: Mapping[str, Any], beside: bool):
+        """
+        Args:
+            state: makes what Megatron saves.
+            folder: which appears under its name when it is complete.
+            progress: what else a run must know to go on, as JSON.
+            beside: training goes on meanwhile, so copies in the host's memory are written.
+        """
+        self.folder = folder
+        self._unfinished = folder.with_name(folder.name + PARTIAL)
+        self._own: dict[str, int] = {}
+        self._failure: BaseException | None = None
+        together(self._unfinished, _by_first(self._make))
+        together(self._unfinished, partial(self._begin, state, beside))
+        told = json.dumps(dict(progress))
+        together(self._unfinished, _by_first(lambda: (self._unfinished / PROGRESS).write_text(told)))
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def is_written(self) -> bool:
+        """Whether all ranks have written their shards, so that `finish` need not wait."""
+        left = torch.tensor(int(self._thread.is_alive()))
+        dist.all_reduce(left)
+        return int(left) == 0
+
+    def finish(self) -> None:
+        """Wait until all is written, and give the folder its name."""
+        self._thread.join()
+        together(self._unfinished, self._tell_failure)
+        together(self._unfinished, self._close)
+        shares = together(self._unfinished, self._sums)
+        together(self._unfinished, _by_first(partial(self._name, shares)))
+
+    def _make(self) -> None:
+        shutil.rmtree(self._unfinished, ignore_errors=True)
+        self._unfinished.mkdir(parents=True)
+
+    def _begin(self, state: Callable[[], Mapping[str, Any]], beside: bool) -> None:
+        """Agree on who writes what, write what is small, and bring what this rank writes to the host."""
+        try:
+            with on_device():
+                request = dist_checkpointing.save(dict(state()), str(self._unfinished), async_sharded_save=True)
+                self._request, self._arguments = request, list(request.async_fn_args)
+                if request.preload_fn is not None:
+                    shards = request.preload_fn()
+                    self._arguments[1] = _copied(shards, self._arguments[1]) if beside else shards
+        except CheckpointException:
+            raise
+        except Exception as error:
+            if not is_of_files(error):
+                raise
+            # Of a file that this rank alone writes, while the others are in a collective: they end with it
+            why = why_unwritten(self._unfinished, error)
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            raise Unwritten(why) from error
+
+    def _write(self) -> None:
+        """In a thread, which waits for the processes that write."""
+        try:
+            if self._request.async_fn is not None:
+                self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
+            self._own = self._sums()
+        except BaseException as error:  # told by `finish`
+            self._failure = error
+
+    def _tell_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _close(self) -> None:
+        with on_device():
+            for finalize in self._request.finalize_fns:
+                finalize()
+
+    def _sums(self) -> dict[str, int]:
+        """Of the files that this rank has written, the CRCs that are not known yet, and those that are."""
+        mine = [name for name in manifest.names_in(self._unfinished) if _writer_of(name) == dist.get_rank()]
+        return self._own | {n: manifest.crc_of(self._unfinished / n) for n in mine if n not in self._own}
+
+    def _name(self, shares: list[dict[str, int]]) -> None:
+        manifest.write(self._unfinished, {name: crc for share in shares for name, crc in share.items()})
+        manifest.sync_folder(self._unfinished)
+        remove(self.folder)
+        os.rename(self._unfinished, self.folder)
+        manifest.sync_folder(self.folder.parent)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, if it is there, under another name: what is half gone does not look whole."""
+    if folder.exists():
+        going = folder.with_name(folder.name + ".old" + PARTIAL)
+        shutil.rmtree(going, ignore_errors=True)
+        os.rename(folder, going)
+        shutil.rmtree(going)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a run that was killed was just writing or removing in a folder of checkpoints."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def together(folder: Path, part: Callable[[], Result]) -> list[Result]:
+    """What each rank's part in writing a folder gives, by rank.
+
+    Raises:
+        Unwritten: on every rank, where the disk failed one; the folder is removed.
+    """
+    mine, why, cause = None, None, None
+    try:
+        mine = part()
+    except (OSError, CheckpointException) as error:
+        why, cause = why_unwritten(folder, error), error
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (mine, why))
+    first = next((why for _, why in outcomes if why), None)
+    if first is None:
+        return [given for given, _ in outcomes]
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    dist.barrier()
+    raise Unwritten(first, alike=True) from cause
+
+
+def _copied(shards: list[Any], originals: list[Any]) -> list[Any]:
+    """Shards as they are now: without a GPU, what was brought to the host is what is trained."""
+    held = {id(tensor) for _, _, (_, tensors) in originals for _, tensor in tensors}
+    return [
+        (file, key, (data, [(item, tensor.clone() if id(tensor) in held else tensor) for item, tensor in tensors]))
+        for file, key, (data, tensors) in shards
+    ]
+
+
+def _writer_of(name: str) -> int:
+    """The rank that wrote a file: on a shared file system it may be the only one that sees it already."""
+    of_shards = re.match(r"__(\d+)_", name)
+    return int(of_shards[1]) if of_shards else 0
+
+
+def _by_first(act: Callable[[], Any]) -> Callable[[], None]:
+    """What rank 0 alone does."""
+    return lambda: act() if dist.get_rank() == 0 else None
