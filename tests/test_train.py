@@ -178,7 +178,7 @@ def assert_repeats(work: Path, killed: Path) -> None:
 
 def test_a_run_that_is_killed_twice(work: Path, runs: dict[str, Any], dice: random.Random) -> None:
     """Once at a random moment, and once while it writes a checkpoint."""
-    run, arguments = work / "killed/wide", [*uneven("wide", 64), "run.dir=killed"]
+    run, arguments = work / "killed/wide", [*uneven("wide", 64), "run.dir=killed", "run.async_checkpoints=true"]
     assert start_and_kill(work, arguments, run, *some_moment(dice, RESUMED_FROM))
     assert start_and_kill(work, arguments, run, writing(STEPS), dice.uniform(0, 0.05))
     assert (run / f"checkpoints/step-{STEPS:06d}.partial").exists()
