@@ -27,7 +27,7 @@ class AsAWhole:
     def __init__(self, optimizer):
         self._optimizer = optimizer
 
-    def step(self, ready):
+    def step(self, ready, allows):
         updated, norm, _ = self._optimizer.step()
         return updated, norm
 
@@ -76,6 +76,9 @@ def prove(folder: str, layout: Train, dtype: str) -> None:
     assert sorted(set(of_part.values())) == list(range(parts))
     for step in range(3):
         before, at = snapshot(parted), []
+        refused = parted.train_step(batch_of(parted, step), sft_loss, allows=lambda norm: norm < 0)
+        assert not refused.updated
+        assert all(same(tensor, before[name]) for name, tensor in snapshot(parted).items())
         put_away(whole)
         reports = [whole.train_step(batch_of(whole, step), sft_loss)]
         reports.append(
