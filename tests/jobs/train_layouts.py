@@ -93,7 +93,9 @@ def report_of(policy: Policy, report: StepReport) -> dict[str, Any]:
 
 def sft_step(policy: Policy, spec: dict[str, Any], dp: int) -> dict[str, Any]:
     batch, _ = my_batch(policy, spec, dp)
-    return report_of(policy, policy.train_step(batch, sft_loss))
+    report = report_of(policy, policy.train_step(batch, sft_loss))
+    policy.end_step()
+    return report
 
 
 def grpo_step(policy: Policy, reference: Policy, spec: dict[str, Any], dp: int) -> dict[str, Any]:
