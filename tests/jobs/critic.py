@@ -76,7 +76,7 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
     runtime.initialize(here, seed=1)
     policy, critic = both(folders, here, spec)
     sft_step(policy, spec, 1), value_step(critic, spec, 1)
-    checkpoint.save({"policy": policy, "critic": critic}, out)
+    checkpoint.save({"policy": policy, "critic": critic}, out, {})
     found = {"went on": [sft_step(policy, spec, 1), value_step(critic, spec, 1)]}
     forget(policy), forget(critic)
     runtime.shutdown()
