@@ -14,7 +14,8 @@ ROWS = torch.tensor([0, 2])
 
 @pytest.fixture
 def batch() -> Batch:
-    return Batch.from_sequences([[5, 6, 7], [8, 9], [1, 2, 3, 4], [3]], [2, 1, 1, 1], pad_id=99, pad_to=3)
+    """Wider than its longest sequence: a part of a batch that had a longer one."""
+    return Batch.from_sequences([[5, 6, 7], [8, 9], [1, 2, 3, 4], [3], [1] * 6], [2, 1, 1, 1, 1], pad_id=99)[:4]
 
 
 def test_sequences_lie_one_behind_the_other(batch: Batch) -> None:

@@ -129,8 +129,8 @@ def test_a_pair_has_its_loss_on_answer_and_eos(path: Path, tokenizer: Any) -> No
     example = read(path, tokenizer).examples[1]
     tokens, prompt_length = encode_pair(tokenizer, example, max_tokens=6)
     assert tokens == (BOS, *ids("how many"), *ids("#### 3"), EOS)
-    batch = Batch.from_sequences([tokens], [prompt_length], pad_id=PAD, pad_to=8)
-    assert batch.response_mask.tolist() == [[0, 0, 0, 1, 1, 1, 0, 0]]
+    batch = Batch.from_sequences([tokens], [prompt_length], pad_id=PAD)
+    assert batch.response_mask.tolist() == [[0, 0, 0, 1, 1, 1]]
     with pytest.raises(DataError, match=r"row 1 \(from 0\): prompt, answer and EOS are 6 tokens, the model takes 5"):
         encode_pair(tokenizer, example, max_tokens=5)
 
