@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from hybrid3d import control as control_module
-from hybrid3d.config import Optimizer, Recipe, RecipeError, load_recipe, recipe_to_yaml
+from hybrid3d.config import OFFLOADS, Optimizer, Recipe, RecipeError, load_recipe, recipe_to_yaml
 from hybrid3d.control import MAY_CHANGE, Control, changed, check_schedule, settings_of
 from hybrid3d.experience import Learner
 from hybrid3d.guard import Guard
@@ -267,11 +267,11 @@ def test_a_schedule_may_fall_out_with_what_was_edited(recipe: Recipe, begin: Beg
 
 def test_what_memory_has_taken_is_held(recipe: Recipe, begin: Begin) -> None:
     schedule = {1: {"train.micro_batch_size": 64, "optimizer.lr": 1e-5}}
-    control, said, _ = begin(scheduled(recipe, schedule), micro_batch_size=16, offload="all")
+    control, said, _ = begin(scheduled(recipe, schedule), micro_batch_size=16, offload_optimizer=True)
     said.folder.control.write_text("train.micro_batch_size: 128\nsync.verify: always")
     for step in (0, 1):
         now = control.before(step)
-    assert (now.train.micro_batch_size, now.train.offload) == (16, "all")
+    assert (now.train.micro_batch_size, now.train.offloads) == (16, ("optimizer",))
     assert (now.sync.verify, now.optimizer.lr) == ("always", 1e-5)
     refused = [(e["step"], e["why"]) for e in said.take() if e["event"] == "control_refused"]
     assert refused == [(step, "train.micro_batch_size: held at 16 since memory ran out") for step in (0, 1)]
@@ -312,18 +312,22 @@ def test_a_rate_that_is_set_follows_the_schedule_that_there_was() -> None:
 
 # ---- less memory
 
+ALL_AWAY = {f"offload_{kind}": True for kind in OFFLOADS}
+AWAY = [f"train.{key}=true" for key in ALL_AWAY]
+
 
 @pytest.mark.parametrize(
     ("settings", "less"),
     [
-        (["train.micro_batch_size=64"], {"micro_batch_size": 32, "offload": "all"}),
-        (["train.micro_batch_size=9"], {"micro_batch_size": 3, "offload": "all"}),
-        (["train.micro_batch_size=5", "train.offload=all"], {"micro_batch_size": 1}),
-        (["train.micro_batch_size=1", "train.offload=optimizer"], {"offload": "all"}),
-        (["train.micro_batch_size=1", "train.offload=all"], {}),
-        (["train.max_tokens_per_micro_batch=1000", "train.offload=all"], {"max_tokens_per_micro_batch": 500}),
-        (["train.max_tokens_per_micro_batch=200", "train.offload=all"], {"max_tokens_per_micro_batch": 128}),
-        (["train.max_tokens_per_micro_batch=128"], {"offload": "all"}),
+        (["train.micro_batch_size=64"], {"micro_batch_size": 32, **ALL_AWAY}),
+        (["train.micro_batch_size=9"], {"micro_batch_size": 3, **ALL_AWAY}),
+        (["train.micro_batch_size=5", *AWAY], {"micro_batch_size": 1}),
+        (["train.micro_batch_size=1", *AWAY[:2]], {"offload_optimizer": True}),
+        (["train.micro_batch_size=1", *AWAY[1:], "sync.share_storage=true", "rollout.sleep=false"], {}),
+        (["train.micro_batch_size=1", *AWAY], {}),
+        (["train.max_tokens_per_micro_batch=1000", *AWAY], {"max_tokens_per_micro_batch": 500}),
+        (["train.max_tokens_per_micro_batch=200", *AWAY], {"max_tokens_per_micro_batch": 128}),
+        (["train.max_tokens_per_micro_batch=128"], ALL_AWAY),
         (["algorithm.name=sft", "algorithm.kl=null", "train.micro_batch_size=2"], {"micro_batch_size": 1}),
     ],
 )
@@ -337,16 +341,17 @@ OUT = torch.OutOfMemoryError("CUDA out of memory.\nsomething else")
 
 def test_memory_runs_out_again_and_again(recipe: Recipe, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    for size, offload in ((32, "none"), (16, "all"), (8, "all")):
+    for size, offloads in ((32, ()), (16, OFFLOADS), (8, OFFLOADS)):
         relief = Relief.of(folder)
         now = control_module.overlaid(recipe, relief.settings)
-        assert (now.train.micro_batch_size, now.train.offload) == (2 * size, offload)
+        assert (now.train.micro_batch_size, now.train.offloads) == (2 * size, offloads)
         for rank in (2, 3):  # two ranks run out together: once is enough
             error = relief.after(OUT, now, folder, rank)
             assert isinstance(error, RanOut)
             assert f"train.micro_batch_size={size} in place of {2 * size}" in str(error)
     relief = Relief.of(folder)
-    assert (relief.count, relief.settings) == (3, {"train.micro_batch_size": 8, "train.offload": "all"})
+    held = {"train.micro_batch_size": 8} | {f"train.{key}": True for key in ALL_AWAY}
+    assert (relief.count, relief.settings) == (3, held)
     last = relief.after(OUT, control_module.overlaid(recipe, relief.settings), folder, 2)
     assert not isinstance(last, RanOut)
     assert str(last).startswith(
@@ -360,7 +365,7 @@ def test_memory_runs_out_again_and_again(recipe: Recipe, tmp_path: Path) -> None
 
 
 def test_nothing_is_left_to_give_up(recipe: Recipe, tmp_path: Path) -> None:
-    least = replace(recipe, train=replace(recipe.train, micro_batch_size=1, offload="all"))
+    least = replace(recipe, train=replace(recipe.train, micro_batch_size=1, **ALL_AWAY))
     error = Relief().after(OUT, least, RunFolder(tmp_path), 0)
     assert not isinstance(error, RanOut)
     assert "micro batches are as small as they can be: raise train.tp or train.pp" in str(error)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from commands import ROOT, hybrid3d, read_rows
+from hybrid3d.config import OFFLOADS
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -68,8 +69,8 @@ def test_a_run_that_is_controlled_and_runs_out_of_memory(demo: Path, tmp_path: P
         ("setting_changed", 2, "rollout.temperature", 1.0, 0.8, "schedule"),
         ("setting_changed", 2, "optimizer.lr", 3e-4, 1e-4, "schedule"),
     ]
-    smaller = {"train.micro_batch_size": MICRO_BATCH // 2, "train.offload": "all"}
-    first = {"train.micro_batch_size": MICRO_BATCH, "train.offload": "none"}
+    smaller = {"train.micro_batch_size": MICRO_BATCH // 2} | {f"train.offload_{kind}": True for kind in OFFLOADS}
+    first = {"train.micro_batch_size": MICRO_BATCH} | {f"train.offload_{kind}": False for kind in OFFLOADS}
     assert [row for row in told if row[0] not in ("kernels", "checkpoint")] == [
         ("start", 0, None, None, None, None),
         ("setting_changed", 0, "algorithm.kl.coef", 0.001, 0.01, "control.yaml"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import checkpoints
-from hybrid3d.config import Train
+from hybrid3d.config import OFFLOADS, Train
 from hybrid3d.families import FAMILIES, family_of
 from hybrid3d.planning.memory import Held, Memory, Resident, held_of, kept_of_token, stage_activations
 from hybrid3d.shape import ModelShape
@@ -120,7 +120,7 @@ def memory(**changes: Any) -> Memory:
         kv_bytes_per_token=100_000,
         max_model_len=changes.get("max_model_len", 4096),
         sleeps=changes.get("sleeps", True),
-        offload=changes.get("offload", "none"),
+        offloads=changes.get("offloads", ()),
     )
 
 
@@ -131,8 +131,9 @@ def test_phases_add_up_and_each_is_refused_by_its_numbers() -> None:
     assert fits.problems() == []
     awake = memory(sleeps=False)  # all that vLLM may take, 24 GB, stays beside the others
     assert [awake.train, awake.sync, awake.generate] == [99 * 10**9, 80 * 10**9, 79 * 10**9]
-    assert [memory(offload=what).generate // 10**9 for what in ("none", "optimizer", "all")] == [79, 64, 44]
-    assert memory(offload="all").train == fits.train
+    for kinds, least in (((), 79), (("optimizer",), 64), (("optimizer", "gradients"), 44), (OFFLOADS, 24)):
+        assert memory(offloads=kinds).generate == least * 10**9
+    assert memory(offloads=OFFLOADS).train == fits.train
     assert memory(activations=26).problems() == ["the train phase needs 81.0 GB of a GPU's 80.0 GB"]
     assert memory(rollout_weights=22).problems()[0].startswith("vLLM's share of 24.0 GB leaves its KV cache")
     assert memory(percent=35).problems() == ["the generate phase needs 83.0 GB of a GPU's 80.0 GB"]

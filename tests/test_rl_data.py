@@ -1,5 +1,6 @@
 """Parquet to token ids, in an order that never repeats or drops a row; and what a broken file is answered with."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -322,6 +323,23 @@ def test_a_folder_that_looks_like_a_partition(path: Path, tmp_path: Path) -> Non
     folder.mkdir()
     moved = path.rename(folder / "data.parquet")
     assert read_columns(moved, ["answer"]) == [ANSWERS]
+
+
+def test_columns_within_structs(write: Callable[..., Path]) -> None:
+    """As of data sets that keep what a reward needs apart."""
+    path = write(
+        question=["a", "b", "c"],
+        reward_model=[{"style": "rule", "ground_truth": "1"}, {"style": "rule", "ground_truth": None}, None],
+        **{"in.name": ["x", "y", "z"]},
+    )
+    assert check_columns(path, ["question", "reward_model.ground_truth"]) == 3
+    assert read_columns(path, ["reward_model.ground_truth", "in.name"]) == [["1", None, None], ["x", "y", "z"]]
+    there = "the columns there: question, reward_model.style, reward_model.ground_truth, in.name"
+    for missing in ("reward_model.truth", "reward_model.style.rule", "question.text", "model.style", "reward_model."):
+        with pytest.raises(DataError, match=re.escape(f"no column {missing!r}; {there}")):
+            check_columns(path, [missing])
+    with pytest.raises(DataError, match=r"column 'reward_model' holds struct<.*expected strings"):
+        check_columns(path, ["reward_model"])
 
 
 def test_one_column_may_serve_twice(path: Path) -> None:

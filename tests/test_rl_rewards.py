@@ -74,6 +74,8 @@ def test_wrong_answers(answer: str) -> None:
         ("#### 5", "no number there", 0.0),
         ("nor here", "no number there", 0.0),
         ("#### nan", "#### nan", 0.0),
+        ("#### 1234", "$1,234.0", 1.0),
+        ("1234", "1234", 0.0),
     ],
 )
 def test_pairs(answer: str, reference: str, reward: float) -> None:

@@ -39,6 +39,8 @@ from hybrid3d.shape import ModelShape, check_layout
 
 __all__ = ["ModelShape", "Recipe", "RecipeError", "check_layout", "load_recipe", "recipe_to_yaml"]
 
+OFFLOADS = ("parameters", "gradients", "optimizer")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -55,8 +57,7 @@ class Train:
     The first and the last pipeline stage have as many layers as the others, if nothing else is said. A micro batch has
     `micro_batch_size` sequences, or as many as have `max_tokens_per_micro_batch` together with their padding; `packed`,
     they lie one behind the other and have none. Under full `recompute` a layer keeps its input only, and goes forward
-    once more before it goes backward. `offload` keeps what the optimizer holds in the host's memory while vLLM
-    generates, and under `all` there are no gradients then.
+    once more before it goes backward. While vLLM generates, the host has what is offloaded; of gradients nobody.
     """
 
     tp: Count = 1
@@ -73,7 +74,14 @@ class Train:
     packed: bool = False
     max_tokens_per_micro_batch: Count | None = None
     recompute: Literal["none", "full"] = "none"
-    offload: Literal["none", "optimizer", "all"] = "none"
+    offload_parameters: bool = False
+    offload_gradients: bool = False
+    offload_optimizer: bool = False
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """What is offloaded, of `OFFLOADS`."""
+        return tuple(kind for kind in OFFLOADS if getattr(self, f"offload_{kind}"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +132,8 @@ class Sync:
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Two parquet files, the columns in them, and whether prompts go through the tokenizer's chat template.
+
+    A column within a struct is named with dots: `reward_model.ground_truth`.
 
     `overlong` says what becomes of a prompt that leaves no room for an answer: an error, the row is dropped, or the
     prompt loses its beginning. `max_broken` is the share of rows that may be null, blank or without tokens: they are

@@ -32,6 +32,11 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
             "sync.share_storage: weights in memory that both engines use cannot be given away while vLLM sleeps: "
             "set rollout.sleep=false, or leave sync.share_storage out"
         )
+    if recipe.sync.share_storage and recipe.train.offload_parameters:
+        yield (
+            "sync.share_storage: vLLM generates with the parameters that train.offload_parameters would take away: "
+            "leave one of them out"
+        )
     budget, rollout = recipe.train.max_tokens_per_micro_batch, recipe.rollout
     if budget is not None and rollout is not None and budget < rollout.max_model_len:
         yield (
@@ -80,5 +85,7 @@ def _of_guard(recipe: Recipe) -> Iterator[str]:
             f"guard.kl_explosion={guard.kl_explosion}: without algorithm.kl.target the coefficient is fixed already: "
             "leave it out, or set a target"
         )
-    if not recipe.algorithm.generates and guard != type(guard)(acts=guard.acts):
-        yield "guard: algorithm.name=sft is not watched: leave all but guard.acts out"
+    for name in ("max_clip_fraction", "min_entropy", "max_mismatch_kl", "max_sync_share"):
+        bound = getattr(guard, name)
+        if bound is not None and not recipe.algorithm.generates:
+            yield f"guard.{name}={bound}: algorithm.name=sft has nothing that it bounds: leave it out"

@@ -104,7 +104,7 @@ class Guard:
 
     def watch(self, row: Mapping[str, float], memory_gb: float) -> None:
         """Say which metrics of a step have left their bounds since the last, and what can be done."""
-        share = row["sync/exposed_seconds"] / row["time/step"]
+        share = row.get("sync/exposed_seconds", 0.0) / row["time/step"]
         values = {**row, "sync share": share, "memory": memory_gb}
         for bound in BOUNDS:
             limit, value = getattr(self._settings, bound.setting), values.get(bound.metric)

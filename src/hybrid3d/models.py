@@ -38,13 +38,16 @@ class Models:
         """What a checkpoint must have, by name."""
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
+    @property
+    def _all(self) -> list[Trained]:
+        return [m for m in (self.policy, self.reference, self.critic, self.judge) if m is not None]
+
     def adopt(self, recipe: Recipe) -> None:
         """Go on by the settings of this recipe."""
-        for model in (self.policy, self.reference, self.critic, self.judge):
-            if model is not None:
-                model.adopt(recipe)
+        for model in self._all:
+            model.adopt(recipe)
 
     def put_away(self) -> None:
-        """Free what only training needs, as the recipe says, while vLLM generates."""
-        for model in self.trained.values():
+        """Free what only training needs and the recipe offloads, while vLLM generates."""
+        for model in self._all:
             model.put_away()

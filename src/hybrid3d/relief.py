@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybrid3d.config import Recipe
+from hybrid3d.config import OFFLOADS, Recipe
 from hybrid3d.inputs import read_config
 from hybrid3d.run_folder import RunFolder
 
@@ -84,8 +84,9 @@ def smaller(recipe: Recipe) -> dict[str, Any]:
     elif train.micro_batch_size > 1:
         size = train.micro_batch_size
         found["train.micro_batch_size"] = max(n for n in range(1, size // 2 + 1) if size % n == 0)
-    if recipe.algorithm.generates and train.offload != "all":
-        found["train.offload"] = "all"
+    if recipe.algorithm.generates:
+        kept = ("parameters",) if recipe.sync.share_storage else ()  # in which vLLM's weights lie
+        found |= {f"train.offload_{kind}": True for kind in OFFLOADS if kind not in (*train.offloads, *kept)}
     return found
 
 

@@ -68,12 +68,14 @@ def train_sft(control: Control, record: Record, rank: int) -> None:
     """Supervised: negative log-likelihood of the answers. Row s of the metrics is the loss before update s + 1."""
     recipe = control.recipe
     config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
-    policy = Policy(config, recipe, rank)
+    policy, guard = Policy(config, recipe, rank), Guard(recipe.guard, record)
     checkpoints = Checkpoints(recipe, {"policy": policy}, record)
     data, _ = read_data(recipe, config, tokenizer)
-    control.serve(policy, checkpoints, record)
+    control.serve(policy, guard, checkpoints, record)
     step, progress = checkpoints.resume()
     control.restore(progress)
+    if progress:
+        guard.restore(progress["guard"])
     while step < control.recipe.run.steps:
         recipe = control.before(step)
         clock, measured = Clock(), Measured()
@@ -83,15 +85,17 @@ def train_sft(control: Control, record: Record, rank: int) -> None:
         mine = [pairs[i] for i in shares[policy.data_parallel_rank]]
         batch = Batch.from_sequences([p[0] for p in mine], [p[1] for p in mine], pad_id=tokenizer.pad_token_id)
         with clock("train"):
-            report = policy.train_step(batch, sft_loss)
+            report = policy.train_step(batch, sft_loss, allows=guard.allows)
             policy.end_step()
         if not report.updated:
-            raise RuntimeError(f"the gradient is not finite (norm {report.grad_norm}): nothing was updated by it")
+            guard.skipped(step, report.grad_norm)
         answered = sum(len(tokens) - prompt for tokens, prompt in pairs)
         if policy.counts:
             measured.sums |= {f"train/{key}": value / answered for key, value in report.sums.items()}
         row = {"step": step, "train/grad_norm": report.grad_norm, "train/lr": report.lr} | measured.over_ranks()
-        record.step(row | clock.row(sum(len(tokens) for tokens, _ in pairs)))
+        row |= clock.row(sum(len(tokens) for tokens, _ in pairs))
+        record.step(row)
+        guard.watch(row, ranks.largest(peak_memory()) / 1e9)
         step += 1
-        checkpoints.save_where_due(step, control.progress)
+        checkpoints.save_where_due(step, {"guard": guard.progress} | control.progress)
     checkpoints.close()

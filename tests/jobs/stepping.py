@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hybrid3d import ranks
-from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
+from hybrid3d.config import OFFLOADS, Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
 from hybrid3d.inputs import read_config
 from hybrid3d.reshard.transport import as_bytes
 from hybrid3d.rl.batch import Batch
@@ -40,13 +40,21 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(as_bytes(a.contiguous()), as_bytes(b.contiguous()))
 
 
-def put_away(policy: Policy) -> None:
-    """Its gradients take no memory until the next step, which is the same without them."""
-    buffers = [b for module in policy._modules for b in (*module.buffers, *module.expert_parallel_buffers)]
-    sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in buffers]
-    assert min(sizes) > 0
+def put_away(policy: Policy, step: int) -> None:
+    """What it holds takes no memory until it is used again, and is then what it was."""
+    held = {kind: [tensor.untyped_storage() for tensor in policy._held(kind)] for kind in OFFLOADS}
+    assert [kind for kind in OFFLOADS if not held[kind]] in ([], ["optimizer"] if step == 0 else [])
+    memories = [memory for of_kind in held.values() for memory in of_kind]
+    before = [memory.nbytes() for memory in memories]
     policy.put_away()
-    assert [buffer.grad_data.untyped_storage().nbytes() for buffer in buffers] == [0] * len(sizes)
+    assert not any(memory.nbytes() for memory in memories)
+    policy.logprobs(batch_of(policy, step))
+    assert all(memory.nbytes() for memory in held["parameters"])
+    assert not any(memory.nbytes() for memory in held["gradients"] + held["optimizer"])
+    policy.put_away()
+    policy.bring_back()
+    assert [memory.nbytes() for memory in memories] == before
+    policy.put_away()
 
 
 def batch_of(policy: Policy, step: int) -> Batch:
@@ -68,7 +76,8 @@ def prove(folder: str, layout: Train, dtype: str) -> None:
     )
     runtime.initialize(layout, seed=1)
     config, rank = read_config(folder), dist.get_rank()
-    whole = Policy(config, dataclasses.replace(recipe, train=dataclasses.replace(layout, offload="all")), rank)
+    offloaded = {f"offload_{kind}": True for kind in OFFLOADS}
+    whole = Policy(config, dataclasses.replace(recipe, train=dataclasses.replace(layout, **offloaded)), rank)
     parted = Policy(config, recipe, rank)
     whole._stepping = AsAWhole(whole.optimizer)
     of_part, parts = parted.parts, len(parted._stepping)
@@ -79,7 +88,7 @@ def prove(folder: str, layout: Train, dtype: str) -> None:
         refused = parted.train_step(batch_of(parted, step), sft_loss, allows=lambda norm: norm < 0)
         assert not refused.updated
         assert all(same(tensor, before[name]) for name, tensor in snapshot(parted).items())
-        put_away(whole)
+        put_away(whole, step)
         reports = [whole.train_step(batch_of(whole, step), sft_loss)]
         reports.append(
             parted.train_step(batch_of(parted, step), sft_loss, lambda part, last, at=at: at.append(snapshot(parted)))

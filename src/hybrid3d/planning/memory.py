@@ -12,7 +12,7 @@ Weights are as both engines say; the rest follows from their number and from the
 - reference: the frozen policy's weights, where there is a KL term;
 - KV cache: what is left to vLLM of its fraction after its weights and its work space.
 
-vLLM sleeps while Megatron trains; gradients and optimizer stay while vLLM generates, but for what `train.offload` says.
+vLLM sleeps while Megatron trains; what training has stays while vLLM generates, but for what `train.offload_*` says.
 """
 
 from __future__ import annotations
@@ -67,9 +67,14 @@ class Resident:
         """What stays through the whole step."""
         return self.weights + self.gradients + self.optimizer + self.reference
 
-    def put_away(self, offload: str) -> int:
+    def put_away(self, offloads: Iterable[str]) -> int:
         """What is not there while vLLM generates."""
-        return {"none": 0, "optimizer": self.optimizer, "all": self.optimizer + self.gradients}[offload]
+        of_kind = {
+            "parameters": self.weights + self.reference,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+        }
+        return sum(of_kind[kind] for kind in offloads)
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Memory:
         kv_bytes_per_token: of the KV cache.
         max_model_len: tokens of the longest sequence.
         sleeps: whether vLLM's memory is given to training.
-        offload: what of training's is given to vLLM, as `train.offload` says.
+        offloads: what of training's is given to vLLM, as `train.offload_*` says.
     """
 
     stages: tuple[Resident, ...]
@@ -94,7 +99,7 @@ class Memory:
     kv_bytes_per_token: int
     max_model_len: int
     sleeps: bool = True
-    offload: str = "none"
+    offloads: tuple[str, ...] = ()
 
     @cached_property
     def train(self) -> int:
@@ -110,7 +115,7 @@ class Memory:
 
     @cached_property
     def generate(self) -> int:
-        return max(stage.always - stage.put_away(self.offload) for stage in self.stages) + self.rollout
+        return max(stage.always - stage.put_away(self.offloads) for stage in self.stages) + self.rollout
 
     @property
     def rollout(self) -> int:
@@ -198,7 +203,7 @@ def memory_of(
         kv_bytes_per_token=sum(wanted.kv_bytes.values()),
         max_model_len=rollout.max_model_len,
         sleeps=rollout.sleep,
-        offload=train.offload,
+        offloads=train.offloads,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 import jinja2
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 # What pyarrow raises at files that are cut short or damaged; the last where a name or a string is no UTF-8.
@@ -171,6 +172,8 @@ def encode_pair(tokenizer: Tokenizer, example: Example, max_tokens: int) -> tupl
 def check_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str] = ()) -> int:
     """The file's row count, read with its schema from the footer alone.
 
+    A column may lie within structs, as `reward_model.ground_truth`.
+
     DataError: not readable, not parquet (or cut short), no rows, a column missing, not of strings or, for those that
     are in `chats` too, of chat turns: `list<struct<role, content>>`.
     """
@@ -180,9 +183,9 @@ def check_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str]
     except _UNREADABLE as error:
         raise DataError(f"{path}: {_reason(error)}") from error
     for column in columns:
-        if column not in schema.names:
-            raise DataError(f"{path}: no column {column!r}; the columns there: {', '.join(schema.names)}")
-        kind = schema.field(column).type
+        kind = _kind_of(schema, column)
+        if kind is None:
+            raise DataError(f"{path}: no column {column!r}; the columns there: {', '.join(_names_in(schema))}")
         if _is_turns(kind) and column not in chats:
             raise DataError(
                 f"{path}: column {column!r} holds chat turns: only data.prompt may, with chat_template: true"
@@ -200,7 +203,7 @@ def read_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str] 
     try:
         with pq.ParquetFile(path) as file:  # not `read_table`, which finds more columns in folders named `key=value`
             table = file.read(columns=list(columns))
-        return [table.column(column).to_pylist() for column in columns]
+        return [_column_of(table, column).to_pylist() for column in columns]
     except _UNREADABLE as error:
         raise DataError(f"{path}: {_reason(error)}") from error
 
@@ -228,6 +231,35 @@ def _check_broken(path: str | Path, broken: Mapping[int, str], rows: int, most: 
             f"{path}: {len(broken)} of {rows} rows are broken, and data.max_broken={most:g} allows "
             f"{math.floor(most * rows)}: {'; '.join(first + more)}"
         )
+
+
+def _kind_of(schema: pa.Schema, column: str) -> pa.DataType | None:
+    """The type of a column, which may lie within structs; None where there is none of the name."""
+    first, *within = _path_of(schema, column)
+    kind = schema.field(first).type if first in schema.names else None
+    for name in within:
+        if kind is None or not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            return None
+        kind = kind.field(name).type
+    return kind
+
+
+def _column_of(table: pa.Table, column: str) -> pa.ChunkedArray:
+    first, *within = _path_of(table.schema, column)
+    return pc.struct_field(table.column(first), within) if within else table.column(first)
+
+
+def _path_of(schema: pa.Schema, column: str) -> list[str]:
+    return [column] if column in schema.names else column.split(".")
+
+
+def _names_in(parts: Iterable[pa.Field], within: str = "") -> Iterator[str]:
+    """The names that a column can be asked for by."""
+    for part in parts:
+        if pa.types.is_struct(part.type):
+            yield from _names_in(part.type, f"{within}{part.name}.")
+        else:
+            yield within + part.name
 
 
 def _is_turns(kind: pa.DataType) -> bool:

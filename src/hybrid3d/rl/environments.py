@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from decimal import Context, Decimal, localcontext
 from typing import Protocol
 
-from hybrid3d.rl.rewards import TARGET
+from hybrid3d.rl.rewards import check_target
 
 ENVIRONMENTS = {"calculator": "hybrid3d.rl.environments:calculator"}
 """Those that are cheap, raise nothing and end whatever was written: they need no process of their own."""
@@ -61,12 +61,7 @@ class Vocabulary(Protocol):
 
 def find_environment(spec: str) -> str:
     """`module:function` of a name in the table, or of a user's own. ValueError: it is neither."""
-    if spec in ENVIRONMENTS:
-        return ENVIRONMENTS[spec]
-    if not TARGET.fullmatch(spec):
-        known = ", ".join(sorted(ENVIRONMENTS))
-        raise ValueError(f"unknown environment {spec!r}; known: {known}, or a function of your own as module:function")
-    return spec
+    return ENVIRONMENTS.get(spec) or check_target(spec, ENVIRONMENTS, "environment")
 
 
 def stops_of(environment: object) -> tuple[str, ...]:

@@ -6,13 +6,13 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)")
-TARGET = re.compile(r"\w+(\.\w+)*:\w+")
+_TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,15 @@ REWARDS = {
 
 def find_reward(spec: str) -> Reward:
     """The reward of a name in the table, or a user's own by `module:function`. ValueError: it is neither."""
-    if spec in REWARDS:
-        return REWARDS[spec]
-    if not TARGET.fullmatch(spec):
-        known = ", ".join(sorted(REWARDS))
-        raise ValueError(f"unknown reward {spec!r}; known: {known}, or a function of your own as module:function")
-    return Reward(spec)
+    return REWARDS[spec] if spec in REWARDS else Reward(check_target(spec, REWARDS, "reward"))
+
+
+def check_target(spec: str, known: Iterable[str], what: str) -> str:
+    """The same, if it is a user's own `module:function`. ValueError: it is not; names those that are known."""
+    if not _TARGET.fullmatch(spec):
+        names = ", ".join(sorted(known))
+        raise ValueError(f"unknown {what} {spec!r}; known: {names}, or a function of your own as module:function")
+    return spec
 
 
 def load_function(target: str) -> Callable[..., Any]:
@@ -57,9 +60,10 @@ def load_function(target: str) -> Callable[..., Any]:
 def gsm8k(answer: str, reference: str, prompt: str = "") -> float:
     """1.0 where the numbers after the last `####` of answer and reference are equal, else 0.0; also where one has none.
 
-    The marker is the data set's own (arXiv 2110.14168). Numbers compare by value: 1234, 1,234.0 and $1,234. are equal.
+    The marker is the data set's own (arXiv 2110.14168); a reference that is only a number needs none. Numbers compare
+    by value: 1234, 1,234.0 and $1,234. are equal.
     """
-    given, wanted = _final_number(answer), _final_number(reference)
+    given, wanted = _final_number(answer), _final_number(reference if "####" in reference else f"#### {reference}")
     return float(given is not None and given == wanted)
 
 

@@ -41,7 +41,7 @@ def begin(models: Models, folder: Path, progress: Mapping[str, Any], beside: boo
         beside: training goes on meanwhile.
     """
     for model in models.values():
-        model.bring_back()
+        model.bring_back("parameters", "optimizer")
     return Writing(lambda: _of_all(models, partial(_state, is_loading=False)), folder, progress, beside)
 
 

@@ -27,6 +27,7 @@ from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.losses import masked_sum
 from hybrid3d.rl.objective import TokenLoss
 from hybrid3d.train.micro import MicroBatch, in_one_row, in_rows
+from hybrid3d.train.offload import Offloaded
 from hybrid3d.train.runtime import device, on_device
 from hybrid3d.train.stepping import Ready, SteppedInParts, in_buckets
 from hybrid3d.train.weights import MegatronWeights, megatron_weights
@@ -83,7 +84,8 @@ class Trained:
         self.config = config
         self.stages = stages
         self._layout = recipe.train
-        self._trains, self._away = optimizer is not None, False
+        self._trains = optimizer is not None
+        self._away: dict[str, Offloaded] = {}
         dtype = getattr(torch, recipe.model.dtype)
         self._modules: list[torch.nn.Module] = [
             Float16Module(stage.config, stage) if dtype is torch.bfloat16 else stage for stage in stages
@@ -129,29 +131,27 @@ class Trained:
         return recipe.optimizer
 
     def put_away(self) -> None:
-        """Free what only training needs, as `train.offload` says, until the next step brings it back.
+        """Free what only training needs and the recipe offloads, until it is used again."""
+        for kind in self._layout.offloads:
+            if kind not in self._away:
+                self._away[kind] = Offloaded(self._held(kind), kept=kind != "gradients")
 
-        Gradients are given up; what the optimizer holds goes to the host, by Megatron's own hand.
-        """
-        if not self._trains or self._layout.offload == "none" or self._away:
-            return
-        with on_device():
-            self.optimizer.offload_to_cpu()
-            if self._layout.offload == "all":
-                for module in self._modules:
-                    module.offload_grad_buffers()
-        self._away = True
+    def bring_back(self, *kinds: str) -> None:
+        """Undo `put_away`, for these kinds of memory alone if any are named."""
+        for kind in kinds or tuple(self._away):
+            if kind in self._away:
+                self._away.pop(kind).restore()
 
-    def bring_back(self) -> None:
-        """Undo `put_away`."""
-        if not self._away:
-            return
-        with on_device():
-            self.optimizer.restore_from_cpu()
-            if self._layout.offload == "all":
-                for module in self._modules:
-                    module.restore_grad_buffers()
-        self._away = False
+    def _held(self, kind: str) -> list[torch.Tensor]:
+        """Tensors in whose memory is what `train.offload_*` of this kind means."""
+        parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
+        if kind == "parameters" or not self._trains:
+            return parameters if kind == "parameters" else []
+        if kind == "gradients":
+            return [b.grad_data for module in self._modules for b in (*module.buffers, *module.expert_parallel_buffers)]
+        of_model = {parameter.untyped_storage()._cdata for parameter in parameters}
+        held = [tensor for one in self.optimizer.chained_optimizers for tensor in _held_by(one.optimizer)]
+        return [tensor for tensor in held if tensor.untyped_storage()._cdata not in of_model]  # float32 trains itself
 
     def train_step(
         self,
@@ -213,6 +213,7 @@ class Trained:
 
     def _run(self, batch: Batch, close: Callable[..., Any], forward_only: bool) -> list[dict[str, torch.Tensor]]:
         """Drive the pipeline schedule over the micro batches, each closed with `close(micro batch, output)`."""
+        self.bring_back("parameters")
         micro_batches = self._micro_batches(batch.to(device()))
 
         def forward_step(of_step: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -287,6 +288,15 @@ class Trained:
             stage.config.grad_scale_func = self.optimizer.scale_loss
         no_sync = [module.no_sync for module in self._modules]
         self.stages[0].config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """What it updates, and its own state where that is large: on the device of the former."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter
+            state = optimizer.state.get(parameter, {}).values()
+            yield from (t for t in state if isinstance(t, torch.Tensor) and t.shape == parameter.shape)
 
 
 def _optimizer_config(settings: Optimizer, dtype: torch.dtype) -> OptimizerConfig:
