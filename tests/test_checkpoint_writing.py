@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 
 from hybrid3d.launcher import first_cause
 from hybrid3d.run_folder import RunFolder
@@ -82,6 +86,30 @@ def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
     folder.failure_of(0).write_text(json.dumps({"rank": 0, "time": 1, "peer": True, "reason": "lost"}))
     folder.failure_of(1).write_text(json.dumps({"rank": 1, "time": 2, "peer": False, "reason": "ValueError: x"}))
     assert what_is_said(folder, {}) == f"rank 1 failed: ValueError: x\nits log: {log}"
+
+
+def killed(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.timeout(60)
+def test_a_writer_that_is_killed(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checkpoint has no end, but ends; the next is written."""
+    tensor = torch.arange(6.0)
+
+    def state() -> dict[str, ShardedTensor]:
+        return {"a": ShardedTensor.from_rank_offsets("a", tensor)}
+
+    def write(step: int) -> None:
+        writing.Writing(state, tmp_path / f"step-{step}", {}, beside=True).finish()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing.filesystem_async.FileSystemWriterAsync, "write_preloaded_data", killed)
+        with pytest.raises(Unwritten, match="ended with code -9"):
+            write(1)
+    write(2)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-2"]
+    assert dist_checkpointing.load(state(), str(tmp_path / "step-2"))["a"].equal(tensor)
 
 
 def test_settings_of_experts_that_no_group_was_saved_for() -> None:

@@ -60,5 +60,8 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _first_line(error: BaseException) -> str:
+    of_ranks = getattr(error, "failures", None)  # torch's, which itself names ranks only: each with error and trace
+    if of_ranks:
+        error = next(iter(of_ranks.values()))[0]
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

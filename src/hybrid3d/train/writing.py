@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import queue
 import re
@@ -10,6 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,10 +27,6 @@ from hybrid3d.train.runtime import on_device
 
 PROGRESS = "progress.json"
 PARTIAL = ".partial"  # ends the name of a folder that is being written, or removed
-
-# What its forked writers report to. Megatron's own is a process beside each rank, which lives on after a rank that is
-# killed; here a thread of the rank listens.
-filesystem_async._results_queue = queue.Queue()
 
 Result = TypeVar("Result")
 
@@ -178,6 +176,38 @@ def _writer_of(name: str) -> int:
     """The rank that wrote a file: on a shared file system it may be the only one that sees it already."""
     of_shards = re.match(r"__(\d+)_", name)
     return int(of_shards[1]) if of_shards else 0
+
+
+def _by_processes(transforms: list[Any], msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
+    """Write each bucket, a file, by a forked process, so that training keeps the interpreter to itself."""
+    context, begun, written = multiprocessing.get_context("fork"), [], {}
+    for number, bucket in enumerate(buckets):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_write_bucket, args=(transforms, number, bucket, theirs))
+        process.start()
+        theirs.close()
+        begun.append((process, ours))
+    for number, (process, ours) in enumerate(begun):
+        try:
+            written[number] = ours.recv()
+        except EOFError:
+            process.join()
+            written[number] = OSError(f"the process that wrote {buckets[number][0]} ended with code {process.exitcode}")
+        process.join()
+    results.put(next((one for one in written.values() if isinstance(one, Exception)), written))
+
+
+def _write_bucket(transforms: list[Any], number: int, bucket: Any, told: Connection) -> None:
+    results, count = queue.Queue[Any](), queue.Queue[int]()
+    count.put(number)
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, results, count, True)
+    told.send(results.get()[1])
+
+
+# In place of Megatron's: a process beside each rank that is told what was written, and lives on after a rank that is
+# killed; and a wait for writers that has no end where one of them is killed.
+filesystem_async._results_queue = queue.Queue()
+filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_by_processes)
 
 
 def _by_first(act: Callable[[], Any]) -> Callable[[], None]:

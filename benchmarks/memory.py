@@ -1,0 +1,136 @@
+"""What recompute and each offload save of memory and cost in time, on one process, as Markdown.
+
+    python benchmarks/memory.py > benchmarks/results/memory-cpu.md
+
+On a GPU it measures that GPU's memory. Without one it measures the process's; what is offloaded then moves within the
+host's memory, so that only its size and the time tell something.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SEQUENCES, TOKENS, STEPS = 4, 512, 3
+SIZES = dict(
+    vocab_size=2048,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    max_position_embeddings=TOKENS,
+)
+CASES = {
+    "nothing": {},
+    "recompute=full": dict(recompute="full"),
+    "offload_parameters=true": dict(offload_parameters=True),
+    "offload_gradients=true": dict(offload_gradients=True),
+    "offload_optimizer=true": dict(offload_optimizer=True),
+}
+MB = 10**6
+
+
+def measure(model: str, case: str) -> dict[str, float]:
+    """One case: MB that a step takes beyond what is there before it, its seconds, and those of its offload."""
+    import torch
+    import torch.distributed as dist
+
+    from hybrid3d import ranks
+    from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Run, Train
+    from hybrid3d.inputs import read_config
+    from hybrid3d.rl.batch import Batch
+    from hybrid3d.rl.objective import sft_loss
+    from hybrid3d.train import runtime
+    from hybrid3d.train.policy import Policy
+
+    torch.set_num_threads(1)
+    ranks.start(dist.HashStore())
+    recipe = Recipe(
+        name="memory",
+        model=Model(path=model),
+        train=Train(micro_batch_size=SEQUENCES, **CASES[case]),
+        data=Data(train="-", eval="-"),
+        algorithm=Algorithm(name="sft", prompts_per_step=SEQUENCES),
+        optimizer=Optimizer(lr=1e-5),
+        run=Run(steps=100),
+    )
+    runtime.initialize(recipe.train, seed=1)
+    policy = Policy(read_config(model), recipe, 0)
+    tokens = torch.randint(SIZES["vocab_size"], (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(1))
+    batch = Batch.from_sequences(tokens.tolist(), [1] * SEQUENCES, pad_id=0)
+
+    def timed(act: Callable[[], object]) -> float:
+        runtime.synchronize()
+        start = time.perf_counter()
+        act()
+        runtime.synchronize()
+        return time.perf_counter() - start
+
+    taken, steps, away, back = [], [], [], []
+    for _ in range(STEPS + 1):
+        before = memory_now(peak=False)
+        steps.append(timed(lambda: policy.train_step(batch, sft_loss)))
+        taken.append((memory_now(peak=True) - before) / MB)
+        away.append(timed(policy.put_away))
+        given_up = sum(one.nbytes for one in policy._away.values()) / MB
+        back.append(timed(policy.bring_back))
+    found = {"step": taken, "seconds": steps, "away": away, "back": back}  # the first of each warms up
+    return {key: statistics.median(values[1:]) for key, values in found.items()} | {"given up": given_up}
+
+
+def memory_now(peak: bool) -> int:
+    """Bytes in use, or the most since this was last asked for without `peak`."""
+    import torch
+
+    if torch.cuda.is_available():
+        if peak:
+            return torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    if not peak:
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): VmHWM starts anew
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM" if peak else "VmRSS"].split()[0]) * 1024
+
+
+def main() -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    print("# Recompute and offload\n\n    python benchmarks/memory.py\n")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False))
+        model.save_pretrained(folder)
+        for case in CASES:
+            # Whatever is freed goes back to the system, so that it does not count
+            settings = {"RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+            command = [sys.executable, __file__, "--case", folder, case]
+            done = subprocess.run(command, env=os.environ | settings, stdout=subprocess.PIPE, text=True, check=True)
+            rows.append((case, json.loads(done.stdout.splitlines()[-1])))
+    machine = f"{os.cpu_count()} CPU cores ({platform.machine()}), {time.strftime('%Y-%m-%d')}"
+    print(
+        f"A step is one update on {SEQUENCES} sequences of {TOKENS} tokens in one micro batch; Qwen2 of "
+        f"{model.num_parameters() / MB:.1f} million parameters, {SIZES['num_hidden_layers']} layers, float32; "
+        f"medians of {STEPS}, one thread; {machine}.\n"
+    )
+    print("| train. | MB within a step | seconds a step | MB given up outside of it | s away | s back |")
+    print("|---|---|---|---|---|---|")
+    for case, row in rows:
+        moved = f"{row['given up']:.0f} | {row['away']:.3f} | {row['back']:.3f}" if row["given up"] else "0 | |"
+        print(f"| {case} | {row['step']:.0f} | {row['seconds']:.2f} | {moved} |")
+
+
+if __name__ == "__main__":
+    if "--case" in sys.argv:
+        print(json.dumps(measure(*sys.argv[2:])))
+    else:
+        main()
