@@ -15,7 +15,7 @@ from run_ranks import run_ranks
 LAYOUTS = {
     "llama": [{"dp": 4}, {"tp": 2, "pp": 2, "vpp": 2}],
     "qwen2": [{"pp": 2, "tp": 2}],  # its head is its embedding
-    "deepseek_v3": [{"tp": 2, "pp": 2, "ep": 2}],
+    "deepseek_v3": [{"tp": 2, "pp": 2, "ep": 2, "expert_bias_update_rate": 0.1}],
     "mixtral": [{"dp": 4, "ep": 2}, {"pp": 2, "dp": 2, "ep": 2}],
 }
 

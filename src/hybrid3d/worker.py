@@ -84,11 +84,13 @@ def last_words(folder: RunFolder, rank: int, reason: Mapping[str, Any]) -> str:
 
 def _leave(path: Path, reason: Mapping[str, Any]) -> bool:
     """Leave a reason where the launcher looks; False where the disk is full."""
+    draft = path.with_name(path.name + ".tmp")  # the launcher looks at any moment, and is to see all of it or nothing
     try:
-        path.write_text(json.dumps(reason))
+        draft.write_text(json.dumps(reason))
+        draft.replace(path)
         return True
     except OSError:
-        path.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         return False
 
 

@@ -170,15 +170,24 @@ class Trained:
         for module in self._modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
+        biases = [(bias, bias.clone()) for bias in self._expert_biases()]
         reports = self._run(batch, partial(self._loss, batch.to(device()), token_loss), forward_only=False)
         with on_device():
             updated, grad_norm = self._stepping.step(ready or (lambda part, last: None), allows)
+        if not updated:
+            for bias, before in biases:
+                bias.copy_(before)
         lr = float(self.optimizer.param_groups[0]["lr"])
         sums: dict[str, float] = {}
         for report in reports:
             for key, value in report.items():
                 sums[key] = sums.get(key, 0.0) + float(value)
         return StepReport(sums, grad_norm, lr, updated)
+
+    def _expert_biases(self) -> list[torch.Tensor]:
+        """What balances experts by counting tokens: moved with the gradients, not by the optimizer."""
+        buffers = [named for stage in self.stages for named in stage.named_buffers()]
+        return [buffer for name, buffer in buffers if name.endswith(".expert_bias")]
 
     def end_step(self) -> None:
         """Go on in the schedules, which count steps of the run, however many updates one has."""
