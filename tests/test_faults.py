@@ -41,6 +41,20 @@ if os.environ.get("RANK") == "3":
 """
 
 
+# Of rank 3 the losses of the two micro batches of step 1 are NaN.
+NAN_SUPERVISED = """
+import os
+if os.environ.get("RANK") == "3":
+    from hybrid3d.rl import objective
+    call, calls = objective.sft_loss, []
+    def broken(scored, rows):
+        losses, sums = call(scored, rows)
+        calls.append(rows)
+        return (losses * float("nan") if len(calls) in (3, 4) else losses), sums
+    objective.sft_loss = broken
+"""
+
+
 def events_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
 
@@ -50,13 +64,11 @@ def can_mount() -> bool:
     return shutil.which("unshare") is not None and subprocess.run(tried, capture_output=True).returncode == 0
 
 
-def test_a_disk_that_is_full(demo: Path, tmp_path: Path) -> None:
-    """The second checkpoint does not fit: its ranks end with one message, and the first stays."""
-    if not can_mount():
-        pytest.skip("mounting a small tmpfs needs root, or user namespaces")
+def make_supervised(demo: Path, tmp_path: Path) -> dict[str, Any]:
+    """A recipe for a few steps, and its model and data."""
     shutil.copytree(demo / "base", tmp_path / "model")
     pq.write_table(pq.read_table(demo / "train.parquet").slice(0, 20), tmp_path / "data.parquet")
-    recipe = {
+    return {
         "name": "full",
         "model": {"path": "model"},
         "train": {"tp": 2, "pp": 2, "micro_batch_size": 4},
@@ -65,6 +77,13 @@ def test_a_disk_that_is_full(demo: Path, tmp_path: Path) -> None:
         "optimizer": {"lr": 1.0e-4},
         "run": {"steps": 6, "checkpoint_every": 2, "dir": "small"},
     }
+
+
+def test_a_disk_that_is_full(demo: Path, tmp_path: Path) -> None:
+    """The second checkpoint does not fit: its ranks end with one message, and the first stays."""
+    if not can_mount():
+        pytest.skip("mounting a small tmpfs needs root, or user namespaces")
+    recipe = make_supervised(demo, tmp_path)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (tmp_path / "small").mkdir()
     # The mount is seen by this shell and its children alone, and goes with them
@@ -88,6 +107,26 @@ def test_a_disk_that_is_full(demo: Path, tmp_path: Path) -> None:
     assert low["free"] < low["wanted"] < MIB * 2**20
     assert said.index("will take about") < said.index("no room")
     assert [event["event"] for event in events_of(kept)][-2:] == ["disk_low", "checkpoint_unwritten"]
+
+
+def test_supervised_training_skips_what_is_not_finite(demo: Path, tmp_path: Path) -> None:
+    recipe = make_supervised(demo, tmp_path)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"guard": {"max_grad_norm": 1e-6}}))
+    (tmp_path / "nan").mkdir()
+    (tmp_path / "nan" / "sitecustomize.py").write_text(NAN_SUPERVISED)
+    path = f"{tmp_path / 'nan'}:{environment('')['PYTHONPATH']}"
+    command = [sys.executable, "-m", "hybrid3d", "train", "recipe.yaml", "run.steps=3", "run.checkpoint_every=1"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment("", PYTHONPATH=path), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "small/full"
+    told = [(e["event"], e["step"]) for e in events_of(run) if e["event"] in ("batch_skipped", "bound_left")]
+    assert told == [("bound_left", 0), ("batch_skipped", 1)]
+    assert [row["train/grad_norm"] is None for row in read_rows(run)] == [False, True, False]
+    weights = [tensors_of(run / f"checkpoints/step-{updates:06d}") for updates in (1, 2, 3)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert not all(torch.equal(tensor, weights[2][name]) for name, tensor in weights[0].items())
 
 
 def whole_files(folder: Path) -> list[Path]:
