@@ -488,3 +488,31 @@ def test_unknown_keys_that_are_not_strings(load: Any) -> None:
 )
 def test_what_contradicts_ppo(load: Any, overrides: list[str], problem: str) -> None:
     assert problems(load, "algorithm.name=ppo", *overrides) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["guard.max_kl=1"], ["guard.max_kl=1.0: algorithm.name=sft has nothing that it bounds: leave it out"]),
+        (
+            ["guard={max_grad_norm: 1, min_tokens_per_second: 1, kl_explosion: 2}", "algorithm.kl.target=1"],
+            ["guard.kl_explosion=2.0: algorithm.name=sft has nothing that it bounds: leave it out"],
+        ),
+        (
+            ["train.offload_gradients=true"],
+            ["train.offload_gradients: algorithm.name=sft never generates: leave it out"],
+        ),
+    ],
+)
+def test_what_contradicts_sft(load: Any, overrides: list[str], said: list[str]) -> None:
+    loss = "algorithm.kl={where: loss, coef: 0.1}"  # which sft does not look at
+    assert problems(load, loss, *overrides, text=SFT) == said
+
+
+def test_memory_that_both_engines_use_is_not_offloaded(load: Any) -> None:
+    shared = ["sync.share_storage=true", "rollout.sleep=false"]
+    assert problems(load, *shared, "train.offload_parameters=true") == [
+        "sync.share_storage: vLLM generates with the parameters that train.offload_parameters would take away: "
+        "leave one of them out"
+    ]
+    assert load(DEMO, [*shared, "train.offload_optimizer=true", "train.offload_gradients=true"])

@@ -32,6 +32,7 @@ class Colocated:
         self.config = read_config(recipe.model.path)
         self.tokenizer = read_tokenizer(recipe)
         self.policy = Policy(self.config, recipe, rank, trainable)
+        self.policy.put_away()  # vLLM takes its share of what is free when it starts
         self.engine = RolloutEngine(recipe, rank, ranks.ident(), slots)
         self._hidden = trainable and recipe.sync.hidden
         parts = self.policy.parts if self._hidden else None
@@ -43,6 +44,7 @@ class Colocated:
         """Bring the policy's weights, which have so many updates behind them, or end the bringing that has begun."""
         if self.sync.under_way == number:
             return self.sync.finish()
+        self.policy.bring_back("parameters")
         self.engine.wake("weights")
         return self.sync.run(number)
 

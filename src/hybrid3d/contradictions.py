@@ -37,6 +37,8 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
             "sync.share_storage: vLLM generates with the parameters that train.offload_parameters would take away: "
             "leave one of them out"
         )
+    if recipe.train.offloads and not algorithm.generates:
+        yield f"train.offload_{recipe.train.offloads[0]}: algorithm.name=sft never generates: leave it out"
     budget, rollout = recipe.train.max_tokens_per_micro_batch, recipe.rollout
     if budget is not None and rollout is not None and budget < rollout.max_model_len:
         yield (
@@ -78,6 +80,12 @@ def _of_optimizer(recipe: Recipe, its: Optimizer, key: str) -> Iterator[str]:
 def _of_guard(recipe: Recipe) -> Iterator[str]:
     """Bounds of what is not there."""
     guard, kl = recipe.guard, recipe.algorithm.kl
+    if not recipe.algorithm.generates:
+        for name in ("max_kl", "max_clip_fraction", "min_entropy", "max_mismatch_kl", "max_sync_share", "kl_explosion"):
+            bound = getattr(guard, name)
+            if bound is not None:
+                yield f"guard.{name}={bound}: algorithm.name=sft has nothing that it bounds: leave it out"
+        return
     if kl.where == "none" and guard.max_kl is not None:
         yield f"guard.max_kl={guard.max_kl}: algorithm.kl.where=none measures no KL: leave it out, or set where: loss"
     if kl.target is None and guard.kl_explosion is not None:
@@ -85,7 +93,3 @@ def _of_guard(recipe: Recipe) -> Iterator[str]:
             f"guard.kl_explosion={guard.kl_explosion}: without algorithm.kl.target the coefficient is fixed already: "
             "leave it out, or set a target"
         )
-    for name in ("max_clip_fraction", "min_entropy", "max_mismatch_kl", "max_sync_share"):
-        bound = getattr(guard, name)
-        if bound is not None and not recipe.algorithm.generates:
-            yield f"guard.{name}={bound}: algorithm.name=sft has nothing that it bounds: leave it out"

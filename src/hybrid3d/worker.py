@@ -90,7 +90,8 @@ def _leave(path: Path, reason: Mapping[str, Any]) -> bool:
         draft.replace(path)
         return True
     except OSError:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
         return False
 
 

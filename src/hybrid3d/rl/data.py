@@ -256,6 +256,8 @@ def _path_of(schema: pa.Schema, column: str) -> list[str]:
 def _names_in(parts: Iterable[pa.Field], within: str = "") -> Iterator[str]:
     """The names that a column can be asked for by."""
     for part in parts:
+        if within and "." in part.name:
+            continue
         if pa.types.is_struct(part.type):
             yield from _names_in(part.type, f"{within}{part.name}.")
         else:

@@ -60,10 +60,11 @@ def load_function(target: str) -> Callable[..., Any]:
 def gsm8k(answer: str, reference: str, prompt: str = "") -> float:
     """1.0 where the numbers after the last `####` of answer and reference are equal, else 0.0; also where one has none.
 
-    The marker is the data set's own (arXiv 2110.14168); a reference that is only a number needs none. Numbers compare
-    by value: 1234, 1,234.0 and $1,234. are equal.
+    The marker is the data set's own (arXiv 2110.14168); a reference that is one word needs none. Numbers compare by
+    value: 1234, 1,234.0 and $1,234. are equal.
     """
-    given, wanted = _final_number(answer), _final_number(reference if "####" in reference else f"#### {reference}")
+    marked = reference if len(reference.split()) != 1 else f"#### {reference}"
+    given, wanted = _final_number(answer), _final_number(marked)
     return float(given is not None and given == wanted)
 
 

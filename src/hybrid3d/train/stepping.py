@@ -50,7 +50,7 @@ class SteppedInParts:
     """The optimizers of a rank's modules (one per virtual stage), which step together, first layers first.
 
     Attributes:
-        part_of: by address, the part that a parameter is in. What is not in it is not stepped.
+        part_of: by `place_of` a parameter, the part that it is in. What is not in it is not stepped.
     """
 
     def __init__(self, optimizer: ChainedOptimizer, modules: Sequence[DistributedDataParallel]):
@@ -62,8 +62,8 @@ class SteppedInParts:
             for group in _first_layers_first(module.bucket_groups, module.expert_parallel_bucket_groups):
                 params = {param for bucket in group.buckets for param in bucket.params}
                 self._parts.append((owner[id(group.buckets[0])], group, params))
-        self.part_of: Mapping[int, int] = {
-            param.data_ptr(): number for number, (_, _, params) in enumerate(self._parts) for param in params
+        self.part_of: Mapping[tuple[int, int], int] = {
+            place_of(param): number for number, (_, _, params) in enumerate(self._parts) for param in params
         }
 
     def __len__(self) -> int:
@@ -99,6 +99,11 @@ class SteppedInParts:
         finally:
             del self._optimizer.get_grad_norm, self._optimizer.step_with_ready_grads
         return updated, norms[0]
+
+
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins: in which memory, wherever that is now, and how many elements into it."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 def _first_layers_first(*kinds: Sequence[Any]) -> Iterator[Any]:

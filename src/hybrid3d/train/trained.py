@@ -29,7 +29,7 @@ from hybrid3d.rl.objective import TokenLoss
 from hybrid3d.train.micro import MicroBatch, in_one_row, in_rows
 from hybrid3d.train.offload import Offloaded
 from hybrid3d.train.runtime import device, on_device
-from hybrid3d.train.stepping import Ready, SteppedInParts, in_buckets
+from hybrid3d.train.stepping import Ready, SteppedInParts, in_buckets, place_of
 from hybrid3d.train.weights import MegatronWeights, megatron_weights
 
 DDP = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": False}
@@ -116,7 +116,8 @@ class Trained:
     def parts(self) -> Mapping[str, int]:
         """By local tensor, the part of the model in which it is updated; what is not in it, no optimizer updates."""
         part_of = self._stepping.part_of
-        found = {name: part_of[t.data_ptr()] for name, t in self.weights.tensors.items() if t.data_ptr() in part_of}
+        places = {name: place_of(tensor) for name, tensor in self.weights.tensors.items()}
+        found = {name: part_of[place] for name, place in places.items() if place in part_of}
         if len(set(found.values())) < len(self._stepping):
             raise RuntimeError("a part of the optimizer's parameters is not among the weights that Megatron declares")
         return found
@@ -145,8 +146,10 @@ class Trained:
     def _held(self, kind: str) -> list[torch.Tensor]:
         """Tensors in whose memory is what `train.offload_*` of this kind means."""
         parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
-        if kind == "parameters" or not self._trains:
-            return parameters if kind == "parameters" else []
+        if kind == "parameters":
+            return parameters
+        if not self._trains:
+            return []
         if kind == "gradients":
             return [b.grad_data for module in self._modules for b in (*module.buffers, *module.expert_parallel_buffers)]
         of_model = {parameter.untyped_storage()._cdata for parameter in parameters}

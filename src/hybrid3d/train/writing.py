@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -78,6 +79,7 @@ class Writing:
 
     def _begin(self, state: Callable[[], Mapping[str, Any]], beside: bool) -> None:
         """Agree on who writes what, write what is small, and bring what this rank writes to the host."""
+        filesystem_async._results_queue = queue.Queue()  # nothing of a checkpoint that failed is left in it
         try:
             with on_device():
                 request = dist_checkpointing.save(dict(state()), str(self._unfinished), async_sharded_save=True)
@@ -179,34 +181,45 @@ def _writer_of(name: str) -> int:
 
 
 def _by_processes(transforms: list[Any], msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
-    """Write each bucket, a file, by a forked process, so that training keeps the interpreter to itself."""
+    """Write each bucket, a file, by a forked process, so that training keeps the interpreter to itself.
+
+    The arguments are those of Megatron's, which it stands in for.
+    """
     context, begun, written = multiprocessing.get_context("fork"), [], {}
-    for number, bucket in enumerate(buckets):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_write_bucket, args=(transforms, number, bucket, theirs))
-        process.start()
-        theirs.close()
-        begun.append((process, ours))
-    for number, (process, ours) in enumerate(begun):
-        try:
-            written[number] = ours.recv()
-        except EOFError:
+    try:
+        for number, bucket in enumerate(buckets):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_write_bucket, args=(transforms, number, bucket, theirs))
+            process.start()
+            theirs.close()
+            begun.append((process, ours))
+        for number, (process, ours) in enumerate(begun):
+            try:
+                written[number] = ours.recv()
+            except (EOFError, OSError):  # killed before it spoke, or while it did
+                process.join()
+                file = buckets[number][0]
+                written[number] = OSError(f"the process that wrote {file} ended with code {process.exitcode}")
+    finally:
+        for process, ours in begun:
+            ours.close()  # whoever is still telling is not heard any more
             process.join()
-            written[number] = OSError(f"the process that wrote {buckets[number][0]} ended with code {process.exitcode}")
-        process.join()
     results.put(next((one for one in written.values() if isinstance(one, Exception)), written))
 
 
 def _write_bucket(transforms: list[Any], number: int, bucket: Any, told: Connection) -> None:
+    gc.disable()  # garbage of the rank's own may lie on its GPU, which a fork must not touch
     results, count = queue.Queue[Any](), queue.Queue[int]()
     count.put(number)
     filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, results, count, True)
-    told.send(results.get()[1])
+    _, result = results.get()
+    if isinstance(result, Exception) and not isinstance(result, OSError):
+        result = OSError(f"{type(result).__name__}: {result}")  # what others raise may not survive the pipe
+    told.send(result)
 
 
-# In place of Megatron's: a process beside each rank that is told what was written, and lives on after a rank that is
-# killed; and a wait for writers that has no end where one of them is killed.
-filesystem_async._results_queue = queue.Queue()
+# Megatron's own waits without end for a writer that is killed. And what is written it tells to a process beside each
+# rank, which lives on after a rank that is killed: a queue within the rank, made for each checkpoint, is in its place.
 filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_by_processes)
 
 
