@@ -114,7 +114,7 @@ class WeightSync:
         """Every rank calls this together."""
         self.plan = self._routes.plan(self._rank, self._moves, self._ends)
         self.sink.prepare(self.plan.layers)
-        self._executor = Executor(self.plan, self.source, self.sink, self.transport, device())
+        self._executes = False
         self._ready = ready_after(self.plan, self._of_name, len(self._ends), ranks.most, self._shared_parts)
 
     def run(self, number: int) -> SyncReport:
@@ -140,6 +140,9 @@ class WeightSync:
         self.under_way, self._began, self._exposed = number, time.perf_counter(), 0.0
         self._received, self._hidden = self.transport.received_bytes, 0
         self._engine.updates = None
+        if not self._executes:  # before the first sync what is trained may be out of its memory
+            self._executor = Executor(self.plan, self.source, self.sink, self.transport, device())
+            self._executes = True
         self._verifying = is_verified(self._verify, number)
         for live, lies in self._shared:
             if live.data_ptr() != lies.data_ptr():
