@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 SEQUENCES, TOKENS, STEPS = 4, 512, 3
 SIZES = dict(
@@ -68,22 +69,24 @@ def measure(model: str, case: str) -> dict[str, float]:
     tokens = torch.randint(SIZES["vocab_size"], (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(1))
     batch = Batch.from_sequences(tokens.tolist(), [1] * SEQUENCES, pad_id=0)
 
-    def timed(act: Callable[[], object]) -> float:
+    seconds: dict[str, list[float]] = {}
+
+    def timed(name: str, act: Callable[[], Any]) -> Any:
         runtime.synchronize()
         start = time.perf_counter()
-        act()
+        result = act()
         runtime.synchronize()
-        return time.perf_counter() - start
+        seconds.setdefault(name, []).append(time.perf_counter() - start)
+        return result
 
-    taken, steps, away, back = [], [], [], []
+    taken = []
     for _ in range(STEPS + 1):
         before = memory_now(peak=False)
-        steps.append(timed(lambda: policy.train_step(batch, sft_loss)))
+        timed("step", lambda: policy.train_step(batch, sft_loss))
         taken.append((memory_now(peak=True) - before) / MB)
-        away.append(timed(policy.put_away))
-        given_up = sum(one.nbytes for one in policy._away.values()) / MB
-        back.append(timed(policy.bring_back))
-    found = {"step": taken, "seconds": steps, "away": away, "back": back}  # the first of each warms up
+        given_up = timed("away", policy.put_away) / MB
+        timed("back", policy.bring_back)
+    found = {"taken": taken, **seconds}  # the first of each warms up
     return {key: statistics.median(values[1:]) for key, values in found.items()} | {"given up": given_up}
 
 
@@ -103,6 +106,7 @@ def memory_now(peak: bool) -> int:
 
 
 def main() -> None:
+    import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     print("# Recompute and offload\n\n    python benchmarks/memory.py\n")
@@ -116,7 +120,8 @@ def main() -> None:
             command = [sys.executable, __file__, "--case", folder, case]
             done = subprocess.run(command, env=os.environ | settings, stdout=subprocess.PIPE, text=True, check=True)
             rows.append((case, json.loads(done.stdout.splitlines()[-1])))
-    machine = f"{os.cpu_count()} CPU cores ({platform.machine()}), {time.strftime('%Y-%m-%d')}"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+    machine = f"{gpu} ({platform.machine()}), {time.strftime('%Y-%m-%d')}"
     print(
         f"A step is one update on {SEQUENCES} sequences of {TOKENS} tokens in one micro batch; Qwen2 of "
         f"{model.num_parameters() / MB:.1f} million parameters, {SIZES['num_hidden_layers']} layers, float32; "
@@ -126,7 +131,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for case, row in rows:
         moved = f"{row['given up']:.0f} | {row['away']:.3f} | {row['back']:.3f}" if row["given up"] else "0 | |"
-        print(f"| {case} | {row['step']:.0f} | {row['seconds']:.2f} | {moved} |")
+        print(f"| {case} | {row['taken']:.0f} | {row['step']:.2f} | {moved} |")
 
 
 if __name__ == "__main__":

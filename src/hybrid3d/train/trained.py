@@ -131,11 +131,12 @@ class Trained:
     def _optimizer_of(self, recipe: Recipe) -> Optimizer:
         return recipe.optimizer
 
-    def put_away(self) -> None:
-        """Free what only training needs and the recipe offloads, until it is used again."""
+    def put_away(self) -> int:
+        """Free what only training needs and the recipe offloads, until it is used again; the bytes of it."""
         for kind in self._layout.offloads:
             if kind not in self._away:
                 self._away[kind] = Offloaded(self._held(kind), kept=kind != "gradients")
+        return sum(one.nbytes for one in self._away.values())
 
     def bring_back(self, *kinds: str) -> None:
         """Undo `put_away`, for these kinds of memory alone if any are named."""
