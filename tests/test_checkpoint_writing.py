@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
+from hybrid3d import worker
 from hybrid3d.launcher import first_cause
 from hybrid3d.run_folder import RunFolder
 from hybrid3d.train import checkpoint, writing
@@ -86,6 +87,22 @@ def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
     folder.failure_of(0).write_text(json.dumps({"rank": 0, "time": 1, "peer": True, "reason": "lost"}))
     folder.failure_of(1).write_text(json.dumps({"rank": 1, "time": 2, "peer": False, "reason": "ValueError: x"}))
     assert what_is_said(folder, {}) == f"rank 1 failed: ValueError: x\nits log: {log}"
+
+
+def test_a_reason_is_seen_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, write, seen = RunFolder(tmp_path), Path.write_text, []
+    folder.logs.mkdir()
+
+    def by_halves(path: Path, text: str) -> None:
+        for part in (text[:5], text):
+            write(path, part)
+            seen.append([json.loads(one.read_text()) for one in folder.logs.glob("rank-*.failure")])
+
+    monkeypatch.setattr(Path, "write_text", by_halves)
+    reason = {"rank": 0, "reason": "boom"}
+    assert worker._leave(folder.failure_of(0), reason)
+    assert seen == [[], []]
+    assert json.loads(folder.failure_of(0).read_text()) == reason
 
 
 def killed(*_: Any) -> None:
