@@ -133,7 +133,7 @@ def test_defaults(load: Any) -> None:
             "lam": 1.0,
             "dynamic_sampling": None,
             "correction": {"kind": "none", "low": 0.5, "high": 2.0},
-            "kl": {"where": "none", "estimator": "k3", "coef": 0.0, "target": None, "horizon": 10_000},
+            "kl": {"where": "none", "estimator": None, "coef": 0.0, "target": None, "horizon": 10_000},
         },
         "optimizer": {
             "lr": 0.001,
@@ -163,6 +163,12 @@ def test_defaults(load: Any) -> None:
         "machine": {"gpus_per_node": 8, "kind": "h100-8x400g"}
         | dict.fromkeys(("memory_gb", "copies_gb_per_s", "nvlink_gb_per_s", "network_gb_per_s")),
     }
+
+
+@pytest.mark.parametrize(("where", "estimator"), [("reward", "k1"), ("loss", "k3")])
+def test_the_kl_is_estimated_by_what_holds_a_policy_there(load: Any, where: str, estimator: str) -> None:
+    assert load(DEMO, [f"algorithm.kl={{where: {where}, coef: 0.1}}"]).algorithm.kl.estimated_by == estimator
+    assert load(DEMO, [f"algorithm.kl={{where: {where}, coef: 0.1, estimator: k2}}"]).algorithm.kl.estimated_by == "k2"
 
 
 def test_world_size_multiplies_tp_pp_cp_dp_only(load: Any) -> None:
@@ -374,6 +380,11 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
             "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, or where: reward",
         ),
         (
+            "algorithm.kl={where: loss, coef: 0.1, target: 1, horizon: 51}",
+            "algorithm.kl.horizon=51 is too short for a step's 256 answers, which would turn the coefficient's sign: "
+            "at least 52, and 2560 is ten steps",
+        ),
+        (
             "algorithm.kl={where: loss, coef: 0, target: 0.1}",
             "algorithm.kl.target=0.1 is followed by multiplying algorithm.kl.coef=0: start it above 0",
         ),
@@ -475,6 +486,10 @@ def test_unknown_keys_that_are_not_strings(load: Any) -> None:
         (
             ["critic.optimizer={lr: 0.001, min_lr: 0.01}"],
             "critic.optimizer.min_lr=0.01 is more than critic.optimizer.lr=0.001: the rate only falls",
+        ),
+        (
+            ["critic.warmup_steps=60", "optimizer.warmup_steps=20"],
+            "optimizer.warmup_steps=20 leaves no step of run.steps=80 less critic.warmup_steps=20: at most 19",
         ),
         (
             ["critic.warmup_steps=80"],

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from hybrid3d.config import Guard as Settings
+from hybrid3d.config import load_recipe
 from hybrid3d.guard import USUAL_AFTER, GaveUp, Guard
 from hybrid3d.record import Record
 from hybrid3d.rl.kl import KlController
@@ -25,9 +28,12 @@ class Heard:
         self.said.append(said)
 
 
+RECIPE = load_recipe(Path(__file__).parent.parent / "recipes/demo-cpu.yaml", ["optimizer.clip_grad=0.5"])
+
+
 def guard_of(**settings: Any) -> tuple[Guard, Heard]:
     heard = Heard()
-    return Guard(Settings(**settings), cast(Record, heard)), heard
+    return Guard(replace(RECIPE, guard=Settings(**settings)), cast(Record, heard)), heard
 
 
 def test_what_is_not_finite_is_never_allowed() -> None:
@@ -43,6 +49,29 @@ def test_a_spike_is_by_the_median_of_what_was_allowed() -> None:
     assert guard.allows(7.5)  # three times the median of those, 2.5; after it the median is 2.75
     assert not guard.allows(8.26)
     assert guard.allows(8.25)
+
+
+def test_steps_that_teach_nothing_make_no_spike_of_the_next() -> None:
+    """Their norms are 0, or all but 0; and what is not even clipped is no spike."""
+    guard, _ = guard_of(spike=2.0)
+    assert all(guard.allows(0.0) for _ in range(2 * USUAL_AFTER))
+    assert guard.allows(100.0)
+    guard, _ = guard_of(spike=2.0)
+    assert all(guard.allows(1e-7) for _ in range(USUAL_AFTER))
+    assert not guard.allows(0.51)
+    assert all(guard.allows(0.5) for _ in range(2 * USUAL_AFTER))
+    assert guard.allows(0.99)
+
+
+def test_the_critics_norms_are_its_own() -> None:
+    guard, _ = guard_of(spike=2.0)
+    assert all(guard.allows(1.0) and guard.allows(100.0, "critic") for _ in range(USUAL_AFTER))
+    resumed, _ = guard_of(spike=2.0)
+    resumed.restore(guard.progress)
+    for one in (guard, resumed):
+        assert not one.allows(100.0)
+        assert one.allows(150.0, "critic")
+        assert not one.allows(250.0, "critic")
 
 
 def test_a_resumed_guard_goes_on() -> None:

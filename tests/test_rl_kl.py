@@ -69,6 +69,23 @@ def test_gradient_in_expectation(name: str, policies: tuple[Tensor, Tensor]) -> 
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize(("name", "share"), [("k1", 1.0), ("k2", 0.05), ("k3", 0.05)])
+def test_in_the_reward_only_k1_holds_a_policy_that_is_close(
+    name: str, share: float, policies: tuple[Tensor, Tensor]
+) -> None:
+    """E[estimate x gradient of log policy], beside the gradient of KL(policy || reference)."""
+    logits, _ = policies
+    policy = logits.log_softmax(0)
+    reference = (logits + 0.03 * torch.arange(7)).log_softmax(0).detach()
+    (wanted,) = torch.autograd.grad(exact_kl(policy, reference), logits, retain_graph=True)
+    reward = token_kl(name, policy[None], reference[None], torch.ones(1, 7))[0].detach()
+    (found,) = torch.autograd.grad((policy.exp().detach() * reward * policy).sum(), logits)
+    if share == 1:
+        torch.testing.assert_close(found, wanted)
+    else:
+        assert found.norm() < share * wanted.norm()
+
+
 @pytest.mark.parametrize("name", list(ESTIMATORS))
 def test_padding_is_zero_in_value_and_gradient_whatever_it_holds(name: str) -> None:
     logprobs = torch.tensor([[-1.0, -math.inf, math.nan, -1e30]], requires_grad=True)

@@ -14,7 +14,7 @@ from commands import ROOT, hybrid3d, read_rows, without
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1500)]
 
-STEPS, RESUMED_FROM = 2, 1
+STEPS, RESUMED_FROM = 3, 1  # in the first the critic alone learns: the policy is saved before its first update
 
 
 def make_judge(model: Path, out: Path) -> None:
@@ -47,13 +47,14 @@ SETTINGS = [
     "train.micro_batch_size=16",
     "reward.model=judge",
     "algorithm.name=ppo",
-    "algorithm.clip=null",
     "algorithm.prompts_per_step=16",
     "algorithm.epochs=2",
     "algorithm.minibatches=2",
     "algorithm.entropy_coef=0.001",
     "algorithm.kl={where: reward, estimator: k1, coef: 0.01, target: 0.001, horizon: 1000}",
     "critic.optimizer={lr: 1.0e-3}",
+    "critic.warmup_steps=1",
+    "optimizer.warmup_steps=1",
     "guard.min_entropy=100",
     "run.async_checkpoints=true",
 ]
@@ -84,24 +85,28 @@ def test_policy_and_critic_are_updated(rows: list[dict[str, Any]]) -> None:
     for row in rows[:-1]:
         assert row["critic/grad_norm"] > 0
         assert row["critic/lr"] == pytest.approx(1e-3)
+    for row in rows[1:-1]:
         assert row["train/grad_norm"] > 0
         assert row["train/ratio"] != 1  # later updates of a step are of a policy that has moved
         assert 5 < row["train/entropy"] < 6.4  # of a model that knows nothing yet; log 600 at most
-    assert rows[0]["train/answer_kl"] == pytest.approx(0, abs=1e-4)
+    assert "train/grad_norm" not in rows[0]
+    assert [row["train/lr"] for row in rows[1:-1]] == pytest.approx([1e-4, 2e-4])  # its own warm-up begins then
+    assert [row["train/answer_kl"] for row in rows[:2]] == pytest.approx([0, 0], abs=1e-4)
     assert rows[-1]["train/answer_kl"] != rows[0]["train/answer_kl"]
     coefs = [row["train/kl_coef"] for row in rows]
-    assert coefs[0] == 0.01 != coefs[1] != coefs[2]
+    assert coefs[0] == coefs[1] == 0.01 != coefs[2] != coefs[3]
 
 
 def test_a_bound_that_is_left_is_told_once(work: Path, rows: list[dict[str, Any]]) -> None:
     events = [json.loads(line) for line in (work / "runs/whole/events.jsonl").read_text().splitlines()]
     (told,) = [event for event in events if event["event"] == "bound_left"]
-    assert (told["metric"], told["bound"], told["step"]) == ("train/entropy", 100, 0)
+    assert (told["metric"], told["bound"], told["step"]) == ("train/entropy", 100, 1)
 
 
 def test_resumed_with_its_critic_and_its_coefficient(work: Path, rows: list[dict[str, Any]]) -> None:
     shutil.copytree(work / "runs/whole", work / "again/whole")
-    shutil.rmtree(work / f"again/whole/checkpoints/step-{STEPS:06d}")
+    for updates in range(RESUMED_FROM + 1, STEPS + 1):
+        shutil.rmtree(work / f"again/whole/checkpoints/step-{updates:06d}")
     recipe = work / "again/whole/recipe.yaml"
     recipe.write_text(recipe.read_text().replace("dir: runs", "dir: again"))
     hybrid3d(work, "train", *SETTINGS, "name=whole", "run.dir=again")

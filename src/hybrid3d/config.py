@@ -176,15 +176,19 @@ class Reward:
 class Kl:
     """KL to the frozen reference policy. `coef` has no default: a `kl` section that does nothing must say so.
 
-    With a `target` (nats of an answer, summed over its tokens) the coefficient follows it, at a rate given by `horizon`
-    (answers).
+    Without an `estimator` it is k1 in the reward and k3 in the loss. With a `target` (nats of an answer, summed over
+    its tokens) the coefficient follows it, at a rate given by `horizon` (answers).
     """
 
     where: Literal["reward", "loss", "none"]
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: Literal["k1", "k2", "k3"] | None = None
     coef: NonNegative
     target: Positive | None = None
     horizon: Count = 10_000
+
+    @property
+    def estimated_by(self) -> str:
+        return self.estimator or ("k1" if self.where == "reward" else "k3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +278,7 @@ class Guard:
     """Bounds of a healthy run, which says so when one is left; and what is done about faults, `acts` times at most.
 
     `max_kl` and `kl_explosion` are nats of an answer: beyond the latter an adaptive coefficient becomes a fixed one. A
-    batch is skipped whose gradient is not finite, or has a norm over `spike` times what is usual.
+    batch is skipped whose gradient is not finite, or has a norm over `clip_grad` and over `spike` times what is usual.
     """
 
     max_kl: Positive | None = None

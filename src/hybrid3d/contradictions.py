@@ -18,6 +18,12 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
         yield f"algorithm.kl.coef={kl.coef} has no effect with algorithm.kl.where=none: set where: loss, or coef: 0"
     if kl.where == "loss" and kl.estimator == "k1":
         yield "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, or where: reward"
+    answers = recipe.sequences_per_step
+    if kl.target is not None and answers >= 5 * kl.horizon:  # then a step's factor, 1 - 0.2 answers / horizon, is none
+        yield (
+            f"algorithm.kl.horizon={kl.horizon} is too short for a step's {answers} answers, which would turn the "
+            f"coefficient's sign: at least {answers // 5 + 1}, and {10 * answers} is ten steps"
+        )
     if kl.target is not None and kl.coef == 0:
         yield f"algorithm.kl.target={kl.target} is followed by multiplying algorithm.kl.coef=0: start it above 0"
     if algorithm.correction.low >= algorithm.correction.high:
@@ -50,10 +56,13 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
             f"train.max_tokens_per_micro_batch={budget}: padded, micro batches differ in shape, and interleaved "
             f"stages (train.vpp={recipe.train.vpp}) would mix them up: set train.packed=true, or train.vpp=1"
         )
-    yield from _of_optimizer(recipe, optimizer, "optimizer")
     if recipe.critic.optimizer is not None:
-        yield from _of_optimizer(recipe, recipe.critic.optimizer, "critic.optimizer")
-    if recipe.critic.warmup_steps >= recipe.run.steps:
+        yield from _of_optimizer(recipe.critic.optimizer, "critic.optimizer", recipe.run.steps, "run.steps")
+    alone = recipe.critic.warmup_steps
+    if alone < recipe.run.steps:
+        of = f"run.steps={recipe.run.steps} less critic.warmup_steps" if alone else "run.steps"
+        yield from _of_optimizer(optimizer, "optimizer", recipe.run.steps - alone, of)
+    else:
         yield (
             f"critic.warmup_steps={recipe.critic.warmup_steps} leaves the policy no step of run.steps="
             f"{recipe.run.steps}: at most {recipe.run.steps - 1}"
@@ -67,14 +76,15 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _of_optimizer(recipe: Recipe, its: Optimizer, key: str) -> Iterator[str]:
+def _of_optimizer(its: Optimizer, key: str, steps: int, of: str) -> Iterator[str]:
+    """
+    Args:
+        steps: that it takes, which are `of` these settings.
+    """
     if its.min_lr > its.lr:
         yield f"{key}.min_lr={its.min_lr} is more than {key}.lr={its.lr}: the rate only falls"
-    if its.warmup_steps >= recipe.run.steps:
-        yield (
-            f"{key}.warmup_steps={its.warmup_steps} leaves no step of run.steps={recipe.run.steps}: "
-            f"at most {recipe.run.steps - 1}"
-        )
+    if its.warmup_steps >= steps:
+        yield f"{key}.warmup_steps={its.warmup_steps} leaves no step of {of}={steps}: at most {steps - 1}"
 
 
 def _of_guard(recipe: Recipe) -> Iterator[str]:

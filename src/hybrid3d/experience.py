@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,7 +160,8 @@ class Learner:
         if self._reference is not None:
             answer_kl = torch.tensor(self._of_all(None if kl is None else kl.sum(1), shares))
             row |= {"train/answer_kl": float(answer_kl.mean()), "train/kl_coef": known.kl_coef}
-            self.kl.observe(float(answer_kl.mean()), len(samples))
+            if self._trains_policy(step):
+                self.kl.observe(float(answer_kl.mean()), len(samples))
             self._guard.calm(step, float(answer_kl.mean()), self.kl, self._recipe.algorithm.kl.coef)
             in_reward = self._recipe.algorithm.kl.where == "reward" and not self._method.by_token
             penalties = known.kl_coef * answer_kl if in_reward else penalties
@@ -177,13 +179,14 @@ class Learner:
         """
         algorithm = self._recipe.algorithm
         updates = algorithm.epochs * algorithm.minibatches
-        trains_policy = self._critic is None or step >= self._recipe.critic.warmup_steps
+        trains_policy = self._trains_policy(step)
         done = {"critic": _Updates(), "train": _Updates()}
         for number in range(updates):
             rows = self._minibatch(known, number % algorithm.minibatches)
             batch, tokens = known.batch[rows], int(known.lengths[:, rows].sum())
             if self._critic is not None:
-                report = self._critic.train_step(batch, self._value_objective(known, rows))
+                allows = partial(self._guard.allows, of="critic")
+                report = self._critic.train_step(batch, self._value_objective(known, rows), allows=allows)
                 done["critic"].add(report, tokens)
                 if not report.updated:
                     self._guard.skipped(step, report.grad_norm, of="critic")
@@ -196,13 +199,17 @@ class Learner:
                     self._guard.skipped(step, report.grad_norm)
                     break
         for model in self._trained:
-            model.end_step()
+            if trains_policy or model is not self._policy:
+                model.end_step()
         row: dict[str, float] = {}
         for group, its in done.items():
             row |= its.row(group)
             for key, value in its.means().items() if self._policy.counts else ():
                 measured.add(f"{group}/{key}", value)
         return row
+
+    def _trains_policy(self, step: int) -> bool:
+        return self._critic is None or step >= self._recipe.critic.warmup_steps
 
     def _value_objective(self, known: Experience, rows: slice) -> ValueObjective | None:
         if known.returns is None or known.values is None:
@@ -239,7 +246,7 @@ class Learner:
             dual_clip=algorithm.dual_clip,
             ratio=method.ratio,
             reference=known.reference[rows] if in_loss else None,
-            kl_estimator=algorithm.kl.estimator,
+            kl_estimator=algorithm.kl.estimated_by,
             kl_coef=known.kl_coef,
             entropy_coef=algorithm.entropy_coef,
         )
@@ -261,7 +268,7 @@ class Learner:
         """[b, T], by the policy before the update; where the output layer is."""
         if known.old is None or known.reference is None:
             return None
-        estimator = self._recipe.algorithm.kl.estimator
+        estimator = self._recipe.algorithm.kl.estimated_by
         return token_kl(estimator, known.old, known.reference, known.batch.response_mask)
 
     def _advantages(self, known: Experience, mine: Tensor, kl: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

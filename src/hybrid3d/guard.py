@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid3d.config import Guard as Settings
 from hybrid3d.config import Recipe
 from hybrid3d.record import Record
 from hybrid3d.rl.kl import KlController
@@ -51,32 +50,40 @@ BOUNDS = (
 class Guard:
     """Every rank calls every method with the same numbers, and so comes to the same end."""
 
-    def __init__(self, settings: Settings, record: Record):
-        self._settings = settings
+    def __init__(self, recipe: Recipe, record: Record):
         self._record = record
-        self._norms: deque[float] = deque(maxlen=REMEMBERED)
+        self._norms: dict[str, deque[float]] = {}
         self._outside: set[str] = set()
         self._acts = 0
+        self.adopt(recipe)
 
     def adopt(self, recipe: Recipe) -> None:
         """Go on by the settings of this recipe."""
         self._settings = recipe.guard
+        critic = recipe.critic.optimizer or recipe.optimizer
+        self._clipped_above = {"policy": recipe.optimizer.clip_grad, "critic": critic.clip_grad}
 
     @property
     def progress(self) -> dict[str, Any]:
         """What a resumed run must know."""
-        return {"norms": list(self._norms), "acts": self._acts}
+        return {"norms": {of: list(norms) for of, norms in self._norms.items()}, "acts": self._acts}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
-        self._norms.extend(progress["norms"])
+        self._norms = {of: deque(norms, maxlen=REMEMBERED) for of, norms in progress["norms"].items()}
         self._acts = progress["acts"]
 
-    def allows(self, norm: float) -> bool:
-        """Whether a gradient of this norm may update the policy."""
-        usual = statistics.median(self._norms) if len(self._norms) >= USUAL_AFTER else math.inf
-        good = math.isfinite(norm) and (self._settings.spike is None or norm <= self._settings.spike * usual)
-        if good:
-            self._norms.append(norm)
+    def allows(self, norm: float, of: str = "policy") -> bool:
+        """Whether a gradient of this norm may update the policy, or the critic.
+
+        No spike is what is not even clipped: after steps that had little to teach the next would look like one.
+        """
+        norms = self._norms.setdefault(of, deque(maxlen=REMEMBERED))
+        limit = math.inf
+        if self._settings.spike is not None and len(norms) >= USUAL_AFTER:
+            limit = max(self._settings.spike * statistics.median(norms), self._clipped_above[of])
+        good = math.isfinite(norm) and norm <= limit
+        if good and norm > 0:
+            norms.append(norm)
         return good
 
     def skipped(self, step: int, norm: float, of: str = "policy") -> None:

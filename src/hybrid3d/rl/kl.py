@@ -3,7 +3,9 @@
 John Schulman, "Approximating KL Divergence" (http://joschu.net/blog/kl-approx.html). With x ~ policy and
 r = reference(x) / policy(x), each maps log r to an estimate per token. As a loss what counts is the gradient: in
 expectation k1's is zero (never use it there), k2's is that of KL(policy || reference), and that of k3, which is GRPO's
-choice, is that of KL(reference || policy).
+choice, is that of KL(reference || policy). In the reward an estimate is multiplied by the gradient of log policy(x): in
+expectation k1 gives the gradient of KL(policy || reference), and k2 and k3 hardly any where the two are close, because
+they punish a token that has become less likely too.
 """
 
 from __future__ import annotations

@@ -40,8 +40,10 @@ def begin(models: Models, folder: Path, progress: Mapping[str, Any], beside: boo
         progress: what else a run must know to go on, as JSON.
         beside: training goes on meanwhile.
     """
-    for model in models.values():
-        model.bring_back("parameters", "optimizer")
+    with on_device():
+        for model in models.values():
+            model.bring_back("parameters", "optimizer")
+            _make_optimizer_state(model)
     return Writing(lambda: _of_all(models, partial(_state, is_loading=False)), folder, progress, beside)
 
 
@@ -168,10 +170,23 @@ def _without_padding(optimizer: Any) -> Iterator[None]:
 
 
 def _make_optimizer_state(model: Trained) -> None:
-    """Torch's Adam has no state before its first step, and Megatron asks it for its step count to say what to load."""
+    """Adam has no state before its first step, and Megatron asks for it to save and to load.
+
+    So a step is taken that changes nothing: without gradients, at no rate (which weight decay has too), not counted.
+    """
     for optimizer in model.optimizer.chained_optimizers:
-        if not optimizer.optimizer.state:
-            optimizer._init_optimizer_states_with_dummy_values()
+        adam = optimizer.optimizer
+        if adam.state:
+            continue
+        rates = [group["lr"] for group in adam.param_groups]
+        for group in adam.param_groups:
+            group["lr"] = 0.0
+        optimizer._init_optimizer_states_with_dummy_values()
+        for group, rate in zip(adam.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for counted in (*adam.param_groups, *adam.state.values()):  # Transformer Engine's and Apex's count by group
+            if "step" in counted:
+                counted["step"] *= 0
 
 
 def _own_step_counts(model: Trained) -> None:

@@ -31,6 +31,9 @@ class Policy(Trained):
         super().adopt(recipe)
         self._temperature = _temperature(recipe)
 
+    def _steps_of(self, recipe: Recipe) -> int:
+        return recipe.run.steps - recipe.critic.warmup_steps
+
     def logprobs(self, batch: Batch) -> torch.Tensor | None:
         """Log-probability of every token given those before it, [B, T]; None on ranks without the output layer."""
         return self._read(batch, lambda output, micro: self._per_token(output, micro).logprobs)

@@ -98,7 +98,7 @@ class Trained:
             load_files(path, wanted, self.weights.tensors, rank)
             if optimizer is not None:
                 self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, dtype), self._modules)
-                self.scheduler = _scheduler(self.optimizer, optimizer, recipe.run.steps)
+                self.scheduler = _scheduler(self.optimizer, optimizer, self._steps_of(recipe))
                 self._stepping = SteppedInParts(self.optimizer, self._modules)
                 self._connect()
         self.has_output = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -130,6 +130,10 @@ class Trained:
 
     def _optimizer_of(self, recipe: Recipe) -> Optimizer:
         return recipe.optimizer
+
+    def _steps_of(self, recipe: Recipe) -> int:
+        """How many of a run's steps train it."""
+        return recipe.run.steps
 
     def put_away(self) -> int:
         """Free what only training needs and the recipe offloads, until it is used again; the bytes of it."""
