@@ -18,7 +18,7 @@ from hybrid3d.rl.data import Example
 from hybrid3d.rl.objective import PolicyObjective, Scored
 
 ROOT = Path(__file__).resolve().parent.parent
-LETTERS = "\0abcdefghijklmnopqrstuvwxyz<>=+-*/0123456789 !~"  # token 0 ends an answer; each letter is a token
+LETTERS = "\0abcdefghijklmnopqrstuvwxyz<>=+-*/0123456789 !~;"  # token 0 ends an answer; each letter is a token
 END, PROMPT = 0, (1, 2)
 
 MINE = """\
@@ -47,13 +47,14 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         assert skip_special_tokens
-        return "".join(LETTERS[token] for token in token_ids if token != END)
+        return "".join(LETTERS[token] for token in token_ids if token not in Author.end_tokens)
 
 
 class Author:
     """An engine that goes on with its text after each prompt, `|` being the end, until a stop or the budget."""
 
     replica, leads = 0, True
+    end_tokens = (END, LETTERS.index(";"))
 
     def __init__(self, *texts: str):
         self.texts = list(texts)
@@ -67,7 +68,9 @@ class Author:
             context = "".join("|" if token == END else LETTERS[token] for token in prompt[3:])
             self.asked[-1].append((context, None if seeds is None else seeds[i], longest[i]))
             rest = [END if letter == "|" else LETTERS.index(letter) for letter in self.texts[prompt[2] - 1]]
-            count = next(n for n, token in enumerate(rest, 1) if token in (end, *stops) or n == longest[i])
+            count = next(
+                n for n, token in enumerate(rest, 1) if token in (end, *self.end_tokens, *stops) or n == longest[i]
+            )
             self.texts[prompt[2] - 1] = self.texts[prompt[2] - 1][count:]
             logprobs = () if seeds is None else tuple(-float(token) for token in rest[:count])
             completions.append(SimpleNamespace(tokens=tuple(rest[:count]), logprobs=logprobs))
@@ -153,6 +156,13 @@ def test_words_after_the_end_token_are_another_turn(talk: Talk) -> None:
     (one, silent), _ = talk("a|bye|", "mm|")
     assert shown(one) == ("a|<a>bye|", "^^   ^^^^")
     assert shown(silent) == ("mm|", "^^^")
+
+
+def test_a_turn_may_end_at_another_of_the_checkpoints_end_tokens(talk: Talk) -> None:
+    """As Llama 3.1 ends one that calls a tool; vLLM stops there unasked."""
+    (one, silent), _ = talk("a;bye|", "mm;")
+    assert shown(one) == ("a;<a>bye|", "^^   ^^^^")
+    assert shown(silent) == ("mm;", "^^^")
 
 
 def test_an_answer_is_never_longer_and_ends_with_the_policys_words(talk: Talk) -> None:

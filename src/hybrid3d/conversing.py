@@ -102,6 +102,7 @@ class Conversations:
         rollout, reward = recipe.rollout, recipe.reward
         assert rollout is not None, "checked when the recipe was read"
         self._engine, self._tokenizer, self._end = engine, tokenizer, tokenizer.eos_token_id
+        self._ends = {self._end, *engine.end_tokens}
         self._longest, self._max_replies = rollout.max_new_tokens, rollout.max_turns
         self._replier: Replier | None = None
         self._stops: tuple[str, ...] = ()
@@ -163,7 +164,7 @@ class Conversations:
         if one.replies >= self._max_replies or len(one.tokens) >= self._longest:
             return False
         last = one.tokens[-1]
-        return last == self._end or ends_in(turn, self._text([last]), self._stops)
+        return last in self._ends or ends_in(turn, self._text([last]), self._stops)
 
     def _next(self, one: Conversation, turn: str, reply: Reply) -> Heard:
         """What follows; words after which the policy could not write one token are left out, and it is over."""
@@ -171,7 +172,7 @@ class Conversations:
         if reply.words is None:
             return Heard(over=True, failure=reply.failure, said=reply.said)
         tokens = tuple(self._tokenizer.encode(reply.words, add_special_tokens=False)) if reply.words else ()
-        silent = not tokens and (last == self._end or last not in self._stop_tokens)
+        silent = not tokens and (last in self._ends or last not in self._stop_tokens)
         if silent or len(tokens) >= room:
             return Heard(over=True)
         return Heard(over=False, turn=turn, words=reply.words, tokens=tokens)

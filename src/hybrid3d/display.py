@@ -49,7 +49,7 @@ class Display:
 
     def say(self, text: str) -> None:
         if self._console is not None:
-            self._console.print(text, highlight=False, soft_wrap=True)
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def adopt(self, recipe: Recipe) -> None:
         """Show how many steps there are now."""

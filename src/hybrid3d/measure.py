@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hybrid3d import ranks
+from hybrid3d.config import Rollout
 from hybrid3d.rollouts import Drawn, Sample
 from hybrid3d.sync import SyncReport
 
@@ -75,11 +76,11 @@ def _larger(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
-def of_samples(drawn: Drawn, samples: Sequence[Sample], environment: bool) -> dict[str, float]:
+def of_samples(drawn: Drawn, samples: Sequence[Sample], rollout: Rollout) -> dict[str, float]:
     """What can be said of a step's samples without a model; and of their turns, where there is an environment."""
     lengths = [len(sample.tokens) for sample in samples]
     turns: dict[str, float] = {}
-    if environment:
+    if rollout.environment is not None:
         turns["rollout/turns_mean"] = sum(sample.turns for sample in samples) / len(samples)
         others = sum(lengths) - sum(sample.own_tokens for sample in samples)
         turns["rollout/environment_tokens_mean"] = others / len(samples)
@@ -87,6 +88,7 @@ def of_samples(drawn: Drawn, samples: Sequence[Sample], environment: bool) -> di
         "reward/mean": sum(sample.reward for sample in samples) / len(samples),
         "rollout/response_tokens_mean": sum(lengths) / len(lengths),
         "rollout/response_tokens_max": max(lengths),
+        "rollout/longest_share": sum(length >= rollout.max_new_tokens for length in lengths) / len(lengths),
         "rollout/batches": drawn.batches,
         "rollout/dull_groups": drawn.dull,
         "reward/failures": sum(drawn.failures.values()),

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid3d.config import Recipe
 from hybrid3d.display import Display
-from hybrid3d.rollouts import Drawn, Sample
+from hybrid3d.rollouts import Drawn, HeldOut, Sample
 from hybrid3d.run_folder import RunFolder
 from hybrid3d.sync import SyncReport
 
@@ -49,16 +49,19 @@ class Record:
     def event(self, event: str, said: str = "", **fields: Any) -> None:
         """To events.jsonl and, if it is to be said, to who looks on."""
         if self._speaks:
+            self.folder.add_event(event, **fields)
             if said:
                 self._display.say(said)
-            self.folder.add_event(event, **fields)
 
-    def failed(self, drawn: Drawn, step: int) -> None:
+    def failed(self, of: Drawn | HeldOut, step: int) -> None:
         """Tell of rewards that failed, whose samples have the recipe's default, and of replies that did."""
-        if drawn.failures:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(drawn.failures.items()))
-            said = f"step {step}: failed: {kinds}; such as: {next(iter(drawn.examples.values()))}"
-            self.event("reward_failed", said, step=step, failures=drawn.failures, examples=drawn.examples)
+        if of.failures:
+            held_out = isinstance(of, HeldOut)
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(of.failures.items()))
+            where = "failed on held-out problems" if held_out else "failed"
+            said = f"step {step}: {where}: {kinds}; such as: {next(iter(of.examples.values()))}"
+            told = {"failures": of.failures, "examples": of.examples, "held_out": held_out}
+            self.event("reward_failed", said, step=step, **told)
 
     def corrupted(self, synced: SyncReport, step: int) -> None:
         """Tell what a sync had to move once more."""

@@ -66,6 +66,22 @@ class Drawn:
     examples: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Greedy answers to the held-out problems.
+
+    Attributes:
+        accuracy: the share of them with full reward, which is 1.
+        reward: the mean of their rewards.
+        failures, examples: as in `Drawn`.
+    """
+
+    accuracy: float
+    reward: float
+    failures: dict[str, int]
+    examples: dict[str, str]
+
+
 class FailedRewards(RuntimeError):
     """More rewards (and replies) of a step failed than the recipe allows."""
 
@@ -104,24 +120,26 @@ class Rollouts:
             FailedRewards: more than `reward.max_failures` of the samples' rewards failed.
         """
         wanted, group = self._recipe.algorithm.prompts_per_step, self._recipe.algorithm.samples_per_prompt
-        found: list[list[Sample]] = []
-        fillers: list[list[Sample]] = []
+        groups: list[list[Sample]] = []
+        found: list[int] = []
+        fillers: list[int] = []
         failures: Counter[str] = Counter()
         examples: dict[str, str] = {}
         batches = dull = 0
         while len(found) < wanted and batches <= further:
             samples, scores = self._draw_batch(step, batch + batches)
-            for one in scores:
-                failures.update(one.failures)
-                examples = {**one.examples, **examples}
+            of_batch, said = _failed(scores)
+            failures.update(of_batch)
+            examples = said | examples
             for one in (samples[start : start + group] for start in range(0, len(samples), group)):
                 alike = group > 1 and all(sample.reward == one[0].reward for sample in one)
-                (fillers if alike and further else found).append(one)
+                (fillers if alike and further else found).append(len(groups))
+                groups.append(one)
                 dull += alike
             batches += 1
         self._check(failures, examples, batches * wanted * group)
-        chosen = [*found, *fillers][:wanted]
-        return Drawn([sample for one in chosen for sample in one], batches, dull, dict(failures), examples)
+        chosen = sorted([*found, *fillers][:wanted])  # as drawn, so that no minibatch has fillers alone
+        return Drawn([sample for one in chosen for sample in groups[one]], batches, dull, dict(failures), examples)
 
     def _check(self, failures: Mapping[str, int], examples: Mapping[str, str], samples: int) -> None:
         failed, allowed = sum(failures.values()), self._recipe.reward.max_failures
@@ -146,16 +164,18 @@ class Rollouts:
         ]
         return self._scored(self._conversations.hold([example for example, _ in work], [s for _, s in work]), weights)
 
-    def accuracy(self, step: int) -> float:
-        """Share of held-out problems whose greedy answer gets full reward.
+    def evaluate(self, step: int) -> HeldOut:
+        """Answer the held-out problems greedily.
 
         Raises:
             StaleWeights: the engine's weights are older than those of this step.
         """
         weights = self._engine.require(step)
         examples = self._mine(list(self._held_out.examples))
-        samples, _ = self._scored(self._conversations.hold(examples, None), weights)
-        return sum(sample.reward == 1.0 for sample in samples) / len(samples)
+        samples, scores = self._scored(self._conversations.hold(examples, None), weights)
+        rewards = [sample.reward for sample in samples]
+        full = sum(reward == 1.0 for reward in rewards)
+        return HeldOut(full / len(rewards), sum(rewards) / len(rewards), *_failed(scores))
 
     def close(self) -> None:
         """End the processes that compute rewards and replies."""
@@ -195,6 +215,16 @@ class Rollouts:
         """Everyone's items, in the order in which they were dealt out: that of replicas, whichever ranks they are."""
         shares = ranks.gather((self._engine.replica, items) if self._engine.leads else None)
         return [item for _, share in sorted(filter(None, shares), key=lambda s: s[0]) for item in share]
+
+
+def _failed(scores: Sequence[Scores]) -> tuple[dict[str, int], dict[str, str]]:
+    """How many rewards (and conversations) failed, by kind, and what the first of each kind said."""
+    failures: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for one in scores:
+        failures.update(one.failures)
+        examples = {**one.examples, **examples}
+    return dict(failures), examples
 
 
 def request_seed(seed: int, batch: int, prompt: int, sample: int) -> int:

@@ -200,6 +200,12 @@ class RolloutEngine:
         ]
         return [_completion(output.outputs[0]) for output in self._run(prompts, params)]
 
+    @property
+    def end_tokens(self) -> Sequence[int]:
+        """Those of the checkpoint's generation config, at which vLLM ends an answer unasked."""
+        found = self._llm.llm_engine.model_config.try_get_generation_config().get("eos_token_id")
+        return () if found is None else (found,) if isinstance(found, int) else tuple(found)
+
     def reset_cache(self) -> None:
         """Forget what was computed with older weights."""
         if not self._llm.reset_prefix_cache():

@@ -1,0 +1,58 @@
+"""Which groups a step takes of those that are drawn, and what is told of held-out answers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybrid3d.config import load_recipe
+from hybrid3d.rl.scoring import Scores
+from hybrid3d.rollouts import Rollouts, Sample
+from run_ranks import ROOT
+
+
+def sample(prompt: str, reward: float) -> Sample:
+    return Sample(prompt, (1,), (2,), (True,), (-0.5,), "", reward, weights=0)
+
+
+@pytest.fixture
+def rollouts() -> Any:
+    """Without an engine, for what comes after it."""
+    made = object.__new__(Rollouts)
+    settings = ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2", "train.micro_batch_size=4"]
+    made._recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", settings)
+    return made
+
+
+def test_groups_that_teach_nothing_fill_up_where_they_were_drawn(rollouts: Any) -> None:
+    """`+` a group whose rewards differ, `-` one whose do not: all of the former, the first of the latter, as drawn."""
+    batches = ["-+--", "--+-", "++++"]
+    asked: list[int] = []
+
+    def draw_batch(step: int, batch: int) -> tuple[list[Sample], list[Scores]]:
+        asked.append(batch)
+        groups = enumerate(batches[batch - 7])
+        return [sample(f"{batch - 7}{i}", n * (kind == "+")) for i, kind in groups for n in (0, 1)], []
+
+    rollouts._draw_batch = draw_batch
+    drawn = rollouts.draw(step=3, batch=7, further=1)
+    assert [one.prompt for one in drawn.samples[::2]] == ["00", "01", "02", "12"]
+    assert [one.prompt for one in drawn.samples[1::2]] == ["00", "01", "02", "12"]
+    assert (drawn.batches, drawn.dull, asked) == (2, 6, [7, 8])
+    drawn = rollouts.draw(step=3, batch=7, further=5)
+    assert [one.prompt for one in drawn.samples[::2]] == ["01", "12", "20", "21"]
+    assert [one.prompt for one in rollouts.draw(step=3, batch=7).samples[::2]] == ["00", "01", "02", "03"]
+
+
+def test_held_out_answers(rollouts: Any) -> None:
+    """Full reward is 1, and what fails is told."""
+    rollouts._engine = SimpleNamespace(require=lambda step: step, replica=0, replicas=1)
+    rollouts._held_out = SimpleNamespace(examples=(None,) * 4)
+    rollouts._conversations = SimpleNamespace(hold=lambda examples, seeds: examples)
+    scores = [Scores([], {"timeout": 1}, {"timeout": "first"}), Scores([], {"timeout": 2}, {"timeout": "second"})]
+    rollouts._scored = lambda held, weights: ([sample("", reward) for reward in (1.0, 1.1, 0.5, 0.0)], scores)
+    found = rollouts.evaluate(0)
+    assert (found.accuracy, found.reward) == (0.25, pytest.approx(0.65))
+    assert (found.failures, found.examples) == ({"timeout": 3}, {"timeout": "first"})
