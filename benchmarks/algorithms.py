@@ -17,21 +17,19 @@ from pathlib import Path
 RECIPE = "recipes/demo-cpu.yaml"
 RUNS = Path("runs/algorithms")
 WANTED = 0.9  # held-out accuracy
-OWN_CLIP = "algorithm.clip=null"  # the recipe has GRPO's
 IN_REWARD = "algorithm.kl={where: reward, estimator: k1, coef: 0.001}"
-PPO = ["algorithm.name=ppo", OWN_CLIP, IN_REWARD, "algorithm.minibatches=2", "algorithm.lam=0.95"]
+PPO = ["algorithm.name=ppo", IN_REWARD, "algorithm.minibatches=2", "algorithm.lam=0.95"]
 PPO += ["train.micro_batch_size=32", "critic.optimizer={lr: 5.0e-4}"]
 CASES: dict[str, list[str]] = {
     **{f"grpo, seed {seed}": [f"run.seed={seed}"] for seed in (1, 2, 3)},
     **{f"ppo, seed {seed}": [*PPO, f"run.seed={seed}"] for seed in (1, 2, 3)},
-    "dr_grpo": ["algorithm.name=dr_grpo", OWN_CLIP],
-    "dapo": ["algorithm.name=dapo", OWN_CLIP, "reward.overlong_buffer=2"],
-    "gspo": ["algorithm.name=gspo", OWN_CLIP],
-    "rloo": ["algorithm.name=rloo", OWN_CLIP],
-    "reinforce_pp": ["algorithm.name=reinforce_pp", OWN_CLIP, IN_REWARD],
+    "dr_grpo": ["algorithm.name=dr_grpo"],
+    "dapo": ["algorithm.name=dapo", "reward.overlong_buffer=2"],
+    "gspo": ["algorithm.name=gspo"],
+    "rloo": ["algorithm.name=rloo"],
+    "reinforce_pp": ["algorithm.name=reinforce_pp", IN_REWARD],
     "reinforce_pp_baseline": [
         "algorithm.name=reinforce_pp_baseline",
-        OWN_CLIP,
         "algorithm.kl={where: loss, estimator: k2, coef: 0.001}",
     ],
 }
