@@ -63,6 +63,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is rank 0, and there are no others."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(control_module.ranks, "first", lambda value: value)
+    monkeypatch.setattr(control_module, "SETTLING_SECONDS", 0)
 
 
 Begin = Callable[..., tuple[Control, Said, Follower]]
@@ -225,6 +226,22 @@ def test_a_file_that_cannot_be_read_is_told_once(recipe: Recipe, begin: Begin) -
     assert [(e["step"], e["why"]) for e in said.take()] == [(1, "cannot be read: Is a directory")]
 
 
+def test_a_file_that_is_being_written_is_not_believed(
+    recipe: Recipe, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it changes: what an editor had written of a number is a number too."""
+    control, said, _ = begin(recipe)
+    drafts = ["optimizer.lr: 1", "optimizer.lr: 1.0e-", "optimizer.lr: 1.0e-6"]
+    said.folder.control.write_text("")
+    monkeypatch.setattr(
+        control_module.time, "sleep", lambda _: drafts and said.folder.control.write_text(drafts.pop(0))
+    )
+    assert control.before(1).optimizer.lr == 1e-6
+    assert [event["new"] for event in said.take()] == [1e-6]
+    monkeypatch.setattr(control_module.time, "sleep", lambda _: pytest.fail("it has been read"))
+    assert control.before(2).optimizer.lr == 1e-6
+
+
 def test_what_stands_there_unchanged_does_not_come_back(recipe: Recipe, begin: Begin) -> None:
     """Over a schedule that has come since; until it is edited."""
     control, said, _ = begin(scheduled(recipe, {2: {"optimizer.lr": 1e-5}}))
@@ -281,7 +298,7 @@ def test_what_memory_has_taken_is_held(recipe: Recipe, begin: Begin) -> None:
 def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is(recipe: Recipe) -> None:
     """But for one that is set."""
     models = Models(None, None, None, None)  # type: ignore[arg-type]
-    learner = Learner(recipe, models, Guard(recipe.guard, None), 0)  # type: ignore[arg-type]
+    learner = Learner(recipe, models, Guard(recipe, None), 0)  # type: ignore[arg-type]
     learner.kl.coef = 0.7
     learner.adopt(changed(recipe, {"algorithm.entropy_coef": 0.1, "algorithm.kl.target": 2}, 1))
     assert (learner.kl.coef, learner.kl.target) == (0.7, 2.0)

@@ -116,10 +116,13 @@ def test_supervised_training_skips_what_is_not_finite(demo: Path, tmp_path: Path
     (tmp_path / "nan" / "sitecustomize.py").write_text(NAN_SUPERVISED)
     path = f"{tmp_path / 'nan'}:{environment('')['PYTHONPATH']}"
     command = [sys.executable, "-m", "hybrid3d", "train", "recipe.yaml", "run.steps=3", "run.checkpoint_every=1"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment("", PYTHONPATH=path), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+
+    def train(**variables: str) -> None:
+        env = environment("", **variables)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    train(PYTHONPATH=path)
     run = tmp_path / "small/full"
     told = [(e["event"], e["step"]) for e in events_of(run) if e["event"] in ("batch_skipped", "bound_left")]
     assert told == [("bound_left", 0), ("batch_skipped", 1)]
@@ -127,6 +130,9 @@ def test_supervised_training_skips_what_is_not_finite(demo: Path, tmp_path: Path
     weights = [tensors_of(run / f"checkpoints/step-{updates:06d}") for updates in (1, 2, 3)]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
     assert not all(torch.equal(tensor, weights[2][name]) for name, tensor in weights[0].items())
+    (run / "control.yaml").write_text("run.steps: 4")  # a run that has ended goes on
+    train()
+    assert [row["step"] for row in read_rows(run)] == [0, 1, 2, 3]
 
 
 def whole_files(folder: Path) -> list[Path]:

@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "shape": {"shape", "schema", "config", "families"},
     "contradictions": {"config", "schema"},
     "config": {"config", "contradictions", "schema", "shape", "reshard", "families"},
-    "train": {"train", "reshard", "families", "config", "rl"},
+    "lifetime": set(),
+    "train": {"train", "reshard", "families", "config", "rl", "lifetime"},
     "rollout": {"rollout", "reshard", "families", "config"},
 }
 COMMAND_LINE = {"cli", "__main__"}

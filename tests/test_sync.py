@@ -42,7 +42,10 @@ KINDS = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "head"}  # 
 SYNCS = {"sync1": "second sync", "sync2": "third sync", "sync11": "twelfth sync"}
 
 
-@pytest.fixture(scope="module", params=LAUNCHES)
+ALL_ONLY = ("tp1",)  # in make test-all; with experts it is in make test too
+
+
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=[pytest.mark.slow] * (n in ALL_ONLY)) for n in LAUNCHES])
 def results(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path], tmp_path_factory: Any) -> list[dict]:
     """One result per rank, family and train layout."""
     tp, families, dtype, slots = LAUNCHES[request.param]

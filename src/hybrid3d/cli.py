@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -110,19 +111,22 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
         check_run(recipe)
         check_schedule(recipe)
+    console = Console()
     if ranks.under_launcher():
         from hybrid3d import tasks
 
-        return _run_rank(recipe, folder, functools.partial(tasks.train, recipe, folder))
-    console = Console()
-    code = _launch(arguments, recipe, folder, console)
+        alone = CHECKED not in os.environ and ranks.rank() == 0
+        return _run_rank(
+            recipe, folder, functools.partial(tasks.train, recipe, folder), _held(folder) if alone else None
+        )
+    code = _launch(arguments, recipe, folder, console, _held(folder))
     if code == DONE:
         _say_where(recipe, folder, console)
     return code
 
 
 def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
-    recipe, folder, step = _finished(options)
+    recipe, folder, step = _finished(options, "eval")
     if recipe.rollout is None:
         raise RecipeError(recipe.name, ["the run has no `rollout` section: there is nothing to generate with"])
     if not ranks.under_launcher():
@@ -133,7 +137,7 @@ def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _export(options: argparse.Namespace, arguments: list[str]) -> int:
-    recipe, folder, step = _finished(options)
+    recipe, folder, step = _finished(options, "export")
     out = Path(options.out)
     if CHECKED not in os.environ and out.exists() and not _is_empty_folder(out):
         raise RecipeError(f"export to {out}", ["it is not an empty folder: choose another, or remove it"])
@@ -193,11 +197,11 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
     return _launch(arguments, smaller, folder, Console(stderr=options.json))
 
 
-def _finished(options: argparse.Namespace) -> tuple[Recipe, RunFolder, int]:
-    """A run's recipe, its folder, and the checkpoint asked for."""
+def _finished(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFolder, int]:
+    """A run's recipe, its folder with this command's logs, and the checkpoint asked for."""
     from hybrid3d.run_folder import find_step
 
-    folder = RunFolder(Path(options.folder))
+    folder = RunFolder(Path(options.folder)).logging_to(command)
     if not folder.recipe.exists():
         raise RecipeError(str(folder.path), ["no run's folder: it has no recipe.yaml"])
     recipe = load_recipe(folder.recipe)
@@ -208,11 +212,19 @@ def _finished(options: argparse.Namespace) -> tuple[Recipe, RunFolder, int]:
     return recipe, folder, find_step(folder, options.step)
 
 
-def _run_rank(recipe: Recipe, folder: RunFolder, task: Task) -> int:
+def _held(folder: RunFolder) -> AbstractContextManager[None]:
+    """The folder of a run for this start alone."""
+    return folder.held(functools.partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True))
+
+
+def _run_rank(
+    recipe: Recipe, folder: RunFolder, task: Task, holding: AbstractContextManager[None] | None = None
+) -> int:
     from hybrid3d.worker import run_rank
 
     _check_world(recipe)
-    return run_rank(recipe, folder, task, launched=CHECKED in os.environ)
+    with holding or nullcontext():
+        return run_rank(recipe, folder, task, launched=CHECKED in os.environ)
 
 
 def _check_world(recipe: Recipe) -> None:
@@ -226,11 +238,17 @@ def _check_world(recipe: Recipe) -> None:
     check_node(recipe)
 
 
-def _launch(arguments: list[str], recipe: Recipe, folder: RunFolder, console: Console) -> int:
+def _launch(
+    arguments: list[str],
+    recipe: Recipe,
+    folder: RunFolder,
+    console: Console,
+    holding: AbstractContextManager[None] | None = None,
+) -> int:
     from hybrid3d.launcher import check_devices, launch
 
     check_devices(recipe)
-    with mock.patch.dict(os.environ, {CHECKED: "1"}):
+    with holding or nullcontext(), mock.patch.dict(os.environ, {CHECKED: "1"}):
         return launch(arguments, recipe.world_size, folder, console)
 
 
@@ -238,8 +256,9 @@ def _say_where(recipe: Recipe, folder: RunFolder, console: Console) -> None:
     from hybrid3d.run_folder import checkpoint_folder, steps_in
 
     last = checkpoint_folder(folder, steps_in(folder)[-1])
-    console.print(f"\ncheckpoint  {last}", f"metrics     {folder.metrics}", f"curves      {folder.curves}", sep="\n")
+    told = [f"\ncheckpoint  {last}", f"metrics     {folder.metrics}", f"curves      {folder.curves}"]
     command = os.path.relpath(Path(sys.executable).with_name("hybrid3d"))
     if recipe.rollout is not None:
-        console.print(f"evaluate    {command} eval {folder.path}", soft_wrap=True, highlight=False)
-    console.print(f"export      {command} export {folder.path} OUT", soft_wrap=True, highlight=False)
+        told.append(f"evaluate    {command} eval {folder.path}")
+    told.append(f"export      {command} export {folder.path} OUT")
+    console.print("\n".join(told), soft_wrap=True, highlight=False, markup=False)

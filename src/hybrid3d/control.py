@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,6 +39,9 @@ MAY_CHANGE = (
     "train.max_tokens_per_micro_batch",
     "guard.*",
 )
+
+SETTLING_SECONDS = 0.5  # in which an edited file must stay as it is to be believed
+SETTLING_TRIES = 20
 
 Settings = Mapping[str, Any]
 """Values by the dotted keys of a recipe."""
@@ -196,6 +200,16 @@ class Control:
         why = "; ".join(problems)
         self._record.event("control_refused", f"step {step}: {by} is refused, {then}: {why}", step=step, by=by, why=why)
 
+    def _settled(self) -> bytes:
+        """What the file says when it is not being written: half of a number is a number too."""
+        content = self._path.read_bytes()
+        for _ in range(SETTLING_TRIES if hashlib.sha256(content).hexdigest() != self._seen else 0):
+            time.sleep(SETTLING_SECONDS)
+            before, content = content, self._path.read_bytes()
+            if content == before:
+                break
+        return content
+
     def _edited(self) -> Settings:
         """What the file says and did not say before.
 
@@ -204,7 +218,7 @@ class Control:
         """
         unread = None
         try:
-            content = self._path.read_bytes()
+            content = self._settled()
         except FileNotFoundError:
             return {}
         except OSError as error:  # said once, as what is wrong in the file is

@@ -108,6 +108,14 @@ class Checkpoints:
             if not self._run.async_checkpoints:
                 self.close()
 
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wait for what is being written, unless a rank is not there to."""
+        if error is None or (getattr(error, "alike", False) and not isinstance(error, Unwritten)):
+            self.close()
+
     def close(self) -> None:
         """Wait for what is being written.
 
@@ -123,7 +131,14 @@ class Checkpoints:
         self._record.event("checkpoint", step=updates, path=str(path))
         if self._run.keep_last and ranks.rank() == 0:
             for step in steps_in(self._record.folder)[: -self._run.keep_last]:
-                remove(checkpoint_folder(self._record.folder, step))
+                self._remove(checkpoint_folder(self._record.folder, step), step)
+
+    def _remove(self, path: Path, step: int) -> None:
+        try:
+            remove(path)
+        except OSError as error:  # on NFS, as long as someone reads of its files
+            said = f"{path} is left over, in part or whole: {error.strerror}"
+            self._record.event("checkpoint_left", said, step=step, path=str(path), why=str(error))
 
     @contextmanager
     def _telling(self, path: Path, updates: int) -> Iterator[None]:

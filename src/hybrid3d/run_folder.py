@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybrid3d.config import Recipe, recipe_to_yaml
+from hybrid3d.config import Recipe, RecipeError, recipe_to_yaml
 from hybrid3d.train.room import Unwritten, why_unwritten
+
+LOCK = ".lock"
+HELD_SECONDS = 100  # more than the lease that NFS gives, 90
 
 
 class RunFolder:
@@ -32,10 +38,50 @@ class RunFolder:
     def of(cls, recipe: Recipe) -> RunFolder:
         return cls(Path(recipe.run.dir) / recipe.name)
 
+    def logging_to(self, name: str) -> RunFolder:
+        """The same folder for a command that may run beside training: its logs are under a name of their own."""
+        other = RunFolder(self.path)
+        other.logs = self.logs / name
+        return other
+
+    @contextmanager
+    def held(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Keep other starts out meanwhile, which would write the same records and checkpoints.
+
+        What holds the folder is waited for a while: a start that was killed lets go of it when it is gone, one whose
+        machine died when the file server thinks so.
+
+        Raises:
+            RecipeError: it is held still.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / LOCK, "a+") as lock:
+            for second in range(HELD_SECONDS + 1):
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    lock.seek(0)
+                    by = f"{self.path} is used by {lock.read().strip() or 'another start'}"
+                    if second == 0:
+                        say(f"{by}: waiting {HELD_SECONDS} seconds for its end")
+                    if second == HELD_SECONDS:
+                        fix = f"wait for its end, or set another name; if it is gone for good, remove {lock.name}"
+                        raise RecipeError(self.path.name, [f"{by}: {fix}"]) from None
+                    time.sleep(1)
+                except OSError:  # a file system without locks
+                    break
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            lock.flush()
+            yield
+
     def create(self, recipe: Recipe) -> None:
         """What was there stays, but for half a line of events, which a full disk cut off and the next would follow."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.recipe.write_text(recipe_to_yaml(recipe))
+        told = recipe_to_yaml(recipe)
+        if not self.recipe.exists() or self.recipe.read_text() != told:
+            _replace(self.recipe, told)
         if self.events.exists():
             whole = "".join(f"{line}\n" for line in _whole_lines(self.events))
             os.truncate(self.events, len(whole.encode()))
@@ -67,9 +113,7 @@ class RunFolder:
         """Drop what was recorded from `step` on: a resumed run records it again."""
         for path in (self.metrics, self.samples):
             kept = [line for line in _whole_lines(path) if json.loads(line)["step"] < step]
-            replacement = path.with_suffix(".tmp")
-            replacement.write_text("".join(f"{line}\n" for line in kept))
-            os.replace(replacement, path)
+            _replace(path, "".join(f"{line}\n" for line in kept))
 
 
 def _whole_lines(path: Path) -> list[str]:
@@ -99,6 +143,16 @@ def find_step(folder: RunFolder, step: int | None) -> int:
         wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise NoCheckpoint(f"{folder.path} has {wanted}; there are: {', '.join(map(str, steps)) or 'none'}")
     return steps[-1] if step is None else step
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file anew; a run that is killed meanwhile finds it as it was."""
+    replacement = path.with_suffix(".tmp")
+    with open(replacement, "w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(replacement, path)
 
 
 def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

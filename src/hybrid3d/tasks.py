@@ -75,10 +75,13 @@ def evaluate(
     run = Colocated(recipe, rank, slots, trainable=False)
     checkpoint.load_weights({"policy": run.policy}, checkpoint_folder(folder, step))
     run.sync.run(step)
-    accuracy = run.rollouts.accuracy(step)
+    found = run.rollouts.evaluate(step)
     if console is not None:
-        problems = run.rollouts.held_out_problems
-        console.print(f"step {step}: held-out accuracy {accuracy:.4f} of {problems} problems", highlight=False)
+        problems, failed = run.rollouts.held_out_problems, sum(found.failures.values())
+        console.print(f"step {step}: held-out accuracy {found.accuracy:.4f} of {problems} problems", highlight=False)
+        if failed:
+            said = f"{failed} rewards failed, such as: {next(iter(found.examples.values()))}"
+            console.print(said, highlight=False, markup=False, soft_wrap=True)
     run.close()
 
 
@@ -111,9 +114,10 @@ def export(
     if rank == 0:
         os.rename(partial, out)  # an export that was interrupted never looks like a checkpoint
     if console is not None:
-        console.print(f"wrote {len(entries)} tensors to {out}", highlight=False)
+        console.print(f"wrote {len(entries)} tensors to {out}", highlight=False, markup=False)
         if carried:
-            console.print(f"{len(carried)} of them are untrained, as they were in {recipe.model.path}", highlight=False)
+            said = f"{len(carried)} of them are untrained, as they were in {recipe.model.path}"
+            console.print(said, highlight=False, markup=False)
 
 
 def bench(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -19,6 +17,7 @@ from rich.console import Console
 
 from hybrid3d import ranks, rendezvous
 from hybrid3d.config import Recipe
+from hybrid3d.lifetime import die_with
 from hybrid3d.relief import RanOut
 from hybrid3d.run_folder import RunFolder
 
@@ -38,7 +37,7 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
     Args:
         launched: by our own launcher, which says why a rank failed; under torchrun and srun the rank says it.
     """
-    _die_with_parent()
+    die_with(os.getppid())  # the launcher: a rank must not live on where that is killed
     rank = ranks.rank()
     folder.logs.mkdir(parents=True, exist_ok=True)
     folder.failure_of(rank).unlink(missing_ok=True)
@@ -109,12 +108,6 @@ def _redirect(log: Path, speaks: bool) -> Console | None:
     os.dup2(opened, 2)
     os.close(opened)
     return Console(file=terminal) if terminal else None
-
-
-def _die_with_parent() -> None:
-    """A rank whose launcher is killed must not live on (Linux: prctl PR_SET_PDEATHSIG)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _is_lost_peer(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hybrid3d.lifetime import die_with
 from hybrid3d.train import manifest
 from hybrid3d.train.room import Unwritten, is_of_files, why_unwritten
 from hybrid3d.train.runtime import on_device
@@ -123,7 +125,8 @@ class Writing:
     def _name(self, shares: list[dict[str, int]]) -> None:
         manifest.write(self._unfinished, {name: crc for share in shares for name, crc in share.items()})
         manifest.sync_folder(self._unfinished)
-        remove(self.folder)
+        with suppress(OSError):  # under another name it is in no one's way
+            remove(self.folder)
         os.rename(self._unfinished, self.folder)
         manifest.sync_folder(self.folder.parent)
 
@@ -189,7 +192,7 @@ def _by_processes(transforms: list[Any], msc: bool, rank: int, buckets: list[Any
     try:
         for number, bucket in enumerate(buckets):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_write_bucket, args=(transforms, number, bucket, theirs))
+            process = context.Process(target=_write_bucket, args=(os.getpid(), transforms, number, bucket, theirs))
             process.start()
             theirs.close()
             begun.append((process, ours))
@@ -207,7 +210,8 @@ def _by_processes(transforms: list[Any], msc: bool, rank: int, buckets: list[Any
     results.put(next((one for one in written.values() if isinstance(one, Exception)), written))
 
 
-def _write_bucket(transforms: list[Any], number: int, bucket: Any, told: Connection) -> None:
+def _write_bucket(rank: int, transforms: list[Any], number: int, bucket: Any, told: Connection) -> None:
+    die_with(rank)  # in whose memory it is, that of a GPU too
     gc.disable()  # garbage of the rank's own may lie on its GPU, which a fork must not touch
     results, count = queue.Queue[Any](), queue.Queue[int]()
     count.put(number)

@@ -1,0 +1,171 @@
+"""A run's folder: one start at a time, records that survive a kill, and what is said of events."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hybrid3d import ranks, resuming, run_folder
+from hybrid3d.config import RecipeError, load_recipe
+from hybrid3d.display import Display
+from hybrid3d.record import Record
+from hybrid3d.resuming import Checkpoints
+from hybrid3d.run_folder import RunFolder, checkpoint_folder
+from hybrid3d.train.room import Unwritten
+from run_ranks import ROOT
+
+RECIPE = load_recipe(ROOT / "recipes/demo-cpu.yaml")
+HOLD = """
+import sys, time
+from pathlib import Path
+from hybrid3d.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).held(print):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+# Begins a process that would outlive it, and ends.
+ABANDON = """
+import os, sys, time
+from hybrid3d.lifetime import die_with
+parent = os.getpid()
+if os.fork() == 0:
+    die_with(parent)
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+time.sleep(1)
+os._exit(1)
+"""
+
+
+def test_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "HELD_SECONDS", 1)
+    folder, said = RunFolder(tmp_path / "run"), list[str]()
+    with subprocess.Popen([sys.executable, "-c", HOLD, folder.path], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        by = f"{folder.path} is used by process {other.pid} on "
+        with pytest.raises(RecipeError, match=by) as caught, folder.held(said.append):
+            pytest.fail("two at once")
+        assert f"remove {folder.path / '.lock'}" in str(caught.value)
+        assert [text[: len(by)] for text in said] == [by]
+        monkeypatch.setattr(run_folder, "HELD_SECONDS", 30)
+        other.kill()
+        with folder.held(said.append):  # as soon as it is gone
+            assert str(os.getpid()) in (folder.path / ".lock").read_text()
+    with folder.held(pytest.fail):
+        pass
+
+
+def test_a_process_goes_with_the_one_that_began_it() -> None:
+    done = subprocess.run([sys.executable, "-c", ABANDON], capture_output=True, text=True, timeout=60)
+    child = int(done.stdout)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and _state(child) != "Z":
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.05)
+
+
+def _state(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_the_recipe_is_whole_whenever_a_run_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create(RECIPE)
+    first = folder.recipe.read_text()
+    monkeypatch.setattr(run_folder.os, "replace", lambda *paths: pytest.fail("it is there already"))
+    folder.create(RECIPE)
+    folder.recipe.write_text("name: other\n")
+
+    def killed(*paths: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_folder.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        folder.create(RECIPE)
+    assert folder.recipe.read_text() == "name: other\n"
+    monkeypatch.undo()
+    folder.create(RECIPE)
+    assert folder.recipe.read_text() == first
+
+
+def test_logs_of_eval_are_not_those_of_training(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    other = folder.logging_to("eval")
+    assert other.failure_of(0) == tmp_path / "logs/eval/rank-0.failure"
+    assert (other.checkpoints, other.recipe) == (folder.checkpoints, folder.recipe)
+    assert folder.log_of(0) == tmp_path / "logs/rank-0.log"
+
+
+def test_what_a_reward_says_is_no_markup(tmp_path: Path) -> None:
+    console = Console(file=open(tmp_path / "said", "w"), width=200)  # noqa: SIM115
+    folder = RunFolder(tmp_path)
+    with Display("run", 1, console) as display:
+        Record(folder, 0, display).event("reward_failed", "not a float: '[/b] [red]7'", step=3)
+    console.file.close()
+    assert (tmp_path / "said").read_text() == "not a float: '[/b] [red]7'\n"
+    assert json.loads(folder.events.read_text())["step"] == 3
+
+
+# ---- checkpoints
+
+
+class Written:
+    """In the place of a `Writing`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.finished = 0
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoints:
+    monkeypatch.setenv("RANK", "0")
+    assert ranks.rank() == 0
+    recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", ["run.keep_last=1"])
+    return Checkpoints(recipe, {}, Record(RunFolder(tmp_path), 0, Display("run", 1, None)))
+
+
+class Together(RuntimeError):
+    alike = True
+
+
+@pytest.mark.parametrize(
+    ("error", "finished"), [(None, 1), (Together(), 1), (RuntimeError(), 0), (Unwritten("full", alike=True), 0)]
+)
+def test_what_is_being_written_is_waited_for_where_all_ranks_are_there(
+    checkpoints: Any, error: BaseException | None, finished: int
+) -> None:
+    checkpoints._writing = written = Written(checkpoint_folder(checkpoints._record.folder, 4))
+    checkpoints.__exit__(type(error), error, None)
+    assert written.finished == finished
+
+
+def test_a_checkpoint_that_stays_is_told_and_stops_nothing(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoints._record.folder
+    for step in (1, 2):
+        checkpoint_folder(folder, step).mkdir(parents=True)
+
+    def busy(path: Path) -> None:
+        raise OSError(39, "Directory not empty", str(path))
+
+    monkeypatch.setattr(resuming, "remove", busy)
+    checkpoints._writing = Written(checkpoint_folder(folder, 2))
+    checkpoints.close()
+    events = [json.loads(line) for line in folder.events.read_text().splitlines()]
+    assert [(e["event"], e["step"]) for e in events] == [("checkpoint", 0), ("checkpoint_left", 1)]
+    assert "Directory not empty" in events[1]["why"]
