@@ -64,6 +64,12 @@ def test_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         pass
 
 
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match=r"cannot be written \(Not a directory\): set another run\.dir"):
+        RunFolder(tmp_path / "file/run").held(print).__enter__()
+
+
 def test_a_process_goes_with_the_one_that_began_it() -> None:
     done = subprocess.run([sys.executable, "-c", ABANDON], capture_output=True, text=True, timeout=60)
     child = int(done.stdout)

@@ -9,7 +9,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,15 @@ class RunFolder:
         machine died when the file server thinks so.
 
         Raises:
-            RecipeError: it is held still.
+            RecipeError: it is held still, or cannot be written.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / LOCK, "a+") as lock:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / LOCK, "a+")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            problem = f"{self.path} cannot be written ({error.strerror}): set another run.dir"
+            raise RecipeError(self.path.name, [problem]) from error
+        with lock:
             for second in range(HELD_SECONDS + 1):
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -71,9 +76,9 @@ class RunFolder:
                     time.sleep(1)
                 except OSError:  # a file system without locks
                     break
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            lock.flush()
+            with suppress(OSError):  # a disk that is full
+                os.ftruncate(lock.fileno(), 0)
+                os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             yield
 
     def create(self, recipe: Recipe) -> None:
