@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,6 +128,32 @@ def test_a_writer_that_is_killed(world: None, tmp_path: Path, monkeypatch: pytes
     write(2)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-2"]
     assert dist_checkpointing.load(state(), str(tmp_path / "step-2"))["a"].equal(tensor)
+
+
+@pytest.mark.timeout(60)
+def test_a_writer_that_never_begins(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a fork may not, of a process with threads: another is begun, or the checkpoint has no end."""
+    forked, tensor = tmp_path / "forked", torch.arange(6.0)
+
+    def stuck_at_first(rank: int) -> None:
+        if not forked.exists():
+            forked.write_text(str(os.getpid()))
+            time.sleep(60)
+
+    def state() -> dict[str, ShardedTensor]:
+        return {"a": ShardedTensor.from_rank_offsets("a", tensor)}
+
+    monkeypatch.setattr(writing, "BEGUN_SECONDS", 1)
+    monkeypatch.setattr(writing, "die_with", stuck_at_first)
+    writing.Writing(state, tmp_path / "step-1", {}, beside=True).finish()
+    assert dist_checkpointing.load(state(), str(tmp_path / "step-1"))["a"].equal(tensor)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(forked.read_text()), 0)
+    monkeypatch.setattr(writing, "BEGUN_TRIES", 2)
+    monkeypatch.setattr(writing, "die_with", lambda rank: time.sleep(60))
+    with pytest.raises(Unwritten, match="has begun in 2 x 1 seconds"):
+        writing.Writing(state, tmp_path / "step-2", {}, beside=False).finish()
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-1"]
 
 
 def test_settings_of_experts_that_no_group_was_saved_for() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,8 @@ from hybrid3d.train.room import Unwritten, is_of_files, why_unwritten
 from hybrid3d.train.runtime import on_device
 
 PROGRESS = "progress.json"
+BEGUN_SECONDS = 10  # in which a process that writes has begun
+BEGUN_TRIES = 6
 PARTIAL = ".partial"  # ends the name of a folder that is being written, or removed
 
 Result = TypeVar("Result")
@@ -188,14 +191,10 @@ def _by_processes(transforms: list[Any], msc: bool, rank: int, buckets: list[Any
 
     The arguments are those of Megatron's, which it stands in for.
     """
-    context, begun, written = multiprocessing.get_context("fork"), [], {}
+    begun, written = [], {}
     try:
         for number, bucket in enumerate(buckets):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_write_bucket, args=(os.getpid(), transforms, number, bucket, theirs))
-            process.start()
-            theirs.close()
-            begun.append((process, ours))
+            begun.append(_begun(transforms, number, bucket))
         for number, (process, ours) in enumerate(begun):
             try:
                 written[number] = ours.recv()
@@ -210,8 +209,32 @@ def _by_processes(transforms: list[Any], msc: bool, rank: int, buckets: list[Any
     results.put(next((one for one in written.values() if isinstance(one, Exception)), written))
 
 
+def _begun(transforms: list[Any], number: int, bucket: Any) -> tuple[ForkProcess, Connection]:
+    """A process that writes a bucket, and where it tells what became of it.
+
+    The fork of a rank with threads may never come to its first line: a lock was another thread's when it was forked, as
+    in CPython 3.11 that of the list of threads (https://github.com/python/cpython/issues/112275). It has done nothing
+    yet, so another is begun.
+    """
+    context = multiprocessing.get_context("fork")
+    for _ in range(BEGUN_TRIES):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_write_bucket, args=(os.getpid(), transforms, number, bucket, theirs))
+        process.start()
+        theirs.close()
+        if ours.poll(BEGUN_SECONDS):
+            with suppress(EOFError, OSError):  # it has been killed, as whoever listens next will find
+                ours.recv()
+            return process, ours
+        process.kill()
+        process.join()
+        ours.close()
+    raise OSError(f"no process to write {bucket[0]} has begun in {BEGUN_TRIES} x {BEGUN_SECONDS} seconds")
+
+
 def _write_bucket(rank: int, transforms: list[Any], number: int, bucket: Any, told: Connection) -> None:
     die_with(rank)  # in whose memory it is, that of a GPU too
+    told.send("begun")
     gc.disable()  # garbage of the rank's own may lie on its GPU, which a fork must not touch
     results, count = queue.Queue[Any](), queue.Queue[int]()
     count.put(number)
