@@ -39,9 +39,10 @@ def start_and_kill(folder: Path, arguments: list[str], run: Path, moment: Moment
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "hybrid3d", "train", *arguments]
     process = subprocess.Popen(command, cwd=folder, env=environment(mark), stdout=subprocess.DEVNULL)
+    before = _starts(run)
     try:
         end = time.monotonic() + REACHED
-        while not moment(run) and process.poll() is None:
+        while not (_starts(run) > before and moment(run)) and process.poll() is None:
             assert time.monotonic() < end, f"not at the moment after {REACHED} s"
             time.sleep(0.005)
         time.sleep(delay)
@@ -60,6 +61,13 @@ def start_and_kill(folder: Path, arguments: list[str], run: Path, moment: Moment
     finally:
         kill_marked(mark)
         process.wait()
+
+
+def _starts(run: Path) -> int:
+    """How often a run has begun or gone on: until it does, its folder tells of the one that was killed before."""
+    events = run / "events.jsonl"
+    told = events.read_text() if events.exists() else ""
+    return told.count('"event": "start"') + told.count('"event": "resume"')
 
 
 def some_moment(dice: random.Random, steps: int) -> tuple[Moment, float]:
