@@ -56,6 +56,8 @@ def test_a_slurm_script_asks_for_its_recipe_s_gpus(script: Path) -> None:
     if recipe.name == "demo-cpu":
         assert "gpus-per-node" not in asked
     else:
+        assert asked["mem"] == "0"  # all of a node's, which `exclusive` alone does not give
+        assert "exclusive" in asked
         assert int(asked["gpus-per-node"]) == here == min(recipe.machine.gpus_per_node, recipe.world_size)
 
 

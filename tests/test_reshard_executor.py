@@ -23,9 +23,9 @@ from hybrid3d.reshard.layout import Fill, Holdings, Piece, View
 from hybrid3d.reshard.planner import FILES, Known, Plan, RankPlan, Routes, local_plan, make_plan
 from hybrid3d.reshard.ready import ready_after
 from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.reshard.transport import GlooTransport, LocalTransport, Transport, make_transport
+from hybrid3d.reshard.transport import GlooTransport, Transport, make_transport
 from test_reshard_box import Shape, Side, World, addresses, index, worlds
-from worlds import Mailbox, Strict, run_in_threads
+from worlds import LocalTransport, Mailbox, Strict, run_in_threads
 
 MIB = 1 << 20
 BEFORE = 7.0  # what a destination holds until something lands there

@@ -11,9 +11,8 @@ import torch
 from hybrid3d.reshard.executor import Executor, Report, Tensors
 from hybrid3d.reshard.layout import Demand, Holdings
 from hybrid3d.reshard.planner import make_plan
-from hybrid3d.reshard.transport import LocalTransport
 from test_reshard_executor import canonical, large_world, memories, write_pieces
-from worlds import Mailbox, run_in_threads
+from worlds import LocalTransport, Mailbox, run_in_threads
 
 WORLD = large_world()
 RANKS = range(4)

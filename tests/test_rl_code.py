@@ -269,6 +269,14 @@ def test_protection_says_what_holds() -> None:
     assert sandbox.protection() in ("seccomp, landlock, limits", "seccomp, limits", "landlock, limits", "limits")
 
 
+def test_what_does_not_hold_is_said() -> None:
+    assert sandbox.warning("seccomp, landlock, limits") == ""
+    said = sandbox.warning("landlock, limits")
+    assert "confined by landlock, limits only: without seccomp they can open sockets" in said
+    assert "read files" not in said
+    assert all(name in sandbox.warning("limits") for name in ("without seccomp", "without landlock"))
+
+
 @pytest.mark.usefixtures("nothing_left")
 def test_a_kernel_that_has_neither(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The same file for a machine that the filter knows no numbers of, on a kernel older than Landlock."""

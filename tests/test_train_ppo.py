@@ -7,10 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from commands import ROOT, hybrid3d, read_rows, without
+from hybrid3d.rl import sandbox
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1500)]
 
@@ -34,6 +37,11 @@ def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (work / "build").mkdir()
     (work / "build" / "demo").symlink_to(demo)
     make_judge(demo / "base", work / "judge")
+    held_out = pq.read_table(demo / "eval.parquet").slice(0, 16)
+    tests = pa.array(['{"tests": "assert True"}'] * 16)
+    pq.write_table(
+        held_out.set_column(held_out.column_names.index("answer"), "answer", tests), work / "programs.parquet"
+    )
     return work
 
 
@@ -46,6 +54,8 @@ SETTINGS = [
     "train.packed=true",
     "train.micro_batch_size=16",
     "reward.model=judge",
+    "reward.name=code",  # of held-out answers alone
+    "data.eval=programs.parquet",
     "algorithm.name=ppo",
     "algorithm.prompts_per_step=16",
     "algorithm.epochs=2",
@@ -95,6 +105,14 @@ def test_policy_and_critic_are_updated(rows: list[dict[str, Any]]) -> None:
     assert rows[-1]["train/answer_kl"] != rows[0]["train/answer_kl"]
     coefs = [row["train/kl_coef"] for row in rows]
     assert coefs[0] == coefs[1] == 0.01 != coefs[2] != coefs[3]
+
+
+def test_programs_are_judged_in_a_sandbox(work: Path, rows: list[dict[str, Any]]) -> None:
+    events = [json.loads(line) for line in (work / "runs/whole/events.jsonl").read_text().splitlines()]
+    (told,) = [event for event in events if event["event"] == "sandbox"]
+    assert told["confined_by"] == sandbox.protection()
+    assert [event for event in events if event["event"] == "reward_failed"] == []
+    assert 0 <= rows[0]["eval/accuracy"] <= 1
 
 
 def test_a_bound_that_is_left_is_told_once(work: Path, rows: list[dict[str, Any]]) -> None:

@@ -14,9 +14,8 @@ from grid import LAYOUTS, Cell, Grid, rollout_of
 from hybrid3d.config import Train
 from hybrid3d.reshard.executor import Executor, Tensors
 from hybrid3d.reshard.planner import make_plan
-from hybrid3d.reshard.transport import LocalTransport
 from hybrid3d.reshard.verify import Checks
-from worlds import Mailbox, run_in_threads
+from worlds import LocalTransport, Mailbox, run_in_threads
 
 pytestmark = pytest.mark.engines
 

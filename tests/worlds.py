@@ -1,4 +1,4 @@
-"""Ranks in threads of one process: a mailbox that waits for what has not been sent yet, and a strict transport."""
+"""Ranks in one process: a transport; for threads a mailbox that waits for what is not there, and a strict one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hybrid3d.reshard.transport import LocalTransport
+from hybrid3d.reshard.transport import Pending
 
 T = TypeVar("T")
 
@@ -71,6 +71,43 @@ class Mailbox(dict):
                 self._failure = self._failure or failure
                 self._changed.notify_all()
             raise
+
+
+class LocalTransport:
+    """Several ranks in one process: every `LocalTransport` of one `mailbox` is a rank."""
+
+    stops = True
+
+    def __init__(self, rank: int, mailbox: dict[tuple[int, int, int], torch.Tensor]):
+        self.received_bytes = 0
+        self._rank = rank
+        self._mailbox = mailbox
+        self._expected: list[tuple[tuple[int, int, int], torch.Tensor]] = []
+
+    def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        self._mailbox[self._rank, dst, tag] = tensor.clone()
+
+    def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
+        self.received_bytes += tensor.nbytes
+        self._expected.append(((src, self._rank, tag), tensor))
+
+    def run(self) -> Pending:
+        started, self._expected = _Deliveries(self._mailbox, self._expected), []
+        return started
+
+
+class _Deliveries:
+    def __init__(
+        self,
+        mailbox: dict[tuple[int, int, int], torch.Tensor],
+        expected: list[tuple[tuple[int, int, int], torch.Tensor]],
+    ):
+        self._mailbox = mailbox
+        self._expected = expected
+
+    def wait(self) -> None:
+        for key, tensor in self._expected:
+            tensor.copy_(self._mailbox.pop(key))
 
 
 class Strict(LocalTransport):

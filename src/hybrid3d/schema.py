@@ -187,10 +187,10 @@ def read_section(kind: type[T], raw: object, path: str, problems: list[str]) -> 
             values[field.name] = _read(hint, raw[field.name], here, problems)
         elif field.default_factory is not dataclasses.MISSING:
             continue
-        elif field.default is dataclasses.MISSING and _section_of(hint):
+        elif field.default is dataclasses.MISSING and section_of(hint):
             values[field.name] = _read(hint, {}, here, problems)  # names each key that is missing in it
         elif field.default is dataclasses.MISSING:
-            problems.append(f"{here}: missing, expected {_expected(hint)}")
+            problems.append(f"{here}: missing, expected {expected(hint)}")
     return kind(**values) if len(problems) == before else None
 
 
@@ -198,7 +198,7 @@ def _read(hint: Any, raw: object, path: str, problems: list[str]) -> object:
     """A field's value, section or scalar; None when `problems` has grown."""
     if hint == Schedule:
         return _read_schedule(raw, path, problems)
-    section = _section_of(hint)
+    section = section_of(hint)
     if section is not None:
         optional = NoneType in get_args(hint)
         return None if optional and raw is None else read_section(section, raw, path, problems)
@@ -240,7 +240,7 @@ def read_value(hint: Any, raw: object) -> Any:
     else:  # `is`, because to isinstance True is an int
         valid, near = type(value) is kind and all(rule.holds(value) for rule in rules), ""
     if not valid:
-        raise ValueError(f"expected {_expected(hint)}, got {_shown(raw)}{near}")
+        raise ValueError(f"expected {expected(hint)}, got {_shown(raw)}{near}")
     return value
 
 
@@ -262,13 +262,14 @@ def _split(hint: Any) -> tuple[Any, tuple[Rule, ...]]:
     return hint, ()
 
 
-def _section_of(hint: Any) -> type[Any] | None:
+def section_of(hint: Any) -> type[Any] | None:
     """The dataclass in a hint `Section` or `Section | None`."""
     kinds = (hint, *get_args(hint))
     return next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
 
-def _expected(hint: Any) -> str:
+def expected(hint: Any) -> str:
+    """What a scalar hint accepts, in words."""
     kind, rules = _split(hint)
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))

@@ -18,6 +18,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.families import Config
 from hybrid3d.inputs import read_config
 from hybrid3d.relief import Relief
+from hybrid3d.rl import sandbox
 from hybrid3d.run_folder import RunFolder, checkpoint_folder, draw_curves
 
 
@@ -41,6 +42,9 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
     relief = ranks.first(Relief.of(folder))
     with Display(recipe.name, recipe.run.steps, console) as display:
         record = Record(folder, rank, display)
+        if recipe.reward.name == "code":
+            confined_by = sandbox.protection()
+            record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
         control = Control(recipe, record, relief.settings)
         try:
             if recipe.algorithm.generates:

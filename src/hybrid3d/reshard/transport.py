@@ -88,43 +88,6 @@ class NcclTransport:
         return _Works(works)
 
 
-class LocalTransport:
-    """Several ranks in one process, for proofs and tests: every `LocalTransport` of one `mailbox` is a rank."""
-
-    stops = True
-
-    def __init__(self, rank: int, mailbox: dict[tuple[int, int, int], torch.Tensor]):
-        self.received_bytes = 0
-        self._rank = rank
-        self._mailbox = mailbox
-        self._expected: list[tuple[tuple[int, int, int], torch.Tensor]] = []
-
-    def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        self._mailbox[self._rank, dst, tag] = tensor.clone()
-
-    def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
-        self.received_bytes += tensor.nbytes
-        self._expected.append(((src, self._rank, tag), tensor))
-
-    def run(self) -> Pending:
-        started, self._expected = _Deliveries(self._mailbox, self._expected), []
-        return started
-
-
-class _Deliveries:
-    def __init__(
-        self,
-        mailbox: dict[tuple[int, int, int], torch.Tensor],
-        expected: list[tuple[tuple[int, int, int], torch.Tensor]],
-    ):
-        self._mailbox = mailbox
-        self._expected = expected
-
-    def wait(self) -> None:
-        for key, tensor in self._expected:
-            tensor.copy_(self._mailbox.pop(key))
-
-
 def make_transport(device: torch.device, group: dist.ProcessGroup) -> Transport:
     """The transport for tensors on `device`."""
     if device.type != "cuda":

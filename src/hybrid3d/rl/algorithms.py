@@ -26,8 +26,8 @@ class Method:
     Attributes:
         advantages: of answers [B], from their rewards [B], the number of answers to a prompt, and penalties [B].
         by_token: a KL in the reward costs at the tokens where it arises, and a token's advantage is made of what comes
-            from it on, by GAE where there is a critic; else the KL is taken off the answer's reward, and all tokens of
-            an answer have its advantage.
+            from it on, by GAE where there is a critic; else the KL is taken off the answer's reward or advantage, and
+            all tokens of an answer have its advantage.
         normalised: over all tokens of a step, at last.
         ratio, aggregation, clip, clip_high, dynamic_sampling: defaults of the recipe's settings.
     """

@@ -26,6 +26,8 @@ from typing import BinaryIO, cast
 OUTPUT_BYTES = 2**20  # what a program may print
 # Beside CPU seconds: address space and sizes of files in bytes, open files, processes, bytes of a core dump.
 LIMITS = {"AS": 512 * 2**20, "FSIZE": 0, "NOFILE": 32, "NPROC": 0, "CORE": 0}
+# What a program can do where the kernel, or what a container lets through of it, has no such thing.
+OTHERWISE = {"seccomp": "open sockets and signal processes", "landlock": "read files"}
 _INSIDE = Path(__file__).with_name("sandboxed.py")
 
 
@@ -135,3 +137,10 @@ def _watch(process: subprocess.Popen[bytes], report: int, deadline: float) -> tu
 def protection() -> str:
     """What confines a program on this machine, found by starting one: `seccomp, landlock, limits`, or less."""
     return ", ".join([*run("", seconds=10.0).holds, "limits"])
+
+
+def warning(holds: str) -> str:
+    """What programs may do that are confined by no more than `holds`; "" where that is nothing."""
+    missing = [f"without {name} they can {can}" for name, can in OTHERWISE.items() if name not in holds]
+    advice = "run where the kernel has it and a container allows it, and give a run no secrets to read"
+    return f"programs of answers are confined by {holds} only: {', '.join(missing)}; {advice}" if missing else ""
