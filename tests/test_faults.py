@@ -109,6 +109,7 @@ def test_a_disk_that_is_full(demo: Path, tmp_path: Path) -> None:
     assert [event["event"] for event in events_of(kept)][-2:] == ["disk_low", "checkpoint_unwritten"]
 
 
+@pytest.mark.slow
 def test_supervised_training_skips_what_is_not_finite(demo: Path, tmp_path: Path) -> None:
     recipe = make_supervised(demo, tmp_path)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"guard": {"max_grad_norm": 1e-6}}))

@@ -206,6 +206,7 @@ def placed(name: str, *overrides: str) -> list[str]:
     return [*settings(name, 64), "train.tp=4", "train.pp=1", "run.steps=1", "run.eval_every=9", *overrides]
 
 
+@pytest.mark.slow
 def test_a_run_is_placed_as_planned_and_receives_less(work: Path) -> None:
     plans = {
         where: json.loads(hybrid3d(work, "plan", *placed("placed", f"rollout.placement={where}"), "--json"))
