@@ -8,6 +8,7 @@ A run that is there already (`runs/algorithms/`) is not repeated. With arguments
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -56,11 +57,16 @@ def line_of(case: str) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", nargs="*", help=f"of {'; '.join(CASES)}; all if none is named")
+    cases = parser.parse_args().case
+    if unknown := [case for case in cases if case not in CASES]:
+        parser.error(f"unknown case {unknown[0]!r}; known: {'; '.join(CASES)}")
     print("# Every algorithm on the demo's task\n")
     print(f"Four ranks on CPU, {datetime.now(UTC):%Y-%m-%d}; held-out accuracy is measured every 5 of 40 steps.\n")
     print(f"| algorithm | accuracy before | step with {WANTED} | after | seconds a step | beside `{RECIPE}` |")
     print("|---|---|---|---|---|---|")
-    for case in sys.argv[1:] or CASES:
+    for case in cases or CASES:
         print(line_of(case), flush=True)
 
 

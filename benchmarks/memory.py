@@ -8,6 +8,7 @@ host's memory, so that only its size and the time tell something.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -106,6 +107,7 @@ def memory_now(peak: bool) -> int:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

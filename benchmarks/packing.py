@@ -9,6 +9,7 @@ GRPO. Lengths are those of prompts and answers to problems like GSM8K's, assumed
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import os
@@ -98,6 +99,7 @@ def of_rank(model: str, layouts: list[str]) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     sizes = lengths()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import subprocess
@@ -78,6 +79,7 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     recipes = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if "models/" in path.read_text()]
     plans = [plan(path) for path in recipes]
     today = datetime.datetime.now(datetime.UTC).date()

@@ -122,6 +122,17 @@ def test_subcommands_and_their_options_exist() -> None:
     assert {name: options - known[name] for name, options in named.items() if options - known[name]} == {}
 
 
+# Without local_copies, which imports both engines before it reads its arguments
+BENCHMARKS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "local_copies")
+
+
+@pytest.mark.parametrize("script", BENCHMARKS, ids=lambda path: path.stem)
+def test_a_benchmark_says_what_it_is_and_runs_nothing(script: Path) -> None:
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: " in done.stdout
+
+
 SAMPLE = """
 Prose with a/b.py outside code, make nothing. See [the page](docs/page.md#top), [web](https://a.org/b.py).
 Run `make setup` or `hybrid3d eval RUN --step 3`; weights of `Qwen/Qwen2.5-7B` go by `reshard/` and
