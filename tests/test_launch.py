@@ -145,6 +145,7 @@ def rank(start: Start, number: int, world: int, port: int, *settings: str, **mor
     return start(command, **{**who, **where, **more})
 
 
+@pytest.mark.engines
 def test_ranks_that_differ(start: Start, tmp_path: Path) -> None:
     """In two settings and in a package: rank 0 names each, and who has what."""
     (tmp_path / "other" / "transformers-4.0.0.dist-info").mkdir(parents=True)
@@ -162,6 +163,7 @@ def test_ranks_that_differ(start: Start, tmp_path: Path) -> None:
     assert end(second) == (2, "")
 
 
+@pytest.mark.engines
 def test_a_rank_that_knows_of_a_mistake_alone(start: Start) -> None:
     """Rank 1's layout does not fit the ranks that were started: rank 0 could not know."""
     [port] = free_ports(1)
@@ -173,6 +175,7 @@ def test_a_rank_that_knows_of_a_mistake_alone(start: Start) -> None:
     assert end(processes[1]) == (2, "")
 
 
+@pytest.mark.engines
 def test_a_rank_that_does_not_come(start: Start) -> None:
     [port] = free_ports(1)
     code, message = end(rank(start, 0, 2, port, HYBRID3D_RENDEZVOUS_SECONDS="2"))
@@ -185,6 +188,7 @@ def test_a_rank_that_does_not_come(start: Start) -> None:
     assert len(message.splitlines()) == 1
 
 
+@pytest.mark.engines
 def test_nobody_answers(start: Start) -> None:
     """The first rank of each node says so, the others are silent."""
     [port] = free_ports(1)
@@ -222,6 +226,7 @@ def node(start: Start, number: int, port: int, *settings: str, **more: str) -> s
     return start(["bash", "launch/torchrun/demo-cpu.sh", *settings], **variables, MASTER_PORT=str(port), **more)
 
 
+@pytest.mark.engines
 def test_a_restart_finds_nothing_of_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun keeps its store while it starts ranks again: the second time nobody is there until they come."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -238,6 +243,7 @@ def test_a_restart_finds_nothing_of_what_was_before(monkeypatch: pytest.MonkeyPa
         rendezvous.meet({})
 
 
+@pytest.mark.engines
 def test_a_node_that_does_not_come(start: Start) -> None:
     """Said before torchrun starts, which has no message for it."""
     [port] = free_ports(1)
@@ -247,6 +253,7 @@ def test_a_node_that_does_not_come(start: Start) -> None:
     assert len(message.splitlines()) == 1
 
 
+@pytest.mark.engines
 def test_nodes_that_differ(start: Start) -> None:
     [port] = free_ports(1)
     processes = [node(start, 0, port), node(start, 1, port, "run.seed=7")]
