@@ -1,7 +1,4 @@
-"""Write `docs/recipe.md`: every setting of a recipe, of what `src/hybrid3d/sections/` says of it.
-
-python docs/recipe.py
-"""
+"""Every setting of a recipe, of what `src/hybrid3d/sections/` says of it: `python docs/recipe.py` writes the page."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def sections(kind: type[Any], path: str) -> Iterator[tuple[str, type[Any]]]:
     """Each section with its dotted name, those within it after it."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         inner = section_of(hint)
-        if inner is not None and f"{path}{name}" != "critic.optimizer":
+        if inner is not None and not (path and is_row(hint)):
             yield f"{path}{name}", inner
             yield from sections(inner, f"{path}{name}.")
 
@@ -52,12 +49,17 @@ def section(name: str, kind: type[Any]) -> Iterator[str]:
     yield from (f"## {name}", "", about, "", "| setting | value | default | meaning |", "|---|---|---|---|")
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
-        if section_of(hints[field.name]) is not None and name != "critic":
+        if not is_row(hints[field.name]):
             continue
         star = r"\*" if any(fnmatchcase(f"{name}.{field.name}", pattern) for pattern in MAY_CHANGE) else ""
         words = f"`{field.name}`{star}", values(hints[field.name]), default(field), meanings[field.name]
         yield f"| {' | '.join(words)} |"
     yield ""
+
+
+def is_row(hint: Any) -> bool:
+    """Whether a field of a section is one of its rows: a setting, or a section like another, which may be left out."""
+    return section_of(hint) is None or NoneType in get_args(hint)
 
 
 def read_docstring(kind: type[Any]) -> tuple[str, dict[str, str]]:

@@ -62,7 +62,7 @@ class Relief:
         try:
             os.link(draft, folder.relief_of(self.count + 1))
             folder.add_event("out_of_memory", **told)
-        except FileExistsError:
+        except FileExistsError:  # of a rank that ran out too, with the same settings
             pass
         finally:
             draft.unlink()

@@ -42,7 +42,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
     relief = ranks.first(Relief.of(folder))
     with Display(recipe.name, recipe.run.steps, console) as display:
         record = Record(folder, rank, display)
-        if recipe.reward.name == "code":
+        if rank == 0 and recipe.reward.name == "code":
             confined_by = sandbox.protection()
             record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
         control = Control(recipe, record, relief.settings)
