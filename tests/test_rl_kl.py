@@ -98,9 +98,13 @@ def test_padding_is_zero_in_value_and_gradient_whatever_it_holds(name: str) -> N
     assert gradient[0, 1:].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_nothing_is_clamped() -> None:
-    """exp(25) - 1 - 25 = 72004899311.4."""
-    assert token_kl("k3", torch.full((1, 1), -25.0), torch.zeros(1, 1), ONES).item() == pytest.approx(72004899311.4)
+def test_only_k3_is_bounded_and_at_20() -> None:
+    """exp(20) - 1 - 20 = 485165174.41 and exp(-20) - 1 + 20 = 19.000000002; below 20 nothing is."""
+    policy, reference = torch.tensor([[-100.0, 0.0, -19.0]]), torch.tensor([[0.0, -100.0, 0.0]])
+    values = {name: token_kl(name, policy, reference, torch.ones(1, 3))[0].tolist() for name in ESTIMATORS}
+    assert values["k3"] == pytest.approx([485165174.41, 19.0, math.exp(19) - 20])
+    assert values["k1"] == [-100, 100, -19]
+    assert values["k2"] == [5000, 5000, 180.5]
 
 
 def test_unknown_estimator() -> None:

@@ -141,7 +141,8 @@ class Learner:
             every rank.
         """
         policy = self._policy
-        shares = shares_of(self._recipe, [len(sample.prompt_ids) + len(sample.tokens) for sample in samples])
+        lengths = [len(sample.prompt_ids) + len(sample.tokens) for sample in samples]
+        shares = shares_of(self._recipe, lengths, self._recipe.algorithm.minibatches)
         mine = [samples[i] for i in shares[policy.data_parallel_rank]]
         sequences, prompts = [s.prompt_ids + s.tokens for s in mine], [len(s.prompt_ids) for s in mine]
         batch = Batch.from_sequences(sequences, prompts, own=[s.own for s in mine], pad_id=self._pad_id)
@@ -218,6 +219,7 @@ class Learner:
         return ValueObjective(known.values[rows], known.returns[rows], mask, clip)
 
     def _minibatch(self, known: Experience, number: int) -> slice:
+        """This rank's rows of a minibatch: `shares_of` has put each rank's part of them one after the other."""
         each = len(known.batch) // self._recipe.algorithm.minibatches
         return slice(number * each, (number + 1) * each)
 
@@ -329,13 +331,33 @@ class Learner:
         return [found[i] for i in range(len(found))]
 
 
-def shares_of(recipe: Recipe, lengths: Sequence[int]) -> Shares:
-    """Which sequences each data-parallel rank learns from: consecutive ones where all are padded alike.
+def shares_of(recipe: Recipe, lengths: Sequence[int], minibatches: int = 1) -> Shares:
+    """Deal sequences to data-parallel ranks: consecutive ones where all are padded alike, else balanced in tokens.
+
+    The sequences are cut into minibatches in their order first, and each minibatch is dealt to all ranks. So the same
+    sequences are in an update whatever the number of ranks, packed or not.
 
     Args:
         lengths: of each sequence, in tokens.
+
+    Returns:
+        By rank, its part of the first minibatch, then of the second and so on, all of the same count.
+
+    Raises:
+        ValueError: the sequences do not divide into minibatches and ranks.
     """
-    dp, each = recipe.train.dp, len(lengths) // recipe.train.dp
-    if recipe.train.packed or recipe.train.max_tokens_per_micro_batch is not None:
-        return balanced_shares(lengths, dp)
-    return [list(range(rank * each, (rank + 1) * each)) for rank in range(dp)]
+    dp, count = recipe.train.dp, len(lengths)
+    if count % (minibatches * dp):
+        raise ValueError(f"{count} sequences do not divide into {minibatches} minibatches on {dp} data-parallel ranks")
+    balanced = recipe.train.packed or recipe.train.max_tokens_per_micro_batch is not None
+    of_all, each = count // minibatches, count // (minibatches * dp)
+    shares: Shares = [[] for _ in range(dp)]
+    for first in range(0, count, of_all):
+        dealt = (
+            balanced_shares(lengths[first : first + of_all], dp)
+            if balanced
+            else [range(rank * each, (rank + 1) * each) for rank in range(dp)]
+        )
+        for share, numbers in zip(shares, dealt, strict=True):
+            share += [first + i for i in numbers]
+    return shares

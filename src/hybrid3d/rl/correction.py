@@ -11,6 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hybrid3d.rl.kl import k3
+from hybrid3d.rl.ratio import bounded
+
 QUANTILES = (0.5, 0.99)
 
 
@@ -28,7 +31,7 @@ def mismatch(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[
     ordered = sizes.sort().values
     found = {"max": float(ordered[-1])}  # `torch.quantile` refuses more than 16 million values
     found |= {_percent(q): float(ordered[min(len(ordered) - 1, int(q * len(ordered)))]) for q in QUANTILES}
-    return found, float((torch.expm1(gap) - gap).sum())
+    return found, float(k3(gap).sum())
 
 
 def _percent(quantile: float) -> str:
@@ -40,7 +43,7 @@ def _truncated(ratio: Tensor, low: float, high: float) -> Tensor:
 
 
 def _masked(ratio: Tensor, low: float, high: float) -> Tensor:
-    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+    return torch.where((ratio < low) | (ratio > high), 0.0, ratio)  # NaN stays NaN
 
 
 CORRECTIONS: dict[str, tuple[bool, Callable[[Tensor, float, float], Tensor]]] = {
@@ -60,6 +63,8 @@ def correction_weights(
 ) -> Tensor:
     """What the loss at each token is multiplied by, [B, T], no gradient; zero where `mask` is zero.
 
+    Log-ratios, of whole answers too, are bounded (`ratio.py`).
+
     Args:
         name: of `CORRECTIONS`. low, high: bounds of the ratio; truncation needs the upper one only.
     """
@@ -67,4 +72,4 @@ def correction_weights(
     gap = torch.where(mask.bool(), (logprobs - rollout_logprobs).detach(), 0.0)
     if whole:
         gap = gap.sum(1, keepdim=True).expand_as(gap)
-    return weigh(gap.exp(), low, high) * mask
+    return weigh(bounded(gap).exp(), low, high) * mask

@@ -17,17 +17,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid3d.rl.ratio import bounded
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Estimate KL at each token by `(r - 1) - log r`: unbiased, never negative. The log-ratio is bounded (`ratio.py`).
+
+    DeepSeekMath (arXiv 2402.03300), equation 4. `expm1`, because close to r = 1 the difference r - 1 loses its digits.
+    """
+    limited = bounded(log_ratio)
+    return torch.expm1(limited) - limited
+
+
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda log_ratio: -log_ratio,  # unbiased, high variance, negative half the time
     "k2": lambda log_ratio: log_ratio.square() / 2,  # biased, low variance
-    # (r - 1) - log r: unbiased, never negative; `expm1` because r is close to 1, where r - 1 loses its digits.
-    # DeepSeekMath (arXiv 2402.03300), equation 4.
-    "k3": lambda log_ratio: torch.expm1(log_ratio) - log_ratio,
+    "k3": k3,
 }
 
 
 def token_kl(estimator: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """The estimate at each token, [B, T], and zero where `mask` is zero; not clamped.
+    """The estimate at each token, [B, T], and zero where `mask` is zero; only k3 is bounded.
 
     `logprobs` and `ref_logprobs` [B, T] are those of the policy and of the reference; gradients flow into both.
     """

@@ -13,6 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid3d.rl.kl import k3
+from hybrid3d.rl.ratio import bounded
+
 Aggregation = Literal["token", "sequence", "constant"]
 Ratio = Literal["token", "sequence"]
 
@@ -42,15 +45,19 @@ def answer_weights(aggregation: Aggregation, lengths: Tensor, longest: int) -> T
 
 
 def log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Ratio) -> Tensor:
-    """log(policy / old policy) at each token, [B, T], zero where `mask` is zero.
+    """log(policy / old policy) at each token, [B, T], bounded (`ratio.py`), zero where `mask` is zero.
 
-    At the level of the `sequence` every token has the mean of its answer's: GSPO (arXiv 2507.18071, equation 7).
+    At the level of the `sequence` every token has the mean of its answer's as its value (GSPO, arXiv 2507.18071,
+    equation 7), and a gradient with respect to its own log-probability alone (GSPO-token, in the same paper). So a
+    token whose loss is multiplied by zero has no gradient; if all tokens of an answer have the same weight, the
+    gradient is that of the shared mean.
     """
     # Masked before exp, not after: what padding holds may overflow there, and 0 * inf is NaN in the gradient.
     log_ratio = torch.where(mask.bool(), logprobs - old_logprobs.detach(), 0.0)
-    if level == "token":
-        return log_ratio
-    return log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1) * mask
+    if level == "sequence":
+        own = log_ratio - log_ratio.detach()  # zero, with the gradient of the token's log-probability
+        log_ratio = own + log_ratio.detach().sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1) * mask
+    return bounded(log_ratio)
 
 
 def policy_loss(
@@ -70,7 +77,7 @@ def policy_loss(
         old_logprobs: [B, T], of the policy that sampled, as it was before the step.
         advantages: [B, T].
         mask: [B, T], 1 at the tokens that count.
-        clip: how far the ratio r = exp(logprobs - old_logprobs) may move from 1.
+        clip: how far the ratio r = exp(`log_ratios`) may move from 1.
         clip_high: how far up, where it is not as far (DAPO, arXiv 2503.14476, equation 10).
         dual_clip: where A < 0 the surrogate is at least `dual_clip` A, above 1: a ratio that ran away cannot make an
             update of any size (arXiv 1912.09729, equation 5).
@@ -95,7 +102,7 @@ def policy_loss(
         stats = {
             "ratio": (ratio * mask).sum(),
             "clip_fraction": ((clipped < surrogate) * mask).sum(),
-            "old_kl": (torch.expm1(plain) - plain).sum(),
+            "old_kl": k3(plain).sum(),
         }
     if dual_clip is not None:
         floor = dual_clip * advantage
@@ -121,7 +128,8 @@ def value_loss(
     error = (values - wanted).square()
     losses, clipped = error, torch.zeros_like(inside)
     if clip is not None:
-        bounded = (old + (values - old).clamp(-clip, clip) - wanted).square()
-        losses, clipped = torch.maximum(error, bounded), bounded > error
+        # Of the value itself, which it leaves as it is inside: old + (values - old) differs from it by rounding.
+        limited = (values.clamp(old - clip, old + clip) - wanted).square()
+        losses, clipped = torch.maximum(error, limited), limited > error
     stats = {"value_clip_fraction": clipped.sum(), "value": values.detach().sum(), "value_error": error.detach().sum()}
     return 0.5 * losses * mask, stats

@@ -1,0 +1,18 @@
+"""The bound on log-ratios of probabilities, which everything that exponentiates one goes through."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""exp(20) = 4.9e8 is beyond every clip, and finite when squared; float32 overflows at exp(88.8), and inf * 0 is NaN."""
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Bound log-ratios to +-`MAX_LOG_RATIO`, with no gradient where the bound holds; NaN stays NaN.
+
+    `torch.where`, because the gradient of `clamp` is zero at NaN, which would hide a broken model from the guard.
+    """
+    limited = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(log_ratio.abs() > MAX_LOG_RATIO, limited, log_ratio)
