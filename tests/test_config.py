@@ -442,7 +442,10 @@ def test_the_contradictions_borders_load(load: Any) -> None:
         (b"name: x\nrun: {steps: 1}\nrun: {steps: 2}\n", "not valid YAML: line 3, column 1: 'run' stands twice"),
         (b"run:\n  steps: 1\n  steps: 2\n", "not valid YAML: line 3, column 3: 'steps' stands twice"),
         (b"a: &x 1\nb: *y\n", "not valid YAML: line 2, column 4: found undefined alias 'y'"),
-        (b"a: 2024-13-45\n", "not valid YAML: month must be in 1..12"),
+        (
+            b"a: 2024-13-45\n",
+            "not valid YAML: line 1, column 4: '2024-13-45' cannot be read as timestamp: month must be in 1..12",
+        ),
         (b"", "expected sections with keys, got nothing"),
         (b"- 1\n", "expected sections with keys, got [1] (a list)"),
         (b"!!python/object:os.system x\n", None),
@@ -466,10 +469,10 @@ def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(tmp_path / "none.yaml")
     assert str(caught.value) == f"{tmp_path}/none.yaml:\n  cannot be read: No such file or directory"
-    with pytest.raises(RecipeError, match="cannot be read: Is a directory"):
+    with pytest.raises(RecipeError, match="cannot be read: it is a directory, and a regular file is expected"):
         load_recipe(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RecipeError, match="not a text file: 'utf-8' codec can't decode byte 0xff in position 0"):
+    with pytest.raises(RecipeError, match="is not a recipe: 'utf-8' codec can't decode byte 0xff in position 0"):
         load_recipe(tmp_path / "binary")
 
 

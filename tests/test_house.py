@@ -18,16 +18,18 @@ MAX_FUNCTION_LINES = 70
 # What a part of hybrid3d may import of hybrid3d. A part is the first name below src/hybrid3d. A part that is not
 # listed may import everything but the command line; the command line may import everything.
 MAY_IMPORT = {
-    "reshard": {"reshard"},
-    "families": {"families"},
-    "rl": {"rl"},
-    "schema": {"schema"},
+    "mistakes": set(),
+    "user_files": {"mistakes"},
+    "reshard": {"reshard", "mistakes"},
+    "families": {"families", "mistakes"},
+    "rl": {"rl", "mistakes"},
+    "schema": {"schema", "mistakes", "user_files"},
     "sections": {"sections", "schema"},
     "shape": {"shape", "schema", "config", "families"},
     "contradictions": {"config", "schema"},
     "config": {"config", "sections", "contradictions", "schema", "shape", "reshard", "families"},
     "lifetime": set(),
-    "train": {"train", "reshard", "families", "config", "rl", "lifetime"},
+    "train": {"train", "reshard", "families", "config", "rl", "lifetime", "mistakes"},
     "rollout": {"rollout", "reshard", "families", "config"},
 }
 COMMAND_LINE = {"cli", "__main__"}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid3d.config import Recipe, RecipeError, recipe_to_yaml
+from hybrid3d.mistakes import UserMistake
 from hybrid3d.train.room import Unwritten, why_unwritten
 
 LOCK = ".lock"
@@ -126,7 +127,7 @@ def _whole_lines(path: Path) -> list[str]:
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
-class NoCheckpoint(ValueError):
+class NoCheckpoint(UserMistake):
     """There is no checkpoint of the step that was asked for: the message lists those that there are."""
 
 

@@ -19,12 +19,13 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-import yaml
+from hybrid3d.mistakes import UserMistake
+from hybrid3d.user_files import UnreadableFile, parse_yaml, read_text_file
 
 T = TypeVar("T")
 
 
-class RecipeError(ValueError):
+class RecipeError(UserMistake):
     """What is wrong with a recipe: all of it, a problem a line."""
 
     def __init__(self, subject: str, problems: Sequence[str]) -> None:
@@ -73,27 +74,12 @@ _TYPE_WORDS: dict[type, str] = {
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key may stand only once: PyYAML keeps the last one and says nothing."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            name = str(key.value)
-            if name in seen:
-                raise yaml.constructor.ConstructorError(problem=f"{name!r} stands twice", problem_mark=key.start_mark)
-            seen.add(name)
-        return super().construct_mapping(node, deep)
-
-
 def read_yaml(path: Path) -> dict[Any, Any]:
     """The mapping in a YAML file. RecipeError: not readable, not YAML (with the line), or no mapping."""
     try:
-        raw = parse(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise RecipeError(str(path), [f"not a text file: {error}"]) from error
-    except OSError as error:
-        raise RecipeError(str(path), [f"cannot be read: {error.strerror}"]) from error
+        raw = parse(read_text_file(path, "a recipe"))
+    except UnreadableFile as error:
+        raise RecipeError(str(path), [error.why]) from error
     except ValueError as error:
         raise RecipeError(str(path), [str(error)]) from error
     if not isinstance(raw, dict):
@@ -133,14 +119,7 @@ def with_settings(raw: Mapping[Any, Any], settings: Mapping[str, object], proble
 
 def parse(text: str) -> object:
     """YAML to Python; ValueError says what is wrong and on which line."""
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ValueError(f"not valid YAML: {where}{error.problem}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
-        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error
+    return parse_yaml(text)
 
 
 def apply_overrides(raw: dict[Any, Any], overrides: Iterable[str], problems: list[str]) -> None:

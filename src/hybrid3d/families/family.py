@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from hybrid3d.mistakes import UserMistake
+
 Config = Mapping[str, Any]
 """A Hugging Face `config.json`."""
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(UserMistake):
     """A model that this version would not compute faithfully: the message gives the key, its value and the reason."""
 
 

@@ -10,12 +10,13 @@ from datetime import timedelta
 from pathlib import Path
 
 from hybrid3d.config import Recipe, recipe_to_yaml
+from hybrid3d.mistakes import UserMistake
 
 ASKING = timedelta(minutes=10)  # the largest models take a minute
 _OF_A_RANK = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 
 
-class AskingFailed(RuntimeError):
+class AskingFailed(UserMistake):
     """The process that asked has no answer: its last words, or how it ended."""
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from hybrid3d.mistakes import UserMistake
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.executor import Tensors, copy_locally
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape, View, contiguous_stride
@@ -29,7 +30,7 @@ SCALES = "_scale_inv"  # what the name of an FP8 weight's block scales ends with
 NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserMistake):
     """A checkpoint that cannot be read: the message names the file and what is wrong with it."""
 
 

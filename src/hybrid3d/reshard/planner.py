@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybrid3d.mistakes import UserMistake
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Group, classes_of, groups_of
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece
@@ -37,7 +38,7 @@ Agree = Callable[[int], int]
 """The smallest of the numbers that all ranks of a plan give."""
 
 
-class PlanError(ValueError):
+class PlanError(UserMistake):
     """What is wanted cannot be given: the message names the canonical tensor and the ranks."""
 
 

@@ -20,6 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from hybrid3d.mistakes import UserMistake
+
 # What pyarrow raises at files that are cut short or damaged; the last where a name or a string is no UTF-8.
 _UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
 
@@ -30,7 +32,7 @@ Turn = dict[str, str]
 """A turn of a conversation: `role` and `content`."""
 
 
-class DataError(ValueError):
+class DataError(UserMistake):
     """A data file that cannot be used as it is."""
 
 
