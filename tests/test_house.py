@@ -20,7 +20,7 @@ MAX_FUNCTION_LINES = 70
 MAY_IMPORT = {
     "mistakes": set(),
     "user_files": {"mistakes"},
-    "reshard": {"reshard", "mistakes"},
+    "reshard": {"reshard", "mistakes", "user_files"},
     "families": {"families", "mistakes"},
     "rl": {"rl", "mistakes"},
     "schema": {"schema", "mistakes", "user_files"},
@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "contradictions": {"config", "schema"},
     "config": {"config", "sections", "contradictions", "schema", "shape", "reshard", "families"},
     "lifetime": set(),
-    "train": {"train", "reshard", "families", "config", "rl", "lifetime", "mistakes"},
+    "train": {"train", "reshard", "families", "config", "rl", "lifetime", "mistakes", "user_files"},
     "rollout": {"rollout", "reshard", "families", "config"},
 }
 COMMAND_LINE = {"cli", "__main__"}

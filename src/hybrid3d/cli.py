@@ -129,6 +129,10 @@ def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe, folder, step = _finished(options, "eval")
     if recipe.rollout is None:
         raise RecipeError(recipe.name, ["the run has no `rollout` section: there is nothing to generate with"])
+    if CHECKED not in os.environ:
+        from hybrid3d.preflight import check_evaluation
+
+        check_evaluation(recipe, folder, step)
     if not ranks.under_launcher():
         return _launch(arguments, recipe, folder, Console())
     from hybrid3d import tasks
@@ -139,17 +143,18 @@ def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
 def _export(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe, folder, step = _finished(options, "export")
     out = Path(options.out)
-    if CHECKED not in os.environ and out.exists() and not _is_empty_folder(out):
-        raise RecipeError(f"export to {out}", ["it is not an empty folder: choose another, or remove it"])
+    from hybrid3d.exporting import UNFINISHED, unfinished_folder
+
+    if CHECKED not in os.environ:
+        from hybrid3d.preflight import check_export
+
+        check_export(recipe, folder, step, out)
     if not ranks.under_launcher():
-        return _launch(arguments, recipe, folder, Console())
+        with unfinished_folder(out) as unfinished, mock.patch.dict(os.environ, {UNFINISHED: str(unfinished)}):
+            return _launch(arguments, recipe, folder, Console())
     from hybrid3d import tasks
 
     return _run_rank(recipe, folder, functools.partial(tasks.export, recipe, folder, step, out))
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -202,6 +207,7 @@ def _finished(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFol
     from hybrid3d.run_folder import find_step
 
     folder = RunFolder(Path(options.folder)).logging_to(command)
+    folder.check()
     if not folder.recipe.exists():
         raise RecipeError(str(folder.path), ["no run's folder: it has no recipe.yaml"])
     recipe = load_recipe(folder.recipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -12,6 +13,7 @@ from hybrid3d.inputs import read_config, read_data, read_tokenizer
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.rollouts import Rollouts
 from hybrid3d.sync import SyncReport, WeightSync
+from hybrid3d.train import checkpoint
 from hybrid3d.train.policy import Policy
 from hybrid3d.train.stepping import Ready
 
@@ -25,13 +27,20 @@ class Colocated:
         sync: brings the policy's weights to the engine.
         rollouts: draws samples and measures accuracy with the weights that the engine has.
 
-    `slots` has every rank's place in the rollout layout.
+    `slots` has every rank's place in the rollout layout. With `weights_of`, a run's checkpoint, the policy has its
+    weights and cannot be trained.
+
+    Raises:
+        BrokenCheckpoint: `weights_of` is not what was written; on every rank, and before vLLM starts.
     """
 
-    def __init__(self, recipe: Recipe, rank: int, slots: Sequence[int], trainable: bool = True):
+    def __init__(self, recipe: Recipe, rank: int, slots: Sequence[int], weights_of: Path | None = None):
+        trainable = weights_of is None
         self.config = read_config(recipe.model.path)
         self.tokenizer = read_tokenizer(recipe)
         self.policy = Policy(self.config, recipe, rank, trainable)
+        if weights_of is not None:
+            checkpoint.load_weights({"policy": self.policy}, weights_of)
         self.policy.put_away()  # vLLM takes its share of what is free when it starts
         self.engine = RolloutEngine(recipe, rank, ranks.ident(), slots)
         self._hidden = trainable and recipe.sync.hidden

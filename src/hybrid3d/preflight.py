@@ -5,26 +5,30 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hybrid3d import ranks
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
-from hybrid3d.exporting import is_redundant, is_untrained
-from hybrid3d.families import VALUE_HEAD, Config, UnsupportedModel, family_of
+from hybrid3d.exporting import check_out, is_redundant, is_untrained
+from hybrid3d.families import VALUE_HEAD, Config, family_of
 from hybrid3d.inputs import read_config, read_data, read_tokenizer
-from hybrid3d.planning.apart import AskingFailed
+from hybrid3d.mistakes import UserMistake
 from hybrid3d.reshard.files import CheckpointError, CheckpointReader, Entry, pieces_of, read_index
 from hybrid3d.reshard.layout import Shape
-from hybrid3d.reshard.planner import PlanError
-from hybrid3d.rl.data import DataError
 from hybrid3d.rl.environments import stop_tokens
 from hybrid3d.rl.replying import check_environment
 from hybrid3d.rl.scoring import check_reward
-from hybrid3d.run_folder import NoCheckpoint, RunFolder
+from hybrid3d.run_folder import RunFolder, checkpoint_folder
+from hybrid3d.schema import dotted
+from hybrid3d.train.manifest import check_sizes
 
+ABSENT = "absent"
+MOST_TOLD = 20  # keys of a recipe that differ
 TIED_CHUNK = 1 << 24  # elements compared at a time
 
 
@@ -51,6 +55,22 @@ def check_run(recipe: Recipe) -> None:
         CheckpointError, UnsupportedModel, DataError, RecipeError: with all that is wrong.
     """
     config = check_model(recipe)
+    check_prompts(recipe, config)
+    check_folder(recipe)
+    check_weights(config, recipe)
+    if recipe.algorithm.critic and recipe.critic.path is not None:
+        check_scorer(recipe.critic.path, "critic.path", config, recipe)
+    if recipe.reward.model is not None:
+        check_scorer(recipe.reward.model, "reward.model", config, recipe)
+    check_fit(recipe)
+
+
+def check_prompts(recipe: Recipe, config: Config) -> None:
+    """What answers are generated from and scored with: tokenizer, data, reward and environment.
+
+    Raises:
+        CheckpointError, DataError, RecipeError: as in `check_run`.
+    """
     tokenizer = read_tokenizer(recipe)
     read_data(recipe, config, tokenizer)
     try:
@@ -62,13 +82,25 @@ def check_run(recipe: Recipe) -> None:
             stop_tokens(tokenizer, check_environment(recipe.rollout.environment))
         except ValueError as error:
             raise RecipeError(recipe.name, [f"rollout.environment: {error}"]) from None
-    check_folder(recipe)
-    check_weights(config, recipe)
-    if recipe.algorithm.critic and recipe.critic.path is not None:
-        check_scorer(recipe.critic.path, "critic.path", config, recipe)
-    if recipe.reward.model is not None:
-        check_scorer(recipe.reward.model, "reward.model", config, recipe)
-    check_fit(recipe)
+
+
+def check_evaluation(recipe: Recipe, folder: RunFolder, step: int) -> None:
+    """All that `eval` needs besides a fitting model, as far as it is seen without reading the checkpoint's weights.
+
+    Raises:
+        CheckpointError, DataError, RecipeError, BrokenCheckpoint: the first that is wrong.
+    """
+    check_sizes(checkpoint_folder(folder, step))
+    read_index(recipe.model.path)
+    check_prompts(recipe, read_config(recipe.model.path))
+    folder.make_logs()
+
+
+def check_export(recipe: Recipe, folder: RunFolder, step: int, out: Path) -> None:
+    """All that `export` needs besides a fitting model. As `check_evaluation`."""
+    check_out(out, recipe.model.path, read_config(recipe.model.path))
+    check_sizes(checkpoint_folder(folder, step))
+    folder.make_logs()
 
 
 def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
@@ -106,14 +138,31 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
 
 
 def check_folder(recipe: Recipe) -> None:
-    """A folder that holds a run already must hold this one: it will be resumed."""
+    """A folder that holds a run already must hold this one: it will be resumed.
+
+    Raises:
+        RecipeError: something in it is of another kind than a run writes, or its recipe is another: each key that
+            differs, with both values.
+    """
+    from hybrid3d.control import MAY_CHANGE
+
     folder = RunFolder.of(recipe)
+    folder.check()
     if not folder.recipe.exists():
         return
-    before = load_recipe(folder.recipe)
-    if before != recipe:
-        problem = f"{folder.path} holds a run of another recipe ({folder.recipe})"
-        raise RecipeError(recipe.name, [f"{problem}: choose another name, or remove the folder"])
+    before, now = (dotted(asdict(one)) for one in (load_recipe(folder.recipe), recipe))
+    keys = [key for key in {**before, **now} if before.get(key, ABSENT) != now.get(key, ABSENT)]
+    if not keys:
+        return
+    told = [f"  {key} is {now.get(key, ABSENT)}, the run began with {before.get(key, ABSENT)}" for key in keys]
+    if len(told) > MOST_TOLD:
+        told[MOST_TOLD:] = [f"  ... {len(told)} keys differ"]
+    changing = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)]
+    fix = "resume with the values that it began with"
+    if changing:
+        fix += f" and write what a run may change ({', '.join(changing)}) to {folder.control}"
+    problem = f"{folder.path} holds a run of another recipe ({folder.recipe}):"
+    raise RecipeError(recipe.name, [problem, *told, f"{fix}; or choose another name, or remove the folder"])
 
 
 def check_fit(recipe: Recipe) -> None:
@@ -188,4 +237,4 @@ def check_tied_copy(folder: str, config: Config, found: Mapping[str, Entry]) -> 
                 )
 
 
-USER_MISTAKES = (RecipeError, CheckpointError, DataError, UnsupportedModel, NoCheckpoint, PlanError, AskingFailed)
+USER_MISTAKES = (UserMistake,)

@@ -15,7 +15,7 @@ from hybrid3d.file_system import MOUNTS, warning_of
 from hybrid3d.record import Record
 from hybrid3d.run_folder import checkpoint_folder, steps_in
 from hybrid3d.train import checkpoint
-from hybrid3d.train.manifest import BrokenCheckpoint, bytes_in, check
+from hybrid3d.train.manifest import BrokenCheckpoint, bytes_in
 from hybrid3d.train.room import Unwritten, free_bytes
 from hybrid3d.train.writing import Writing, remove, remove_unfinished
 
@@ -45,34 +45,32 @@ class Checkpoints:
         self._look_at_file_system()
         if ranks.rank() == 0:
             remove_unfinished(folder.checkpoints)
-        last = self._last_whole()
-        if last is not None:
-            updates, path = last, checkpoint_folder(folder, last)
-            progress = checkpoint.load(self._models, path)
+        loaded = self._load_last_whole()
+        if loaded is not None:
+            updates, progress = loaded
         if ranks.rank() == 0:
             folder.truncate(updates)
-        said = f"resumed from {path}" if last is not None else ""
-        self._record.event("start" if last is None else "resume", said, step=updates)
+        said = f"resumed from {checkpoint_folder(folder, updates)}" if loaded is not None else ""
+        self._record.event("start" if loaded is None else "resume", said, step=updates)
         return updates, progress
 
-    def _last_whole(self) -> int | None:
-        """The last checkpoint that is whole; None where there is none at all.
+    def _load_last_whole(self) -> tuple[int, dict[str, Any]] | None:
+        """Load the last checkpoint that is whole.
+
+        Returns:
+            The number of updates that it has behind it, and its progress; None where there is no checkpoint at all.
 
         Raises:
-            BrokenCheckpoint: of those that there were none is.
+            BrokenCheckpoint: there are checkpoints, and none is whole.
         """
         folder = self._record.folder
         steps = _of_first(steps_in(folder))
         for step in reversed(steps):
             path = checkpoint_folder(folder, step)
             try:
-                check(path, slice(ranks.rank(), None, ranks.world_size()))
-                broken = None
+                return step, checkpoint.load(self._models, path)
             except BrokenCheckpoint as error:
-                broken = str(error)
-            why = next(filter(None, ranks.gather(broken)), None)
-            if why is None:
-                return step
+                why = str(error)
             aside = path.with_name(path.name + ".broken")
             if ranks.rank() == 0:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -83,7 +81,8 @@ class Checkpoints:
         if steps:
             raise BrokenCheckpoint(
                 f"none of the {len(steps)} checkpoints in {folder.checkpoints} is whole: mend one and take .broken off "
-                "its name, or remove the run's folder to begin anew"
+                "its name, or remove the run's folder to begin anew",
+                alike=True,
             )
         return None
 

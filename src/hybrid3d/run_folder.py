@@ -45,6 +45,31 @@ class RunFolder:
         other.logs = self.logs / name
         return other
 
+    def check(self) -> None:
+        """Check that what is there under the names of a run's files and folders is of the right kind.
+
+        Raises:
+            RecipeError: a file where a run has a folder, or the reverse; all that is wrong.
+        """
+        inner = [path for path in (self.logs, *self.logs.parents) if self.path in path.parents]
+        files = (self.recipe, self.metrics, self.samples, self.events, self.curves, self.path / LOCK)
+        kinds = dict.fromkeys((self.path, self.checkpoints, *inner), (os.path.isdir, "a folder"))
+        kinds |= dict.fromkeys(files, (os.path.isfile, "a file"))
+        problems = [
+            f"{path} is not {kind}, and a run keeps {kind} of this name: move it elsewhere"
+            for path, (is_right, kind) in kinds.items()
+            if os.path.lexists(path) and not is_right(path)
+        ]
+        if problems:
+            raise RecipeError(str(self.path), problems)
+
+    def make_logs(self) -> None:
+        """Make the folder of the ranks' logs. RecipeError: it cannot be made."""
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecipeError(str(self.path), [f"{self.logs} cannot be written ({error.strerror})"]) from None
+
     @contextmanager
     def held(self, say: Callable[[str], None]) -> Iterator[None]:
         """Keep other starts out meanwhile, which would write the same records and checkpoints.
@@ -118,13 +143,22 @@ class RunFolder:
     def truncate(self, step: int) -> None:
         """Drop what was recorded from `step` on: a resumed run records it again."""
         for path in (self.metrics, self.samples):
-            kept = [line for line in _whole_lines(path) if json.loads(line)["step"] < step]
+            kept = [line for number, line in enumerate(_whole_lines(path), 1) if _step_of(path, number, line) < step]
             _replace(path, "".join(f"{line}\n" for line in kept))
 
 
 def _whole_lines(path: Path) -> list[str]:
     """The lines of a record; what follows the last newline was cut off in writing."""
     return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+def _step_of(path: Path, number: int, line: str) -> int:
+    """The step of a record. ValueError: it is none; with its file and line."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        problem = f"{path}, line {number} is no record of a step ({type(error).__name__}: {error})"
+        raise ValueError(f"{problem}: mend or remove the line, then start again") from None
 
 
 class NoCheckpoint(UserMistake):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -69,15 +69,14 @@ def evaluate(
     recipe: Recipe, folder: RunFolder, step: int, rank: int, store: dist.Store, console: Console | None
 ) -> None:
     """Held-out accuracy of a checkpoint: greedy answers of vLLM with the checkpoint's weights."""
-    from hybrid3d.train import checkpoint, runtime
+    from hybrid3d.train import runtime
 
     slots = _agree(recipe, store)
     ranks.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
     from hybrid3d.colocated import Colocated
 
-    run = Colocated(recipe, rank, slots, trainable=False)
-    checkpoint.load_weights({"policy": run.policy}, checkpoint_folder(folder, step))
+    run = Colocated(recipe, rank, slots, weights_of=checkpoint_folder(folder, step))
     run.sync.run(step)
     found = run.rollouts.evaluate(step)
     if console is not None:
@@ -93,7 +92,7 @@ def export(
     recipe: Recipe, folder: RunFolder, step: int, out: Path, rank: int, store: dist.Store, console: Console | None
 ) -> None:
     """Write a checkpoint as Hugging Face files; every rank writes the boxes that it holds."""
-    from hybrid3d.exporting import copy_companions, export_entries, is_untrained
+    from hybrid3d.exporting import UNFINISHED, copy_companions, export_entries, is_untrained, unfinished_folder
     from hybrid3d.reshard.files import carry_files, create_files, export_files
     from hybrid3d.train import checkpoint, runtime
     from hybrid3d.train.policy import Policy
@@ -103,20 +102,21 @@ def export(
     policy = Policy(read_config(recipe.model.path), recipe, rank, trainable=False)
     checkpoint.load_weights({"policy": policy}, checkpoint_folder(folder, step))
     entries = export_entries(recipe.model.path, policy.config)
-    partial = out.with_name(out.name + ".partial")
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        create_files(partial, entries)
-        copy_companions(recipe.model.path, partial)
-    dist.barrier()
-    holdings = dict(enumerate(ranks.gather(policy.weights.holdings)))
     carried = [name for name in entries if is_untrained(name, policy.config)]
-    export_files(partial, entries, holdings, policy.weights.tensors, rank, carried)
-    if rank == 0:
-        carry_files(recipe.model.path, partial, entries, carried)
-    dist.barrier()
-    if rank == 0:
-        os.rename(partial, out)  # an export that was interrupted never looks like a checkpoint
+    launched = os.environ.get(UNFINISHED)  # our own launcher has made it, and removes it where a rank is killed
+    with unfinished_folder(out) if rank == 0 and not launched else nullcontext(launched) as made:
+        unfinished = Path(ranks.first(str(made)))
+        if rank == 0:
+            create_files(unfinished, entries)
+            copy_companions(recipe.model.path, unfinished)
+        dist.barrier()
+        holdings = dict(enumerate(ranks.gather(policy.weights.holdings)))
+        export_files(unfinished, entries, holdings, policy.weights.tensors, rank, carried)
+        if rank == 0:
+            carry_files(recipe.model.path, unfinished, entries, carried)
+        dist.barrier()
+        if rank == 0:
+            os.rename(unfinished, os.path.realpath(out))  # an export that was interrupted never looks like a checkpoint
     if console is not None:
         console.print(f"wrote {len(entries)} tensors to {out}", highlight=False, markup=False)
         if carried:

@@ -58,7 +58,9 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
             dist.barrier()
             dist.destroy_process_group()
         return 0
-    except Exception as error:  # the boundary of the process: everything is reported, nothing goes on
+    # The boundary of the process: everything is reported, nothing goes on. SystemExit is no Exception, nor is what
+    # PyTorch raises of checkpoints.
+    except BaseException as error:
         alike = getattr(error, "alike", False)
         reason = {"rank": rank, "time": time.time(), "peer": _is_lost_peer(error), "reason": _one_line(error)}
         if alike:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import reprlib
+import stat
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.executor import Tensors, copy_locally
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape, View, contiguous_stride
 from hybrid3d.reshard.planner import FILES, local_plan
+from hybrid3d.user_files import parse_json, read_json_file
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -28,6 +32,9 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 FP8 = "float8_e4m3fn"
 SCALES = "_scale_inv"  # what the name of an FP8 weight's block scales ends with, in DeepSeek-V3's checkpoints
 NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
+
+
+MAX_HEADER_BYTES = 100_000_000  # of a file, as the format has it
 
 
 class CheckpointError(UserMistake):
@@ -55,14 +62,11 @@ def read_index(folder: str | Path) -> dict[str, Entry]:
         CheckpointError: no safetensors file, a truncated file, a file or tensor that the index names and is not there.
     """
     folder = Path(folder)
-    weight_map = _weight_map(folder) if (folder / INDEX).exists() else None
+    weight_map = _weight_map(folder) if os.path.lexists(folder / INDEX) else None
     files = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
     entries: dict[str, Entry] = {}
     for file in files:
-        if not (folder / file).is_file():
-            raise CheckpointError(
-                f"{folder / file} is not there: a checkpoint needs {SINGLE}, or {INDEX} and its files"
-            )
+        _check_regular(folder / file)
         found = _read_header(folder, file)
         entries |= {name: e for name, e in found.items() if weight_map is None or weight_map.get(name, file) == file}
     if weight_map is not None:
@@ -109,11 +113,40 @@ def _block_of(folder: Path) -> tuple[int, int]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
+    """By tensor, the file that an index says it is in: a path that stays in the folder."""
+    path = folder / INDEX
     try:
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        return {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / INDEX} is no index of a checkpoint: {error!r}") from None
+        read = read_json_file(path)
+        weight_map = read.get("weight_map") if isinstance(read, dict) else None
+        if not isinstance(weight_map, dict):
+            raise ValueError(f'it holds {reprlib.repr(read)}, expected {{"weight_map": {{tensor: file}}}}')
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or not _is_inside(file):
+                told = f"it says that {reprlib.repr(name)} is in {reprlib.repr(file)}"
+                raise ValueError(f"{told}, expected the path of a file within the folder")
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no index of a checkpoint: {error}") from None
+    return weight_map
+
+
+def _is_inside(file: str) -> bool:
+    """Whether the path of a file, relative to a folder, stays in it."""
+    path = PurePosixPath(file)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and file.isprintable()
+
+
+def _check_regular(path: Path) -> None:
+    """Check that a file of weights is there, and a file: another kind might be waited for without end."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        told = f"{path} is not there: a checkpoint needs {SINGLE}, or {INDEX} and its files"
+        raise CheckpointError(told) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+        raise CheckpointError(f"{path} is {kind}, expected a file in the safetensors format")
 
 
 def _read_header(folder: Path, file: str) -> dict[str, Entry]:
@@ -123,10 +156,25 @@ def _read_header(folder: Path, file: str) -> dict[str, Entry]:
             return {
                 n: Entry(file, tuple(s.get_shape()), _dtype(folder / file, n, s.get_dtype())) for n, s in slices.items()
             }
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{folder / file} is damaged or cut short ({(folder / file).stat().st_size} bytes): {error}"
-        ) from None
+    except (SafetensorError, OSError) as error:
+        size, expected = (folder / file).stat().st_size, _size_by_header(folder / file)
+        told = f"{folder / file} is damaged or cut short ({size} bytes)"
+        told += f": its header describes {expected} bytes" if expected not in (None, size) else ""
+        raise CheckpointError(f"{told}: {error}") from None
+
+
+def _size_by_header(path: Path) -> int | None:
+    """Bytes that a file in the safetensors format should have, by its header; None where that cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                return None
+            header = parse_json(file.read(length).decode())
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        return 8 + length + max(map(int, ends), default=0)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return None
 
 
 def _dtype(path: Path, name: str, dtype: str) -> str:

@@ -14,11 +14,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from torch.distributed.checkpoint.api import CheckpointException
 
+from hybrid3d.train import manifest
+from hybrid3d.train.manifest import PROGRESS, BrokenCheckpoint
 from hybrid3d.train.runtime import on_device
 from hybrid3d.train.trained import Trained
 from hybrid3d.train.weights import METADATA
-from hybrid3d.train.writing import PROGRESS, Writing
+from hybrid3d.train.writing import Writing
 
 EXPERTS = "is_expert_parallel"  # by which Megatron tells groups of parameters apart, among others
 
@@ -64,13 +67,53 @@ def bytes_expected(models: Models, ranks: int) -> int:
     return int(mine) // ranks
 
 
+class CheckpointUnloadable(RuntimeError):
+    """A checkpoint is as it was written, but cannot be loaded: the message names it and what Megatron says."""
+
+
+def check(folder: Path) -> None:
+    """Hold a checkpoint against its list of files. Every rank calls this, reads its share, and learns the outcome.
+
+    Raises:
+        BrokenCheckpoint: on every rank: what the first of them found wrong, with both numbers.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    problem = None
+    try:
+        if rank == 0:
+            manifest.check_sizes(folder)
+        manifest.check(folder, slice(rank, None, world))
+    except BrokenCheckpoint as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * world
+    dist.all_gather_object(problems, problem)
+    first = next(filter(None, problems), None)
+    if first is not None:
+        raise BrokenCheckpoint(first, alike=True)
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Name the checkpoint in what PyTorch raises while it reads one, which is no `Exception`, and lists all ranks."""
+    try:
+        yield
+    except CheckpointException as error:
+        failure = next(iter(error.failures.values()))[0]
+        raise CheckpointUnloadable(f"{folder} cannot be loaded: {type(failure).__name__}: {failure}") from error
+
+
 def load(models: Models, folder: Path) -> dict[str, Any]:
     """Bring models, their optimizers and schedules to where they were when `folder` was saved.
 
     Returns:
         The progress that was saved with them.
+
+    Raises:
+        BrokenCheckpoint: on every rank, before anything is changed: the files are not what was written.
+        CheckpointUnloadable: they are, and Megatron cannot load them into these models.
     """
-    with on_device():
+    check(folder)
+    with on_device(), _named(folder):
         for model in models.values():
             model.bring_back()
             _make_optimizer_state(model)
@@ -93,8 +136,9 @@ def load(models: Models, folder: Path) -> dict[str, Any]:
 
 
 def load_weights(models: Models, folder: Path) -> None:
-    """Bring only the weights: for models that are not trained, of those that `folder` has."""
-    with on_device():
+    """Bring only the weights: for models that are not trained, of those that `folder` has. Raises: as `load`."""
+    check(folder)
+    with on_device(), _named(folder):
         states = dist_checkpointing.load(_of_all(models, _weights), str(folder))
         for name, model in models.items():
             _load_model(model, states[name])

@@ -1,19 +1,39 @@
-"""What a checkpoint consists of, so that one which was cut short or damaged is not taken for a whole one."""
+"""What a checkpoint consists of, so that one which was cut short or damaged is not taken for a whole one.
+
+Megatron's format unpickles files of a checkpoint. What is checked here is checked before anything of it is unpickled.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import reprlib
+import stat
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from hybrid3d.mistakes import UserMistake
+from hybrid3d.user_files import UnreadableFile, read_json_file
 
 MANIFEST = "manifest.json"
+PROGRESS = "progress.json"
+REQUIRED = (".metadata", "metadata.json", "common.pt", PROGRESS)
+SHARDS = (".distcp", ".pt")  # what the names of Megatron's other files end with
 CHUNK = 16 * 2**20
 
 
-class BrokenCheckpoint(ValueError):
-    """A file of a checkpoint is missing, or is not what was written."""
+class BrokenCheckpoint(UserMistake):
+    """A file of a checkpoint is missing, or is not what was written.
+
+    Attributes:
+        alike: whether every rank raises it, so that one of them is enough to tell.
+    """
+
+    def __init__(self, message: str, alike: bool = False):
+        super().__init__(message)
+        self.alike = alike
 
 
 def write(folder: Path, crcs: Mapping[str, int]) -> None:
@@ -27,11 +47,16 @@ def write(folder: Path, crcs: Mapping[str, int]) -> None:
 
 def crc_of(path: Path) -> int:
     """The CRC-32 of a file, and the file on the disk for good."""
-    crc = 0
     with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            crc = zlib.crc32(chunk, crc)
+        crc = _crc(file)
         os.fsync(file.fileno())
+    return crc
+
+
+def _crc(file: BinaryIO) -> int:
+    crc = 0
+    while chunk := file.read(CHUNK):
+        crc = zlib.crc32(chunk, crc)
     return crc
 
 
@@ -54,35 +79,95 @@ def bytes_in(folder: Path) -> int:
     return sum((folder / name).stat().st_size for name in names_in(folder))
 
 
+def check_sizes(folder: Path) -> None:
+    """Check what a checkpoint's list of files tells without reading them: that all are there, in their sizes.
+
+    Raises:
+        BrokenCheckpoint: a file is missing, has another size or is no regular file, the list lacks one that Megatron
+            would read, or there is no list.
+    """
+    files = listed(folder)
+    lacking = [name for name in REQUIRED if name not in files]
+    if lacking:
+        raise BrokenCheckpoint(f"{folder}: {MANIFEST} does not list {lacking[0]}, which every checkpoint has")
+    for name, (size, _) in files.items():
+        _check_size(folder, name, size)
+    for name in names_in(folder):
+        if name not in files and name.endswith(SHARDS):
+            problem = f"{folder}: {MANIFEST} does not list {reprlib.repr(name)}, which looks like a file of Megatron's"
+            raise BrokenCheckpoint(f"{problem}: move it elsewhere")
+
+
 def check(folder: Path, share: slice = slice(None)) -> None:
-    """Hold a share of a checkpoint's files against its list.
+    """Hold a share of a checkpoint's files against its list: size and CRC-32 of each.
 
     Raises:
         BrokenCheckpoint: what is wrong with it, with both numbers.
     """
-    for name, (bytes_, crc32) in list(listed(folder).items())[share]:
-        path = folder / name
-        if not path.exists():
-            raise BrokenCheckpoint(f"{folder}: {name} is missing")
-        size = path.stat().st_size
-        if size != bytes_:
-            raise BrokenCheckpoint(f"{folder}: {name} has {size} bytes, {bytes_} were written")
+    for name, (size, crc32) in list(listed(folder).items())[share]:
+        _check_size(folder, name, size)
         try:
-            crc = crc_of(path)
+            with open(folder / name, "rb") as file:
+                crc = _crc(file)
         except OSError as error:
             raise BrokenCheckpoint(f"{folder}: {name} cannot be read ({error})") from None
         if crc != crc32:
             raise BrokenCheckpoint(f"{folder}: {name} has CRC-32 {crc:08x}, written was {crc32:08x}")
 
 
+def _check_size(folder: Path, name: str, size: int) -> None:
+    """Check that a listed file lies in the folder itself, where no link leads out of it, and has its size."""
+    path = folder
+    try:
+        for part in PurePosixPath(name).parts:
+            path = path / part
+            found = os.lstat(path)
+            if stat.S_ISLNK(found.st_mode):
+                target = reprlib.repr(os.readlink(path))
+                raise BrokenCheckpoint(f"{folder}: {name} is a symbolic link to {target}: put the file itself there")
+    except (FileNotFoundError, NotADirectoryError):
+        raise BrokenCheckpoint(f"{folder}: {name} is missing") from None
+    except OSError as error:
+        raise BrokenCheckpoint(f"{folder}: {name} cannot be read ({error.strerror})") from None
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, a socket or a device"
+        raise BrokenCheckpoint(f"{folder}: {name} is {kind}, and a file of {size} bytes was written")
+    if found.st_size != size:
+        raise BrokenCheckpoint(f"{folder}: {name} has {found.st_size} bytes, {size} were written")
+
+
 def listed(folder: Path) -> dict[str, tuple[int, int]]:
     """By name, size in bytes and CRC-32 of the files that a checkpoint's list has.
 
     Raises:
-        BrokenCheckpoint: there is no list, or it is damaged.
+        BrokenCheckpoint: there is no list, it is damaged, or it has a name that leads out of the folder.
     """
+    path = folder / MANIFEST
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-        return {name: (int(wanted["bytes"]), int(wanted["crc32"])) for name, wanted in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenCheckpoint(f"{folder} has no list of its files that can be read ({error!r})") from None
+        if path.is_symlink():
+            raise ValueError(f"{path} is a symbolic link to {reprlib.repr(os.readlink(path))}")
+        read = read_json_file(path, "a list of files")
+        files = read.get("files") if isinstance(read, dict) else None
+        if not isinstance(files, dict):
+            raise ValueError(f'{path} holds {reprlib.repr(read)}, expected {{"files": {{name: ...}}}}')
+        return {_checked_name(name): _size_and_crc(name, wanted) for name, wanted in files.items()}
+    except (OSError, UnreadableFile, ValueError) as error:
+        raise BrokenCheckpoint(f"{folder} has no list of its files that can be read: {error}") from None
+
+
+def _checked_name(name: str) -> str:
+    """A name of the list, known to be that of a file in the folder. ValueError: it may be another's."""
+    path = PurePosixPath(name)
+    inside = not path.is_absolute() and ".." not in path.parts and str(path) == name != "."
+    if not inside or not name.isprintable() or name == MANIFEST:
+        raise ValueError(f"{MANIFEST} lists {reprlib.repr(name)}, which is no name of a file in the folder")
+    return name
+
+
+def _size_and_crc(name: str, wanted: Any) -> tuple[int, int]:
+    """What the list has of a file. ValueError: not a size in bytes and a CRC-32."""
+    size, crc32 = (wanted.get("bytes"), wanted.get("crc32")) if isinstance(wanted, dict) else (None, None)
+    if type(size) is not int or type(crc32) is not int or size < 0 or not 0 <= crc32 < 2**32:
+        expected = '{"bytes": 0 or more, "crc32": 0 to 4294967295}'
+        raise ValueError(f"{MANIFEST} has {reprlib.repr(wanted)} of {reprlib.repr(name)}, expected {expected}")
+    return size, crc32

@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hybrid3d.lifetime import die_with
 from hybrid3d.train import manifest
+from hybrid3d.train.manifest import PROGRESS
 from hybrid3d.train.room import Unwritten, is_of_files, why_unwritten
 from hybrid3d.train.runtime import on_device
 
-PROGRESS = "progress.json"
 BEGUN_SECONDS = 10  # in which a process that writes has begun
 BEGUN_TRIES = 6
 PARTIAL = ".partial"  # ends the name of a folder that is being written, or removed
