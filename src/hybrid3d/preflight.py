@@ -27,7 +27,6 @@ from hybrid3d.run_folder import RunFolder, checkpoint_folder
 from hybrid3d.schema import dotted
 from hybrid3d.train.manifest import check_sizes
 
-ABSENT = "absent"
 MOST_TOLD = 20  # keys of a recipe that differ
 TIED_CHUNK = 1 << 24  # elements compared at a time
 
@@ -151,10 +150,10 @@ def check_folder(recipe: Recipe) -> None:
     if not folder.recipe.exists():
         return
     before, now = (dotted(asdict(one)) for one in (load_recipe(folder.recipe), recipe))
-    keys = [key for key in {**before, **now} if before.get(key, ABSENT) != now.get(key, ABSENT)]
+    keys = _differing(before, now)
     if not keys:
         return
-    told = [f"  {key} is {now.get(key, ABSENT)}, the run began with {before.get(key, ABSENT)}" for key in keys]
+    told = [f"  {key} is {_shown(now, key)}, the run began with {_shown(before, key)}" for key in keys]
     if len(told) > MOST_TOLD:
         told[MOST_TOLD:] = [f"  ... {len(told)} keys differ"]
     changing = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)]
@@ -163,6 +162,24 @@ def check_folder(recipe: Recipe) -> None:
         fix += f" and write what a run may change ({', '.join(changing)}) to {folder.control}"
     problem = f"{folder.path} holds a run of another recipe ({folder.recipe}):"
     raise RecipeError(recipe.name, [problem, *told, f"{fix}; or choose another name, or remove the folder"])
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The keys of settings that are not the same in both; for a section that only one has, the section's."""
+    both = {**before, **now}
+    sections = [f"{key}." for key in both if any(other.startswith(f"{key}.") for other in both)]
+    return [
+        key
+        for key in both
+        if (key not in before or key not in now or before[key] != now[key]) and not key.startswith(tuple(sections))
+    ]
+
+
+def _shown(settings: Mapping[str, Any], key: str) -> str:
+    """A setting as YAML has it."""
+    if key not in settings:
+        return "a section" if any(other.startswith(f"{key}.") for other in settings) else "absent"
+    return settings[key] if isinstance(settings[key], str) else json.dumps(settings[key])
 
 
 def check_fit(recipe: Recipe) -> None:

@@ -172,7 +172,8 @@ def _size_by_header(path: Path) -> int | None:
                 return None
             header = parse_json(file.read(length).decode())
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        return 8 + length + max(map(int, ends), default=0)
+        size = 8 + length + max(map(int, ends), default=0)
+        return size if 0 <= size < 2**63 else None
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return None
 

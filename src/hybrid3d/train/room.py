@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -25,7 +26,7 @@ class Unwritten(RuntimeError):
 
 def free_bytes(path: Path) -> int:
     """What is free on the file system of `path`, which need not exist yet."""
-    while not path.exists():
+    while not os.path.exists(path):  # False for a name that no file can have
         path = path.parent
     return shutil.disk_usage(path).free
 
