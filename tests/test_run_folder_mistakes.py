@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from hybrid3d import cli, exporting, launcher
+from hybrid3d.reshard.files import Entry, create_files
 from hybrid3d.run_folder import RunFolder
 from hybrid3d.train import manifest
 
@@ -149,6 +150,15 @@ def test_a_place_without_room(run: Path, refused: Refused, monkeypatch: pytest.M
     needed = int(told.split("takes ")[1].split()[0])
     assert 0.9 * size < needed < size  # but for the header
     assert "1000 are free there" in told
+
+
+def test_an_export_takes_its_room_before_anything_is_written(tmp_path: Path) -> None:
+    """Its files are written as memory: a rank that finds no room then is killed, and says nothing."""
+    create_files(tmp_path, {"a": Entry("model.safetensors", (1 << 20,), "float32")})
+    found = (tmp_path / "model.safetensors").stat()
+    assert found.st_blocks * 512 >= found.st_size > 4 << 20
+    with pytest.raises(OSError, match=r"bytes are needed: '.*model\.safetensors'"):
+        create_files(tmp_path / "large", {"a": Entry("model.safetensors", (1 << 55,), "float32")})
 
 
 def test_an_export_removes_nothing_of_the_user(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,8 +262,11 @@ def shard_entries(shapes: Mapping[str, tuple[Shape, str]], max_file_bytes: int =
 def create_files(folder: str | Path, entries: Mapping[str, Entry]) -> None:
     """Lay out the files of a checkpoint: headers written, data of full length and zero, and the index.
 
+    The room for the data is taken now: a rank that writes to memory whose file finds none is killed (SIGBUS).
+
     Raises:
         FileExistsError: there is a checkpoint already.
+        OSError: there is no room; with the file.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -273,7 +276,12 @@ def create_files(folder: str | Path, entries: Mapping[str, Entry]) -> None:
         header = _header(group)
         with open(folder / file, "xb") as out:
             out.write(header)
-            out.truncate(len(header) + sum(math.prod(e.shape) * ITEMSIZE[e.dtype] for e in group.values()))
+            out.flush()
+            size = len(header) + sum(math.prod(e.shape) * ITEMSIZE[e.dtype] for e in group.values())
+            try:
+                os.posix_fallocate(out.fileno(), 0, size)
+            except OSError as error:
+                raise OSError(error.errno, f"{error.strerror}, {size} bytes are needed", str(folder / file)) from None
     if len(_by_file(entries)) > 1:
         total = sum(math.prod(e.shape) * ITEMSIZE[e.dtype] for e in entries.values())
         index = {"metadata": {"total_size": total}, "weight_map": {n: e.file for n, e in entries.items()}}
