@@ -198,10 +198,14 @@ def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work
 
 
+def told_by(work: Path, rank: int) -> dict[str, Any]:
+    return json.loads((work / f"rank-{rank}.json").read_text())
+
+
 @pytest.mark.engines
 @pytest.mark.timeout(400)
 def test_every_reader_names_every_damage_and_reads_no_further(work: Path) -> None:
-    by_rank = [json.loads((work / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    by_rank = [told_by(work, rank)["damaged"] for rank in range(2)]
     assert by_rank[0] == by_rank[1]
     files = set(manifest.names_in(work / "damaged/checkpoints/step-000001")) | {manifest.MANIFEST}
     assert files > {*manifest.REQUIRED, "__0_0.distcp", "__1_0.distcp"}
@@ -224,6 +228,16 @@ def test_every_reader_names_every_damage_and_reads_no_further(work: Path) -> Non
     events = [json.loads(line) for line in (work / "damaged/events.jsonl").read_text().splitlines()]
     assert [event["why"] for event in events if event["event"] == "checkpoint_broken"] == resumed
     assert len(resumed) == 2 * len(files)
+
+
+@pytest.mark.engines
+def test_a_checkpoint_that_is_as_listed_and_cannot_be_loaded(work: Path) -> None:
+    """PyTorch's error of it is no `Exception`, and names no file."""
+    for rank in range(2):
+        told = told_by(work, rank)["unloadable"]
+        assert told["raised"] == "CheckpointUnloadable"
+        assert "checkpoints/step-000002 cannot be loaded: " in told["said"]
+        assert "Traceback" not in told["said"]
 
 
 @pytest.fixture
@@ -249,12 +263,14 @@ def test_export_of_flipped_bits(work: Path, flipped: Path) -> None:
 
 
 @pytest.mark.engines
+@pytest.mark.slow
 def test_eval_of_flipped_bits(work: Path, flipped: Path) -> None:
     """Before vLLM starts."""
     assert re.fullmatch(SAID, hybrid3d(work, "eval", "flipped", expect=1))
 
 
 @pytest.mark.engines
+@pytest.mark.slow  # what it adds to tests/test_train.py is that there is no checkpoint left
 def test_train_from_flipped_bits(work: Path, flipped: Path) -> None:
     arguments = ["recipe.yaml", "name=flipped", "run.dir=."]
     (flipped / "recipe.yaml").unlink()

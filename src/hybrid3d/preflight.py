@@ -179,7 +179,7 @@ def _shown(settings: Mapping[str, Any], key: str) -> str:
     """A setting as YAML has it."""
     if key not in settings:
         return "a section" if any(other.startswith(f"{key}.") for other in settings) else "absent"
-    return settings[key] if isinstance(settings[key], str) else json.dumps(settings[key])
+    return settings[key] if isinstance(settings[key], str) else json.dumps(settings[key], default=str)
 
 
 def check_fit(recipe: Recipe) -> None:

@@ -26,7 +26,7 @@ from hybrid3d.record import Record
 from hybrid3d.reshard.transport import as_bytes
 from hybrid3d.resuming import Checkpoints
 from hybrid3d.run_folder import RunFolder, checkpoint_folder
-from hybrid3d.train import checkpoint, runtime
+from hybrid3d.train import checkpoint, manifest, runtime
 from hybrid3d.train.policy import Policy
 
 
@@ -134,7 +134,13 @@ def main(recipe_file: str, out: Path) -> None:
                 before[0] = snapshot(policy)
             found.append({"file": file, "how": how, "unchanged": same, **said})
             dist.barrier()
-    (out / f"rank-{rank}.json").write_text(json.dumps(found))
+    if rank == 0:  # as a list of files that was made anew would have it
+        copy(whole, damaged)
+        cut(damaged / "__0_0.distcp")
+        manifest.write(damaged, {name: manifest.crc_of(damaged / name) for name in manifest.names_in(damaged)})
+    dist.barrier()
+    unloadable = outcome(lambda: checkpoint.load_weights({"policy": other}, damaged))
+    (out / f"rank-{rank}.json").write_text(json.dumps({"damaged": found, "unloadable": unloadable}))
     dist.barrier()
     if rank == 0:
         shutil.rmtree(damaged, ignore_errors=True)

@@ -92,7 +92,11 @@ def check_sizes(folder: Path) -> None:
         raise BrokenCheckpoint(f"{folder}: {MANIFEST} does not list {lacking[0]}, which every checkpoint has")
     for name, (size, _) in files.items():
         _check_size(folder, name, size)
-    for name in names_in(folder):
+    try:
+        there = names_in(folder)
+    except OSError as error:
+        raise BrokenCheckpoint(f"{folder} cannot be read ({error})") from None
+    for name in there:
         if name not in files and name.endswith(SHARDS):
             problem = f"{folder}: {MANIFEST} does not list {reprlib.repr(name)}, which looks like a file of Megatron's"
             raise BrokenCheckpoint(f"{problem}: move it elsewhere")
