@@ -25,6 +25,7 @@ from hybrid3d.rl.data import (
     read_columns,
 )
 
+MEND = "mend these rows, or raise data.max_broken"
 PAD, BOS, EOS, UNK, USER, BOT = range(6)
 WORDS = "how many apples has Ada 3 4 #### 7".split()
 ID = {word: 6 + index for index, word in enumerate(WORDS)}
@@ -244,7 +245,7 @@ def test_broken_chat_turns(write: Callable[..., Path], prompt: Any, said: str) -
     with pytest.raises(DataError) as caught:
         read(path, tokenizer, chat_template=True)
     assert str(caught.value) == (
-        f"{path}: 1 of 2 rows are broken, and data.max_broken=0.01 allows 0: row 0 (from 0): {said}"
+        f"{path}: 1 of 2 rows are broken, and data.max_broken=0.01 allows 0: row 0 (from 0): {said}; {MEND}"
     )
     data = read(path, tokenizer, chat_template=True, max_broken=0.5)
     assert [example.row for example in data.examples] == [1]
@@ -374,6 +375,7 @@ def test_rows_that_say_nothing(write: Callable[..., Path], tokenizer: Any, value
         read(path, tokenizer)
     assert str(caught.value) == (
         f"{path}: 1 of 3 rows are broken, and data.max_broken=0.01 allows 0: row 2 (from 0): column 'answer' is {state}"
+        f"; {MEND}"
     )
 
 
@@ -393,7 +395,8 @@ def test_a_few_broken_rows_are_skipped_and_counted(write: Callable[..., Path], t
         read(path, tokenizer, max_broken=0.015)
     assert str(caught.value) == (
         f"{path}: 4 of 200 rows are broken, and data.max_broken=0.015 allows 3: row 7 (from 0): column 'question' is "
-        "null; row 9 (from 0): column 'question' is blank; row 10 (from 0): column 'question' is null; and 1 more"
+        "null; row 9 (from 0): column 'question' is blank; row 10 (from 0): column 'question' is null; and 1 more; "
+        f"{MEND}"
     )
 
 

@@ -49,7 +49,7 @@ def test_groups_that_teach_nothing_fill_up_where_they_were_drawn(rollouts: Any) 
 def test_held_out_answers(rollouts: Any) -> None:
     """Full reward is 1, and what fails is told."""
     rollouts._engine = SimpleNamespace(require=lambda step: step, replica=0, replicas=1)
-    rollouts._held_out = SimpleNamespace(examples=(None,) * 4)
+    rollouts.held_out = SimpleNamespace(examples=(None,) * 4)
     rollouts._conversations = SimpleNamespace(hold=lambda examples, seeds: examples)
     scores = [Scores([], {"timeout": 1}, {"timeout": "first"}), Scores([], {"timeout": 2}, {"timeout": "second"})]
     rollouts._scored = lambda held, weights: ([sample("", reward) for reward in (1.0, 1.1, 0.5, 0.0)], scores)

@@ -170,6 +170,8 @@ class Learner:
         mine_of_answers = of_answers[shares[policy.data_parallel_rank]].to(device())
         advantages, returns = self._advantages(known, mine_of_answers, kl)
         correction = self._correct(known, measured)
+        if self._guard.compares_engines:
+            self._guard.compare_engines(step, measured.over_ranks())
         return replace(known, advantages=advantages, returns=returns, correction=correction), samples, row
 
     def update(self, known: Experience, step: int, measured: Measured, ready: Ready | None = None) -> dict[str, float]:
@@ -311,6 +313,8 @@ class Learner:
             measured.maxima |= {f"mismatch/logprob_abs_{name}": value for name, value in found.items()}
             tokens = int(known.lengths.sum())
             measured.sums["mismatch/kl"] = divergence / tokens
+            gaps = torch.where(mask.bool(), known.old - known.rollout, 0.0).abs()
+            measured.sums["mismatch/logprob_abs_mean"] = float(gaps.sum(dtype=torch.float64)) / tokens
             if weights is not None:
                 measured.sums["mismatch/weight"] = float(weights.sum()) / tokens
         return weights

@@ -16,11 +16,21 @@ from hybrid3d.rl.kl import KlController
 REMEMBERED = 20  # norms of gradients, of which the median is what is usual
 USUAL_AFTER = 5  # of them
 
+# Mean |difference| of a sampled token's log-probability, training against vLLM, that rounding in a dtype explains.
+# A mean, because one token that BF16 rounds badly hardly moves it. `docs/algorithms.md` says what was measured.
+EXPLAINED_MISMATCH = {"float32": 0.05, "bfloat16": 0.5}
+
 
 class GaveUp(RuntimeError):
     """A run needed more help than its recipe allows."""
 
     alike = True  # every rank raises it: one of them is enough to tell
+
+
+class EnginesDisagree(RuntimeError):
+    """Training and vLLM do not compute the same model."""
+
+    alike = True  # every rank raises it
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,8 @@ class Guard:
         self._norms: dict[str, deque[float]] = {}
         self._outside: set[str] = set()
         self._acts = 0
+        self._dtype = recipe.model.dtype
+        self._engines_compared = False
         self.adopt(recipe)
 
     def adopt(self, recipe: Recipe) -> None:
@@ -85,6 +97,38 @@ class Guard:
         if good and norm > 0:
             norms.append(norm)
         return good
+
+    @property
+    def compares_engines(self) -> bool:
+        """Whether `compare_engines` still has to be called: once a process, also after a resume."""
+        return not self._engines_compared and self._settings.initial_mismatch != "ignore"
+
+    def compare_engines(self, step: int, row: Mapping[str, float]) -> None:
+        """Judge the first mismatch that this process measures, before anything is learned from its samples.
+
+        Args:
+            row: the metrics `mismatch/logprob_abs_mean`, `..._p99` and `..._max`, in nats, the same on every rank.
+
+        Raises:
+            EnginesDisagree: it is more than the dtype explains, and `guard.initial_mismatch` is `stop`.
+        """
+        self._engines_compared = True
+        mean, bound = row["mismatch/logprob_abs_mean"], EXPLAINED_MISMATCH[self._dtype]
+        if mean <= bound:  # NaN is not
+            return
+        p99, largest = row["mismatch/logprob_abs_p99"], row["mismatch/logprob_abs_max"]
+        said = (
+            f"step {step}: training and vLLM do not compute the same model: their log-probabilities of the sampled "
+            f"tokens differ by {mean:.4g} nats in the mean (p99 {p99:.4g}, largest {largest:.4g}), and "
+            f"model.dtype={self._dtype} explains at most {bound:g}. Likely causes: a rope setting in the checkpoint's "
+            "config.json that the two read differently (rope_parameters, rope_scaling, rope_theta); another "
+            "temperature; weights that are not the same (set sync.verify=always); an operation that a dtype of fewer "
+            "digits breaks (try model.dtype=float32). guard.initial_mismatch=warn goes on all the same"
+        )
+        numbers = {"mean": str(mean), "p99": str(p99), "max": str(largest)}
+        self._record.event("engines_disagree", said, step=step, bound=bound, dtype=self._dtype, **numbers)
+        if self._settings.initial_mismatch == "stop":
+            raise EnginesDisagree(said)
 
     def skipped(self, step: int, norm: float, of: str = "policy") -> None:
         """A gradient of the policy or the critic was not allowed: what is left of the step is left out.

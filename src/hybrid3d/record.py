@@ -8,6 +8,7 @@ from typing import Any
 
 from hybrid3d.config import Recipe
 from hybrid3d.display import Display
+from hybrid3d.rl.data import PromptData
 from hybrid3d.rollouts import Drawn, HeldOut, Sample
 from hybrid3d.run_folder import RunFolder
 from hybrid3d.sync import SyncReport
@@ -22,6 +23,7 @@ class Record:
         self.folder = folder
         self._speaks = rank == 0
         self._display = display
+        self._constants: dict[str, float] = {}
 
     def adopt(self, recipe: Recipe) -> None:
         """Show the progress towards this recipe's last step."""
@@ -31,6 +33,7 @@ class Record:
         """A step's metrics, and some of its samples."""
         self._display.show(row)
         if self._speaks:
+            row = {**row, **self._constants}
             self.folder.add_metrics({key: value if math.isfinite(value) else None for key, value in row.items()})
             kept = samples[:: max(1, len(samples) // SAMPLES_KEPT)][:SAMPLES_KEPT]
             self.folder.add_samples(
@@ -52,6 +55,13 @@ class Record:
             self.folder.add_event(event, **fields)
             if said:
                 self._display.say(said)
+
+    def data(self, **files: PromptData) -> None:
+        """Tell what is used of each file (`train`, `eval`), now and in every row of the metrics."""
+        for name, data in files.items():
+            counts = data.counts
+            self._constants |= {f"data/{name}_{key}": count for key, count in counts.items()}
+            self.event("data", f"data.{name} {data}", split=name, file=data.path, **counts)
 
     def failed(self, of: Drawn | HeldOut, step: int) -> None:
         """Tell of rewards that failed, whose samples have the recipe's default, and of replies that did."""

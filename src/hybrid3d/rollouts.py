@@ -15,6 +15,8 @@ from hybrid3d.rl.data import PromptData
 from hybrid3d.rl.scoring import Scorer, Scores
 from hybrid3d.rollout.engine import RolloutEngine
 
+OF_ENVIRONMENT = "environment_"  # what kinds of failures begin with that are a conversation's, not a reward's
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -83,27 +85,27 @@ class HeldOut:
 
 
 class FailedRewards(RuntimeError):
-    """More rewards (and replies) of a step failed than the recipe allows."""
+    """More rewards (and replies) of a step failed than the recipe allows, or all of them."""
 
     alike = True  # every rank raises it: one of them is enough to tell
 
 
 class Rollouts:
-    """Draws samples with the weights that the engine has. Every rank calls every method together."""
+    """Draws samples with the weights that the engine has. Every rank calls every method together.
+
+    Attributes:
+        train, held_out: the prompts.
+    """
 
     def __init__(self, recipe: Recipe, engine: RolloutEngine, tokenizer: Any, train: PromptData, held_out: PromptData):
         self._recipe = recipe
         self._engine = engine
         self._tokenizer = tokenizer
         self._conversations = Conversations(recipe, engine, tokenizer)
-        self._train = train
-        self._held_out = held_out
+        self.train = train
+        self.held_out = held_out
         reward = recipe.reward
         self._scorer = Scorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
-
-    @property
-    def held_out_problems(self) -> int:
-        return len(self._held_out.examples)
 
     def draw(self, step: int, batch: int, further: int = 0) -> Drawn:
         """The samples of a step.
@@ -117,7 +119,7 @@ class Rollouts:
 
         Raises:
             StaleWeights: the engine's weights are older than those of this step.
-            FailedRewards: more than `reward.max_failures` of the samples' rewards failed.
+            FailedRewards: more than `reward.max_failures` of the samples' rewards failed, or all of them.
         """
         wanted, group = self._recipe.algorithm.prompts_per_step, self._recipe.algorithm.samples_per_prompt
         groups: list[list[Sample]] = []
@@ -137,26 +139,33 @@ class Rollouts:
                 groups.append(one)
                 dull += alike
             batches += 1
-        self._check(failures, examples, batches * wanted * group)
+        self._check(failures, examples, batches * wanted * group, self._recipe.reward.max_failures)
         chosen = sorted([*found, *fillers][:wanted])  # as drawn, so that no minibatch has fillers alone
         return Drawn([sample for one in chosen for sample in groups[one]], batches, dull, dict(failures), examples)
 
-    def _check(self, failures: Mapping[str, int], examples: Mapping[str, str], samples: int) -> None:
-        failed, allowed = sum(failures.values()), self._recipe.reward.max_failures
-        if allowed < 1 and failed > allowed * samples:
-            kinds = ", ".join(f"{count} {kind} ({examples[kind]})" for kind, count in sorted(failures.items()))
-            environment = self._recipe.rollout.environment
-            what = "rewards" if environment is None else "rewards and conversations"
-            blamed = self._recipe.reward.name if environment is None else f"{self._recipe.reward.name}, {environment}"
-            raise FailedRewards(
-                f"{failed} of {samples} {what} failed: {kinds}; reward.max_failures={allowed:g} allows "
-                f"{int(allowed * samples)}: mend {blamed}, or raise reward.timeout_seconds"
-            )
+    def _check(
+        self, failures: Mapping[str, int], examples: Mapping[str, str], samples: int, allowed: float, where: str = ""
+    ) -> None:
+        """Raise FailedRewards where more than the share `allowed` failed, or all rewards or all conversations did."""
+        failed = sum(failures.values())
+        of_environment = sum(count for kind, count in failures.items() if kind.startswith(OF_ENVIRONMENT))
+        all_failed = max(of_environment, failed - of_environment) >= samples > 0
+        if not all_failed and (allowed == 1 or failed <= allowed * samples):
+            return
+        bound = f"reward.max_failures={allowed:g} allows {int(allowed * samples)}"
+        if all_failed:
+            bound = "when all fail the run ends, whatever reward.max_failures allows"
+        kinds = ", ".join(f"{count} {kind} ({examples[kind]})" for kind, count in sorted(failures.items()))
+        environment = self._recipe.rollout.environment
+        what = "rewards" if environment is None else "rewards and conversations"
+        blamed = self._recipe.reward.name if environment is None else f"{self._recipe.reward.name}, {environment}"
+        fix = f"mend {blamed}, or raise reward.timeout_seconds"
+        raise FailedRewards(f"{failed} of {samples} {what} failed{where}: {kinds}; {bound}: {fix}")
 
     def _draw_batch(self, step: int, batch: int) -> tuple[list[Sample], list[Scores]]:
         weights = self._engine.require(step)
         algorithm, run = self._recipe.algorithm, self._recipe.run
-        examples = self._train.batch(batch, algorithm.prompts_per_step)
+        examples = self.train.batch(batch, algorithm.prompts_per_step)
         work = [
             (example, request_seed(run.seed, batch, i, n))
             for i, example in self._mine(list(enumerate(examples)))
@@ -169,13 +178,16 @@ class Rollouts:
 
         Raises:
             StaleWeights: the engine's weights are older than those of this step.
+            FailedRewards: all of the rewards failed.
         """
         weights = self._engine.require(step)
-        examples = self._mine(list(self._held_out.examples))
+        examples = self._mine(list(self.held_out.examples))
         samples, scores = self._scored(self._conversations.hold(examples, None), weights)
         rewards = [sample.reward for sample in samples]
+        failures, of_kinds = _failed(scores)
+        self._check(failures, of_kinds, len(rewards), allowed=1.0, where=" on held-out problems")
         full = sum(reward == 1.0 for reward in rewards)
-        return HeldOut(full / len(rewards), sum(rewards) / len(rewards), *_failed(scores))
+        return HeldOut(full / len(rewards), sum(rewards) / len(rewards), failures, of_kinds)
 
     def close(self) -> None:
         """End the processes that compute rewards and replies."""
@@ -201,8 +213,8 @@ class Rollouts:
             )
             for one, answer, reward in zip(held, answers, scores.rewards, strict=True)
         ]
-        broken = {f"environment_{one.failure}": one.said for one in reversed(held) if one.failure}
-        failures = Counter(f"environment_{one.failure}" for one in held if one.failure)
+        broken = {f"{OF_ENVIRONMENT}{one.failure}": one.said for one in reversed(held) if one.failure}
+        failures = Counter(f"{OF_ENVIRONMENT}{one.failure}" for one in held if one.failure)
         told = Scores([], failures | scores.failures, broken | scores.examples)
         return self._of_all_replicas(samples), self._of_all_replicas([told])
 

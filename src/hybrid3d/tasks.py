@@ -77,10 +77,12 @@ def evaluate(
     from hybrid3d.colocated import Colocated
 
     run = Colocated(recipe, rank, slots, weights_of=checkpoint_folder(folder, step))
+    if console is not None:
+        console.print(f"data.eval {run.rollouts.held_out}", highlight=False, markup=False, soft_wrap=True)
     run.sync.run(step)
     found = run.rollouts.evaluate(step)
     if console is not None:
-        problems, failed = run.rollouts.held_out_problems, sum(found.failures.values())
+        problems, failed = len(run.rollouts.held_out.examples), sum(found.failures.values())
         console.print(f"step {step}: held-out accuracy {found.accuracy:.4f} of {problems} problems", highlight=False)
         if failed:
             said = f"{failed} rewards failed, such as: {next(iter(found.examples.values()))}"

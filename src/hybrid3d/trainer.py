@@ -26,6 +26,7 @@ def train_rl(control: Control, record: Record, rank: int, slots: Sequence[int]) 
     recipe = control.recipe
     run = Colocated(recipe, rank, slots)
     run.engine.sleep()
+    record.data(train=run.rollouts.train, eval=run.rollouts.held_out)
     models, guard = Models.of(recipe, run.policy, rank), Guard(recipe, record)
     learner = Learner(recipe, models, guard, run.tokenizer.pad_token_id)
     checkpoints = Checkpoints(recipe, models.trained, record)
@@ -72,7 +73,8 @@ def train_sft(control: Control, record: Record, rank: int) -> None:
     config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
     policy, guard = Policy(config, recipe, rank), Guard(recipe, record)
     checkpoints = Checkpoints(recipe, {"policy": policy}, record)
-    data, _ = read_data(recipe, config, tokenizer)
+    data, held_out = read_data(recipe, config, tokenizer)
+    record.data(train=data, eval=held_out)
     control.serve(policy, guard, checkpoints, record)
     with checkpoints:
         step, progress = checkpoints.resume()

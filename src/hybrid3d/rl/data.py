@@ -27,6 +27,7 @@ _UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
 
 
 ROWS_NAMED = 3  # of those that are broken, in a message
+MOST_LEFT_OUT = 0.5  # of a file's rows, broken and overlong together, unless `max_broken` allows more
 
 Turn = dict[str, str]
 """A turn of a conversation: `role` and `content`."""
@@ -65,12 +66,31 @@ class PromptData:
     """The examples of a file, and the order in which steps take them.
 
     `skipped` counts the rows that were left out, by cause: `broken`, `overlong`; `truncated` those that were shortened.
+    `path` is the file.
     """
 
     examples: tuple[Example, ...]
     seed: int
     skipped: Mapping[str, int] = field(default_factory=dict)
     truncated: int = 0
+    path: str = ""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many rows the file has, how many are used, and why the others are not."""
+        left_out = {cause: self.skipped.get(cause, 0) for cause in ("broken", "overlong")}
+        used = len(self.examples)
+        return {"rows": used + sum(left_out.values()), "used": used, **left_out, "truncated": self.truncated}
+
+    def __str__(self) -> str:
+        """One line of the file and its counts."""
+        counts = self.counts
+        if counts["used"] == counts["rows"]:
+            said = f"{self.path}: all {counts['rows']} rows are used"
+        else:
+            causes = ", ".join(f"{count} {cause}" for cause, count in self.skipped.items())
+            said = f"{self.path}: {counts['used']} of {counts['rows']} rows are used; left out: {causes}"
+        return f"{said}; {self.truncated} prompts are truncated" if self.truncated else said
 
     @classmethod
     def read(
@@ -90,7 +110,8 @@ class PromptData:
 
         A row is broken where a text is null or blank, the prompt has no tokens or the template refuses it. Broken rows
         are skipped, up to the share `max_broken` of all; more are a DataError. So is, with `overlong="error"`, a prompt
-        of more than `max_prompt_tokens`, which is what `max_model_len - max_new_tokens` leaves.
+        of more than `max_prompt_tokens`, which is what `max_model_len - max_new_tokens` leaves; and so it is where more
+        than half of the rows would be left out (or more than `max_broken`, if that is larger).
         """
         if chat_template and not tokenizer.chat_template:
             raise DataError("data.chat_template=true, but the tokenizer has no chat template: set it to false")
@@ -111,7 +132,9 @@ class PromptData:
         skipped = {"broken": len(broken), "overlong": len(examples) - len(fitting)}
         if not fitting:
             raise DataError(f"{path}: no row can be used: {skipped['broken']} broken, {skipped['overlong']} too long")
-        return cls(tuple(fitting), seed, {cause: count for cause, count in skipped.items() if count}, truncated)
+        _check_left_out(path, skipped, len(questions), max(MOST_LEFT_OUT, max_broken), max_prompt_tokens)
+        left_out = {cause: count for cause, count in skipped.items() if count}
+        return cls(tuple(fitting), seed, left_out, truncated, str(path))
 
     def batch(self, step: int, n: int) -> list[Example]:
         """The `n` examples of a step (from 0): a pure function of seed, step and n, so that resuming needs no state.
@@ -231,7 +254,20 @@ def _check_broken(path: str | Path, broken: Mapping[int, str], rows: int, most: 
         more = [f"and {len(broken) - ROWS_NAMED} more"] if len(broken) > ROWS_NAMED else []
         raise DataError(
             f"{path}: {len(broken)} of {rows} rows are broken, and data.max_broken={most:g} allows "
-            f"{math.floor(most * rows)}: {'; '.join(first + more)}"
+            f"{math.floor(most * rows)}: {'; '.join(first + more)}; "
+            "mend these rows, or raise data.max_broken"
+        )
+
+
+def _check_left_out(path: str | Path, skipped: Mapping[str, int], rows: int, most: float, limit: int) -> None:
+    """So many rows missing are a mistake in the recipe or the file more often than what was meant."""
+    left_out = sum(skipped.values())
+    if left_out > most * rows:
+        raise DataError(
+            f"{path}: {left_out} of {rows} rows would be left out, {skipped['broken']} broken and "
+            f"{skipped['overlong']} with a prompt of more than {limit} tokens, and at most {math.floor(most * rows)} may "
+            "be: raise rollout.max_model_len (or lower rollout.max_new_tokens), set data.overlong=truncate_left, or "
+            "take these rows out of the file"
         )
 
 

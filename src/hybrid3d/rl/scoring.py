@@ -16,8 +16,9 @@ from hybrid3d.rl.scoring_worker import Item
 class Scores:
     """The rewards of a batch, and what went wrong with how many samples: those have the default reward.
 
-    `failures` counts by kind: `raised`, `hung` (no reward within the limit), `died` (the process did), `not_a_number`,
-    `wrong_count` (of a batched function); `examples` has one message of each kind.
+    `failures` counts by kind: `raised`, `hung` (no reward within the limit), `died` (the process ended, with whatever
+    exit code), `not_a_number`, and of a batched function `wrong_count` and `wrong_type` (no list, tuple or 1-D array);
+    `examples` has one message of each kind.
     """
 
     rewards: list[float]
@@ -29,7 +30,7 @@ class Scorer:
     """Computes one reward in `workers` processes, which start with the first batch; a cheap builtin one needs none.
 
     A user's own reward is `module:function`: a function of (answer, reference, prompt) that returns a float. With the
-    attribute `batched = True` it takes three lists and returns a list, and `timeout_seconds` holds for the whole batch.
+    attribute `batched = True` it takes three lists and returns a list, a tuple or a 1-D array, and `timeout_seconds` holds for the whole batch.
 
     Raises:
         ValueError: `spec` is neither a reward's name nor `module:function`.

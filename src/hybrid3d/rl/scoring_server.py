@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import multiprocessing
 import os
 import sys
 import threading
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, TypeVar, cast
 
 from pebble import ProcessExpired, ProcessPool
@@ -31,16 +31,34 @@ from hybrid3d.rl.scoring_worker import BATCH_SECONDS, Item, Verdict, Wanted, wit
 
 TRIES = 3  # pools, for the calls of one batch: one breaks when a worker is killed while it has nothing to do
 LOOK_SECONDS = 0.5
+LEFT = 256  # in place of exit code 0, which is no process's own
 
 T = TypeVar("T")
+
+
+class Worker(SpawnProcess):
+    """A process of the pool. It has no reason to end by itself, so that exit code 0 is a failure like any other.
+
+    The pool takes 0 for an end in order and would wait for the call's time limit.
+    """
+
+    @property
+    def exitcode(self) -> int | None:
+        code = super().exitcode
+        return LEFT if code == 0 else code
+
+
+class WorkerContext(SpawnContext):
+    """Starts workers anew: a fork is unsafe because the pool has threads, and a fork server's workers keep it alive."""
+
+    Process = Worker
 
 
 class Pool:
     """Workers that call one function; one that hangs or dies is replaced."""
 
     def __init__(self, target: str, wanted: Wanted, workers: int, seconds: float):
-        # No fork, because the pool has threads; no fork server, because its workers keep it alive, and it them.
-        self._context = multiprocessing.get_context("spawn")
+        self._context = WorkerContext()
         self._workers, self._start = workers, (target, wanted, seconds)
         self._wanted, self._seconds = wanted, seconds
         self._batched: bool | None = None
@@ -113,7 +131,8 @@ class Pool:
         if isinstance(error, TimeoutError):
             failure: Verdict = (None, "hung", f"no {self._wanted} within {self._seconds:g} s")
         elif isinstance(error, ProcessExpired):
-            failure = (None, "died", f"the worker ended with exit code {error.exitcode}")
+            code = 0 if error.exitcode == LEFT else error.exitcode
+            failure = (None, "died", f"the worker ended with exit code {code}")
         else:
             failure = (None, "died", scoring_worker.describe(error))
         return [failure] * samples

@@ -67,12 +67,29 @@ def judge(items: Sequence[Item]) -> list[Verdict]:
     try:
         if not is_batched():
             return [_accept(_function(*item)) for item in items]
-        values = list(_function(*(list(texts) for texts in zip(*items, strict=True))))
+        returned = _function(*(list(texts) for texts in zip(*items, strict=True)))
+        values = _sequence(returned)
     except BaseException as error:  # SystemExit as well
         return [(None, "raised", describe(error))] * len(items)
+    if values is None:
+        said = f"{_shortened(returned)} ({type(returned).__name__}): expected a list, a tuple or a 1-D array of numbers"
+        return [(None, "wrong_type", said)] * len(items)
     if len(values) != len(items):
         return [(None, "wrong_count", f"{len(values)} rewards for {len(items)} samples")] * len(items)
     return [_accept(value) for value in values]
+
+
+def _sequence(returned: Any) -> list[Any] | None:
+    """The rewards of a batch, in order; None where what was returned has no order of its own, or is no sequence.
+
+    A dict would give its keys and a string its characters, of which some are numbers. Arrays and tensors are recognized
+    by what they can do, because neither numpy nor torch is imported here.
+    """
+    if isinstance(returned, list | tuple):
+        return list(returned)
+    if getattr(returned, "ndim", None) == 1 and callable(getattr(returned, "tolist", None)):
+        return list(returned.tolist())
+    return None
 
 
 def _number(value: object) -> Verdict:

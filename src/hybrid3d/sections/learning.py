@@ -20,7 +20,9 @@ class Data:
         chat_template: prompts go through the tokenizer's.
         overlong: what becomes of a prompt that leaves no room for an answer: an error, its row is dropped, or it loses
             its beginning.
-        max_broken: share of rows that may be null, blank or without tokens: they are skipped.
+        max_broken: share of a file's rows that may be null, blank or without tokens: they are skipped. Where these and
+            the rows that `overlong: drop` drops are more than half of the file (or than this share, if that is larger),
+            the file is refused.
     """
 
     train: Text
@@ -44,8 +46,8 @@ class Reward:
         workers: processes a replica for rewards, and as many for an environment of one's own.
         timeout_seconds: for one answer, or one reply of an environment.
         default: reward of an answer whose reward failed.
-        max_failures: share of a step's samples whose reward or environment may fail before the run ends; at 1 it
-            never does.
+        max_failures: share of a step's samples whose reward or environment may fail before the run ends. Where all of
+            them fail, or all on held-out problems, it ends at any value.
         overlong_buffer: tokens before the longest answer within which an answer loses reward, in proportion and up to 1
             (arXiv 2503.14476, eq. 13); 0 takes none away.
     """
@@ -210,6 +212,8 @@ class Guard:
         spike: a batch is skipped whose gradient's norm is over `clip_grad`, and so many times what is usual.
         kl_explosion: nats of an answer beyond which an adaptive coefficient of the KL becomes a fixed one.
         acts: how often something is done about a fault; one more ends the run.
+        initial_mismatch: what happens where training and vLLM differ at the first step by more than the dtype explains
+            (`docs/algorithms.md`): the run ends with exit code 1, it says so and goes on, or nobody looks.
     """
 
     max_kl: Positive | None = None
@@ -223,6 +227,7 @@ class Guard:
     spike: AboveOne | None = None
     kl_explosion: Positive | None = None
     acts: Natural = 3
+    initial_mismatch: Literal["stop", "warn", "ignore"] = "stop"
 
 
 @dataclass(frozen=True, kw_only=True)
