@@ -147,7 +147,7 @@ def test_defaults(load: Any) -> None:
             "min_lr": 0.0,
         },
         "critic": {"path": None, "clip": 0.2, "warmup_steps": 0, "optimizer": None},
-        "guard": {"spike": None, "kl_explosion": None, "acts": 3}
+        "guard": {"spike": None, "kl_explosion": None, "acts": 3, "initial_mismatch": "stop"}
         | dict.fromkeys(("max_kl", "max_clip_fraction", "max_grad_norm", "min_entropy", "max_mismatch_kl"))
         | dict.fromkeys(("max_sync_share", "max_memory_gb", "min_tokens_per_second")),
         "run": {
@@ -512,6 +512,10 @@ def test_what_contradicts_ppo(load: Any, overrides: list[str], problem: str) -> 
     ("overrides", "said"),
     [
         (["guard.max_kl=1"], ["guard.max_kl=1.0: algorithm.name=sft has nothing that it bounds: leave it out"]),
+        (
+            ["guard.initial_mismatch=warn"],
+            ["guard.initial_mismatch=warn: algorithm.name=sft generates nothing: leave it out"],
+        ),
         (
             ["guard={max_grad_norm: 1, min_tokens_per_second: 1, kl_explosion: 2}", "algorithm.kl.target=1"],
             ["guard.kl_explosion=2.0: algorithm.name=sft has nothing that it bounds: leave it out"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,7 +170,8 @@ def test_a_run_goes_on_where_one_reward_has_not_failed(rollouts: Any, failures: 
 
 
 @pytest.mark.parametrize(
-    "failures", [{"raised": 8}, {"raised": 5, "died": 3}, {"environment_raised": 8}, {"raised": 8, "environment_hung": 2}]
+    "failures",
+    [{"raised": 8}, {"raised": 5, "died": 3}, {"environment_raised": 8}, {"raised": 8, "environment_hung": 2}],
 )
 def test_a_run_ends_where_all_rewards_or_all_conversations_failed(rollouts: Any, failures: dict[str, int]) -> None:
     for what, where in ((of_step, ""), (of_held_out, " on held-out problems")):
@@ -184,11 +186,7 @@ def test_a_run_ends_where_all_rewards_or_all_conversations_failed(rollouts: Any,
 
 
 def test_the_share_that_a_recipe_allows(rollouts: Any) -> None:
-    rollouts._recipe = load_recipe(
-        ROOT / "recipes/demo-cpu.yaml",
-        ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2", "train.micro_batch_size=4"]
-        + ["reward.max_failures=0.25"],
-    )
+    rollouts._recipe = replace(rollouts._recipe, reward=replace(rollouts._recipe.reward, max_failures=0.25))
     of_step(rollouts, raised=2)
     with pytest.raises(FailedRewards, match=re.escape("3 of 8 rewards failed: 3 raised")) as caught:
         of_step(rollouts, raised=3)

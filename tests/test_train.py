@@ -88,7 +88,15 @@ def test_the_run_folder_is_complete(work: Path, runs: dict[str, Any]) -> None:
     told = {"step", "weights", "prompt", "answer", "reward", "prompt_tokens", "answer_tokens"}
     assert sample.keys() == told
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events] == ["kernels", "data", "data", "start", "checkpoint", "checkpoint", "end"]
+    assert [event["event"] for event in events] == [
+        "kernels",
+        "data",
+        "data",
+        "start",
+        "checkpoint",
+        "checkpoint",
+        "end",
+    ]
     said = events[0]["in_use"]
     assert said.startswith("training kernels: torch")
     assert [(run / f"logs/rank-{rank}.log").read_text().count(said) for rank in range(4)] == [1, 0, 0, 0]

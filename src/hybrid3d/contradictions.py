@@ -95,6 +95,8 @@ def _of_guard(recipe: Recipe) -> Iterator[str]:
             bound = getattr(guard, name)
             if bound is not None:
                 yield f"guard.{name}={bound}: algorithm.name=sft has nothing that it bounds: leave it out"
+        if guard.initial_mismatch != type(guard)().initial_mismatch:
+            yield f"guard.initial_mismatch={guard.initial_mismatch}: algorithm.name=sft generates nothing: leave it out"
         return
     if kl.where == "none" and guard.max_kl is not None:
         yield f"guard.max_kl={guard.max_kl}: algorithm.kl.where=none measures no KL: leave it out, or set where: loss"

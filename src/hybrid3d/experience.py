@@ -171,7 +171,7 @@ class Learner:
         advantages, returns = self._advantages(known, mine_of_answers, kl)
         correction = self._correct(known, measured)
         if self._guard.compares_engines:
-            self._guard.compare_engines(step, measured.over_ranks())
+            self._guard.compare_engines(step, measured.over_ranks(), self._policy.has_experts)
         return replace(known, advantages=advantages, returns=returns, correction=correction), samples, row
 
     def update(self, known: Experience, step: int, measured: Measured, ready: Ready | None = None) -> dict[str, float]:

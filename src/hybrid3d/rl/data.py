@@ -265,9 +265,9 @@ def _check_left_out(path: str | Path, skipped: Mapping[str, int], rows: int, mos
     if left_out > most * rows:
         raise DataError(
             f"{path}: {left_out} of {rows} rows would be left out, {skipped['broken']} broken and "
-            f"{skipped['overlong']} with a prompt of more than {limit} tokens, and at most {math.floor(most * rows)} may "
-            "be: raise rollout.max_model_len (or lower rollout.max_new_tokens), set data.overlong=truncate_left, or "
-            "take these rows out of the file"
+            f"{skipped['overlong']} with a prompt of more than {limit} tokens, and at most {math.floor(most * rows)} "
+            "may be: raise rollout.max_model_len (or lower rollout.max_new_tokens), set data.overlong=truncate_left, "
+            "or take these rows out of the file"
         )
 
 

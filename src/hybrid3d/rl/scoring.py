@@ -30,7 +30,8 @@ class Scorer:
     """Computes one reward in `workers` processes, which start with the first batch; a cheap builtin one needs none.
 
     A user's own reward is `module:function`: a function of (answer, reference, prompt) that returns a float. With the
-    attribute `batched = True` it takes three lists and returns a list, a tuple or a 1-D array, and `timeout_seconds` holds for the whole batch.
+    attribute `batched = True` it takes three lists and returns a list, a tuple or a 1-D array, and `timeout_seconds`
+    holds for the whole batch.
 
     Raises:
         ValueError: `spec` is neither a reward's name nor `module:function`.

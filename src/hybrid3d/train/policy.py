@@ -31,6 +31,11 @@ class Policy(Trained):
         super().adopt(recipe)
         self._temperature = _temperature(recipe)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether tokens are sent to experts, so that rounding may send one elsewhere."""
+        return self.stages[0].config.num_moe_experts is not None
+
     def _steps_of(self, recipe: Recipe) -> int:
         return recipe.run.steps - recipe.critic.warmup_steps
 
