@@ -60,6 +60,7 @@ def test_the_bound_is_the_dtypes(dtype: str, experts: bool) -> None:
 # What was measured, in nats, of two steps each: `docs/algorithms.md`.
 MEASURED = {
     ("float32", False): 2.6e-6,
+    ("float32", True): 5.2e-6,
     ("bfloat16", False): 0.052,
     ("bfloat16", True): 0.191,
 }
