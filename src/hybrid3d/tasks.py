@@ -77,9 +77,9 @@ def evaluate(
     from hybrid3d.colocated import Colocated
 
     run = Colocated(recipe, rank, slots, weights_of=checkpoint_folder(folder, step))
+    run.sync.run(step)
     if console is not None:
         console.print(f"data.eval {run.rollouts.held_out}", highlight=False, markup=False, soft_wrap=True)
-    run.sync.run(step)
     found = run.rollouts.evaluate(step)
     if console is not None:
         problems, failed = len(run.rollouts.held_out.examples), sum(found.failures.values())

@@ -209,11 +209,11 @@ class Guard:
         max_sync_share: of a step's seconds.
         max_memory_gb: of a GPU, in 10^9 bytes.
         min_tokens_per_second: of all ranks together.
+        initial_mismatch: what happens where training and vLLM differ at the first step by more than the dtype explains
+            (`docs/algorithms.md`): the run ends with exit code 1, it says so and goes on, or nobody looks.
         spike: a batch is skipped whose gradient's norm is over `clip_grad`, and so many times what is usual.
         kl_explosion: nats of an answer beyond which an adaptive coefficient of the KL becomes a fixed one.
         acts: how often something is done about a fault; one more ends the run.
-        initial_mismatch: what happens where training and vLLM differ at the first step by more than the dtype explains
-            (`docs/algorithms.md`): the run ends with exit code 1, it says so and goes on, or nobody looks.
     """
 
     max_kl: Positive | None = None
@@ -224,10 +224,10 @@ class Guard:
     max_sync_share: Share | None = None
     max_memory_gb: Positive | None = None
     min_tokens_per_second: Positive | None = None
+    initial_mismatch: Literal["stop", "warn", "ignore"] = "stop"
     spike: AboveOne | None = None
     kl_explosion: Positive | None = None
     acts: Natural = 3
-    initial_mismatch: Literal["stop", "warn", "ignore"] = "stop"
 
 
 @dataclass(frozen=True, kw_only=True)
