@@ -8,20 +8,22 @@ files but Python's library. `protection` says which of the last two this machine
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import os
-import secrets
 import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
+
+from hybrid3d.rl.references import Tests
 
 OUTPUT_BYTES = 2**20  # what a program may print
 # Beside CPU seconds: address space and sizes of files in bytes, open files, processes, bytes of a core dump.
@@ -29,6 +31,7 @@ LIMITS = {"AS": 512 * 2**20, "FSIZE": 0, "NOFILE": 32, "NPROC": 0, "CORE": 0}
 # What a program can do where the kernel, or what a container lets through of it, has no such thing.
 OTHERWISE = {"seccomp": "open sockets and signal processes", "landlock": "read files"}
 _INSIDE = Path(__file__).with_name("sandboxed.py")
+_PACKAGE = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -37,53 +40,112 @@ class Outcome:
 
     Attributes:
         finished: by itself, with exit code 0, within all limits.
-        passed: the tests that came with it ran to their end.
         output: what it printed.
         holds: what confined it beside the limits: `seccomp`, `landlock`.
     """
 
     finished: bool
-    passed: bool
     output: bytes
     holds: tuple[str, ...]
 
 
-def run(program: str, *, stdin: str = "", tests: str | None = None, seconds: float) -> Outcome:
-    """Run a program's source, and after it, in the same interpreter, the source of its tests.
+@dataclass(frozen=True)
+class Verdict:
+    """What a judge reports of an answer.
 
-    The tests show that they ran to their end by a random token, which lies in a pipe until then. A program that ends
-    early, prints or replaces builtins has not got it; one that knows this file and wants to cheat can read it, because
-    nothing in one interpreter is out of reach of anything else in it. Judge by output where that matters.
+    Attributes:
+        passed: the tests ran to their end, and none failed.
+        assertions: how many were run.
+        requests: how often the answer was asked for something.
+        problem: why the tests cannot be judged, or "".
     """
-    token = secrets.token_hex(16).encode()
-    report, report_end = os.pipe()
-    ask_end, ask = os.pipe()
-    os.write(ask, token)
-    os.close(ask)
-    orders = {
-        "program": program,
-        "tests": tests,
-        "report": report_end,
-        "ask": ask_end,
-        "parent": os.getpid(),
-        "limits": LIMITS | {"CPU": math.ceil(seconds) + 1},
-    }
-    try:
-        with _holding(json.dumps(orders)) as told, _holding(stdin) as given:
-            process = _start(told, given, (report_end, ask_end))
-    finally:
-        os.close(report_end)
-        os.close(ask_end)
-    try:
-        finished, output, said = _watch(process, report, time.monotonic() + seconds)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # it is not waited for yet, so the number is still its own
-        code = process.wait()
-        os.close(report)
-        cast(BinaryIO, process.stdout).close()
-    finished = finished and code == 0
-    holds, _, shown = said.partition(b"\n")
-    return Outcome(finished, finished and shown == token, output, tuple(holds.decode(errors="replace").split()))
+
+    passed: bool
+    assertions: int = 0
+    requests: int = 0
+    problem: str = ""
+
+
+def run(program: str, *, stdin: str = "", seconds: float) -> Outcome:
+    """Run a program's source."""
+    with _Child({"role": "program", "program": program}, seconds, stdin=stdin, prints=True) as child:
+        printed = cast(BinaryIO, child.process.stdout).fileno()
+        deadline = time.monotonic() + seconds
+        closed, parts = _read_until(deadline, printed, child.report)
+        finished = closed and child.ended(deadline)
+    finished = finished and child.process.returncode == 0
+    holds = parts[child.report].partition(b"\n")[0]
+    return Outcome(finished, parts[printed], tuple(holds.decode(errors="replace").split()))
+
+
+def judge(program: str, tests: Tests, *, seconds: float) -> Verdict:
+    """Run tests in one process against what a program in another defines.
+
+    The program sees the arguments of the calls that the tests make, and decides what they return; the tests, what
+    they compare with and the verdict are out of its reach. A program that ends, closes its pipes or sends what is no
+    value gets no further.
+    """
+    asked, asks = os.pipe()
+    answered, answers = os.pipe()
+    deadline = time.monotonic() + seconds
+    with contextlib.ExitStack() as children:
+        try:
+            orders = {"role": "answering", "program": program, "incoming": asked, "outgoing": answers}
+            children.enter_context(_Child(orders, seconds, pipes=(asked, answers)))
+            orders = {"role": "judging", "tests": asdict(tests), "incoming": answered, "outgoing": asks}
+            child = children.enter_context(_Child(orders, seconds, pipes=(answered, asks)))
+        finally:
+            for end in (asked, asks, answered, answers):
+                os.close(end)
+        closed, parts = _read_until(deadline, child.report)
+    said = parts[child.report].partition(b"\n")[2]
+    return Verdict(**json.loads(said)) if closed and said else Verdict(passed=False)
+
+
+class _Child:
+    """A process in the sandbox, while it is used as a context; at the end it is killed, with all that it started."""
+
+    def __init__(
+        self,
+        orders: dict[str, Any],
+        seconds: float,
+        *,
+        stdin: str = "",
+        prints: bool = False,
+        pipes: tuple[int, ...] = (),
+    ):
+        self.report, report_end = os.pipe()
+        orders = orders | {
+            "report": report_end,
+            "package": str(_PACKAGE),
+            "parent": os.getpid(),
+            "limits": LIMITS | {"CPU": math.ceil(seconds) + 1},
+        }
+        try:
+            with _holding(json.dumps(orders)) as told, _holding(stdin) as given:
+                self.process = _start(told, given, prints, (report_end, *pipes))
+        except BaseException:
+            os.close(self.report)
+            raise
+        finally:
+            os.close(report_end)
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)  # it is not waited for yet, so the number is still its own
+        self.process.wait()
+        os.close(self.report)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def ended(self, deadline: float) -> bool:
+        """Whether the process ends by itself before the deadline."""
+        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        while (ended := os.waitid(os.P_PID, self.process.pid, options)) is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return ended is not None
 
 
 def _holding(text: str) -> BinaryIO:
@@ -94,13 +156,13 @@ def _holding(text: str) -> BinaryIO:
     return file
 
 
-def _start(orders: BinaryIO, stdin: BinaryIO, ends: tuple[int, int]) -> subprocess.Popen[bytes]:
+def _start(orders: BinaryIO, stdin: BinaryIO, prints: bool, ends: tuple[int, ...]) -> subprocess.Popen[bytes]:
     folder = tempfile.mkdtemp(prefix="sandbox-")
     try:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", str(_INSIDE), str(orders.fileno())],
             stdin=stdin,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.PIPE if prints else subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(*ends, orders.fileno()),
             cwd=folder,
@@ -111,26 +173,23 @@ def _start(orders: BinaryIO, stdin: BinaryIO, ends: tuple[int, int]) -> subproce
         os.rmdir(folder)  # it runs on in a folder without a name, in which nothing can be made
 
 
-def _watch(process: subprocess.Popen[bytes], report: int, deadline: float) -> tuple[bool, bytes, bytes]:
-    """Whether the process ended by itself before the deadline, what it printed and what it reported."""
-    printed = cast(BinaryIO, process.stdout).fileno()
-    parts = {printed: bytearray(), report: bytearray()}
+def _read_until(deadline: float, *descriptors: int) -> tuple[bool, dict[int, bytes]]:
+    """Whether all were closed before the deadline and within the limit of output, and what could be read of each."""
+    parts = {descriptor: bytearray() for descriptor in descriptors}
     with selectors.DefaultSelector() as selector:
         for descriptor in parts:
             selector.register(descriptor, selectors.EVENT_READ)
         while selector.get_map():
             left = deadline - time.monotonic()
             if left <= 0 or any(len(part) > OUTPUT_BYTES for part in parts.values()):
-                return False, bytes(parts[printed]), bytes(parts[report])
+                break
             for key, _ in selector.select(left):
                 data = os.read(key.fd, 65536)
                 parts[key.fd] += data
                 if not data:
                     selector.unregister(key.fd)
-    ended = os.WEXITED | os.WNOWAIT | os.WNOHANG
-    while os.waitid(os.P_PID, process.pid, ended) is None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return os.waitid(os.P_PID, process.pid, ended) is not None, bytes(parts[printed]), bytes(parts[report])
+        closed = not selector.get_map()
+    return closed, {descriptor: bytes(part) for descriptor, part in parts.items()}
 
 
 @functools.cache

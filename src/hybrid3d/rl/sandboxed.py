@@ -1,13 +1,15 @@
-"""What runs inside the sandbox: `python -I -S sandboxed.py ORDERS`, with no other module of this package.
+"""What runs inside the sandbox: `python -I -S sandboxed.py ORDERS`.
 
-It gives up every right that a computation has no need of, and then runs the program that the descriptor ORDERS holds.
-What a program may still do is compute, read its input and Python's library, and write to what is open already.
+It gives up every right that a computation has no need of, and then does what the file at the descriptor ORDERS says: it
+runs a program, or is one side of a judgement (`answering.py`, `judging.py`). What a program may still do is compute,
+read its input and Python's library, and write to what is open already.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import importlib
 import json
 import os
 import platform
@@ -16,7 +18,7 @@ import signal
 import struct
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # Numbers of the system calls that are allowed, on x86_64 and on aarch64. All others fail with EPERM. Python needs these
@@ -117,29 +119,29 @@ def confine(orders: dict[str, Any]) -> list[str]:
     return [name for name, holds in (("seccomp", seccomp), ("landlock", landlock)) if holds]
 
 
-def run(program: str, tests: str | None, report: int, ask: int) -> None:
-    """Run the program; with tests, as a module that they are then run in, and pass on the token that waits in `ask`.
+def run(orders: dict[str, Any]) -> None:
+    """Run a program as a script would be."""
+    sys.modules["__main__"] = module = types.ModuleType("__main__")
+    exec(compile(orders["program"], "<program>", "exec"), module.__dict__)
 
-    What is used after the program has run is bound before, out of the reach of names that it may replace.
-    """
-    execute, read, write, leave = exec, os.read, os.write, os._exit
-    module = types.ModuleType("__main__" if tests is None else "program")
-    sys.modules["__main__"] = sys.modules[module.__name__] = module
-    names = module.__dict__
-    judge = None if tests is None else compile(tests, "<tests>", "exec")
-    execute(compile(program, "<program>", "exec"), names)
-    if judge is not None:
-        execute(judge, names)
-        write(report, read(ask, 64))
-        leave(0)
+
+def load(role: str, package: str) -> Callable[[dict[str, Any]], None]:
+    """What this process is to do: it is imported before the rights to read it are given up."""
+    if role == "program":
+        return run
+    sys.path.insert(0, package)
+    main: Callable[[dict[str, Any]], None] = importlib.import_module(f"hybrid3d.rl.{role}").main
+    sys.path.remove(package)
+    return main
 
 
 def main() -> None:
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         orders = json.load(file)
     sys.argv[:] = ["program.py"]
+    act = load(orders["role"], orders["package"])
     os.write(orders["report"], (" ".join(confine(orders)) + "\n").encode())
-    run(orders["program"], orders["tests"], orders["report"], orders["ask"])
+    act(orders)
 
 
 if __name__ == "__main__":

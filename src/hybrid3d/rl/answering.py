@@ -1,0 +1,115 @@
+"""The answer's side of a judgement, inside the sandbox: it runs the program, and then does what the judge asks.
+
+Everything here is within the program's reach. That matters to nobody: the judge takes nothing from it but values.
+"""
+
+from __future__ import annotations
+
+import io
+import operator
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from hybrid3d.rl.remote import Decoder, Encoder, Link, builtin_named, is_plain
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda function, *arguments, **named: function(*arguments, **named),
+    "get": getattr,
+    "set": setattr,
+    "item": operator.getitem,
+    "put": operator.setitem,
+    "len": len,
+    "str": str,
+    "repr": repr,
+    "iter": iter,
+    "next": next,
+    "isinstance": isinstance,
+}
+
+
+def main(orders: dict[str, Any]) -> None:
+    """Run the program as a module, and answer until the judge ends."""
+    program = types.ModuleType("program")
+    sys.modules["__main__"] = sys.modules["program"] = program
+    link = Answerer(program, orders["incoming"], orders["outgoing"])
+    exec(compile(orders["program"], "<program>", "exec"), program.__dict__)
+    link.serve()
+
+
+class Answerer(Link):
+    """Does what the judge asks, and keeps the objects that have numbers."""
+
+    def __init__(self, program: types.ModuleType, incoming: int, outgoing: int):
+        super().__init__(incoming, outgoing, self.answer)
+        self._program = program
+        self._objects: list[object] = []
+        self._numbers: dict[int, int] = {}
+
+    def answer(self, question: list[Any]) -> list[Any]:
+        """`["value", value, arguments as they are now, what was printed]`, or `["error", types, args, printed]`."""
+        operation, arguments, named, in_place = question
+        sys.stdout = printed = io.StringIO()
+        decoder = Decoder(self._object)
+        try:
+            target, *rest = decoder.decode(arguments)
+            inside = {name: decoder.decode(value) for name, value in named.items()}
+            if operation == "name":
+                value = getattr(self._program, target)
+            else:
+                value = OPERATIONS[operation](target, *rest, **inside)
+            is_new = operation == "call" and isinstance(target, type) and not is_plain(value)
+            said = self._describe(value) if is_new else Encoder(self._describe).encode(value)
+            after: list[Any] = []
+            if in_place or value is None:
+                encoder = Encoder(self._describe, decoder.containers)
+                after = [encoder.encode_contents(container) for container in decoder.containers]
+            return ["value", said, after, printed.getvalue()]
+        except Exception as error:
+            kinds = self._kinds(type(error))
+            try:
+                args = Encoder(self._describe).encode(error.args)
+            except Exception:
+                args = ["t", str(error)]
+            return ["error", kinds, args, printed.getvalue()]
+
+    def _describe(self, value: object) -> list[Any]:
+        """A value that stays here: its number, and whether its truth is its own affair; or a class of errors."""
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return ["e", self._kinds(value)]
+        return ["h", self._number(value), hasattr(value, "__bool__") or hasattr(value, "__len__")]
+
+    def _number(self, value: object) -> int:
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._objects)
+            self._objects.append(value)  # which also keeps its id from being used again
+        return self._numbers[id(value)]
+
+    def _kinds(self, error: type) -> list[Any]:
+        """A class of errors and its bases: builtins by name, the program's own by number and name."""
+        return [
+            kind.__name__ if kind.__module__ == "builtins" else [self._number(kind), kind.__name__]
+            for kind in error.__mro__
+        ]
+
+    def _object(self, tag: str, said: list[Any]) -> object:
+        """What the judge names: an object here, a builtin, elements to be iterated over, or a function of its own."""
+        if tag == "h":
+            return self._objects[said[0]]
+        if tag == "n":
+            return builtin_named(said[0])
+        if tag == "y":
+            return iter(Decoder(self._object).decode(said[0]))
+        return self._callback(said[0])
+
+    def _callback(self, number: int) -> Callable[..., Any]:
+        def call(*arguments: object, **named: object) -> Any:
+            encoder = Encoder(self._describe)
+            kind, said = self.ask(number, encoder.encode(arguments), encoder.encode(named))
+            value = Decoder(self._object).decode(said)
+            if kind == "value":
+                return value
+            raise builtin_named(value[0])(*value[1])
+
+        return call

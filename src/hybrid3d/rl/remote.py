@@ -1,0 +1,279 @@
+"""Calls between two processes of which neither trusts the other, over a pair of pipes.
+
+What is sent is JSON in which only plain values can be said: None, booleans, numbers, text, bytes, the containers of
+Python with plain values in them, and a few value types of its library. The receiver rebuilds them from its own types.
+All else stays where it is and is named by a number. Nothing that is received is run, imported or unpickled.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+MESSAGE_BYTES = 8 * 2**20
+DEPTH = 200  # of containers within containers
+ITERATED = 10**6  # elements of an iterator that is sent as a value
+CONTAINERS: dict[Any, str] = {list: "l", tuple: "t", dict: "d", set: "s", frozenset: "f", deque: "q", bytearray: "a"}
+MUTABLE = (list, dict, set, deque, bytearray)
+# Value types of the library, and the plain arguments that make an equal one.
+VALUES: dict[str, tuple[str, Callable[[Any], tuple[object, ...]]]] = {
+    "range": ("builtins", lambda value: (value.start, value.stop, value.step)),
+    "complex": ("builtins", lambda value: (value.real, value.imag)),
+    "Fraction": ("fractions", lambda value: (value.numerator, value.denominator)),
+    "Decimal": ("decimal", lambda value: (str(value),)),
+    "date": ("datetime", lambda value: (value.year, value.month, value.day)),
+    "datetime": (
+        "datetime",
+        lambda value: (value.year, value.month, value.day, value.hour, value.minute, value.second, value.microsecond),
+    ),
+    "timedelta": ("datetime", lambda value: (value.days, value.seconds, value.microseconds)),
+}
+_EXACT = (type(None), bool, int, float, str, bytes, *CONTAINERS)
+
+
+class Forfeit(BaseException):
+    """The other side has ended, or sent what is no message. Not an Exception, so that tests do not catch it."""
+
+
+class Encoder:
+    """Turns values into what JSON can say.
+
+    Mutable containers are numbered as they are met, so that one which is met again, or contains itself, is so rebuilt.
+
+    Args:
+        other: what to say of a value that is not plain.
+        containers: those that both sides have numbered already.
+    """
+
+    def __init__(self, other: Callable[[object], list[Any]], containers: Sequence[object] = ()):
+        self._other = other
+        self.containers = list(containers)
+        self._numbers = {id(container): number for number, container in enumerate(self.containers)}
+
+    def encode(self, value: Any, depth: int = 0) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, float, str):
+            return value
+        if kind is int:
+            return value if -(2**63) <= value < 2**63 else ["i", hex(value)]
+        if kind is bytes:
+            return ["b", value.decode("latin-1")]
+        if kind not in CONTAINERS:
+            return self._encode_other(value, kind, depth)
+        if kind in MUTABLE:
+            if (number := self._numbers.get(id(value))) is not None:
+                return ["r", number]
+            self._numbers[id(value)] = len(self.containers)
+            self.containers.append(value)
+        return self.encode_contents(value, depth)
+
+    def encode_contents(self, value: Any, depth: int = 0) -> list[Any]:
+        """A container, even where it has been met before."""
+        if depth >= DEPTH:
+            raise ValueError(f"containers nested more than {DEPTH} deep cannot be sent")
+        kind = type(value)
+        if kind is bytearray:
+            return ["a", value.decode("latin-1")]
+        inner = (part for pair in dict.items(value) for part in pair) if kind is dict else value
+        return [CONTAINERS[kind], *[self.encode(part, depth + 1) for part in inner]]
+
+    def _encode_other(self, value: Any, kind: type, depth: int) -> Any:
+        if isinstance(value, type):
+            if name := builtin_name(value):
+                return ["n", name]
+            return self._other(value)
+        module, arguments = VALUES.get(kind.__name__, ("", None))
+        if arguments is not None and kind.__module__ == module and getattr(value, "tzinfo", None) is None:
+            return ["v", kind.__name__, *[self.encode(part, depth + 1) for part in arguments(value)]]
+        for base in (bool, int, float, str, bytes, *CONTAINERS):  # an instance of a subclass is its plain value
+            if isinstance(value, base):
+                return self.encode(_plain(value, base), depth)
+        return self._other(value)
+
+
+def _plain(value: Any, base: type) -> Any:
+    """The same as the base class itself, not asking the subclass."""
+    if base is dict:
+        return dict(dict.items(value))
+    if base in (int, float, str):
+        return getattr(base, f"__{base.__name__}__")(value)
+    return base(base.__iter__(value)) if base is not bytes else bytes(memoryview(value))  # type: ignore[attr-defined]
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is of exactly a type that is sent as a value."""
+    return type(value) in _EXACT
+
+
+class Decoder:
+    """Rebuilds values from what an `Encoder` made of them; anything else is a Forfeit.
+
+    Args:
+        other: the object for a tag that is not of a plain value, and what came with it.
+        containers: those that both sides have numbered already.
+    """
+
+    def __init__(self, other: Callable[[str, list[Any]], object], containers: Sequence[Any] = ()):
+        self._other = other
+        self.containers = list(containers)
+
+    def decode(self, said: Any, depth: int = 0) -> Any:
+        if said is None or type(said) in (bool, int, float, str):
+            return said
+        if type(said) is not list or not said or type(said[0]) is not str or depth > DEPTH:
+            raise Forfeit("this is no value")
+        tag, inner = said[0], said[1:]
+        try:
+            return self._decode_tagged(tag, inner, depth)
+        except Exception as error:
+            raise Forfeit(f"this is no value: {error}") from None
+
+    def replace(self, container: Any, said: Any) -> None:
+        """Make a numbered container what the other side says that it is now."""
+        if type(said) is not list or not said or said[0] != CONTAINERS[type(container)]:
+            raise Forfeit("an argument came back as another type")
+        if type(container) is bytearray:
+            container[:] = self.decode(["b", *said[1:]])
+            return
+        parts = [self.decode(part, 1) for part in said[1:]]
+        try:
+            container.clear()
+            if type(container) is dict:
+                container.update(zip(parts[::2], parts[1::2], strict=True))
+            else:
+                container.update(parts) if type(container) is set else container.extend(parts)
+        except Exception as error:
+            raise Forfeit(f"this is no value: {error}") from None
+
+    def _decode_tagged(self, tag: str, inner: list[Any], depth: int) -> Any:
+        match tag:
+            case "l" | "s" | "q":
+                container: Any = {"l": list, "s": set, "q": deque}[tag]()
+                self.containers.append(container)
+                parts = (self.decode(part, depth + 1) for part in inner)
+                container.update(parts) if tag == "s" else container.extend(parts)
+                return container
+            case "d":
+                made: dict[Any, Any] = {}
+                self.containers.append(made)
+                for place in range(0, len(inner), 2):
+                    key = self.decode(inner[place], depth + 1)
+                    made[key] = self.decode(inner[place + 1], depth + 1)
+                return made
+            case "t" | "f":
+                whole = [self.decode(part, depth + 1) for part in inner]
+                return tuple(whole) if tag == "t" else frozenset(whole)
+            case "a":
+                self.containers.append(array := bytearray(_text(inner[0]), "latin-1"))
+                return array
+            case "b":
+                return _text(inner[0]).encode("latin-1")
+            case "i":
+                return int(_text(inner[0]), 16)
+            case "r":
+                return self.containers[range(len(self.containers))[inner[0]]]
+            case "v":
+                kind = getattr(importlib.import_module(VALUES[inner[0]][0]), inner[0])
+                return kind(*[self.decode(part, depth + 1) for part in inner[1:]])
+        return self._other(tag, inner)
+
+
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise ValueError("text expected")
+    return value
+
+
+def builtin_name(value: object) -> str:
+    """The name by which a value is found among the builtins; "" where it is not."""
+    name = getattr(value, "__name__", "")
+    return name if isinstance(name, str) and vars(builtins).get(name) is value else ""
+
+
+def builtin_named(name: object) -> Any:
+    """A builtin type or function by its name. ValueError: there is none."""
+    found = getattr(builtins, _text(name), None)
+    if not callable(found) or name in ("eval", "exec", "compile", "open", "input", "__import__", "breakpoint"):
+        raise ValueError(f"no builtin {name!r} can be sent")
+    return found
+
+
+def elements(iterator: Iterator[object]) -> list[object]:
+    """What is left of an iterator. ValueError: it is too long to be sent."""
+    found = list(islice(iterator, ITERATED + 1))
+    if len(found) > ITERATED:
+        raise ValueError(f"an iterator of more than {ITERATED} elements cannot be sent")
+    return found
+
+
+class Link:
+    """One end of the pipes. Each message is its length in 4 bytes, and JSON: `["?", ...]` asks, `["!", ...]` answers.
+
+    Args:
+        serve: answers what the other side asks while this one waits for an answer of its own.
+    """
+
+    def __init__(self, incoming: int, outgoing: int, serve: Callable[[list[Any]], list[Any]]):
+        self._incoming, self._outgoing, self._serve = incoming, outgoing, serve
+
+    def ask(self, *question: object) -> list[Any]:
+        """The other side's answer."""
+        self._send(["?", *question])
+        while (answer := self._next())[0] != "!":
+            pass
+        return answer[1:]
+
+    def serve(self) -> None:
+        """Answer until the other side ends, which is a Forfeit."""
+        while True:
+            if self._next()[0] != "?":
+                raise Forfeit("an answer that nobody asked for")
+
+    def _next(self) -> list[Any]:
+        """The next message, which is answered already if it asks."""
+        message = self._receive()
+        if message[0] == "?":
+            self._send(["!", *self._serve(message[1:])])
+        return message
+
+    def _send(self, message: list[Any]) -> None:
+        data = json.dumps(message, separators=(",", ":")).encode()
+        if len(data) > MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(data)} bytes; the most is {MESSAGE_BYTES}")
+        view = memoryview(len(data).to_bytes(4, "big") + data)
+        try:
+            while view:
+                view = view[os.write(self._outgoing, view) :]
+        except OSError as error:
+            raise Forfeit(f"the other side has ended: {error}") from None
+
+    def _receive(self) -> list[Any]:
+        size = int.from_bytes(self._read(4), "big")
+        if size > MESSAGE_BYTES:
+            raise Forfeit(f"a message of {size} bytes; the most is {MESSAGE_BYTES}")
+        try:
+            message = json.loads(self._read(size))
+        except (ValueError, RecursionError) as error:
+            raise Forfeit(f"this is no message: {error}") from None
+        if type(message) is not list or not message or message[0] not in ("?", "!"):
+            raise Forfeit("this is no message")
+        return message
+
+    def _read(self, size: int) -> bytes:
+        parts = []
+        while size:
+            try:
+                part = os.read(self._incoming, min(size, 2**20))
+            except OSError as error:
+                raise Forfeit(f"the other side has ended: {error}") from None
+            if not part:
+                raise Forfeit("the other side has ended")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
