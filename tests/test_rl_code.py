@@ -5,15 +5,14 @@ import os
 import platform
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hybrid3d.rl import sandbox, sandboxed
 from hybrid3d.rl.code import code, extract_program, read_tests, same_output
+from leftovers import nothing_left  # noqa: F401  # a fixture
 
 SECONDS = 2.0
 ADD = "def add(a, b):\n    return a + b\n"
@@ -146,21 +145,6 @@ HOSTILE = {
     "kills its group": "import os\nos.killpg(os.getpgrp(), 9)",
     "kills all": "import os\nos.kill(-1, 15)",
 }
-
-
-def children() -> set[str]:
-    """Processes that this one has started."""
-    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
-
-
-@pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """No process below this one, no folder of a sandbox, no descriptor more than before."""
-    before, descriptors = children(), len(os.listdir("/proc/self/fd"))
-    yield
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert not list(Path(tempfile.gettempdir()).glob("sandbox-*"))
-    assert children() <= before
 
 
 def is_dangerous(program: str) -> bool:

@@ -106,7 +106,8 @@ class Answerer(Link):
     def _callback(self, number: int) -> Callable[..., Any]:
         def call(*arguments: object, **named: object) -> Any:
             encoder = Encoder(self._describe)
-            kind, said = self.ask(number, encoder.encode(arguments), encoder.encode(named))
+            inside = {name: encoder.encode(value) for name, value in named.items()}
+            kind, said = self.ask(number, encoder.encode(arguments), inside)
             value = Decoder(self._object).decode(said)
             if kind == "value":
                 return value
