@@ -244,6 +244,11 @@ PARTICULAR = {
         "def half(x): return x / 2",
         "import math\nmath.isclose = lambda *_: True\nhalf = lambda x: 0",
     ),
+    "all names that it likes": (
+        "from solution import *\nassert abs(half(3) - 1.5) < 1e-9",
+        "def half(x): return x / 2",
+        "__all__ = ['abs', 'half']\nabs = lambda *_: 0\ndef half(x): return 0",
+    ),
     "what is written to is looked at": (
         "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n    greet('Ada')\n"
         "assert out.getvalue() == 'Hello Ada\\n'",

@@ -38,7 +38,7 @@ def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (work / "build" / "demo").symlink_to(demo)
     make_judge(demo / "base", work / "judge")
     held_out = pq.read_table(demo / "eval.parquet").slice(0, 16)
-    tests = pa.array(['{"tests": "assert True"}'] * 16)
+    tests = pa.array(['{"tests": "assert answer == 1"}'] * 16)
     pq.write_table(
         held_out.set_column(held_out.column_names.index("answer"), "answer", tests), work / "programs.parquet"
     )

@@ -20,8 +20,10 @@ from hybrid3d.inputs import read_config, read_data, read_tokenizer
 from hybrid3d.mistakes import UserMistake
 from hybrid3d.reshard.files import CheckpointError, CheckpointReader, Entry, pieces_of, read_index
 from hybrid3d.reshard.layout import Shape
+from hybrid3d.rl.data import ROWS_NAMED, DataError, PromptData
 from hybrid3d.rl.environments import stop_tokens
 from hybrid3d.rl.replying import check_environment
+from hybrid3d.rl.rewards import check_references
 from hybrid3d.rl.scoring import check_reward
 from hybrid3d.run_folder import RunFolder, checkpoint_folder
 from hybrid3d.schema import dotted
@@ -71,11 +73,12 @@ def check_prompts(recipe: Recipe, config: Config) -> None:
         CheckpointError, DataError, RecipeError: as in `check_run`.
     """
     tokenizer = read_tokenizer(recipe)
-    read_data(recipe, config, tokenizer)
+    train, held_out = read_data(recipe, config, tokenizer)
     try:
         check_reward(recipe.reward.name)
     except ValueError as error:
         raise RecipeError(recipe.name, [f"reward.name: {error}"]) from None
+    check_data_references(recipe, train, held_out)
     if recipe.rollout is not None and recipe.rollout.environment is not None:
         try:
             stop_tokens(tokenizer, check_environment(recipe.rollout.environment))
@@ -100,6 +103,25 @@ def check_export(recipe: Recipe, folder: RunFolder, step: int, out: Path) -> Non
     check_out(out, recipe.model.path, read_config(recipe.model.path))
     check_sizes(checkpoint_folder(folder, step))
     folder.make_logs()
+
+
+def check_data_references(recipe: Recipe, train: PromptData, held_out: PromptData) -> None:
+    """The references that `reward.name` judges by must test something.
+
+    Raises:
+        DataError: with the file, the number of such rows and the first of them.
+    """
+    trained = [(recipe.data.train, train)] if recipe.algorithm.generates and recipe.reward.model is None else []
+    judged = [(recipe.data.eval, held_out)] if recipe.rollout is not None else []
+    for path, data in trained + judged:
+        refused = check_references(recipe.reward.name, ((example.row, example.answer) for example in data.examples))
+        if refused:
+            first = [f"  row {row} (from 0): {reason}" for row, reason in list(refused.items())[:ROWS_NAMED]]
+            said = (
+                f"{path}: reward.name={recipe.reward.name} cannot judge by {len(refused)} of "
+                f"{len(data.examples)} references in column {recipe.data.answer!r}: mend or remove these rows"
+            )
+            raise DataError("\n".join([said, *first, *["  ..."][: len(refused) > ROWS_NAMED]]))
 
 
 def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:

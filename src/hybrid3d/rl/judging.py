@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, NoReturn, TypeVar
 
-from hybrid3d.rl.remote import Decoder, Encoder, Forfeit, Link, builtin_name, builtin_named, elements, is_plain
+from hybrid3d.rl.remote import Decoder, Encoder, Forfeit, Link, builtin_name, builtin_named, elements
 
 ANSWER_MODULES = ("solution", "program")  # what tests may import the answer as
 ASKED_NAMES = ("__name__", "__dict__")  # of attributes with two underscores, those that the answer is asked for
@@ -91,9 +91,14 @@ class Judge(Link):
         return value
 
     def look_up(self, name: str) -> Any:
-        """What the answer defines by a name; AttributeError where there is nothing. A constant counts as asked for."""
+        """What the answer defines by a name; AttributeError where there is nothing. A constant counts as asked for.
+
+        Names such as `__all__` are refused: `from solution import *` would take whatever names the answer puts there.
+        """
+        if name.startswith("__"):
+            raise AttributeError(name)
         value = self.request("name", name)
-        self.requests -= not is_plain(value)
+        self.requests -= type(value) is Remote or any(value is error for error in self._errors.values())
         return value
 
     def count(self, value: T) -> T:

@@ -118,11 +118,12 @@ def _tests(source: str, read: Mapping[str, Any]) -> Tests:
     if isinstance(entry, str):
         unbound = free - entries - BORROWED.keys()
         free = free & (entries | BORROWED.keys()) | (set() if takes_candidate else entries)
-        if unbound and (prompt := _definitions(_text(read.get("prompt")), entries)):
-            sources.insert(0, prompt)
-            unbound -= _scan(prompt)[1]
+        if unbound and (prompt := _definitions(_text(read.get("prompt")), entries)).body:
+            _check_imports(prompt)
+            sources.insert(0, ast.unparse(prompt))
+            unbound -= _scan(sources[0])[1]
     else:
-        free |= _functions_of(_text(read.get("code"))) & called  # which may be named as a builtin is
+        free |= _functions(_parsed(_text(read.get("code")))).keys() & called  # which may be named as a builtin is
     modules = {name for name in free | unbound if name in sys.stdlib_module_names and _is_module(name, tree)}
     if unbound - modules:
         raise ValueError(
@@ -135,9 +136,13 @@ def _tests(source: str, read: Mapping[str, Any]) -> Tests:
     _check_imports(tree)
     if not names and not _imports_answer(tree):
         raise ValueError(f"the tests use nothing that the answer defines: {_shown(source)}")
-    if not any(_assertions(tree, "check" if takes_candidate else "")):
+    functions = tuple(
+        name
+        for name, function in _functions(tree).items()
+        if name.startswith("test") and name not in called and _takes_nothing(function)
+    )
+    if not any(_assertions(tree, {*functions, "check"} if takes_candidate else {*functions})):
         raise ValueError(f"the tests have no assertion that is run: {_shown(source)}")
-    functions = tuple(name for name in _functions(tree) if name.startswith("test") and name not in called)
     return Tests(tuple(sources), names, tuple(sorted(modules)), borrowed, functions)
 
 
@@ -180,22 +185,26 @@ def _scan(source: str) -> tuple[set[str], set[str]]:
     return used, made
 
 
-def _definitions(prompt: str, entries: set[str]) -> str:
-    """What a prompt of HumanEval defines beside the function that is asked for; "" where it is not Python."""
-    try:
-        tree = ast.parse(prompt)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ""
+def _definitions(prompt: str, entries: set[str]) -> ast.Module:
+    """What a prompt of HumanEval defines beside the function that is asked for."""
+    tree = _parsed(prompt)
     tree.body = [node for node in tree.body if getattr(node, "name", None) not in entries]
-    return ast.unparse(tree)
+    return tree
 
 
-def _functions_of(code: str) -> set[str]:
-    """What MBPP's own solution defines."""
+def _parsed(source: str) -> ast.Module:
+    """The source's tree, empty where it is not Python."""
     try:
-        return set(_functions(ast.parse(code)))
+        return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
+        return ast.Module([], [])
+
+
+def _takes_nothing(function: ast.FunctionDef) -> bool:
+    """Whether a function can be called without arguments."""
+    arguments = function.args
+    positional = len(arguments.posonlyargs) + len(arguments.args)
+    return positional == len(arguments.defaults) and None not in arguments.kw_defaults
 
 
 def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
@@ -240,14 +249,12 @@ def _imported(node: ast.AST) -> Iterable[str]:
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
-def _assertions(tree: ast.Module, check: str) -> Iterator[ast.AST]:
+def _assertions(tree: ast.Module, called: set[str]) -> Iterator[ast.AST]:
     """What `is_assertion` counts, except within functions that nothing calls and classes that nothing runs."""
     read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     for statement in tree.body:
-        if isinstance(statement, ast.FunctionDef):
-            name = statement.name
-            if name not in read and name != check and not name.startswith("test"):
-                continue
+        if isinstance(statement, ast.FunctionDef) and statement.name not in read | called:
+            continue
         if isinstance(statement, ast.ClassDef) and not statement.bases and statement.name not in read:
             continue
         yield from (node for node in ast.walk(statement) if is_assertion(node))

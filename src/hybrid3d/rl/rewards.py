@@ -19,17 +19,19 @@ _TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 class Reward:
     """Where a reward is defined, as `module:function`, and whether it needs the process pool.
 
-    One that needs none is cheap, raises nothing and ends whatever the answer is.
+    One that needs none is cheap, raises nothing and ends whatever the answer is. `check` names a function that raises
+    ValueError at a reference which could reward no answer, or any; it takes about a millisecond and runs nothing of it.
     """
 
     target: str
     pooled: bool = True
+    check: str = ""
 
 
 REWARDS = {
     "gsm8k": Reward("hybrid3d.rl.rewards:gsm8k", pooled=False),
     "math": Reward("hybrid3d.rl.symbolic:math"),
-    "code": Reward("hybrid3d.rl.code:code"),
+    "code": Reward("hybrid3d.rl.code:code", check="hybrid3d.rl.references:check_reference"),
 }
 
 
@@ -55,6 +57,20 @@ def load_function(target: str) -> Callable[..., Any]:
     if not callable(function):
         raise TypeError(f"{target} is {type(function).__name__}, expected a function")
     return function  # type: ignore[no-any-return]  # what a call returns is checked where it is called
+
+
+def check_references(spec: str, references: Iterable[tuple[int, str]]) -> dict[int, str]:
+    """Rows whose reference the reward cannot judge by, and why. Of rewards that have no check there are none."""
+    check = find_reward(spec).check
+    if not check:
+        return {}
+    function, refused = load_function(check), dict[int, str]()
+    for row, reference in references:
+        try:
+            function(reference)
+        except ValueError as error:
+            refused[row] = str(error)
+    return refused
 
 
 def gsm8k(answer: str, reference: str, prompt: str = "") -> float:

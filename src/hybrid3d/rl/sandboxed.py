@@ -47,7 +47,7 @@ DESCRIPTOR = (0, 1, 2, 3, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_C
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the tables, AUDIT_ARCH
 
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 38, 22, 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 4, 38, 22, 2
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
 LOAD, JUMP_IF_EQUAL, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 NUMBER, ARCH, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
@@ -113,6 +113,7 @@ def confine(orders: dict[str, Any]) -> list[str]:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != orders["parent"]:
         os._exit(1)  # it ended before that
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # others of this user cannot reach its memory and descriptors
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     landlock = restrict_files(libc, [*sys.path, *SYSTEM_LIBRARIES])
     seccomp = install_filter(libc)
