@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from hybrid3d.rl import answering, judging
 from hybrid3d.rl.references import Tests
 
 OUTPUT_BYTES = 2**20  # what a program may print
@@ -90,9 +91,9 @@ def judge(program: str, tests: Tests, *, seconds: float) -> Verdict:
     deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as children:
         try:
-            orders = {"role": "answering", "program": program, "incoming": asked, "outgoing": answers}
+            orders = {"role": answering.__name__, "program": program, "incoming": asked, "outgoing": answers}
             children.enter_context(_Child(orders, seconds, pipes=(asked, answers)))
-            orders = {"role": "judging", "tests": asdict(tests), "incoming": answered, "outgoing": asks}
+            orders = {"role": judging.__name__, "tests": asdict(tests), "incoming": answered, "outgoing": asks}
             child = children.enter_context(_Child(orders, seconds, pipes=(answered, asks)))
         finally:
             for end in (asked, asks, answered, answers):
