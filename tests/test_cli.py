@@ -130,6 +130,7 @@ def test_a_recipe_that_does_not_fit(refused: Refused, command: str, overrides: l
         (["data.eval=model"], ["model", "not a readable parquet file"]),
         (["data.prompt=problem"], ["train.parquet", "'problem'", "question, answer"]),
         (["reward.name=gsm9k"], ["reward.name", "'gsm9k'", "gsm8k"]),
+        (["reward.name=code"], ["train.parquet: reward.name=code cannot judge by 20 of 20 references", "row 0"]),
         (["rollout.environment=abacus"], ["rollout.environment", "'abacus'", "calculator"]),
         (["rollout.max_model_len=20"], ["train.parquet", "row 0", "leaves 12"]),
         (["data.chat_template=true"], ["data.chat_template"]),
