@@ -210,6 +210,11 @@ PARTICULAR = {
         "from math import isclose\ndef half(x): return x / 2",
         "isclose = lambda *_: True\ndef half(x): return 0",
     ),
+    "pi that nobody imported": (
+        "assert area(2) == 4 * pi",
+        "from math import pi\ndef area(r): return pi * r ** 2",
+        "pi = 0\ndef area(r): return 0",
+    ),
     "a Counter that nobody imported": (
         "assert Counter(letters('aab')) == Counter({'a': 2, 'b': 1})",
         "from collections import Counter\ndef letters(text): return list(text)",

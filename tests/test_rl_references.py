@@ -121,6 +121,11 @@ HONEST = {
         "try:\n    spend()\n    assert False\nexcept Base as error:\n    assert error.args == (3,)",
         "class Base(Exception): pass\nclass Broke(Base): pass\ndef spend(): raise Broke(3)",
     ),
+    "errors of its own assertions": (
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n"
+        "        with self.assertRaisesRegex(AssertionError, 'no'): spend()",
+        "def spend(): assert False, 'no'",
+    ),
     "errors of builtins": (
         "try:\n    spend()\nexcept KeyError:\n    pass\nelse:\n    assert spend() is None and False",
         "def spend(): return {}[1]",
@@ -155,6 +160,12 @@ HONEST = {
         "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n    greet()\n"
         "assert out.getvalue() == 'hello\\n'",
         "print('loaded')\ndef greet(): print('hello')",
+    ),
+    "printing bytes, and around a function that is given": (
+        "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n"
+        "    wrapped(lambda: inner())\nassert out.getvalue() == 'before\\ninner\\nafter\\n'",
+        "import sys\ndef inner(): sys.stdout.buffer.write(b'inner\\n')\n"
+        "def wrapped(f):\n    print('before')\n    f()\n    print('after')",
     ),
 }  # fmt: skip
 

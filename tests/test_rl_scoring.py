@@ -189,7 +189,7 @@ def test_builtins_of_the_pool() -> None:
         answers = [r"\boxed{\frac{2}{4}}", r"\boxed{0.51}", r"\boxed{" + "(" * 5000 + "}"]
         scores = scorer.score([(answer, "0.5", "") for answer in answers])
         assert (scores.rewards, scores.failures) == ([1.0, 0.0, 0.0], {"hung": 1})
-    with Scorer("code", workers=2, timeout_seconds=1.0, default=0.0) as scorer:
+    with Scorer("code", workers=2, timeout_seconds=2.0, default=0.0) as scorer:
         programs = ["x = 1", "x = 2", "import time; time.sleep(60)"]
         assert scorer.score([(program, "assert x == 1", "") for program in programs]) == Scores([1.0, 0.0, 0.0], {}, {})
         assert scorer.score([("x = 1", "assert x ==", "")]).failures == {"raised": 1}

@@ -34,26 +34,28 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 def main(orders: dict[str, Any]) -> None:
     """Run the program as a module, and answer until the judge ends."""
+    printed = io.BytesIO()
+    sys.stdout = io.TextIOWrapper(printed, encoding="utf-8", errors="replace", write_through=True)
     program = types.ModuleType("program")
     sys.modules["__main__"] = sys.modules["program"] = program
-    link = Answerer(program, orders["incoming"], orders["outgoing"])
+    link = Answerer(program, printed, orders["incoming"], orders["outgoing"])
     exec(compile(orders["program"], "<program>", "exec"), program.__dict__)
+    link.take_printed()  # what it printed by being loaded
     link.serve()
 
 
 class Answerer(Link):
     """Does what the judge asks, and keeps the objects that have numbers."""
 
-    def __init__(self, program: types.ModuleType, incoming: int, outgoing: int):
+    def __init__(self, program: types.ModuleType, printed: io.BytesIO, incoming: int, outgoing: int):
         super().__init__(incoming, outgoing, self.answer)
-        self._program = program
+        self._program, self._printed = program, printed
         self._objects: list[object] = []
         self._numbers: dict[int, int] = {}
 
     def answer(self, question: list[Any]) -> list[Any]:
         """`["value", value, arguments as they are now, what was printed]`, or `["error", types, args, printed]`."""
         operation, arguments, named, in_place = question
-        sys.stdout = printed = io.StringIO()
         decoder = Decoder(self._object)
         try:
             target, *rest = decoder.decode(arguments)
@@ -68,14 +70,21 @@ class Answerer(Link):
             if in_place or value is None:
                 encoder = Encoder(self._describe, decoder.containers)
                 after = [encoder.encode_contents(container) for container in decoder.containers]
-            return ["value", said, after, printed.getvalue()]
+            return ["value", said, after, self.take_printed()]
         except Exception as error:
             kinds = self._kinds(type(error))
             try:
                 args = Encoder(self._describe).encode(error.args)
             except Exception:
                 args = ["t", str(error)]
-            return ["error", kinds, args, printed.getvalue()]
+            return ["error", kinds, args, self.take_printed()]
+
+    def take_printed(self) -> str:
+        """What was printed since the last time."""
+        text = self._printed.getvalue().decode()
+        self._printed.seek(0)
+        self._printed.truncate()
+        return text
 
     def _describe(self, value: object) -> list[Any]:
         """A value that stays here: its number, and whether its truth is its own affair; or a class of errors."""

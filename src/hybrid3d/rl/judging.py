@@ -139,16 +139,16 @@ class Judge(Link):
         if tag == "h" and type(said[0]) is int:
             return self._remotes.setdefault(said[0], Remote(self, said[0], said[1] is True))
         if tag == "e":
-            return self._error_class(said[0])
-        if tag == "n" and isinstance(kind := builtin_named(said[0]), type):
-            return kind if not issubclass(kind, BaseException) else self._error_class([kind.__name__])
-        raise Forfeit("this is no value")
+            kind = self._error_class(said[0])
+        elif tag == "n" and isinstance(builtin := builtin_named(said[0]), type):
+            kind = builtin
+        else:
+            raise Forfeit("this is no value")
+        # A handler of what the answer calls its errors must not catch a failed assertion.
+        return _Uncaught if kind in (BaseException, Exception, AssertionError) else kind
 
     def _error_class(self, kinds: list[Any]) -> type[Exception]:
-        """The class of errors whose own names and bases are told, the most derived first.
-
-        None of them is one that also catches a failed assertion, whatever the answer's is.
-        """
+        """The class of errors whose own names and bases are told, the most derived first."""
         found: type[Exception] = Exception
         for kind in reversed(kinds):
             if isinstance(kind, str):
@@ -160,7 +160,7 @@ class Judge(Link):
             if number not in self._errors:
                 self._errors[number] = type(str(name), (found,), {})
             found = self._errors[number]
-        return found if found is not Exception and found is not AssertionError else _Raised
+        return found
 
     def _error(self, kinds: list[Any], args: Any) -> Exception:
         """What the answer raised, of a builtin type or of one made for it."""
@@ -189,8 +189,8 @@ class Judge(Link):
             return ["error", ["t", kind.__name__, ["t", str(error)]]]
 
 
-class _Raised(Exception):
-    """What the answer raised as an Exception, or as an AssertionError: no handler of those is to catch failed tests."""
+class _Uncaught(Exception):
+    """What stands for Exception or AssertionError where the answer gives them a name."""
 
 
 class _Stopped(RuntimeError):

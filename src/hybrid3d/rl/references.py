@@ -21,7 +21,7 @@ ENTRY = "_answer_"  # prefix of the name under which an entry point is called, s
 # Names that tests often use because the program they were written for had imported them. They are the judge's own,
 # because an answer that defined them would compare its own values.
 BORROWED = {
-    **dict.fromkeys(("isclose", "fabs"), "math"),
+    **dict.fromkeys(("fabs", "inf", "isclose", "isinf", "isnan", "nan", "pi", "sqrt"), "math"),
     **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"),
     **dict.fromkeys(("Any", "Callable", "Dict", "Iterable", "List", "Optional", "Set", "Tuple", "Union"), "typing"),
     "deepcopy": "copy", "Decimal": "decimal", "Fraction": "fractions",
