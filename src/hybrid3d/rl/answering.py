@@ -81,7 +81,7 @@ class Answerer(Link):
 
     def take_printed(self) -> str:
         """What was printed since the last time."""
-        text = self._printed.getvalue().decode()
+        text = self._printed.getvalue().decode(errors="replace")
         self._printed.seek(0)
         self._printed.truncate()
         return text
