@@ -76,7 +76,7 @@ def values(hint: Any) -> str:
     if section_of(hint) is not None:
         return "a section, `null`"
     kinds = [kind for kind in get_args(hint) if kind is not NoneType] if NoneType in get_args(hint) else [hint]
-    words = expected(kinds[0]).replace(" and finite", "").replace(", not empty", "")
+    words = re.sub(", not empty|, of at most .* printable characters|, of printable .*", "", expected(kinds[0]))
     said = f"`{words.removeprefix('one of ').replace(', ', '`, `')}`" if words.startswith("one of ") else words
     return said if kinds[0] is hint else f"{said}, `null`"
 

@@ -17,6 +17,8 @@ from hybrid3d.config import Kl, Machine, Recipe, RecipeError, Rollout, Train, lo
 # The recipe of the design's contracts, letter by letter.
 NAMES = "grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp, reinforce_pp_baseline, ppo, sft"
 
+PATH = "expected a string, not empty, of printable characters, at most 200 bytes a name"
+
 DEMO = """\
 name: demo-cpu
 model:     {path: build/demo/model, dtype: float32}
@@ -250,17 +252,17 @@ def test_every_problem_in_one_message(load: Any, tmp_path: Path) -> None:
     assert str(caught.value) == "\n  ".join(
         [
             f"{tmp_path / 'recipe.yaml'}:",
-            "model.path: missing, expected a string, not empty",
+            f"model.path: missing, {PATH}",
             "train.ttp: unknown key, did you mean tp?; "
             "known keys of train: tp, pp, vpp, ep, etp, cp, dp, "
             "first_stage_layers, last_stage_layers, expert_bias_update_rate, micro_batch_size, packed, "
             "max_tokens_per_micro_batch, recompute, offload_parameters, offload_gradients, offload_optimizer",
-            "train.pp: expected an integer, 1 or more, got 0 (an integer)",
+            "train.pp: expected an integer, 1 to 65,536, got 0 (an integer)",
             "data.columns: unknown key; known keys of data: train, eval, prompt, answer, chat_template, "
             "overlong, max_broken",
-            "reward.name: expected a string, not empty, got ' ' (a string)",
-            "optimizer.lr: expected a number, 0 or more and finite, got 'fast' (a string)",
-            "run.seed: expected an integer, 0 or more, got True (a boolean)",
+            "reward.name: expected a string, not empty, of at most 1,000 printable characters, got ' ' (a string)",
+            "optimizer.lr: expected a number, 0 to 100, got 'fast' (a string)",
+            "run.seed: expected an integer, 0 to 4,294,967,295, got True (a boolean)",
         ]
     )
 
@@ -276,41 +278,53 @@ def test_the_error_survives_pickling(load: Any) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("train.tp=2.0", "train.tp: expected an integer, 1 or more, got 2.0 (a number)"),
-        ("train.tp='2'", "train.tp: expected an integer, 1 or more, got '2' (a string)"),
-        ("train.tp=true", "train.tp: expected an integer, 1 or more, got True (a boolean)"),
-        ("train.tp=", "train.tp: expected an integer, 1 or more, got nothing"),
-        ("train.tp=[2]", "train.tp: expected an integer, 1 or more, got [2] (a list)"),
-        ("train.tp={a: 1}", "train.tp: expected an integer, 1 or more, got a section"),
-        ("train.tp=2024-01-02", "train.tp: expected an integer, 1 or more, got datetime.date(2024, 1, 2) (date)"),
-        ("train.tp=-1", "train.tp: expected an integer, 1 or more, got -1 (an integer)"),
+        ("train.tp=2.0", "train.tp: expected an integer, 1 to 65,536, got 2.0 (a number)"),
+        ("train.tp='2'", "train.tp: expected an integer, 1 to 65,536, got '2' (a string)"),
+        ("train.tp=true", "train.tp: expected an integer, 1 to 65,536, got True (a boolean)"),
+        ("train.tp=", "train.tp: expected an integer, 1 to 65,536, got nothing"),
+        ("train.tp=[2]", "train.tp: expected an integer, 1 to 65,536, got [2] (a list)"),
+        ("train.tp={a: 1}", "train.tp: expected an integer, 1 to 65,536, got a section"),
+        ("train.tp=2024-01-02", "train.tp: expected an integer, 1 to 65,536, got datetime.date(2024, 1, 2) (date)"),
+        ("train.tp=-1", "train.tp: expected an integer, 1 to 65,536, got -1 (an integer)"),
         ("train=2", "train: expected a section with keys, got 2 (an integer)"),
         ("train=", "train: expected a section with keys, got nothing"),
         ("rollout=[]", "rollout: expected a section with keys, got [] (a list)"),
         ("rollout.expert_parallel=1", "rollout.expert_parallel: expected a boolean, got 1 (an integer)"),
         ("data.chat_template='no'", "data.chat_template: expected a boolean, got 'no' (a string)"),
-        ("optimizer.lr=true", "optimizer.lr: expected a number, 0 or more and finite, got True (a boolean)"),
-        ("optimizer.lr=.nan", "optimizer.lr: expected a number, 0 or more and finite, got nan (a number)"),
-        ("optimizer.lr=.inf", "optimizer.lr: expected a number, 0 or more and finite, got inf (a number)"),
-        ("optimizer.lr=nan", "optimizer.lr: expected a number, 0 or more and finite, got 'nan' (a string)"),
-        ("optimizer.lr=1e999", "optimizer.lr: expected a number, 0 or more and finite, got '1e999' (a string)"),
-        ("reward.default=.inf", "reward.default: expected a number, finite, got inf (a number)"),
+        ("optimizer.lr=true", "optimizer.lr: expected a number, 0 to 100, got True (a boolean)"),
+        ("optimizer.lr=.nan", "optimizer.lr: expected a number, 0 to 100, got nan (a number)"),
+        ("optimizer.lr=.inf", "optimizer.lr: expected a number, 0 to 100, got inf (a number)"),
+        ("optimizer.lr=nan", "optimizer.lr: expected a number, 0 to 100, got 'nan' (a string)"),
+        ("optimizer.lr=1e999", "optimizer.lr: expected a number, 0 to 100, got '1e999' (a string)"),
+        ("reward.default=.inf", "reward.default: expected a number, -1,000,000 to 1,000,000, got inf (a number)"),
         ("reward.max_failures=1.5", "reward.max_failures: expected a number, 0 to 1, got 1.5 (a number)"),
         (
             "data.overlong=truncate",
             "data.overlong: expected one of error, drop, truncate_left, got 'truncate' (a string), did you mean "
             "truncate_left?",
         ),
-        ("optimizer.eps=0", "optimizer.eps: expected a number, more than 0 and finite, got 0 (an integer)"),
+        ("optimizer.eps=0", "optimizer.eps: expected a number, more than 0 and at most 1e+12, got 0 (an integer)"),
         ("optimizer.beta1=1", "optimizer.beta1: expected a number, at least 0 and less than 1, got 1 (an integer)"),
-        ("sync.bucket_mib=0", "sync.bucket_mib: expected a number, more than 0 and finite, got 0 (an integer)"),
+        ("sync.bucket_mib=0", "sync.bucket_mib: expected a number, 0.001 to 65,536, got 0 (an integer)"),
         ("algorithm.clip=1", "algorithm.clip: expected a number, more than 0 and less than 1, got 1 (an integer)"),
-        ("rollout.temperature=0", "rollout.temperature: expected a number, more than 0 and finite, got 0 (an integer)"),
-        ("run.checkpoint_every=-1", "run.checkpoint_every: expected an integer, 0 or more, got -1 (an integer)"),
-        ("run.eval_every=0", "run.eval_every: expected an integer, 1 or more, got 0 (an integer)"),
-        ("name=5", "name: expected a string, of letters, digits and . _ - only, got 5 (an integer)"),
-        ("name=a/b", "name: expected a string, of letters, digits and . _ - only, got 'a/b' (a string)"),
-        ("name=..", "name: expected a string, of letters, digits and . _ - only, got '..' (a string)"),
+        ("rollout.temperature=0", "rollout.temperature: expected a number, 0.01 to 100, got 0 (an integer)"),
+        (
+            "run.checkpoint_every=-1",
+            "run.checkpoint_every: expected an integer, 0 to 1,000,000,000, got -1 (an integer)",
+        ),
+        ("run.eval_every=0", "run.eval_every: expected an integer, 1 to 1,000,000,000, got 0 (an integer)"),
+        (
+            "name=5",
+            "name: expected a string, of letters, digits and . _ - only, at most 200 bytes, got 5 (an integer)",
+        ),
+        (
+            "name=a/b",
+            "name: expected a string, of letters, digits and . _ - only, at most 200 bytes, got 'a/b' (a string)",
+        ),
+        (
+            "name=..",
+            "name: expected a string, of letters, digits and . _ - only, at most 200 bytes, got '..' (a string)",
+        ),
         ("model.dtype=16", "model.dtype: expected one of float32, bfloat16, got 16 (an integer)"),
         (
             "model.dtype=float16",
@@ -325,7 +339,7 @@ def test_the_error_survives_pickling(load: Any) -> None:
             f"algorithm.name: expected one of {NAMES}, got 'gropo' (a string), did you mean grpo?",
         ),
         ("algorithm.kl.estimator=[k3]", "algorithm.kl.estimator: expected one of k1, k2, k3, got ['k3'] (a list)"),
-        ("algorithm.kl={where: loss}", "algorithm.kl.coef: missing, expected a number, 0 or more and finite"),
+        ("algorithm.kl={where: loss}", "algorithm.kl.coef: missing, expected a number, 0 to 1,000"),
         ("algorithm.kl={coef: 1}", "algorithm.kl.where: missing, expected one of reward, loss, none"),
         (
             "algorithm.kl.coeff=0.1",
@@ -354,13 +368,13 @@ def test_one_mistake_one_problem(load: Any, override: str, problem: str) -> None
 
 def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
     assert problems(load, text="name: x\nrun: {}\n") == [
-        "model.path: missing, expected a string, not empty",
-        "data.train: missing, expected a string, not empty",
-        "data.eval: missing, expected a string, not empty",
+        f"model.path: missing, {PATH}",
+        f"data.train: missing, {PATH}",
+        f"data.eval: missing, {PATH}",
         f"algorithm.name: missing, expected one of {NAMES}",
-        "algorithm.prompts_per_step: missing, expected an integer, 1 or more",
-        "optimizer.lr: missing, expected a number, 0 or more and finite",
-        "run.steps: missing, expected an integer, 1 or more",
+        "algorithm.prompts_per_step: missing, expected an integer, 1 to 1,048,576",
+        "optimizer.lr: missing, expected a number, 0 to 100",
+        "run.steps: missing, expected an integer, 1 to 1,000,000,000",
     ]
 
 

@@ -19,13 +19,15 @@ MAX_FUNCTION_LINES = 70
 # listed may import everything but the command line; the command line may import everything.
 MAY_IMPORT = {
     "mistakes": set(),
+    "launch_environment": {"mistakes"},
+    "terminal": {"mistakes"},
     "user_files": {"mistakes"},
     "reshard": {"reshard", "mistakes", "user_files"},
     "families": {"families", "mistakes"},
     "rl": {"rl", "mistakes"},
     "schema": {"schema", "mistakes", "user_files"},
     "sections": {"sections", "schema"},
-    "shape": {"shape", "schema", "config", "families"},
+    "shape": {"shape", "schema", "config", "families", "user_files", "mistakes"},
     "contradictions": {"config", "schema"},
     "config": {"config", "sections", "contradictions", "schema", "shape", "reshard", "families"},
     "lifetime": set(),

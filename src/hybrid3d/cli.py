@@ -13,41 +13,65 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 from unittest import mock
 
-from rich.console import Console
-
-from hybrid3d import __version__, ranks
-from hybrid3d.config import Recipe, RecipeError, load_recipe
+from hybrid3d import __version__, launch_environment
+from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
+from hybrid3d.launch_environment import CHECKED
+from hybrid3d.mistakes import UserMistake, visible
 from hybrid3d.run_folder import RunFolder
+from hybrid3d.schema import FilePath, read_value, shortened
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from hybrid3d.worker import Task
 
 DONE, FAILED, MISTAKE = 0, 1, 2
 
-# The launcher has checked everything already for the ranks that it starts
-CHECKED = "HYBRID3D_CHECKED"
+PICTURES = (".png", ".svg", ".pdf")
+# Of what a benchmark measures: more than any model has, and few enough to be counted through
+MOST_MEASURED = {"layers": 1_000, "hidden": 65_536, "experts": 4_096, "repeats": 10_000}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. What is heavy (torch, both engines) is imported by the command that needs it, and late."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _parse(arguments)
-    ranks.adopt_slurm()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a recipe's paths are local: nothing is looked up elsewhere
-    from hybrid3d.preflight import USER_MISTAKES
-
+    try:
+        launch_environment.check()
+    except UserMistake as error:  # then nothing is known of other ranks, either
+        _say_mistake(error)
+        return MISTAKE
     try:
         return int(options.run(options, arguments))
-    except USER_MISTAKES as error:
-        if ranks.under_launcher() and ranks.rank() > 0:
+    except UserMistake as error:
+        if launch_environment.under_launcher() and launch_environment.rank() > 0:
             from hybrid3d import rendezvous
 
             rendezvous.report(str(error))  # rank 0 says it, once
         else:
-            Console(stderr=True).print(f"{error}", style="red", highlight=False, markup=False, soft_wrap=True)
+            _say_mistake(error)
         return MISTAKE
+
+
+def _say_mistake(error: UserMistake) -> None:
+    _console(stderr=True).print(str(error), style="red", soft_wrap=True)
+
+
+def _console(stderr: bool = False) -> Console:
+    from hybrid3d import terminal
+
+    return terminal.console(stderr=stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, which prints what it was given as it stands, escape sequences included."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(visible(message))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -62,8 +86,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hybrid3d", description=__doc__.split("\n")[0])
+def _parser() -> _Parser:
+    parser = _Parser(prog="hybrid3d", description=__doc__.split("\n")[0])
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -106,16 +130,17 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     folder = RunFolder.of(recipe)
     if CHECKED not in os.environ:
+        check_layout_early(recipe)
         from hybrid3d.control import check_schedule
         from hybrid3d.preflight import check_run
 
         check_run(recipe)
         check_schedule(recipe)
-    console = Console()
-    if ranks.under_launcher():
+    console = _console()
+    if launch_environment.under_launcher():
         from hybrid3d import tasks
 
-        alone = CHECKED not in os.environ and ranks.rank() == 0
+        alone = CHECKED not in os.environ and launch_environment.rank() == 0
         return _run_rank(
             recipe, folder, functools.partial(tasks.train, recipe, folder), _held(folder) if alone else None
         )
@@ -133,85 +158,116 @@ def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
         from hybrid3d.preflight import check_evaluation
 
         check_evaluation(recipe, folder, step)
-    if not ranks.under_launcher():
-        return _launch(arguments, recipe, folder, Console())
+    if not launch_environment.under_launcher():
+        return _launch(arguments, recipe, folder, _console())
     from hybrid3d import tasks
 
     return _run_rank(recipe, folder, functools.partial(tasks.evaluate, recipe, folder, step))
 
 
 def _export(options: argparse.Namespace, arguments: list[str]) -> int:
+    out = _path(options.out, "OUT")
     recipe, folder, step = _finished(options, "export")
-    out = Path(options.out)
     from hybrid3d.exporting import UNFINISHED, unfinished_folder
 
     if CHECKED not in os.environ:
         from hybrid3d.preflight import check_export
 
         check_export(recipe, folder, step, out)
-    if not ranks.under_launcher():
+    if not launch_environment.under_launcher():
         with unfinished_folder(out) as unfinished, mock.patch.dict(os.environ, {UNFINISHED: str(unfinished)}):
-            return _launch(arguments, recipe, folder, Console())
+            return _launch(arguments, recipe, folder, _console())
     from hybrid3d import tasks
 
     return _run_rank(recipe, folder, functools.partial(tasks.export, recipe, folder, step, out))
 
 
 def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
-    from hybrid3d.preflight import check_model
-
     recipe = load_recipe(options.recipe, options.overrides)
     if recipe.rollout is None:
         raise RecipeError(recipe.name, ["the recipe has no `rollout` section: there is no sync to plan"])
+    picture = None if options.picture is None else _picture(options.picture)
+    check_layout_early(recipe)
+    from hybrid3d.preflight import check_model
+
     config = check_model(recipe, planned=True)
     from hybrid3d.planning.page import draw, page_of
     from hybrid3d.planning.report import report
 
-    with Console(stderr=True).status("") as status:
+    with _console(stderr=True).status("") as status:
         found = report(recipe, config, say=status.update)
-    if options.picture:
-        draw(found, Path(options.picture))
     if options.json:
         print(json.dumps(found.numbers(), indent=2))
     else:
-        Console().print(page_of(found))
+        _console().print(page_of(found))
+    if picture is not None:
+        try:
+            draw(found, picture)
+        except OSError as error:
+            _console(stderr=True).print(f"{picture} cannot be written: {error.strerror}", style="red", soft_wrap=True)
+            return FAILED
     return DONE
 
 
+def _picture(text: str) -> Path:
+    """The file that `--picture` names, known to be writable before the plan is made."""
+    path, option = _path(text, "--picture"), f"--picture {text}"
+    if path.suffix.lower() not in PICTURES:
+        raise RecipeError(option, [f"the name ends in {path.suffix!r}: end it in {', '.join(PICTURES)}"])
+    if path.is_dir() or not path.parent.is_dir():
+        problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise RecipeError(option, [f"{problem}: name a file in a folder that exists"])
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise RecipeError(option, ["it cannot be written: name a file in a folder that can be"])
+    return path
+
+
+def _path(text: str, option: str) -> Path:
+    """A path from the command line. RecipeError: no file can have it."""
+    try:
+        return Path(read_value(FilePath, text))
+    except ValueError as error:
+        raise RecipeError(option, [str(error)]) from None
+
+
 def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
+    recipe = load_recipe(options.recipe, options.overrides)
+    for name, most in MOST_MEASURED.items():
+        value = getattr(options, name)
+        if value is not None and not 1 <= value <= most:
+            problem = f"--{name} {shortened(value)}: expected an integer from 1 to {most:,}"
+            raise RecipeError(recipe.name, [problem])
     from hybrid3d import tasks
     from hybrid3d.bench.scaling import Scale, scaled
     from hybrid3d.inputs import read_config
 
-    recipe = load_recipe(options.recipe, options.overrides)
     scale = Scale(options.layers, options.hidden, options.experts)
     smaller, config = scaled(recipe, scale)
     said = scale.said(read_config(recipe.model.path))
-    if options.repeats < 1:
-        raise RecipeError(smaller.name, [f"--repeats {options.repeats}: it takes 1 at least"])
     folder = RunFolder.of(smaller)
-    if ranks.under_launcher():
+    if launch_environment.under_launcher():
         _check_world(smaller)
     if CHECKED not in os.environ:
         from hybrid3d.bench.fitting import check_room
 
         check_room(smaller, config)
-    if ranks.under_launcher():
+    if launch_environment.under_launcher():
         task = functools.partial(tasks.bench, smaller, config, said, folder, options.repeats, options.json)
         return _run_rank(smaller, folder, task)
-    return _launch(arguments, smaller, folder, Console(stderr=options.json))
+    return _launch(arguments, smaller, folder, _console(stderr=options.json))
 
 
 def _finished(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFolder, int]:
     """A run's recipe, its folder with this command's logs, and the checkpoint asked for."""
     from hybrid3d.run_folder import find_step
 
-    folder = RunFolder(Path(options.folder)).logging_to(command)
+    folder = RunFolder(_path(options.folder, "RUN")).logging_to(command)
     folder.check()
     if not folder.recipe.exists():
         raise RecipeError(str(folder.path), ["no run's folder: it has no recipe.yaml"])
     recipe = load_recipe(folder.recipe)
     if CHECKED not in os.environ:
+        check_layout_early(recipe)
         from hybrid3d.preflight import check_model
 
         check_model(recipe)
@@ -220,7 +276,7 @@ def _finished(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFol
 
 def _held(folder: RunFolder) -> AbstractContextManager[None]:
     """The folder of a run for this start alone."""
-    return folder.held(functools.partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True))
+    return folder.held(functools.partial(_console(stderr=True).print, soft_wrap=True))
 
 
 def _run_rank(
@@ -237,7 +293,7 @@ def _check_world(recipe: Recipe) -> None:
     """An external launcher must have started as many ranks as the recipe's layout has, each with its GPU."""
     from hybrid3d.launcher import check_node
 
-    started = ranks.world_size()
+    started = launch_environment.world_size()
     if started != recipe.world_size:
         problem = f"train.tp x pp x cp x dp = {recipe.world_size} ranks, but the launcher started {started}"
         raise RecipeError(recipe.name, [f"{problem}: start as many, or set train.dp"])
@@ -267,4 +323,4 @@ def _say_where(recipe: Recipe, folder: RunFolder, console: Console) -> None:
     if recipe.rollout is not None:
         told.append(f"evaluate    {command} eval {folder.path}")
     told.append(f"export      {command} export {folder.path} OUT")
-    console.print("\n".join(told), soft_wrap=True, highlight=False, markup=False)
+    console.print("\n".join(told), soft_wrap=True)

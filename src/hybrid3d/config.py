@@ -17,7 +17,7 @@ from hybrid3d.contradictions import contradictions
 from hybrid3d.schema import Name, RecipeError, Schedule, apply_overrides, read_section, read_yaml
 from hybrid3d.sections.engines import OFFLOADS, Machine, Model, Rollout, Sync, Train
 from hybrid3d.sections.learning import Algorithm, Correction, Critic, Data, Guard, Kl, Optimizer, Reward, Run
-from hybrid3d.shape import ModelShape, check_layout
+from hybrid3d.shape import ModelShape, check_layout, check_layout_early
 
 __all__ = [
     "OFFLOADS",
@@ -39,6 +39,7 @@ __all__ = [
     "Sync",
     "Train",
     "check_layout",
+    "check_layout_early",
     "load_recipe",
     "read_recipe",
     "recipe_to_yaml",

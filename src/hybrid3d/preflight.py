@@ -17,7 +17,6 @@ from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_
 from hybrid3d.exporting import check_out, is_redundant, is_untrained
 from hybrid3d.families import VALUE_HEAD, Config, family_of
 from hybrid3d.inputs import read_config, read_data, read_tokenizer
-from hybrid3d.mistakes import UserMistake
 from hybrid3d.reshard.files import CheckpointError, CheckpointReader, Entry, pieces_of, read_index
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rl.data import ROWS_NAMED, DataError, PromptData
@@ -274,6 +273,3 @@ def check_tied_copy(folder: str, config: Config, found: Mapping[str, Entry]) -> 
                     f"{folder}: config.json ties {head} to {embedding}, and the files have another {head}: "
                     "remove it from them, or set tie_word_embeddings to false"
                 )
-
-
-USER_MISTAKES = (UserMistake,)

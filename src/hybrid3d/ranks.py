@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import re
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -15,61 +14,34 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-IDENT = "HYBRID3D_RUN"
+from hybrid3d.launch_environment import RUN as IDENT
+from hybrid3d.launch_environment import adopt_slurm, local_rank, local_world_size, rank, under_launcher, world_size
+from hybrid3d.launch_environment import run as ident
 
-
-def under_launcher() -> bool:
-    """Whether this process is one rank of a `torchrun` or an `srun` already."""
-    return "RANK" in os.environ or ("SLURM_STEP_ID" in os.environ and int(os.environ["SLURM_STEP_NUM_TASKS"]) > 1)
-
-
-def adopt_slurm() -> None:
-    """Under `srun`, say what it says in the words of `torchrun`. The rendezvous address must be in the environment."""
-    if "RANK" not in os.environ and under_launcher():
-        nodes = _tasks_per_node(os.environ["SLURM_STEP_TASKS_PER_NODE"])
-        os.environ["RANK"] = os.environ["SLURM_PROCID"]
-        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-        os.environ["LOCAL_WORLD_SIZE"] = str(nodes[int(os.environ["SLURM_NODEID"])])
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    """SLURM's `4(x2),1` as 4, 4, 1."""
-    found: list[int] = []
-    for match in re.finditer(r"(\d+)(?:\(x(\d+)\))?", text):
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
-
-
-def ident() -> str:
-    """A name that no other run on this machine has."""
-    return os.environ.get(IDENT) or f"{os.environ['MASTER_ADDR']}-{os.environ['MASTER_PORT']}"
+__all__ = [
+    "IDENT",
+    "adopt_slurm",
+    "first",
+    "gather",
+    "gather_alike",
+    "ident",
+    "largest",
+    "least",
+    "local_rank",
+    "local_world_size",
+    "most",
+    "rank",
+    "remove_shared_memory",
+    "start",
+    "under_launcher",
+    "world_size",
+]
 
 
 def remove_shared_memory(run: str) -> None:
     """Remove the segments that a run which died left behind."""
     for segment in Path("/dev/shm").glob(f"*{run}*"):
         segment.unlink(missing_ok=True)
-
-
-def rank() -> int:
-    """This process's number."""
-    return int(os.environ["RANK"])
-
-
-def world_size() -> int:
-    """How many ranks were started, on all nodes together."""
-    return int(os.environ["WORLD_SIZE"])
-
-
-def local_rank() -> int:
-    """This process's number on its node."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def local_world_size() -> int:
-    """How many ranks were started on this node; all, where the launcher does not say."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
 
 
 class GlooOfOneLoop(dist.ProcessGroupGloo):

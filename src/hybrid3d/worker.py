@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
-from hybrid3d import ranks, rendezvous
+from hybrid3d import ranks, rendezvous, terminal
 from hybrid3d.config import Recipe
 from hybrid3d.lifetime import die_with
 from hybrid3d.relief import RanOut
@@ -43,7 +43,7 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
     folder.failure_of(rank).unlink(missing_ok=True)
     # Where NCCL's flight recorder writes what each rank was doing when a collective hung; it appends the rank
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.logs / "nccl-rank-"))
-    stderr = Console(file=os.fdopen(os.dup(2), "w"))
+    stderr = terminal.console(file=os.fdopen(os.dup(2), "w"))
     console = _redirect(folder.log_of(rank), speaks=rank == 0)
     try:
         store = rendezvous.meet(rendezvous.record_of(recipe))
@@ -102,14 +102,14 @@ def _say(console: Console, message: str) -> None:
 
 def _redirect(log: Path, speaks: bool) -> Console | None:
     """Send stdout and stderr, those of C++ included, to the log; the rank that speaks keeps the terminal for itself."""
-    terminal = os.fdopen(os.dup(1), "w") if speaks else None
+    kept = os.fdopen(os.dup(1), "w") if speaks else None
     sys.stdout.flush()
     sys.stderr.flush()
     opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(opened, 1)
     os.dup2(opened, 2)
     os.close(opened)
-    return Console(file=terminal) if terminal else None
+    return terminal.console(file=kept) if kept else None
 
 
 def _is_lost_peer(error: BaseException) -> bool:

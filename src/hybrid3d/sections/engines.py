@@ -5,7 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hybrid3d.schema import Count, Fraction, NonNegative, Positive, Text, Verified
+from hybrid3d.schema import (
+    FilePath,
+    Fraction,
+    Gibibytes,
+    Layers,
+    Mebibytes,
+    Positive,
+    Ranks,
+    Sequences,
+    Share,
+    Temperature,
+    Text,
+    Times,
+    Tokens,
+    Verified,
+)
 
 OFFLOADS = ("parameters", "gradients", "optimizer")
 
@@ -19,7 +34,7 @@ class Model:
         dtype: in which both engines compute.
     """
 
-    path: Text
+    path: FilePath
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
@@ -47,19 +62,19 @@ class Train:
         offload_gradients: nobody has them while vLLM generates.
     """
 
-    tp: Count = 1
-    pp: Count = 1
-    vpp: Count = 1
-    ep: Count = 1
-    etp: Count = 1
-    cp: Count = 1
-    dp: Count = 1
-    first_stage_layers: Count | None = None
-    last_stage_layers: Count | None = None
-    expert_bias_update_rate: NonNegative = 0.0
-    micro_batch_size: Count = 8
+    tp: Ranks = 1
+    pp: Ranks = 1
+    vpp: Ranks = 1
+    ep: Ranks = 1
+    etp: Ranks = 1
+    cp: Ranks = 1
+    dp: Ranks = 1
+    first_stage_layers: Layers | None = None
+    last_stage_layers: Layers | None = None
+    expert_bias_update_rate: Share = 0.0
+    micro_batch_size: Sequences = 8
     packed: bool = False
-    max_tokens_per_micro_batch: Count | None = None
+    max_tokens_per_micro_batch: Tokens | None = None
     recompute: Literal["none", "full"] = "none"
     offload_parameters: bool = False
     offload_gradients: bool = False
@@ -91,18 +106,18 @@ class Rollout:
         max_turns: how often it replies in an answer, at most.
     """
 
-    tp: Count = 1
-    dp: Count = 1
+    tp: Ranks = 1
+    dp: Ranks = 1
     expert_parallel: bool = False
-    max_model_len: Count
-    max_new_tokens: Count
-    temperature: Positive = 1.0
+    max_model_len: Tokens
+    max_new_tokens: Tokens
+    temperature: Temperature = 1.0
     placement: Literal["overlap", "consecutive"] = "overlap"
     memory_fraction: Fraction = 0.5
-    kv_cache_gib: Positive = 1.0
+    kv_cache_gib: Gibibytes = 1.0
     sleep: bool = True
     environment: Text | None = None
-    max_turns: Count = 8
+    max_turns: Times = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +131,7 @@ class Sync:
         share_storage: vLLM's tensors lie in Megatron's memory, where layout and dtype are the same.
     """
 
-    bucket_mib: Positive = 64.0
+    bucket_mib: Mebibytes = 64.0
     verify: Verified = "never"
     hidden: bool = True
     share_storage: bool = False
@@ -139,7 +154,7 @@ class Machine:
         network_gb_per_s: between nodes.
     """
 
-    gpus_per_node: Count = 8
+    gpus_per_node: Ranks = 8
     kind: Literal["a100-8x200g", "h100-8x400g", "h200-8x400g"] = "h100-8x400g"
     memory_gb: Positive | None = None
     copies_gb_per_s: Positive | None = None

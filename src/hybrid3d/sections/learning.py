@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from hybrid3d.schema import AboveOne, Count, Decay, Fraction, Natural, NonNegative, Number, Positive, Share, Text
+from hybrid3d import schema
+from hybrid3d.schema import (
+    NEEDED_UNLESS,
+    AboveOne,
+    Coefficient,
+    Decay,
+    ExtraSteps,
+    ExtraTimes,
+    ExtraTokens,
+    FilePath,
+    Fraction,
+    LearningRate,
+    NonNegative,
+    Positive,
+    Processes,
+    Seconds,
+    Seed,
+    Sequences,
+    Share,
+    Steps,
+    Text,
+    Times,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +47,8 @@ class Data:
             the file is refused.
     """
 
-    train: Text
-    eval: Text
+    train: FilePath
+    eval: FilePath
     prompt: Text = "question"
     answer: Text = "answer"
     chat_template: bool = False
@@ -53,13 +75,13 @@ class Reward:
     """
 
     name: Text = "gsm8k"
-    model: Text | None = None
+    model: FilePath | None = None
     shuffle: bool = False
-    workers: Count = 2
-    timeout_seconds: Positive = 10.0
-    default: Number = 0.0
+    workers: Processes = 2
+    timeout_seconds: Seconds = 10.0
+    default: schema.Reward = 0.0
     max_failures: Share = 1.0
-    overlong_buffer: Natural = 0
+    overlong_buffer: ExtraTokens = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +91,16 @@ class Kl:
     Attributes:
         where: it is taken off the reward, added to the loss, or not measured.
         estimator: `null`: k1 in the reward and k3 in the loss.
-        coef: what it is multiplied by. It has no default: a `kl` section that does nothing must say so.
+        coef: what it is multiplied by. It must be given, but with `where: none`.
         target: nats of an answer, summed over its tokens, that the coefficient follows; `null`: it is fixed.
         horizon: answers in which it follows.
     """
 
     where: Literal["reward", "loss", "none"]
     estimator: Literal["k1", "k2", "k3"] | None = None
-    coef: NonNegative
+    coef: Coefficient = field(default=0.0, metadata={NEEDED_UNLESS: ("where", "none")})
     target: Positive | None = None
-    horizon: Count = 10_000
+    horizon: Steps = 10_000
 
     @property
     def estimated_by(self) -> str:
@@ -124,18 +146,18 @@ class Algorithm:
     """
 
     name: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo", "sft"]
-    prompts_per_step: Count
-    samples_per_prompt: Count = 1
-    epochs: Count = 1
-    minibatches: Count = 1
+    prompts_per_step: Sequences
+    samples_per_prompt: Sequences = 1
+    epochs: Times = 1
+    minibatches: Times = 1
     clip: Fraction | None = None
     clip_high: Positive | None = None
     dual_clip: AboveOne | None = None
     aggregation: Literal["token", "sequence", "constant"] | None = None
-    entropy_coef: NonNegative = 0.0
+    entropy_coef: Coefficient = 0.0
     gamma: Share = 1.0
     lam: Share = 1.0
-    dynamic_sampling: Natural | None = None
+    dynamic_sampling: ExtraTimes | None = None
     kl: Kl = Kl(where="none", coef=0.0)
     correction: Correction = Correction()
 
@@ -168,15 +190,15 @@ class Optimizer:
         min_lr: to which it falls.
     """
 
-    lr: NonNegative
+    lr: LearningRate
     clip_grad: NonNegative = 1.0
     weight_decay: NonNegative = 0.0
     beta1: Decay = 0.9
     beta2: Decay = 0.999
     eps: Positive = 1e-8
-    warmup_steps: Natural = 0
+    warmup_steps: ExtraSteps = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    min_lr: NonNegative = 0.0
+    min_lr: LearningRate = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,9 +212,9 @@ class Critic:
         optimizer: settings of its own, as in the section `optimizer`; `null`: the policy's.
     """
 
-    path: Text | None = None
+    path: FilePath | None = None
     clip: Positive | None = 0.2
-    warmup_steps: Natural = 0
+    warmup_steps: ExtraSteps = 0
     optimizer: Optimizer | None = None
 
 
@@ -227,7 +249,7 @@ class Guard:
     initial_mismatch: Literal["stop", "warn", "ignore"] = "stop"
     spike: AboveOne | None = None
     kl_explosion: Positive | None = None
-    acts: Natural = 3
+    acts: ExtraTimes = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,10 +266,10 @@ class Run:
         dir: where the folder `name` of the run lies.
     """
 
-    steps: Count
-    eval_every: Count = 10
-    checkpoint_every: Natural = 0
-    keep_last: Natural = 0
+    steps: Steps
+    eval_every: Steps = 10
+    checkpoint_every: ExtraSteps = 0
+    keep_last: ExtraSteps = 0
     async_checkpoints: bool = False
-    seed: Natural = 1
-    dir: Text = "runs"
+    seed: Seed = 1
+    dir: FilePath = "runs"
