@@ -305,7 +305,7 @@ def test_the_error_survives_pickling(load: Any) -> None:
         ),
         ("optimizer.eps=0", "optimizer.eps: expected a number, more than 0 and at most 1e+12, got 0 (an integer)"),
         ("optimizer.beta1=1", "optimizer.beta1: expected a number, at least 0 and less than 1, got 1 (an integer)"),
-        ("sync.bucket_mib=0", "sync.bucket_mib: expected a number, 0.001 to 65,536, got 0 (an integer)"),
+        ("sync.bucket_mib=0", "sync.bucket_mib: expected a number, 0.01 to 16,384, got 0 (an integer)"),
         ("algorithm.clip=1", "algorithm.clip: expected a number, more than 0 and less than 1, got 1 (an integer)"),
         ("rollout.temperature=0", "rollout.temperature: expected a number, 0.01 to 100, got 0 (an integer)"),
         (

@@ -8,7 +8,7 @@ import pytest
 
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
 from hybrid3d.families import Experts, Latents
-from hybrid3d.shape import Device
+from hybrid3d.layout_rules import Device
 
 # TP2 x PP2 trains, TP2 x DP2 generates: the layouts of the demo.
 GRPO = """\
@@ -335,7 +335,10 @@ def test_an_engine_has_an_expert_for_each_of_its_ranks(misfits: Misfits) -> None
     wide = ["rollout.expert_parallel=true", "train.dp=8", "algorithm.prompts_per_step=32"]
     assert misfits(*wide, "rollout.dp=4", shape=SPARSE, device=None) == []
     (problem,) = misfits(*wide, "rollout.dp=8", shape=SPARSE, device=None)
-    assert problem == "rollout.tp*dp=2*8=16 ranks of an engine share 8 experts: at most 8"
+    assert problem == (
+        "rollout.dp=8: rollout.tp*dp=2*8=16 ranks of an engine share 8 experts, at most 8 can: "
+        "nearest valid value of rollout.dp is 4; nearest valid value of rollout.tp is 1"
+    )
 
 
 def test_latents_on_a_cpu(misfits: Misfits) -> None:

@@ -123,7 +123,7 @@ Coefficient = Annotated[float, within(0, 1_000)]
 Reward = Annotated[float, within(-1_000_000, 1_000_000)]
 # vLLM 0.32.0 takes a lower temperature for 0.01 (`_MAX_TEMP` of its sampling_params.py), and training would not
 Temperature = Annotated[float, within(0.01, 100)]
-Mebibytes = Annotated[float, within(0.001, 65_536)]
+Mebibytes = Annotated[float, within(0.01, 16_384)]
 Gibibytes = Annotated[float, within(0.001, 16_384)]
 
 Schedule = dict[int, dict[str, Any]]

@@ -1,34 +1,27 @@
-"""Whether a recipe fits a model: each rule that an engine would otherwise enforce with a traceback of its own.
+"""Whether a recipe fits a model, and which values would.
 
-A rule is stated once, as a predicate and its words. The values that a message offers are searched for among the values
-that keep every rule of that key, so what it offers is never refused by the next rule.
+Every problem names the keys whose values could solve it. What a message offers for a key has been tried: with it, the
+recipe has no problem of that key left.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from hybrid3d.families import family_of
+from hybrid3d.layout_rules import CPU_HEAD_DIMS, MAX_PROMPTS, STAGES, Device, misfits, prompts_step
 from hybrid3d.mistakes import UserMistake
-from hybrid3d.schema import Count, RecipeError, Rule, read_value
+from hybrid3d.schema import MAX_RANKS, Count, RecipeError, read_value
 from hybrid3d.user_files import read_json_file
 
 if TYPE_CHECKING:
     from hybrid3d.config import Recipe
     from hybrid3d.families import Experts, Latents
 
-Device = Literal["cpu", "cuda"]
-
-# `CPUAttentionBackend.get_supported_head_sizes()` of vLLM 0.32.0: its kernels refuse others when the engine starts.
-_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-# `DEFAULT_VOCAB_PADDING_SIZE` of vLLM 0.32.0: it pads the vocabulary to this multiple, then splits it evenly over TP.
-_VOCAB_PADDING = 64
-# `CPUMLABackend.get_supported_head_sizes()` of vLLM 0.32.0: DeepSeek's latent of 512 and 64 rotated dims.
-_CPU_LATENT_DIM = 576
+MOST_STAGES = 1_000  # that are tried in looking for a valid value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +83,72 @@ def check_layout(recipe: Recipe, model: ModelShape, *, device: Device | None) ->
     Args:
         device: where it will run; None where it is only planned, and what this machine cannot run does not matter.
     """
-    problems = [*_not_yet(recipe, model, device), *_train_layout(recipe, model)]
-    ranks = None if problems else recipe.world_size
-    problems += _rollout_layout(recipe, model, ranks)
-    replicas = ranks // recipe.rollout.tp if ranks and recipe.rollout and not problems else None
-    problems += [*_rollout_limits(recipe, model, device), *_batch(recipe, replicas)]
+    problems = misfits(recipe, model, device)
     if problems:
-        raise RecipeError(f"recipe {recipe.name} does not fit its model", problems)
+        offers: dict[str, list[str]] = {}
+        lines = []
+        for problem in problems:
+            for key in problem.keys if not problem.fix else ():
+                if key not in offers:
+                    offers[key] = _offers(recipe, model, device, key)
+            lines.append(f"{problem.says}: {problem.fix or _offered(problem.keys, offers)}")
+        raise RecipeError(f"recipe {recipe.name} does not fit its model", lines)
+
+
+def _offers(recipe: Recipe, model: ModelShape, device: Device | None, key: str) -> list[str]:
+    """The nearest values of a key on both sides with which none of its problems is left; `null`, where nothing else."""
+    section, _, name = key.partition(".")
+    if key == "head_dim":
+        value, valid = model.head_dim, [*CPU_HEAD_DIMS]
+    else:
+        value, valid = getattr(getattr(recipe, section), name), _candidates(recipe, model, key)
+
+    def fits(other: int | None) -> bool:
+        if key == "head_dim":
+            return True
+        tried = replace(recipe, **{section: replace(getattr(recipe, section), **{name: other})})
+        return not any(key in problem.keys for problem in misfits(tried, model, device))
+
+    below = next((n for n in reversed(valid) if n < value and fits(n)), None)
+    near = [n for n in (below, next((n for n in valid if n > value and fits(n)), None)) if n is not None]
+    if not near and name in STAGES and fits(None):
+        return ["null"]
+    return [str(n) for n in near]
+
+
+def _offered(keys: Sequence[str], offers: Mapping[str, Sequence[str]]) -> str:
+    said = [
+        f"nearest valid {'value' if len(offers[key]) == 1 else 'values'} of {key} "
+        f"{'is' if len(offers[key]) == 1 else 'are'} {', '.join(offers[key])}"
+        for key in keys
+        if offers[key]
+    ]
+    return "; ".join(said) or f"no value of {' or '.join(keys)} alone is valid here"
+
+
+def _candidates(recipe: Recipe, model: ModelShape, key: str) -> list[int]:
+    """Values of a key among which the valid ones are, ascending."""
+    if key in ("train.tp", "rollout.tp"):
+        return _divisors(model.num_attention_heads)
+    if key == "train.pp":
+        return [*range(1, min(model.num_layers, MOST_STAGES) + 1)]
+    if key == "train.vpp" or key.endswith("_stage_layers"):
+        return [*range(1, min(model.num_layers, MOST_STAGES) + 1)]
+    if key == "train.ep" and model.experts is not None:
+        return _divisors(model.experts.count)
+    if key == "train.etp" and model.experts is not None:
+        return _divisors(model.experts.width)
+    if key == "rollout.dp":
+        return _divisors(recipe.world_size)
+    if key == "algorithm.prompts_per_step":
+        step, prompts = prompts_step(recipe), recipe.algorithm.prompts_per_step
+        around = range(max(step, prompts // step * step), prompts + step + 1, step)
+        return [n for n in around if n <= MAX_PROMPTS]
+    return [1]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, min(number, MAX_RANKS) + 1) if number % n == 0]
 
 
 def check_layout_early(recipe: Recipe) -> None:
@@ -114,200 +166,3 @@ def check_layout_early(recipe: Recipe) -> None:
     except Exception:  # values of wrong types: the full check of the checkpoint names them
         return
     check_layout(recipe, shape, device=None)
-
-
-def _not_yet(recipe: Recipe, model: ModelShape, device: Device | None) -> Iterator[str]:
-    """What the model does not have, and what this version does not run."""
-    train, rollout = recipe.train, recipe.rollout
-    if model.experts is None:
-        none = "shards experts, and this model has none"
-        for axis in ("ep", "etp"):
-            if getattr(train, axis) > 1:
-                yield f"train.{axis}={getattr(train, axis)} {none}: the only valid value is 1"
-        if rollout is not None and rollout.expert_parallel:
-            yield f"rollout.expert_parallel=true {none}: the only valid value is false"
-    elif rollout is not None and rollout.expert_parallel and device == "cpu":
-        yield (
-            "rollout.expert_parallel=true: vLLM 0.32.0 cannot generate so on a CPU; "
-            "the only valid value here is false, which shards experts over rollout.tp"
-        )
-    if train.cp > 1 and device is not None:
-        yield f"train.cp={train.cp} shards sequences, which this version does not: the only valid value is 1"
-    if rollout is not None and rollout.dp > 1 and not rollout.expert_parallel:
-        yield (
-            f"rollout.dp={rollout.dp} joins engines that share experts, and rollout.expert_parallel=false: "
-            "set rollout.dp=1 (engines that share nothing need no setting), or expert_parallel: true"
-        )
-
-
-def _train_layout(recipe: Recipe, model: ModelShape) -> Iterator[str]:
-    train, rules = recipe.train, [*_attention_rules(model), *_mlp_rules(model)]
-    yield from _broken("train.tp", train.tp, rules, range(1, model.num_attention_heads + 1))
-    yield from _stages(recipe, model.num_layers)
-    if model.experts is None:
-        return
-    yield from _broken(
-        "train.ep",
-        train.ep,
-        [_divides(model.experts.count, "the number of experts")],
-        range(1, model.experts.count + 1),
-    )
-    width = model.experts.width
-    yield from _broken("train.etp", train.etp, [_divides(width, "an expert's width")], range(1, width + 1))
-    stage, needed = train.tp * train.cp * train.dp, train.ep * train.etp
-    if stage % needed:
-        yield (
-            f"train.ep*etp={train.ep}*{train.etp}={needed} does not divide the train.tp*cp*dp={stage} ranks "
-            "of a pipeline stage, over which experts are dealt out"
-        )
-
-
-def _stages(recipe: Recipe, layers: int) -> Iterator[str]:
-    """Layers of the first and the last pipeline stage may be said; the others have equal shares of the rest."""
-    pp, vpp = recipe.train.pp, recipe.train.vpp
-    said = {
-        key: getattr(recipe.train, key)
-        for key in ("first_stage_layers", "last_stage_layers")
-        if getattr(recipe.train, key) is not None
-    }
-    if said and pp == 1:
-        yield f"train.{next(iter(said))}={next(iter(said.values()))} needs several stages, and train.pp=1 has one"
-        return
-    rest, others = layers - sum(said.values()), pp - len(said)
-    share = rest // others if others else 0
-    if said and (share * others != rest or (others and share < 1)):
-        yield (
-            f"train.{' and train.'.join(f'{key}={value}' for key, value in said.items())} leave {rest} of "
-            f"num_hidden_layers={layers} to {others} other stages: they must have equal shares, of 1 or more"
-        )
-        return
-    if not said:
-        rule = Rule(lambda n: layers % n == 0, f"does not divide num_hidden_layers={layers}")
-        yield from _broken("train.pp", pp, [rule], range(1, layers + 1))
-        if layers % pp:
-            return
-    if vpp > 1 and len(said) == pp:
-        yield f"train.vpp={vpp}: Megatron interleaves said first and last stages only around others: set train.vpp=1"
-        return
-    words = f"num_hidden_layers/train.pp={layers}/{pp}={share}" if not said else "the layers of each stage"
-    sizes = [*said.values(), *([share] if others else [])]
-    chunks = Rule(lambda n: all(size % n == 0 for size in sizes), f"does not divide {words}")
-    yield from _broken("train.vpp", vpp, [chunks], range(1, min(sizes) + 1))
-    if vpp > 1 and pp == 1:
-        yield f"train.vpp={vpp} interleaves pipeline stages, and train.pp=1 has one: set train.vpp=1, or train.pp=2"
-
-
-def _rollout_layout(recipe: Recipe, model: ModelShape, ranks: int | None) -> Iterator[str]:
-    rollout = recipe.rollout
-    if rollout is None:
-        return
-    padded = math.ceil(model.vocab_size / _VOCAB_PADDING) * _VOCAB_PADDING
-    together = "rollout.tp*dp" if rollout.dp > 1 else "rollout.tp"
-    rules = [
-        Rule(
-            lambda n: ranks is None or ranks % (n * rollout.dp) == 0,
-            f"does not divide the train.tp*pp*cp*dp={ranks} ranks"
-            + (f" into engines of {together} ranks" if rollout.dp > 1 else ""),
-        ),
-        *_attention_rules(model),
-        *_mlp_rules(model),
-        Rule(lambda n: padded % n == 0, f"does not divide vocab_size={model.vocab_size} as vLLM pads it, {padded}"),
-    ]
-    if model.experts is not None and not rollout.expert_parallel:
-        rules.append(_divides(model.experts.width, "an expert's width"))
-    yield from _broken("rollout.tp", rollout.tp, rules, range(1, model.num_attention_heads + 1))
-    slots = rollout.tp * rollout.dp
-    if model.experts is not None and rollout.expert_parallel and slots > model.experts.count:
-        yield (
-            f"rollout.tp*dp={rollout.tp}*{rollout.dp}={slots} ranks of an engine share "
-            f"{model.experts.count} experts: at most {model.experts.count}"
-        )
-
-
-def _rollout_limits(recipe: Recipe, model: ModelShape, device: Device | None) -> Iterator[str]:
-    if recipe.rollout is None:
-        return
-    if device == "cpu" and model.latents is None:
-        attention = Rule(lambda n: n in _CPU_HEAD_DIMS, "is not supported by vLLM's attention on CPU")
-        yield from _broken("head_dim", model.head_dim, [attention], _CPU_HEAD_DIMS)
-    if device == "cpu" and model.latents is not None:
-        latent = model.latents.kv_rank + model.latents.rope
-        if latent != _CPU_LATENT_DIM:
-            yield (
-                f"kv_lora_rank+qk_rope_head_dim={model.latents.kv_rank}+{model.latents.rope}={latent}: "
-                f"vLLM's latent attention on CPU has {_CPU_LATENT_DIM} only"
-            )
-    total, new, limit = recipe.rollout.max_model_len, recipe.rollout.max_new_tokens, model.max_position_embeddings
-    if new >= total:
-        yield (
-            f"rollout.max_new_tokens={new} leaves no room for a prompt in rollout.max_model_len={total}: "
-            f"at most {total - 1}"
-        )
-    if total > limit:
-        yield f"rollout.max_model_len={total} is more than max_position_embeddings={limit}: at most {limit}"
-
-
-def _batch(recipe: Recipe, replicas: int | None) -> Iterator[str]:
-    """`replicas` is the number of vLLM engines, None where the layouts that give it are wrong or absent."""
-    algorithm, train = recipe.algorithm, recipe.train
-    prompts = algorithm.prompts_per_step
-    samples = recipe.sequences_per_step // prompts
-    if algorithm.grouped and samples < 2:
-        name = algorithm.name
-        yield f"algorithm.samples_per_prompt={samples}: {name} compares samples of one prompt, so it needs 2 or more"
-
-    factors = {"train.dp": train.dp}
-    if train.max_tokens_per_micro_batch is None:
-        factors["train.micro_batch_size"] = train.micro_batch_size
-    if algorithm.minibatches > 1:
-        factors["algorithm.minibatches"] = algorithm.minibatches
-    if train.vpp > 1:  # Megatron's interleaved schedule takes micro batches in rounds of one per stage
-        factors["train.pp"] = train.pp
-    unit = math.prod(factors.values())
-    product = f"{'*'.join(factors)}={'*'.join(map(str, factors.values()))}={unit}"
-    sequences = f"of {samples} samples each is {prompts * samples} sequences, " if samples > 1 else "is "
-    rules = [Rule(lambda n: n * samples % unit == 0, f"{sequences}no multiple of {product}")]
-    step = unit // math.gcd(unit, samples)
-    if algorithm.generates and replicas is not None:
-        ratio = f"{recipe.world_size}/{recipe.world_size // replicas}={replicas}"
-        words = f"is no multiple of the rollout replicas, ranks/rollout.tp={ratio}"
-        rules.append(Rule(lambda n: n % replicas == 0, words))
-        step = math.lcm(step, replicas)
-    around = range(max(step, prompts // step * step), prompts + step + 1, step)
-    yield from _broken("algorithm.prompts_per_step", prompts, rules, around)
-
-
-def _attention_rules(model: ModelShape) -> list[Rule]:
-    """What tensor parallelism asks of attention, in Megatron and in vLLM alike."""
-    heads, groups = model.num_attention_heads, model.num_key_value_heads
-    rules = [Rule(lambda n: heads % n == 0, f"does not divide num_attention_heads={heads}")]
-    if model.latents is None:
-        words = f"and num_key_value_heads={groups}: one must divide the other"
-        rules.append(Rule(lambda n: groups % n == 0 or n % groups == 0, words))
-    return rules
-
-
-def _mlp_rules(model: ModelShape) -> list[Rule]:
-    """What tensor parallelism asks of dense layers and of shared experts, in Megatron and in vLLM alike."""
-    rules = []
-    if model.experts is None or not all(model.experts.sparse):
-        rules.append(_divides(model.intermediate_size, "intermediate_size", "="))
-    if model.experts is not None and model.experts.shared_width:
-        rules.append(_divides(model.experts.shared_width, "the width of the shared experts"))
-    return rules
-
-
-def _divides(size: int, what: str, sign: str = " ") -> Rule:
-    return Rule(lambda n: size % n == 0, f"does not divide {what}{sign}{size}")
-
-
-def _broken(key: str, value: int, rules: Sequence[Rule], candidates: Iterable[int]) -> Iterator[str]:
-    """A line for each rule that `value` breaks, with the nearest candidates on both sides that keep all of them."""
-    broken = [rule for rule in rules if not rule.holds(value)]
-    if not broken:
-        return
-    valid = [n for n in candidates if all(rule.holds(n) for rule in rules)]
-    near = [*[n for n in valid if n < value][-1:], *[n for n in valid if n > value][:1]]
-    values = f"value of {key} is" if len(near) == 1 else f"values of {key} are"
-    for rule in broken:
-        yield f"{key}={value} {rule.says}: nearest valid {values} {', '.join(map(str, near))}"
