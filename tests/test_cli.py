@@ -33,7 +33,7 @@ RECIPE: dict[str, Any] = {
     "optimizer": {"lr": 1.0e-4},
     "run": {"steps": 2},
 }
-SFT = ["rollout=null", "algorithm.name=sft"]
+SFT = ["rollout=null", "algorithm.name=sft", "algorithm.samples_per_prompt=1"]
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_run_folders(work: Path, refused: Refused) -> None:
 
 def test_runs_without_rollout(work: Path, refused: Refused) -> None:
     assert "rollout" in refused("plan", "recipe.yaml", *SFT)
-    algorithm = RECIPE["algorithm"] | {"name": "sft"}
+    algorithm = {"name": "sft", "prompts_per_step": 4}
     assert "rollout" in refused("eval", str(finished_run(work, rollout=None, algorithm=algorithm)))
 
 

@@ -178,9 +178,11 @@ def test_world_size_multiplies_tp_pp_cp_dp_only(load: Any) -> None:
     assert replace(load(), train=train).world_size == 210
 
 
-@pytest.mark.parametrize(("name", "sequences"), [("grpo", 256), ("sft", 32)])
-def test_sft_trains_on_one_sequence_a_prompt(load: Any, name: str, sequences: int) -> None:
-    assert load(DEMO, [f"algorithm.name={name}"]).sequences_per_step == sequences
+@pytest.mark.parametrize(
+    ("name", "samples", "sequences"), [("grpo", "samples_per_prompt: 8", 256), ("sft", "samples_per_prompt: 1", 32)]
+)
+def test_sft_trains_on_one_sequence_a_prompt(load: Any, name: str, samples: str, sequences: int) -> None:
+    assert load(DEMO, [f"algorithm={{name: {name}, prompts_per_step: 32, {samples}}}"]).sequences_per_step == sequences
 
 
 @pytest.mark.parametrize("text", [DEMO, SFT, DEMO.replace("demo-cpu", "日本-1").replace("1.0e-4", "3e-7")])
@@ -193,6 +195,7 @@ def test_overrides_are_yaml_and_may_add_a_section(load: Any) -> None:
     recipe = load(
         SFT,
         [
+            "algorithm.name=grpo",
             "train.tp=4",
             "algorithm.kl={where: loss, coef: 0}",
             "algorithm.kl.coef=0.5",
@@ -386,7 +389,7 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
             "rollout: missing, and algorithm.name=grpo generates: give max_model_len and max_new_tokens",
         ),
         (
-            "algorithm.kl.where=none",
+            "algorithm.kl={where: none, coef: 0.001}",
             "algorithm.kl.coef=0.001 has no effect with algorithm.kl.where=none: set where: loss, or coef: 0",
         ),
         (
@@ -403,7 +406,7 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
             "algorithm.kl.target=0.1 is followed by multiplying algorithm.kl.coef=0: start it above 0",
         ),
         (
-            "algorithm.correction.high=0.25",
+            "algorithm.correction={kind: mask, high: 0.25}",
             "algorithm.correction.low=0.5 is not below algorithm.correction.high=0.25",
         ),
         ("critic.clip=0.5", "critic: algorithm.name=grpo has none: leave the section out, or set ppo"),
@@ -426,7 +429,10 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
             "train.max_tokens_per_micro_batch=255 has no room for a sequence of rollout.max_model_len=256 tokens: "
             "at least 256",
         ),
-        ("optimizer.min_lr=0.1", "optimizer.min_lr=0.1 is more than optimizer.lr=0.0001: the rate only falls"),
+        (
+            "optimizer={lr: 1e-4, schedule: linear, min_lr: 0.1}",
+            "optimizer.min_lr=0.1 is more than optimizer.lr=0.0001: the rate only falls",
+        ),
         ("optimizer.warmup_steps=80", "optimizer.warmup_steps=80 leaves no step of run.steps=80: at most 79"),
     ],
 )
@@ -442,7 +448,8 @@ def test_padded_micro_batches_of_unlike_shapes_are_not_interleaved(load: Any) ->
 
 
 def test_the_contradictions_borders_load(load: Any) -> None:
-    recipe = load(DEMO, ["algorithm.kl={where: none, coef: 0}", "optimizer.min_lr=1e-4", "optimizer.warmup_steps=79"])
+    falling = ["optimizer.min_lr=1e-4", "optimizer.schedule=linear"]
+    recipe = load(DEMO, ["algorithm.kl={where: none, coef: 0}", "optimizer.warmup_steps=79", *falling])
     load(DEMO, ["sync.share_storage=true", "rollout.sleep=false"])
     load(DEMO, ["train.max_tokens_per_micro_batch=256", "train.packed=true", "train.vpp=2"])
     assert recipe.optimizer.warmup_steps == 79
@@ -501,7 +508,7 @@ def test_unknown_keys_that_are_not_strings(load: Any) -> None:
     ("overrides", "problem"),
     [
         (
-            ["critic.optimizer={lr: 0.001, min_lr: 0.01}"],
+            ["critic.optimizer={lr: 0.001, min_lr: 0.01, schedule: cosine}"],
             "critic.optimizer.min_lr=0.01 is more than critic.optimizer.lr=0.001: the rate only falls",
         ),
         (
@@ -531,7 +538,7 @@ def test_what_contradicts_ppo(load: Any, overrides: list[str], problem: str) -> 
             ["guard.initial_mismatch=warn: algorithm.name=sft generates nothing: leave it out"],
         ),
         (
-            ["guard={max_grad_norm: 1, min_tokens_per_second: 1, kl_explosion: 2}", "algorithm.kl.target=1"],
+            ["guard={max_grad_norm: 1, min_tokens_per_second: 1, kl_explosion: 2}"],
             ["guard.kl_explosion=2.0: algorithm.name=sft has nothing that it bounds: leave it out"],
         ),
         (
@@ -541,8 +548,7 @@ def test_what_contradicts_ppo(load: Any, overrides: list[str], problem: str) -> 
     ],
 )
 def test_what_contradicts_sft(load: Any, overrides: list[str], said: list[str]) -> None:
-    loss = "algorithm.kl={where: loss, coef: 0.1}"  # which sft does not look at
-    assert problems(load, loss, *overrides, text=SFT) == said
+    assert problems(load, *overrides, text=SFT) == said
 
 
 def test_memory_that_both_engines_use_is_not_offloaded(load: Any) -> None:

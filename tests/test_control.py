@@ -101,7 +101,10 @@ def test_the_table_names_settings_that_there_are(recipe: Recipe) -> None:
         ({"optimizer.lr": {}}, "optimizer.lr: expected a number"),
         ({"guard.max": 1}, "guard.max: unknown key"),
         ({"algorithm.kl.coef": 0, "algorithm.kl.target": 1}, "algorithm.kl.target=1.0 is followed by multiplying"),
-        ({"algorithm.correction.low": 3}, "algorithm.correction.low=3.0 is not below algorithm.correction.high=2.0"),
+        (
+            {"algorithm.correction.kind": "mask", "algorithm.correction.low": 3},
+            "algorithm.correction.low=3.0 is not below algorithm.correction.high=2.0",
+        ),
         ({"run.steps": 7}, "run.steps=7: step 7 comes next: at least 8"),
         ({"train.max_tokens_per_micro_batch": 500}, "train.max_tokens_per_micro_batch=500: it was None: only a number"),
         ({"train.micro_batch_size": 100}, "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences"),
@@ -333,6 +336,9 @@ ALL_AWAY = {f"offload_{kind}": True for kind in OFFLOADS}
 AWAY = [f"train.{key}=true" for key in ALL_AWAY]
 
 
+SFT = ["algorithm.name=sft", "algorithm.samples_per_prompt=1", "run.eval_every=10"]
+
+
 @pytest.mark.parametrize(
     ("settings", "less"),
     [
@@ -345,7 +351,7 @@ AWAY = [f"train.{key}=true" for key in ALL_AWAY]
         (["train.max_tokens_per_micro_batch=1000", *AWAY], {"max_tokens_per_micro_batch": 500}),
         (["train.max_tokens_per_micro_batch=200", *AWAY], {"max_tokens_per_micro_batch": 128}),
         (["train.max_tokens_per_micro_batch=128"], ALL_AWAY),
-        (["algorithm.name=sft", "algorithm.kl=null", "train.micro_batch_size=2"], {"micro_batch_size": 1}),
+        ([*SFT, "algorithm.kl=null", "train.micro_batch_size=2"], {"micro_batch_size": 1}),
     ],
 )
 def test_what_takes_less_memory(settings: list[str], less: dict[str, Any]) -> None:

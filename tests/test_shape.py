@@ -257,9 +257,9 @@ def test_head_dims_that_vllm_refuses_on_cpu(misfits: Misfits, head_dim: int) -> 
 
 
 def test_sft_asks_nothing_of_replicas_or_samples(misfits: Misfits) -> None:
-    overrides = ["algorithm.name=sft", "train.micro_batch_size=3", "algorithm.prompts_per_step=33"]
-    assert misfits(*overrides) == []
-    assert misfits(*overrides[:2]) == [
+    overrides = ["algorithm.name=sft", "algorithm.samples_per_prompt=1", "train.micro_batch_size=3"]
+    assert misfits(*overrides, "algorithm.prompts_per_step=33") == []
+    assert misfits(*overrides) == [
         "algorithm.prompts_per_step=32 is no multiple of train.dp*train.micro_batch_size=1*3=3: "
         "nearest valid values of algorithm.prompts_per_step are 30, 33"
     ]

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from hybrid3d.schema import MAX_RANKS
+from hybrid3d.unused_settings import unused_settings
+
 if TYPE_CHECKING:
     from hybrid3d.config import Optimizer, Recipe
 
 
 def contradictions(recipe: Recipe) -> Iterator[str]:
     """What contradicts itself within a recipe, whatever the model."""
+    yield from unused_settings(recipe)
+    if recipe.world_size > MAX_RANKS:
+        yield f"train.tp*pp*cp*dp={recipe.world_size} ranks are more than {MAX_RANKS}: lower one of them"
     algorithm, kl, optimizer = recipe.algorithm, recipe.algorithm.kl, recipe.optimizer
     if algorithm.generates and recipe.rollout is None:
         yield f"rollout: missing, and algorithm.name={algorithm.name} generates: give max_model_len and max_new_tokens"
@@ -26,7 +32,7 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
         )
     if kl.target is not None and kl.coef == 0:
         yield f"algorithm.kl.target={kl.target} is followed by multiplying algorithm.kl.coef=0: start it above 0"
-    if algorithm.correction.low >= algorithm.correction.high:
+    if algorithm.correction.kind.endswith("mask") and algorithm.correction.low >= algorithm.correction.high:
         low, high = algorithm.correction.low, algorithm.correction.high
         yield f"algorithm.correction.low={low} is not below algorithm.correction.high={high}"
     if recipe.reward.model is not None and algorithm.dynamic_sampling:
@@ -81,7 +87,7 @@ def _of_optimizer(its: Optimizer, key: str, steps: int, of: str) -> Iterator[str
     Args:
         steps: that it takes, which are `of` these settings.
     """
-    if its.min_lr > its.lr:
+    if its.min_lr > its.lr and its.schedule != "constant":
         yield f"{key}.min_lr={its.min_lr} is more than {key}.lr={its.lr}: the rate only falls"
     if its.warmup_steps >= steps:
         yield f"{key}.warmup_steps={its.warmup_steps} leaves no step of {of}={steps}: at most {steps - 1}"

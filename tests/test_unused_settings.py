@@ -1,0 +1,160 @@
+"""Settings that nothing reads are refused, each where it has no effect, and accepted where it has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybrid3d.config import RecipeError, load_recipe, recipe_to_yaml
+from hybrid3d.rl.environments import ENVIRONMENTS
+from hybrid3d.rl.rewards import REWARDS
+from hybrid3d.unused_settings import IN_PROCESS
+
+RL = """\
+name: unused
+model: {path: model}
+rollout: {max_model_len: 256, max_new_tokens: 16}
+data: {train: a.parquet, eval: b.parquet}
+algorithm: {name: grpo, prompts_per_step: 32, samples_per_prompt: 8}
+optimizer: {lr: 0.001}
+run: {steps: 80}
+"""
+SFT = """\
+name: unused
+model: {path: model}
+data: {train: a.parquet, eval: b.parquet}
+algorithm: {name: sft, prompts_per_step: 32}
+optimizer: {lr: 0.001}
+run: {steps: 80}
+"""
+PPO = "algorithm.name=ppo"
+
+
+def problems(folder: Path, text: str, *overrides: str) -> list[str]:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    try:
+        recipe = load_recipe(path, overrides)
+    except RecipeError as error:
+        return list(error.problems)
+    path.write_text(recipe_to_yaml(recipe))
+    assert load_recipe(path) == recipe  # with every default written out
+    return []
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "puts_to_use"),
+    [
+        ("algorithm.gamma=0.9", "algorithm.gamma=0.9 has no effect: algorithm.name=grpo discounts nothing", [PPO]),
+        ("algorithm.gamma=0.9", "algorithm.gamma=0.9", ["algorithm.name=reinforce_pp"]),
+        ("algorithm.lam=0.95", "algorithm.lam=0.95 has no effect: algorithm.name=grpo estimates no values", [PPO]),
+        ("optimizer.min_lr=1e-5", "optimizer.min_lr=1e-05 has no effect", ["optimizer.schedule=cosine"]),
+        (
+            "algorithm.correction.low=0.1",
+            "algorithm.correction.low=0.1 has no effect: algorithm.correction.kind=none",
+            ["algorithm.correction.kind=mask"],
+        ),
+        (
+            "algorithm.correction.high=3",
+            "algorithm.correction.high=3 has no effect",
+            ["algorithm.correction.kind=truncate"],
+        ),
+        (
+            "algorithm.correction.high=3",
+            "algorithm.correction.high=3 has no effect",
+            ["schedule={10: {algorithm.correction.kind: mask}}"],
+        ),
+        ("rollout.max_turns=3", "rollout.max_turns=3 has no effect", ["rollout.environment=calculator"]),
+        ("reward.workers=4", "reward.workers=4 has no effect: reward.name=gsm8k is computed", ["reward.name=math"]),
+        ("reward.workers=4", "reward.workers=4 has no effect", ["rollout.environment=mine:reply"]),
+        ("reward.timeout_seconds=4", "reward.timeout_seconds=4 has no effect", ["reward.name=code"]),
+        ("reward.default=1", "reward.default=1 has no effect: reward.name=gsm8k never fails", ["reward.name=math"]),
+        ("reward.max_failures=0", "reward.max_failures=0 has no effect", ["rollout.environment=calculator"]),
+    ],
+)
+def test_of_reinforcement_learning(tmp_path: Path, given: str, said: str, puts_to_use: list[str]) -> None:
+    (problem,) = problems(tmp_path, RL, given)
+    assert problem.startswith(said), problem
+    assert problem.endswith(": leave it out")
+    assert problems(tmp_path, RL, given, *puts_to_use) == []
+
+
+def test_a_bound_that_only_masks_have(tmp_path: Path) -> None:
+    for kind in ("truncate", "sequence_truncate"):
+        (problem,) = problems(tmp_path, RL, f"algorithm.correction={{kind: {kind}, low: 0.1}}")
+        assert problem.startswith(
+            f"algorithm.correction.low=0.1 has no effect: algorithm.correction.kind={kind} bounds"
+        )
+    assert problems(tmp_path, RL, "algorithm.correction={kind: sequence_mask, low: 0.1}") == []
+
+
+def test_of_the_kl(tmp_path: Path) -> None:
+    none = "algorithm.kl={where: none, estimator: k3, target: 1, horizon: 500}"
+    assert [line.split("=")[0] for line in problems(tmp_path, RL, none)][:3] == [
+        "algorithm.kl.estimator",
+        "algorithm.kl.target",
+        "algorithm.kl.horizon",
+    ]
+    (problem,) = problems(tmp_path, RL, "algorithm.kl={where: loss, coef: 0.1, horizon: 5000}")
+    assert problem == (
+        "algorithm.kl.horizon=5000 has no effect: without algorithm.kl.target the coefficient is fixed: leave it out"
+    )
+    assert problems(tmp_path, RL, "algorithm.kl={where: loss, coef: 0.1, horizon: 5000, target: 1}") == []
+
+
+def test_the_kl_needs_a_coefficient_only_where_it_is_used(tmp_path: Path) -> None:
+    assert problems(tmp_path, RL, "algorithm.kl={where: none}") == []
+    assert problems(tmp_path, RL, "algorithm.kl.where=none") == []
+    for where in ("loss", "reward"):
+        assert problems(tmp_path, RL, f"algorithm.kl={{where: {where}}}") == [
+            "algorithm.kl.coef: missing, expected a number, 0 to 1,000"
+        ]
+        assert problems(tmp_path, RL, f"algorithm.kl={{where: {where}, coef: 0}}") == []
+
+
+def test_of_the_critics_optimizer(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, RL, PPO, "critic.optimizer={lr: 0.01, min_lr: 0.001}")
+    assert problem.startswith("critic.optimizer.min_lr=0.001 has no effect")
+    assert problems(tmp_path, RL, PPO, "critic.optimizer={lr: 0.01, min_lr: 0.001, schedule: linear}") == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "algorithm.samples_per_prompt=2",
+        "algorithm.epochs=2",
+        "algorithm.minibatches=2",
+        "algorithm.clip=0.1",
+        "algorithm.clip_high=0.3",
+        "algorithm.dual_clip=3",
+        "algorithm.aggregation=token",
+        "algorithm.entropy_coef=0.1",
+        "algorithm.gamma=0.9",
+        "algorithm.lam=0.9",
+        "algorithm.dynamic_sampling=2",
+        "algorithm.kl={where: loss, coef: 0.1}",
+        "algorithm.correction.kind=mask",
+        "run.eval_every=5",
+        "reward.name=math",
+        "reward.shuffle=true",
+        "reward.overlong_buffer=2",
+        "sync.bucket_mib=32",
+        "sync.verify=always",
+        "sync.share_storage=true",
+    ],
+)
+def test_of_supervised_learning(tmp_path: Path, given: str) -> None:
+    (problem,) = problems(tmp_path, SFT, given)
+    assert problem.startswith(given.partition("=")[0])
+    assert "has no effect: algorithm.name=sft" in problem
+
+
+def test_what_a_later_evaluation_reads(tmp_path: Path) -> None:
+    generates = ["rollout={max_model_len: 256, max_new_tokens: 16}"]
+    assert problems(tmp_path, SFT, *generates, "reward.name=math", "reward.workers=4", "sync.bucket_mib=32") == []
+
+
+def test_what_is_computed_in_process_is_what_the_registries_say() -> None:
+    rewards = {name for name, reward in REWARDS.items() if not reward.pooled}
+    assert rewards | {*ENVIRONMENTS} == IN_PROCESS
