@@ -45,6 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserMistake as error:  # then nothing is known of other ranks, either
         _say_mistake(error)
         return MISTAKE
+    if launch_environment.under_launcher():
+        try:
+            launch_environment.master()
+        except UserMistake as error:  # nor can they be reached: each node says so
+            if launch_environment.local_rank() == 0:
+                _say_mistake(error)
+            return MISTAKE
     try:
         return int(options.run(options, arguments))
     except UserMistake as error:
@@ -132,8 +139,11 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     if CHECKED not in os.environ:
         check_layout_early(recipe)
         from hybrid3d.control import check_schedule
+        from hybrid3d.launcher import check_devices
         from hybrid3d.preflight import check_run
 
+        if not launch_environment.under_launcher():
+            check_devices(recipe)
         check_run(recipe)
         check_schedule(recipe)
     console = _console()

@@ -95,12 +95,9 @@ def check_devices(recipe: Recipe) -> None:
     most = min(int(memory // each), MAX_RANKS_PER_CORE * cores)
     if recipe.world_size > most:
         of = f", {cache / 1e9:.1f} GB of it as rollout.kv_cache_gib says" if cache else ""
-        problem = (
-            f"{ranks_said} exceed what this machine can start, {most}: it has {memory / 1e9:.1f} GB of memory and "
-        )
-        problem += (
-            f"{cores} cores, a rank takes {each / 1e9:.1f} GB at least{of}, and a core {MAX_RANKS_PER_CORE} ranks"
-        )
+        has = f"{memory / 1e9:.1f} GB of memory and {cores} cores"
+        takes = f"a rank takes {each / 1e9:.1f} GB at least{of}, and a core {MAX_RANKS_PER_CORE} ranks"
+        problem = f"{ranks_said} exceed the {most} that this machine can start with {has}: {takes}"
         raise RecipeError(recipe.name, [f"{problem}: lower train.dp, or {elsewhere}"])
 
 
