@@ -102,7 +102,7 @@ def of_contradictions() -> Iterator[Bad]:
         "reward.overlong_buffer=8 rollout.temperature=0.009 "
         "train.tp=65536 train.dp=65536 train.pp=65536 rollout.tp=65536 rollout.dp=65536"
     ).split():
-        key = given.split("=")[0].split(".")[-1]
+        key = given.split("=")[0].removesuffix(".where").split(".")[-1]
         yield Bad(f"contradiction {given}", ("train", "recipe.yaml", given), (key,))
     ranks = ("train.tp=1", "train.pp=1", "train.dp=4096", "rollout.tp=1", "algorithm.prompts_per_step=8192")
     yield Bad(
@@ -110,8 +110,6 @@ def of_contradictions() -> Iterator[Bad]:
     )
     cache = "rollout.kv_cache_gib=16000"
     yield Bad("more KV cache than memory", ("train", "recipe.yaml", cache), ("rollout.kv_cache_gib", "GB of memory"))
-    cache = "rollout.kv_cache_gib=0.001"
-    yield Bad("no room for a sequence", ("train", "recipe.yaml", cache), ("rollout.kv_cache_gib=0.001", "at least"))
 
 
 def of_yaml() -> Iterator[Bad]:
@@ -215,7 +213,7 @@ def of_paths() -> Iterator[Bad]:
         yield Bad(f"run to export: {label}", ("export", path, "out"), said if label == "unicode" else ())
     for label in ("long", "very long", "NUL", "surrogate", "line", "escape", "blank"):
         yield Bad(f"export to: {label}", ("export", "no-run", odd[label]), ("OUT",))
-        picture = odd[label] + ".png"
+        picture = odd[label] + ("" if label == "blank" else ".png")
         yield Bad(f"picture: {label}", ("plan", "recipe.yaml", "--picture", picture), ("--picture",))
     for name in ("chart", "chart.txt", "chart.png.gz", "no/folder/chart.png", "model", "/dev/null/x.png", ""):
         yield Bad(f"picture: {name!r}", ("plan", "recipe.yaml", "--picture", name), ("--picture",))
@@ -332,7 +330,7 @@ def of_environments() -> Iterator[Bad]:
 GENERATED = (of_recipes, of_contradictions, of_yaml, of_paths, of_command_lines, of_environments)
 CASES = [case for generate in GENERATED for case in generate()]
 FAST = sample(CASES, 200)
-# What no process can be given: arguments with a NUL character. Half of those are left out that take seconds to import.
+# Without what no process can be given: a NUL character in an argument
 GIVEN = [case for case in CASES if not any("\0" in text for text in (*case.arguments, *case.variables.values()))]
 PROCESSES = sample(GIVEN, 36, seed=2)
 

@@ -35,11 +35,11 @@ def adopt_slurm() -> None:
         return
     world = _integer("SLURM_STEP_NUM_TASKS", 1)
     per_node = _tasks_per_node()
-    node = _integer("SLURM_NODEID", 0, len(per_node) - 1)
+    node = _integer("SLURM_NODEID", 0, len(per_node) - 1, "SLURM_STEP_TASKS_PER_NODE")
     found = {
-        "RANK": _integer("SLURM_PROCID", 0, world - 1),
+        "RANK": _integer("SLURM_PROCID", 0, world - 1, "SLURM_STEP_NUM_TASKS"),
         "WORLD_SIZE": world,
-        "LOCAL_RANK": _integer("SLURM_LOCALID", 0, per_node[node] - 1),
+        "LOCAL_RANK": _integer("SLURM_LOCALID", 0, per_node[node] - 1, "SLURM_STEP_TASKS_PER_NODE"),
         "LOCAL_WORLD_SIZE": per_node[node],
     }
     os.environ.update({name: str(value) for name, value in found.items()})
@@ -57,10 +57,10 @@ def check() -> None:
             _refuse(left, "is set and RANK is not: unset it, or start through torchrun or srun, which set both")
         return
     world = world_size()
-    _integer("RANK", 0, world - 1)
-    here = _integer("LOCAL_WORLD_SIZE", 1, world) if os.environ.get("LOCAL_WORLD_SIZE") else world
+    _integer("RANK", 0, world - 1, "WORLD_SIZE")
+    here = _integer("LOCAL_WORLD_SIZE", 1, world, "WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else world
     if "LOCAL_RANK" in os.environ:
-        _integer("LOCAL_RANK", 0, here - 1)
+        _integer("LOCAL_RANK", 0, here - 1, "LOCAL_WORLD_SIZE" if os.environ.get("LOCAL_WORLD_SIZE") else "WORLD_SIZE")
 
 
 def rank() -> int:
@@ -140,10 +140,15 @@ def _tasks_per_node() -> list[int]:
     return found
 
 
-def _integer(name: str, low: int, high: int = MAX_RANKS) -> int:
+def _integer(name: str, low: int, high: int = MAX_RANKS, bound: str = "") -> int:
+    """
+    Args:
+        bound: the variable that `high` follows from, for the message.
+    """
     text = os.environ.get(name, "")
     if not _is_number(text) or not low <= int(text) <= high:
-        _refuse(name, f"expected an integer from {low} to {high:,}")
+        of = f", as {bound}={shown(os.environ.get(bound, ''))}" if bound else ""
+        _refuse(name, f"expected an integer from {low} to {high:,}{of}")
     return int(text)
 
 

@@ -1,0 +1,113 @@
+"""The command line answers at once: what only helps or refuses imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hybrid3d
+
+HEAVY = (
+    "torch",
+    "numpy",
+    "transformers",
+    "pyarrow",
+    "vllm",
+    "megatron",
+    "matplotlib",
+    "scipy",
+    "safetensors",
+    "pebble",
+)
+SECONDS = 1.0  # of CPU time, which other work on the machine does not add to; 0.2 to 0.3 on an idle core
+
+# Runs the command line and then says which modules it has imported, and what CPU time it took, Python's start included.
+RUN = """
+import json, resource, sys
+from hybrid3d import cli
+try:
+    code = cli.main(sys.argv[1:])
+except SystemExit as ended:
+    code = ended.code
+used = resource.getrusage(resource.RUSAGE_SELF)
+heavy = sorted({name.partition('.')[0] for name in sys.modules} & set(HEAVY))
+print()
+print(json.dumps([code, heavy, used.ru_utime + used.ru_stime]))
+"""
+
+RECIPE = {
+    "name": "late",
+    "model": {"path": "model"},
+    "rollout": {"max_model_len": 128, "max_new_tokens": 8},
+    "data": {"train": "train.parquet", "eval": "eval.parquet"},
+    "algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 2},
+    "optimizer": {"lr": 1.0e-4},
+    "run": {"steps": 2},
+}
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "vocab_size": 500,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    (tmp_path / "bad.yaml").write_text("name: [\n")
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "config.json").write_text("{")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("--help", 0, "train"),
+        ("train --help", 0, "recipe"),
+        ("--version", 0, hybrid3d.__version__),
+        ("nonsense", 2, "nonsense"),
+        ("plan bad.yaml", 2, "bad.yaml"),
+        ("plan nowhere.yaml", 2, "nowhere.yaml"),
+        ("train recipe.yaml train.ttp=2", 2, "train.ttp"),
+        ("train recipe.yaml optimizer.lr=-1", 2, "optimizer.lr"),
+        ("plan recipe.yaml algorithm.gamma=0.9", 2, "algorithm.gamma"),
+        ("train recipe.yaml model.path=nowhere", 2, "nowhere/config.json cannot be read"),
+        ("train recipe.yaml model.path=lists", 2, "lists/config.json is not JSON"),
+        ("train recipe.yaml train.tp=3", 2, "nearest valid values of train.tp are 2, 4"),
+        ("plan recipe.yaml train.pp=3", 2, "nearest valid values of train.pp are 2, 4"),
+        ("plan recipe.yaml --picture a.txt", 2, "--picture"),
+        ("bench recipe.yaml --layers 999999999", 2, "--layers 999999999"),
+        ("eval nowhere", 2, "nowhere"),
+        ("export nowhere out", 2, "nowhere"),
+    ],
+)
+def test_what_is_answered_at_once(work: Path, line: str, code: int, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"HEAVY = {HEAVY}\n{RUN}", *line.split()],
+        cwd=work,
+        env={"PYTHONPATH": str(Path(hybrid3d.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said in done.stdout + done.stderr
+    ended, heavy, seconds = json.loads(done.stdout.splitlines()[-1])
+    assert (ended, heavy) == (code, [])
+    assert seconds < SECONDS
