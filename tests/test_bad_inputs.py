@@ -308,7 +308,7 @@ def of_environments() -> Iterator[Bad]:
         yield bad(TWO_RANKS, name, "", "empty: ")
     for value in ("0", "65536", "29500x", "-1", "1.5", HUGE, "２"):
         yield bad(TWO_RANKS, "MASTER_PORT", value)
-    for value in ("a b", "*", "a\nb", "a[b"):
+    for value in ("a b", "*", "a\nb", " "):
         yield bad(TWO_RANKS, "MASTER_ADDR", value)
     for name in ("WORLD_SIZE", "LOCAL_RANK", "HYBRID3D_CHECKED"):
         yield bad({}, name, "1", "alone: ")
@@ -389,7 +389,7 @@ def test_more_are_refused_as_processes(harness: Harness, case: Bad) -> None:
 def test_what_is_quoted_stands_as_it_was_written(harness: Harness) -> None:
     """No emoji for its code, no markup, and every character that a terminal would act upon is made visible."""
     for value, said in {
-        ":smile:": "':smile:'",
+        "':smile:'": "':smile:'",
         "'[red]x[/red]'": "'[red]x[/red]'",
         '"a\\e[31mb"': r"'a\x1b[31mb'",
     }.items():

@@ -54,7 +54,7 @@ def check() -> None:
     if "RANK" not in os.environ:
         left = next((name for name in ("WORLD_SIZE", "LOCAL_RANK", CHECKED) if name in os.environ), None)
         if left is not None:
-            _refuse(left, "is set and RANK is not: unset it, or start through torchrun or srun, which set both")
+            _refuse(left, "RANK is not set: unset this too, or start through torchrun or srun, which set both")
         return
     world = world_size()
     _integer("RANK", 0, world - 1, "WORLD_SIZE")
@@ -94,7 +94,7 @@ def master(what: str = "ranks") -> tuple[str, int]:
         raise UserMistake(
             f"MASTER_PORT={shown(port)} is no port: set it to a number from 1 to 65535, the same on all {what}"
         )
-    if re.search(r"[\s\x00-\x1f*?\[\]]", host) and not re.fullmatch(r"\[[0-9A-Fa-f:.%]+\]", host):
+    if re.search(r"[\s\x00-\x1f*?]", host):
         raise UserMistake(f"MASTER_ADDR={shown(host)} is no host: set it to a host's name or address on all {what}")
     return host, int(port)
 
@@ -106,7 +106,7 @@ def run() -> str:
         host, port = master()
         return f"{host}-{port}"
     if not _RUN_NAME.fullmatch(name):
-        _refuse(RUN, "is no name for a run: expected 1 to 100 letters, digits and . _ -, or unset it")
+        _refuse(RUN, "no name for a run, expected 1 to 100 letters, digits and . _ -, or unset it")
     return name
 
 
