@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid3d import ranks
 from hybrid3d.config import Recipe, RecipeError, read_recipe
+from hybrid3d.mistakes import UserMistake
 from hybrid3d.preflight import check_model
-from hybrid3d.reshard.files import CheckpointError
 from hybrid3d.schema import dotted, parse, with_settings
+from hybrid3d.user_files import MAX_TEXT_BYTES, UnreadableFile, read_bytes
 
 if TYPE_CHECKING:
     from hybrid3d.record import Record
@@ -174,7 +176,7 @@ class Control:
             accepted = self._file
             try:
                 new = self._changed(now, asked(), step, by)
-            except (RecipeError, CheckpointError) as error:
+            except UserMistake as error:
                 self._file = accepted
                 self._refuse(step, by, getattr(error, "problems", (str(error),)), "nothing changes")
                 continue
@@ -202,13 +204,16 @@ class Control:
 
     def _settled(self) -> bytes:
         """What the file says when it is not being written: half of a number is a number too."""
-        content = self._path.read_bytes()
+        content = self._read()
         for _ in range(SETTLING_TRIES if hashlib.sha256(content).hexdigest() != self._seen else 0):
             time.sleep(SETTLING_SECONDS)
-            before, content = content, self._path.read_bytes()
+            before, content = content, self._read()
             if content == before:
                 break
         return content
+
+    def _read(self) -> bytes:
+        return read_bytes(self._path, "a text file", MAX_TEXT_BYTES)
 
     def _edited(self) -> Settings:
         """What the file says and did not say before.
@@ -217,18 +222,18 @@ class Control:
             RecipeError: it cannot be read. Until it is edited again it says nothing.
         """
         unread = None
+        if not os.path.lexists(self._path):
+            return {}
         try:
             content = self._settled()
-        except FileNotFoundError:
-            return {}
-        except OSError as error:  # said once, as what is wrong in the file is
-            content, unread = str(error).encode(), error
+        except UnreadableFile as error:  # said once, as what is wrong in the file is
+            content, unread = error.why.encode(), error
         seen = hashlib.sha256(content).hexdigest()
         if seen == self._seen:
             return {}
         self._seen = seen
         if unread is not None:
-            raise RecipeError(str(self._path), [f"cannot be read: {unread.strerror}"]) from unread
+            raise RecipeError(str(self._path), [unread.why]) from unread
         try:
             said = parse(content.decode())
             settings = dotted({} if said is None else said)

@@ -16,9 +16,10 @@ from hybrid3d.mistakes import UserMistake
 RUN = "HYBRID3D_RUN"
 CHECKED = "HYBRID3D_CHECKED"  # set for the ranks that hybrid3d's own launcher starts: it has checked everything
 RENDEZVOUS_SECONDS = "HYBRID3D_RENDEZVOUS_SECONDS"
+HEARTBEAT_SECONDS = "HYBRID3D_HEARTBEAT_SECONDS"
 
 MAX_RANKS = 2**20
-MAX_RENDEZVOUS_SECONDS = 86_400.0
+MAX_SECONDS = 86_400.0
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
 _SET_BY = {"RANK": "torchrun", "SLURM": "srun"}
@@ -48,6 +49,7 @@ def adopt_slurm() -> None:
 def check() -> None:
     """Hold all variables against each other; call it before any other is used."""
     rendezvous_seconds()
+    heartbeat_seconds()
     if os.environ.get(RUN):
         run()
     adopt_slurm()
@@ -112,13 +114,21 @@ def run() -> str:
 
 def rendezvous_seconds() -> float:
     """Seconds in which all ranks must have come."""
-    text = os.environ.get(RENDEZVOUS_SECONDS, "300")
+    return _seconds(RENDEZVOUS_SECONDS, 300.0)
+
+
+def heartbeat_seconds() -> float:
+    """Seconds without a sign of life after which a rank counts as lost."""
+    return _seconds(HEARTBEAT_SECONDS, 40.0)
+
+
+def _seconds(name: str, default: float) -> float:
     try:
-        seconds = float(text)
+        seconds = float(os.environ.get(name, default))
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds <= MAX_RENDEZVOUS_SECONDS:
-        _refuse(RENDEZVOUS_SECONDS, f"expected seconds, more than 0 and at most {MAX_RENDEZVOUS_SECONDS:,.0f}")
+    if not 0 < seconds <= MAX_SECONDS:
+        _refuse(name, f"expected seconds, more than 0 and at most {MAX_SECONDS:,.0f}")
     return seconds
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from hybrid3d import ranks
 from hybrid3d.config import Rollout
+from hybrid3d.heartbeat import enter_phase
 from hybrid3d.rollouts import Drawn, Sample
 from hybrid3d.sync import SyncReport
 
@@ -23,6 +24,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        enter_phase(phase)
         start = time.perf_counter()
         yield
         self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start

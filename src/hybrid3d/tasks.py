@@ -16,6 +16,7 @@ from hybrid3d import ranks
 from hybrid3d.bench.scaling import write_model
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
+from hybrid3d.heartbeat import enter_phase
 from hybrid3d.inputs import read_config
 from hybrid3d.relief import Relief
 from hybrid3d.rl import sandbox
@@ -77,6 +78,7 @@ def evaluate(
     from hybrid3d.colocated import Colocated
 
     run = Colocated(recipe, rank, slots, weights_of=checkpoint_folder(folder, step))
+    enter_phase("eval")
     run.sync.run(step)
     if console is not None:
         console.print(f"data.eval {run.rollouts.held_out}", highlight=False, markup=False, soft_wrap=True)
@@ -103,6 +105,7 @@ def export(
     runtime.initialize(recipe.train, recipe.run.seed)
     policy = Policy(read_config(recipe.model.path), recipe, rank, trainable=False)
     checkpoint.load_weights({"policy": policy}, checkpoint_folder(folder, step))
+    enter_phase("export")
     entries = export_entries(recipe.model.path, policy.config)
     carried = [name for name in entries if is_untrained(name, policy.config)]
     launched = os.environ.get(UNFINISHED)  # our own launcher has made it, and removes it where a rank is killed

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from hybrid3d import ranks, rendezvous, terminal
 from hybrid3d.config import Recipe
+from hybrid3d.heartbeat import Heartbeat
 from hybrid3d.lifetime import die_with
 from hybrid3d.relief import RanOut
 from hybrid3d.run_folder import RunFolder
@@ -52,10 +53,23 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
         if not error.said and ranks.local_rank() == 0:
             _say(stderr, f"{recipe.name}: {error}")
         return error.code
+    ranks.name_shared_memory(ranks.ident())
+
+    def lost(other: int, said: str) -> None:
+        """Another rank does not answer: tell why the run ends, and end it."""
+        reason = {"rank": other, "time": time.time(), "peer": False, "reason": said, "kind": "error"}
+        if not (_leave(folder.failure_of(other), reason) and launched):
+            _say(stderr, last_words(folder, other, reason))
+        print(f"rank {other}: {said}", flush=True)
+        ranks.remove_shared_memory(ranks.ident())
+        os._exit(1)  # the main thread may be waiting for that rank
+
+    heartbeat = Heartbeat(store, rank, ranks.world_size(), lost)
     try:
         task(rank, store, console)
         if dist.is_initialized():
             dist.barrier()
+            heartbeat.stop()
             dist.destroy_process_group()
         return 0
     # The boundary of the process: everything is reported, nothing goes on. SystemExit is no Exception, nor is what

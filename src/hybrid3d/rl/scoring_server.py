@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import multiprocessing
 import os
 import sys
 import threading
@@ -18,12 +19,14 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, TypeVar, cast
 
 from pebble import ProcessExpired, ProcessPool
 
+from hybrid3d.lifetime import adopt_orphans, children_of, end_descendants, kill
 from hybrid3d.rl import scoring_worker
 from hybrid3d.rl.environments import stops_of
 from hybrid3d.rl.rewards import load_function
@@ -139,9 +142,11 @@ class Pool:
 
 
 def serve(connection: Connection, target: str, wanted: Wanted, workers: int, seconds: float) -> None:
-    """Answer what comes until the trainer closes its end."""
+    """Answer what comes until the trainer closes its end. What the function has started ends with its worker."""
+    adopt_orphans()
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     pool = Pool(target, wanted, workers, seconds)
+    threading.Thread(target=_end_orphans, daemon=True).start()
     while True:
         try:
             items = connection.recv()
@@ -149,13 +154,35 @@ def serve(connection: Connection, target: str, wanted: Wanted, workers: int, sec
             break
         connection.send(pool.call(items))
     pool.close()
+    end_descendants(spared=_own())
 
 
 def _end_with(parent: int) -> None:
     """End with the trainer, however busy; the workers have asked the kernel to end with this process."""
     while os.getppid() == parent:
         time.sleep(LOOK_SECONDS)
+    end_descendants(spared=_own())
     os._exit(1)
+
+
+def _end_orphans() -> None:
+    """Kill what workers that are gone have left behind, whose parent this process then is (`adopt_orphans`).
+
+    A process counts as left behind when it is seen twice: a worker that is just being started is not known yet.
+    """
+    before: set[int] = set()
+    while True:
+        time.sleep(LOOK_SECONDS)
+        strays = children_of(os.getpid()) - {one.pid for one in multiprocessing.active_children()} - _own()
+        for pid in strays & before:
+            kill(pid)
+        before = strays
+
+
+def _own() -> set[int]:
+    """The process that keeps count of shared memory and semaphores; it ends, and removes them, after this one."""
+    tracker: int | None = resource_tracker._resource_tracker._pid
+    return set() if tracker is None else {tracker}
 
 
 def check(target: str, wanted: str) -> None:

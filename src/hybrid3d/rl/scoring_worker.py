@@ -5,15 +5,16 @@ The function is a reward, or an environment.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import inspect
 import math
+import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal, SupportsFloat, cast
 
+from hybrid3d.lifetime import adopt_orphans, die_with
+from hybrid3d.mistakes import visible
 from hybrid3d.rl.rewards import load_function
 
 Wanted = Literal["reward", "reply"]
@@ -36,8 +37,8 @@ def start(target: str, wanted: Wanted, seconds: float) -> None:
     global _function, _accept, _broken
     _accept = _number if wanted == "reward" else _words
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for a call into C to return
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: go with the process that started this one
+    die_with(os.getppid())
+    adopt_orphans()  # its daemons are this process's while it lives, and end with it
     signal.alarm(START_SECONDS)
     try:
         _function = with_limit(load_function(target), seconds)
@@ -104,10 +105,14 @@ def _number(value: object) -> Verdict:
 
 
 def _words(value: object) -> Verdict:
-    """A text, or None."""
-    if value is None or isinstance(value, str):
-        return value, "", ""
-    return None, "not_a_text", f"{_shortened(value)} ({type(value).__name__})"
+    """A text, or None. Half of a surrogate pair is no text: it cannot be tokenized, nor written to a file."""
+    if value is None:
+        return None, "", ""
+    try:
+        # A plain str, whatever class this is: the rank unpickles it, and must not import a user's module for that
+        return str.encode(cast(str, value), "utf-8").decode(), "", ""
+    except (TypeError, UnicodeEncodeError):
+        return None, "not_a_text", f"{_shortened(value)} ({type(value).__name__})"
 
 
 def describe(error: BaseException) -> str:
@@ -117,6 +122,6 @@ def describe(error: BaseException) -> str:
 
 def _shortened(value: object, shown: Callable[[object], str] = repr) -> str:
     try:
-        return " ".join(shown(value).split())[:300]
+        return visible(" ".join(shown(value).split())[:300])
     except Exception as error:
         return f"<{type(error).__name__} while showing it>"

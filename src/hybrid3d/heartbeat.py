@@ -1,0 +1,127 @@
+"""Finds a rank that does not answer: each rank beats in the store that all have met at, and watches the next one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hybrid3d.launch_environment import heartbeat_seconds
+
+BEAT_SECONDS = 2.0
+START_SECONDS = 600.0  # before its first phase a rank imports libraries and builds engines, and may not run Python
+STARTING = "start-up"
+
+_phase = STARTING
+
+
+def enter_phase(name: str) -> None:
+    """Say what this process is doing from now on, such as `train`: the name that a message about its silence has."""
+    global _phase
+    _phase = name
+
+
+class Heartbeat:
+    """Beats for this rank, and watches rank + 1 (the last rank: rank 0), with one read a beat.
+
+    A rank that waits for others goes on beating: its threads need the interpreter alone. Silence is counted in this
+    rank's own beats, so that ranks which were all suspended, and go on together, do not take each other for lost.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, tell: Callable[[int, str], None]):
+        """
+        Args:
+            store: all ranks have met at it; the threads have a connection of their own.
+            tell: called once, in a thread, with a rank that does not answer and what is known of it. It may end this
+                process.
+        """
+        self._store = store.clone()
+        self._rank, self._watched = rank, (rank + 1) % world_size
+        self._tell = tell
+        self._over = threading.Event()
+        # Under srun rank 0's process has the store: silence of the store is silence of rank 0
+        self._rank_0_has_store = rank > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._answers, self._seen = 0, ""
+        # Two threads, because a call waits without end for a store whose process is stopped
+        for run in (self._beat, self._watch) if world_size > 1 else ():
+            threading.Thread(target=run, name="heartbeat", daemon=True).start()
+
+    def stop(self) -> None:
+        """Neither beat nor watch any more. The silence that follows is not told for `heartbeat_seconds()`."""
+        self._over.set()
+
+    def _beat(self) -> None:
+        count, mine, watched = 0, f"beat/{self._rank}", f"beat/{self._watched}"
+        while not self._over.wait(BEAT_SECONDS):
+            count += 1
+            with suppress(dist.DistError):  # silence, which is counted
+                self._store.set(mine, json.dumps([count, _phase, *_identity()]))
+                self._seen = self._store.get(watched).decode() if self._store.check([watched]) else ""
+                self._answers += 1
+
+    def _watch(self) -> None:
+        answers, seen, unreachable, silent = 0, "", 0.0, 0.0
+        before = time.monotonic()
+        while not self._over.wait(BEAT_SECONDS):
+            now = time.monotonic()
+            passed, before = min(now - before, 2 * BEAT_SECONDS), now
+            unreachable = unreachable + passed if self._answers == answers else 0.0
+            if unreachable == 0.0:
+                silent = silent + passed if self._seen == seen else 0.0
+            answers, seen = self._answers, self._seen
+            if silent > self._limit(seen):
+                self._lost(self._watched, silent, seen)
+                return
+            if self._rank_0_has_store and unreachable > self._limit(seen):
+                self._lost(0, unreachable, seen if self._watched == 0 else "")
+                return
+
+    def _limit(self, seen: str) -> float:
+        phase = json.loads(seen)[1] if seen else STARTING
+        return max(heartbeat_seconds(), START_SECONDS) if phase == STARTING else heartbeat_seconds()
+
+    def _lost(self, rank: int, silent: float, seen: str) -> None:
+        if self._over.is_set():
+            return
+        said = f"it has not answered for {silent:.0f} s"
+        if seen:
+            _, phase, pid, started, host = json.loads(seen)
+            said += f", in phase {phase}"
+            if host == socket.gethostname() and _started(pid) == started:
+                said += f": its process {pid} is {'stopped (SIGSTOP)' if _state(pid) in ('T', 't') else 'stuck'}"
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)  # the launcher would wait for it
+            else:
+                said += f": look at process {pid} on {host}"
+        self._tell(rank, said)
+
+
+def _identity() -> tuple[int, str, str]:
+    pid = os.getpid()
+    return pid, _started(pid), socket.gethostname()
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat from the third on (proc(5)); none where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _state(pid: int) -> str:
+    return (_stat(pid) or [""])[0]
+
+
+def _started(pid: int) -> str:
+    """When a process started, in ticks since the machine did: with its number, that tells it from any other."""
+    fields = _stat(pid)
+    return fields[19] if len(fields) > 19 else ""

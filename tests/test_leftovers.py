@@ -1,0 +1,156 @@
+"""What rewards and environments start in the background ends with them, however it tries to live on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hybrid3d.rl.replying import Replier
+from hybrid3d.rl.scoring import Scorer
+from run_ranks import MARK, ROOT, kill_marked, marked
+
+# Each leaves a process behind, and then does what its name says.
+REWARDS = """
+import os, signal, subprocess, sys, time
+
+def child(answer):
+    kind = answer.split()[0]
+    sleep = "import time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+    if kind == "plain":
+        subprocess.Popen(["sleep", "300"])
+    elif kind == "session":
+        subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True)
+    elif kind == "shell":
+        subprocess.Popen("trap '' TERM HUP; (sleep 300; sleep 300) & sleep 300", shell=True)
+    elif kind == "daemon":  # its parent is gone at once
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
+                os.closerange(0, 256)
+                os.execv(sys.executable, [sys.executable, "-c", sleep])
+            os._exit(0)
+        time.sleep(0.2)
+
+def returns(answer, reference, prompt):
+    child(answer)
+    return 1.0
+
+def hangs(answer, reference, prompt):
+    child(answer)
+    time.sleep(300)
+
+def raises(answer, reference, prompt):
+    child(answer)
+    raise ValueError("no")
+
+def dies(answer, reference, prompt):
+    child(answer)
+    os._exit(3)
+
+def replies(turns, reference, prompt):
+    child(turns[-1])
+    time.sleep(300)
+
+def surrogate(turns, reference, prompt):
+    return "half a pair: \\ud83d"
+
+class Text(str):
+    pass
+
+def of_a_class(turns, reference, prompt):
+    return Text("words")
+"""
+KINDS = ("plain", "session", "shell", "daemon")
+ENDS = {"returns": (1.0, None), "hangs": (0.0, "hung"), "raises": (0.0, "raised"), "dies": (0.0, "died")}
+SOON = 15  # seconds, on a busy machine
+
+
+@pytest.fixture
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """In the environment of whatever is started from here on, with the module `leaving` in the current folder."""
+    mark = uuid.uuid4().hex
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(MARK, mark)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    (tmp_path / "leaving.py").write_text(REWARDS)
+    yield mark
+    kill_marked(mark)
+
+
+def left(mark: str, within: float, most: Callable[[dict[int, dict[str, str]]], bool] = lambda found: not found) -> bool:
+    """Whether what is left of the processes is, within so many seconds, as wanted: none of them."""
+    end = time.monotonic() + within
+    while not most(marked(mark)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return most(marked(mark))
+
+
+@pytest.mark.parametrize("ending", ENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_a_reward_is_left(kind: str, ending: str, mark: str) -> None:
+    with Scorer(f"leaving:{ending}", workers=1, timeout_seconds=2.0, default=0.0) as scorer:
+        scores = scorer.score([(kind, "", "")])
+    reward, failure = ENDS[ending]
+    assert (scores.rewards, list(scores.failures)) == ([reward], [failure] if failure else [])
+    assert left(mark, 0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_reward_that_hangs_has_started_ends_with_its_worker(kind: str, mark: str) -> None:
+    """And not only at the end of the run, which may go on for days."""
+    with Scorer("leaving:hangs", workers=1, timeout_seconds=2.0, default=0.0) as scorer:
+        scorer.score([(kind, "", "")])
+        assert left(mark, SOON, lambda found: not any("sleep" in command(pid) for pid in found))
+        assert marked(mark)  # the pool is there, for the next batch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_an_environment_is_left(kind: str, mark: str) -> None:
+    replier = Replier("leaving:replies", workers=1, timeout_seconds=2.0)
+    (reply,) = replier.reply([((kind,), "", "")])
+    replier.close()
+    assert (reply.words, reply.failure) == (None, "hung")
+    assert left(mark, 0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_of_a_trainer_that_is_killed(kind: str, mark: str) -> None:
+    script = "from hybrid3d.rl.scoring import Scorer\nScorer('leaving:hangs', 1, 300.0, 0.0).score([('%s', '', '')])"
+    trainer = subprocess.Popen([sys.executable, "-c", script % kind])
+    assert left(mark, 30, lambda found: any("sleep" in command(pid) for pid in found))
+    trainer.kill()
+    trainer.wait()
+    assert left(mark, SOON)
+
+
+def test_half_of_a_surrogate_pair_ends_its_conversation_only(mark: str) -> None:
+    replier = Replier("leaving:surrogate", workers=1, timeout_seconds=10.0)
+    (reply,) = replier.reply([(("",), "", "")])
+    assert (reply.words, reply.failure) == (None, "not_a_text")
+    assert r"\ud83d" in reply.said
+    reply.said.encode()
+    replier.close()
+
+
+def test_a_reply_is_a_plain_text(mark: str) -> None:
+    """One of a user's class would import the user's module where it is received: in a rank."""
+    replier = Replier("leaving:of_a_class", workers=1, timeout_seconds=10.0)
+    (reply,) = replier.reply([(("",), "", "")])
+    assert reply.words == "words"
+    assert type(reply.words) is str
+    assert "leaving" not in sys.modules
+    replier.close()
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:  # it has ended
+        return ""

@@ -1,0 +1,119 @@
+"""A rank that is stopped in the middle of a run is named with its phase within a minute, and nothing is left over."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from commands import ROOT
+from run_ranks import environment, kill_marked, marked
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+STARTED = 400  # seconds in which a run must have come to its second step; generous, because machines are shared
+NAMED = 60  # in which a stopped rank must be named
+SHARED_MEMORY = Path("/dev/shm")
+
+# Every rank says when it enters the phase for the second time, and waits there until it has been stopped, or not.
+PAUSE = """
+import os, time
+if "RANK" in os.environ:
+    from hybrid3d import heartbeat
+    enter, seen = heartbeat.enter_phase, []
+    def paused(name):
+        enter(name)
+        if name == os.environ["TEST_PHASE"]:
+            seen.append(name)
+            if len(seen) == 2:
+                open(f"reached-{os.environ['RANK']}", "w").close()
+                time.sleep(5)  # in which the thread has told the others of this phase
+    heartbeat.enter_phase = paused
+"""
+
+SETTINGS = [
+    "model.path=model",
+    "run.steps=1000",
+    "run.eval_every=1000",
+    "algorithm.prompts_per_step=4",
+    "algorithm.samples_per_prompt=2",
+    "train.micro_batch_size=4",
+    "rollout.kv_cache_gib=0.0625",
+]
+
+
+@pytest.fixture
+def work(demo: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder for a run, and the mark of all processes of it."""
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "demo").mkdir()
+    for name in ("train", "eval"):
+        table = pq.read_table(demo / f"{name}.parquet").slice(0, 20)
+        pq.write_table(table, tmp_path / "build" / "demo" / f"{name}.parquet")
+    shutil.copytree(demo / "base", tmp_path / "model")
+    (tmp_path / "also").mkdir()
+    (tmp_path / "also" / "sitecustomize.py").write_text(PAUSE)
+    mark = uuid.uuid4().hex
+    yield tmp_path, mark
+    kill_marked(mark)
+
+
+def stop_in(phase: str, rank: int, work: Path, mark: str) -> tuple[str, float]:
+    """Start a run of four ranks, stop one in a phase, and wait for the end: what was said, and after how long."""
+    variables = {"TEST_PHASE": phase, "PYTHONPATH": f"{work / 'also'}:{environment('')['PYTHONPATH']}"}
+    command = [sys.executable, "-m", "hybrid3d", "train", str(ROOT / "recipes/demo-cpu.yaml"), *SETTINGS]
+    with open(work / "output.txt", "wb") as out:
+        process = subprocess.Popen(command, cwd=work, env=environment(mark, **variables), stdout=out, stderr=out)
+    end = time.monotonic() + STARTED
+    while not all((work / f"reached-{r}").exists() for r in range(4)):
+        assert process.poll() is None, (work / "output.txt").read_text()
+        assert time.monotonic() < end, (work / "output.txt").read_text()
+        time.sleep(0.05)
+    time.sleep(3)
+    pids = {int(found["RANK"]): pid for pid, found in marked(mark).items() if _is_rank(pid, process.pid)}
+    os.kill(pids[rank], signal.SIGSTOP)
+    stopped = time.monotonic()
+    while "failed" not in (said := (work / "output.txt").read_text()) and process.poll() is None:
+        assert time.monotonic() < stopped + 2 * NAMED, said
+        time.sleep(0.1)
+    after = time.monotonic() - stopped
+    assert process.wait(NAMED) == 1
+    return (work / "output.txt").read_text(), after
+
+
+def _is_rank(pid: int, launcher: int) -> bool:
+    return f"PPid:\t{launcher}\n" in Path(f"/proc/{pid}/status").read_text()
+
+
+def check(phase: str, rank: int, work: Path, mark: str) -> None:
+    segments = set(SHARED_MEMORY.iterdir())
+    said, seconds = stop_in(phase, rank, work, mark)
+    print(f"rank {rank} in {phase}: named after {seconds:.1f} s")
+    assert f"rank {rank} failed: it has not answered for " in said, said
+    assert f"in phase {phase}: its process " in said, said
+    assert "is stopped (SIGSTOP)" in said, said
+    assert said.count("failed:") == 1, said
+    assert "Traceback" not in said
+    assert seconds < NAMED
+    assert marked(mark) == {}
+    assert set(SHARED_MEMORY.iterdir()) <= segments
+
+
+def test_a_rank_that_is_stopped_while_it_trains(work: tuple[Path, str]) -> None:
+    check("train", 2, *work)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["generate", "train", "sync"])
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_that_is_stopped(phase: str, rank: int, work: tuple[Path, str]) -> None:
+    check(phase, rank, *work)
