@@ -76,6 +76,10 @@ HONEST = {
         {"test_list": ["assert sum(1, 2) == 3"], "code": "def sum(a, b):\n    return a + b"},
         "def sum(a, b): return a + b",
     ),
+    "a function named as a builtin": (
+        {"test_list": ["assert sum(1, 2) == 3"], "entry_point": "sum"},
+        "def sum(a, b): return a + b",
+    ),
     "objects": ("p = Point(1)\np.y = 2\nassert (p.x, p.y) == (1, 2) and isinstance(p, Point)", POINT),
     "objects as arguments": (
         "assert total([Point(1, 2), Point(3)]) == 6",
@@ -196,6 +200,7 @@ EMPTY = {
     json.dumps({"test": CHECK, "entry_point": "no name"}): "entry_point 'no name' is no expression",
     json.dumps({"test": "def check(candidate):\n    pass", "entry_point": "add"}): "no assertion that is run",
     json.dumps({"test": CHECK + "    assert poly(candidate(1, 2))", "entry_point": "add"}): "use poly, which neither",
+    json.dumps(["assert sum(10, 15) == 6"]): "must be named in entry_point",
     json.dumps({"test_list": []}): "needs tests, or stdin_stdout",
     json.dumps({"stdin_stdout": [["1", 2]]}): "needs tests, or stdin_stdout",
     "import numpy as np\nassert np.allclose(add(1, 2), 3)": "import numpy, and the sandbox has",

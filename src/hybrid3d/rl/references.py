@@ -135,7 +135,10 @@ def _tests(source: str, read: Mapping[str, Any]) -> Tests:
     names |= {name: name for name in free - borrowed.keys()}
     _check_imports(tree)
     if not names and not _imports_answer(tree):
-        raise ValueError(f"the tests use nothing that the answer defines: {_shown(source)}")
+        raise ValueError(
+            f"the tests use nothing that the answer defines: {_shown(source)} (a function that is named as a builtin "
+            "is must be named in entry_point)"
+        )
     functions = tuple(
         name
         for name, function in _functions(tree).items()
