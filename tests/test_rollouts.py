@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,3 +57,32 @@ def test_held_out_answers(rollouts: Any) -> None:
     found = rollouts.evaluate(0)
     assert (found.accuracy, found.reward) == (0.25, pytest.approx(0.65))
     assert (found.failures, found.examples) == ({"timeout": 3}, {"timeout": "first"})
+
+
+def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: Any) -> None:
+    """Its references in the training data may be of any kind, and are not judged by."""
+    asked: list[str] = []
+    held = SimpleNamespace(
+        example=SimpleNamespace(prompt="", prompt_ids=(1,), answer="right"), tokens=[2], own=[True], logprobs=[-0.5],
+        failure="", said="",
+    )  # fmt: skip
+
+    def score(items: list[tuple[str, str, str]]) -> Scores:
+        asked.extend(reference for _, reference, _ in items)
+        return Scores([1.0] * len(items))
+
+    rollouts._engine = SimpleNamespace(require=lambda step: step, replica=0, replicas=1, leads=True)
+    rollouts._tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
+    rollouts._scorer = SimpleNamespace(score=score)
+    rollouts._train = SimpleNamespace(batch=lambda batch, prompts: [None] * prompts)
+    rollouts._held_out = SimpleNamespace(examples=[None])
+    rollouts._conversations = SimpleNamespace(hold=lambda examples, seeds: [held] * len(examples))
+    rollouts._of_all_replicas = list
+    assert [one.reward for one in rollouts.draw(step=0, batch=0).samples] == [1.0] * 8
+    assert asked == ["right"] * 8
+    rollouts._recipe = replace(rollouts._recipe, reward=replace(rollouts._recipe.reward, model="judge"))
+    drawn = rollouts.draw(step=0, batch=0)
+    assert ([one.reward for one in drawn.samples], drawn.dull) == ([0.0] * 8, 0)
+    assert len(asked) == 8
+    assert rollouts.evaluate(0).accuracy == 1.0
+    assert len(asked) == 9

@@ -107,6 +107,11 @@ class Rollouts:
         reward = recipe.reward
         self._scorer = Scorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
 
+    @property
+    def _scores_training(self) -> bool:
+        """Whether the reward by name is what is trained on; otherwise a reward model scores the samples later."""
+        return self._recipe.reward.model is None
+
     def draw(self, step: int, batch: int, further: int = 0) -> Drawn:
         """The samples of a step.
 
@@ -134,7 +139,7 @@ class Rollouts:
             failures.update(of_batch)
             examples = said | examples
             for one in (samples[start : start + group] for start in range(0, len(samples), group)):
-                alike = group > 1 and all(sample.reward == one[0].reward for sample in one)
+                alike = self._scores_training and group > 1 and all(sample.reward == one[0].reward for sample in one)
                 (fillers if alike and further else found).append(len(groups))
                 groups.append(one)
                 dull += alike
@@ -171,7 +176,8 @@ class Rollouts:
             for i, example in self._mine(list(enumerate(examples)))
             for n in range(algorithm.samples_per_prompt)
         ]
-        return self._scored(self._conversations.hold([example for example, _ in work], [s for _, s in work]), weights)
+        held = self._conversations.hold([example for example, _ in work], [s for _, s in work])
+        return self._scored(held, weights, self._scores_training)
 
     def evaluate(self, step: int) -> HeldOut:
         """Answer the held-out problems greedily.
@@ -194,12 +200,17 @@ class Rollouts:
         self._scorer.close()
         self._conversations.close()
 
-    def _scored(self, held: Sequence[Conversation], weights: int) -> tuple[list[Sample], list[Scores]]:
-        """Everyone's samples, and what the replicas' rewards say of themselves: one rank of each scores its own."""
+    def _scored(
+        self, held: Sequence[Conversation], weights: int, by_name: bool = True
+    ) -> tuple[list[Sample], list[Scores]]:
+        """Everyone's samples, and what the replicas' rewards say of themselves: one rank of each scores its own.
+
+        Without `by_name` all rewards are 0, until the reward model's take their place.
+        """
         held = held if self._engine.leads else []
         answers = [self._tokenizer.decode(one.tokens, skip_special_tokens=True) for one in held]
         asked = [(a, one.example.answer, one.example.prompt) for a, one in zip(answers, held, strict=True)]
-        scores = self._scorer.score(asked)
+        scores = self._scorer.score(asked) if by_name else Scores([0.0] * len(asked))
         samples = [
             Sample(
                 prompt=one.example.prompt,
