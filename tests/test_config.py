@@ -310,7 +310,11 @@ def test_the_error_survives_pickling(load: Any) -> None:
         ("optimizer.beta1=1", "optimizer.beta1: expected a number, at least 0 and less than 1, got 1 (an integer)"),
         ("sync.bucket_mib=0", "sync.bucket_mib: expected a number, 0.01 to 16,384, got 0 (an integer)"),
         ("algorithm.clip=1", "algorithm.clip: expected a number, more than 0 and less than 1, got 1 (an integer)"),
-        ("rollout.temperature=0", "rollout.temperature: expected a number, 0.01 to 100, got 0 (an integer)"),
+        (
+            "rollout.temperature=0.009",
+            "rollout.temperature: expected a number, 0.01 to 100, as vLLM takes a lower one for 0.01, "
+            "got 0.009 (a number)",
+        ),
         (
             "run.checkpoint_every=-1",
             "run.checkpoint_every: expected an integer, 0 to 1,000,000,000, got -1 (an integer)",

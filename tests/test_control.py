@@ -97,6 +97,7 @@ def test_the_table_names_settings_that_there_are(recipe: Recipe) -> None:
         ({"train.tp": 4}, "train.tp: cannot change during a run; what can: algorithm.clip, "),
         ({"model": None}, "model: cannot change during a run"),
         ({"critic.optimizer.lr": 1e-5}, "critic.optimizer.lr: the recipe has no section critic.optimizer"),
+        ({"rollout.temperature": 0.009}, "rollout.temperature: expected a number, 0.01 to 100, as vLLM takes a"),
         ({"optimizer.lr": -1}, "optimizer.lr: expected a number, 0 to 100, got -1"),
         ({"optimizer.lr": {}}, "optimizer.lr: expected a number"),
         ({"guard.max": 1}, "guard.max: unknown key"),
@@ -167,9 +168,11 @@ def test_a_schedule_that_cannot_be_read(schedule: str, problem: str) -> None:
 def test_a_schedule_is_checked_before_anything_starts(recipe: Recipe) -> None:
     check_schedule(scheduled(recipe, {39: {"run.steps": 60}, 50: {"optimizer.lr": 1e-6}}))  # the first makes room
     wrong = {3: {"train.tp": 1}, 5: {"algorithm.kl.coef": 0}, 7: {"algorithm.kl.target": 1}, 40: {"guard.acts": 1}}
+    wrong = {2: {"rollout.temperature": 0.009}, **wrong}
     with pytest.raises(RecipeError) as caught:
         check_schedule(scheduled(recipe, wrong))
     assert [" ".join(problem.split()[:2]) for problem in caught.value.problems] == [
+        "schedule.2: rollout.temperature:",
         "schedule.3: train.tp:",
         "schedule.7: algorithm.kl.target=1.0",
         "schedule.40: run.steps=40",

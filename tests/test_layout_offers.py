@@ -37,15 +37,16 @@ DENSE = ModelShape(
 SPARSE = replace(DENSE, experts=Experts(8, 2, 64, (False, *[True] * 11), shared_width=128))
 LATENT = replace(SPARSE, num_layers=7, latents=Latents(q_rank=64, kv_rank=512, nope=32, rope=64, value=48))
 VALUES: dict[str, list[Any]] = {
-    "train.tp": [1, 1, 2, 3, 4, 5, 8, 65_536],
+    "train.tp": [1, 1, 2, 3, 4, 5, 8, 13],
     "train.pp": [1, 1, 2, 3, 4, 5, 12, 13],
     "train.vpp": [1, 1, 1, 2, 3, 7],
-    "train.dp": [1, 1, 2, 3, 4, 1_000],
+    "train.dp": [1, 1, 2, 3, 4, 100],
     "train.cp": [1, 1, 1, 2],
     "train.ep": [1, 1, 2, 3, 8, 9],
     "train.etp": [1, 1, 2, 3, 64, 100],
     "train.first_stage_layers": [None, None, None, 1, 2, 5, 12, 100],
     "train.last_stage_layers": [None, None, None, 1, 3, 6, 50],
+    "train.expert_bias_update_rate": [0.0, 0.001],
     "train.micro_batch_size": [1, 1, 8, 24, 2**20],
     "rollout.tp": [1, 1, 2, 3, 4, 16],
     "rollout.dp": [1, 1, 2, 3, 5, 16],

@@ -61,6 +61,9 @@ def _not_yet(recipe: Recipe, model: ModelShape, device: Device | None) -> Iterat
             if getattr(train, axis) > 1:
                 says = f"train.{axis}={getattr(train, axis)} {none}"
                 yield Problem((f"train.{axis}",), says, "the only valid value is 1")
+        if train.expert_bias_update_rate:
+            says = f"train.expert_bias_update_rate={train.expert_bias_update_rate:g}: this model has no router to move"
+            yield Problem(("train.expert_bias_update_rate",), says, "the only valid value is 0")
         if rollout is not None and rollout.expert_parallel:
             says = f"rollout.expert_parallel=true {none}"
             yield Problem(("rollout.expert_parallel",), says, "the only valid value is false")

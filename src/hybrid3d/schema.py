@@ -121,8 +121,8 @@ Seconds = Annotated[float, within(0.001, 86_400)]
 LearningRate = Annotated[float, within(0, 100)]
 Coefficient = Annotated[float, within(0, 1_000)]
 Reward = Annotated[float, within(-1_000_000, 1_000_000)]
-# vLLM 0.32.0 takes a lower temperature for 0.01 (`_MAX_TEMP` of its sampling_params.py), and training would not
-Temperature = Annotated[float, within(0.01, 100)]
+# `_MAX_TEMP` of vLLM 0.32.0's sampling_params.py; training would divide by what was asked for
+Temperature = Annotated[float, within(0.01, 100), Rule(lambda x: True, "as vLLM takes a lower one for 0.01")]
 Mebibytes = Annotated[float, within(0.01, 16_384)]
 Gibibytes = Annotated[float, within(0.001, 16_384)]
 

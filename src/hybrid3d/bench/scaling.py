@@ -16,6 +16,7 @@ from hybrid3d.inputs import read_config
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 VOCABULARY = 128  # the vocabulary is a multiple of it
+MOST_TRIED = 16_384  # sizes, in looking for the smallest that works
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _check(config: Config, recipe: Recipe) -> None:
 def _smallest(config: Config, recipe: Recipe, key: str) -> int | None:
     most = {"layers": "num_hidden_layers", "hidden": "hidden_size"}.get(key)
     most = most or next((name for name in EXPERTS if name in config), None)
-    for value in range(1, config[most] + 1) if most else ():
+    for value in range(1, min(config[most], MOST_TRIED) + 1) if most else ():
         if not list(_problems(config, recipe, Scale(**{key: value}))):
             return value
     return None
