@@ -16,7 +16,7 @@ from hybrid3d import ranks
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
 from hybrid3d.exporting import check_out, is_redundant, is_untrained
 from hybrid3d.families import VALUE_HEAD, Config, family_of
-from hybrid3d.inputs import read_config, read_data, read_tokenizer
+from hybrid3d.inputs import check_as_transformers, read_config, read_data, read_tokenizer
 from hybrid3d.reshard.files import CheckpointError, CheckpointReader, Entry, pieces_of, read_index
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rl.data import ROWS_NAMED, DataError, PromptData
@@ -43,6 +43,7 @@ def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
     """
     config = read_config(recipe.model.path)
     family = family_of(config)
+    check_as_transformers(Path(recipe.model.path) / "config.json", config, family)
     shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
     check_layout(recipe, shape, device=None if planned else "cuda" if torch.cuda.is_available() else "cpu")
     return config
@@ -134,6 +135,7 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
 
     config = language_model(read_config(path))
     family = family_of(config)
+    check_as_transformers(Path(path) / "config.json", config, family)
     shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
     check_layout(replace(recipe, rollout=None), shape, device=None)
     if config["vocab_size"] != policy["vocab_size"]:

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from hybrid3d.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from hybrid3d.families.dense import LLAMA, QWEN2, QWEN3
-from hybrid3d.families.family import (
-    VALUE_HEAD,
-    Config,
-    Experts,
-    Family,
-    Latents,
-    Rope,
-    Strip,
-    UnsupportedModel,
-    as_scorer,
-    head_dim,
-    query_groups,
-    rope_of,
-)
+from hybrid3d.families.family import VALUE_HEAD, Experts, Family, Latents, Strip, as_scorer, head_dim, query_groups
 from hybrid3d.families.moe import EXPERT, MIXTRAL, QWEN3_MOE, is_expert
+from hybrid3d.families.rope import Rope, rope_of
+from hybrid3d.families.values import Config, UnsupportedModel
 
 FAMILIES = {
     family.architecture: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, DEEPSEEK_V2)

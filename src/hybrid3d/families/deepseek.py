@@ -5,20 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hybrid3d.families.dense import HF, MEGATRON, TENSORS, check_decoder
-from hybrid3d.families.family import (
-    Config,
-    Experts,
-    Family,
-    Latents,
-    RowMap,
-    Same,
-    Stacked,
-    UnsupportedModel,
-    need,
-    refuse,
-    rope_of,
-)
+from hybrid3d.families.family import Experts, Family, Latents, RowMap, Same, Stacked
 from hybrid3d.families.moe import check_experts, experts_of
+from hybrid3d.families.rope import rope_of
+from hybrid3d.families.values import Config, UnsupportedModel, need, refuse
 
 ATTENTION = f"{MEGATRON}self_attention."
 # Some norms have a module of their own here, and lie in the linear that follows them in Transformer Engine.
@@ -106,7 +96,7 @@ def _check(config: Config, least: int) -> None:
     need(config, "first_k_dense_replace", least=0)
     if not isinstance(config.get("routed_scaling_factor"), (int, float)):
         raise UnsupportedModel(f"routed_scaling_factor={config.get('routed_scaling_factor')!r}: a number is needed")
-    refuse(config, moe_layer_freq=1, tie_word_embeddings=False)
+    refuse(config, moe_layer_freq=1, tie_word_embeddings=False, sliding_window=None)
     check_experts(config, _experts, least)
 
 

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybrid3d.families.family import (
-    Config,
-    Family,
-    GroupedQKV,
-    RowMap,
-    Same,
-    Stacked,
-    Vocabulary,
-    need,
-    refuse,
-)
+from hybrid3d.families.family import Family, GroupedQKV, RowMap, Same, Stacked, Vocabulary
+from hybrid3d.families.values import Config, need, refuse
 
 HF = "model.layers.{layer}."
 MEGATRON = "decoder.layers.{layer}."
@@ -41,15 +32,28 @@ QK_NORM: dict[str, RowMap] = {
 }
 
 
+# Keys with which vLLM computes another model, and transformers does not.
+_VLLM_ALONE = (
+    *("dual_chunk_attention_config", "attention_chunk_size", "interleaved_sliding_window", "logit_scale"),
+    *(
+        "qkv_bias",
+        "qk_norm",
+        "index_topk",
+        "llama_4_scaling",
+    ),
+)
+
+
 def check_decoder(config: Config, **faithful: Any) -> None:
     """Refuse what no family computes, and other values than `faithful`."""
-    faithful |= dict(hidden_act="silu", use_sliding_window=False, partial_rotary_factor=1.0)
-    refuse(config, is_causal=True, dual_chunk_attention_config=None, **faithful)
+    faithful |= dict(hidden_act="silu", use_sliding_window=False, partial_rotary_factor=1.0, attention_dropout=0.0)
+    refuse(config, is_causal=True, **dict.fromkeys(_VLLM_ALONE), **faithful)
 
 
 def _check_qwen2(config: Config) -> None:
     need(config, "num_key_value_heads")
-    check_decoder(config)
+    size = config["hidden_size"] // config["num_attention_heads"]
+    check_decoder(config, head_dim=config.get("head_dim") and size)  # vLLM takes no other
 
 
 def _check_qwen3(config: Config) -> None:
@@ -60,7 +64,8 @@ def _check_qwen3(config: Config) -> None:
 LLAMA = Family(
     "LlamaForCausalLM",
     TENSORS,
-    check=lambda config: check_decoder(config, attention_bias=False, mlp_bias=False),
+    # vLLM would keep to a sliding window here, transformers would not.
+    check=lambda config: check_decoder(config, attention_bias=False, mlp_bias=False, sliding_window=None),
 )
 QWEN2 = Family(
     "Qwen2ForCausalLM",

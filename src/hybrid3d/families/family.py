@@ -10,14 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from hybrid3d.mistakes import UserMistake
-
-Config = Mapping[str, Any]
-"""A Hugging Face `config.json`."""
-
-
-class UnsupportedModel(UserMistake):
-    """A model that this version would not compute faithfully: the message gives the key, its value and the reason."""
+from hybrid3d.families.rope import Rope, rope_of
+from hybrid3d.families.values import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +131,6 @@ class Latents:
 
 
 @dataclass(frozen=True)
-class Rope:
-    """Rotary embedding: its base, and the constants of its scaling as the checkpoint configures them, by its kind."""
-
-    theta: float
-    llama3: Mapping[str, float] | None = None
-    yarn: Mapping[str, float] | None = None
-
-
-@dataclass(frozen=True)
 class Family:
     """One row of the table of model families.
 
@@ -203,69 +188,3 @@ class Family:
 def as_scorer(family: Family) -> Family:
     """The family's models with one row, `VALUE_HEAD`, in the place of the vocabulary's."""
     return replace(family, tensors={**family.tensors, "output_layer.weight": Same(VALUE_HEAD)})
-
-
-def refuse(config: Config, **faithful: Any) -> None:
-    """Refuse every key whose value is not the one that a family computes.
-
-    Raises:
-        UnsupportedModel: naming the first such key, its value and the only one that is valid.
-    """
-    for key, value in faithful.items():
-        if config.get(key, value) != value:
-            raise UnsupportedModel(f"{key}={config[key]!r}: only {value!r} is computed faithfully")
-
-
-def need(config: Config, *keys: str, least: int = 1) -> None:
-    """Refuse a config that does not say these counts: what is left out means another number in each library.
-
-    Raises:
-        UnsupportedModel: with every such key.
-    """
-    wrong = [
-        f"{key}: {repr(config[key]) if key in config else 'missing'}"
-        for key in keys
-        if type(config.get(key)) is not int or config[key] < least
-    ]
-    if wrong:
-        raise UnsupportedModel(f"config.json needs whole numbers of {least} or more for {', '.join(wrong)}")
-
-
-_SCALINGS = {
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-
-
-def rope_of(config: Config, known: str = "llama3", theta: float = 10000.0) -> Rope:
-    """Rotary settings, in either form: `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
-
-    Args:
-        known: the kind of scaling that the family computes.
-        theta: the base where none is said.
-
-    Raises:
-        UnsupportedModel: the scaling is of another kind, lacks a constant, or has one that is not computed.
-    """
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise UnsupportedModel(f"rope_parameters={scaling!r}: a table of constants is needed")
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-        factor = scaling["partial_rotary_factor"]
-        raise UnsupportedModel(f"partial_rotary_factor={factor}: only 1.0 is computed faithfully")
-    theta = scaling.get("rope_theta") or config.get("rope_theta") or theta
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return Rope(theta)
-    if kind != known:
-        raise UnsupportedModel(f"rope_type={kind!r}: this family knows 'default' and {known!r}")
-    lacking = [key for key in _SCALINGS[kind] if not isinstance(scaling.get(key), (int, float))]
-    if lacking:
-        raise UnsupportedModel(f"rope_type={kind!r} lacks {', '.join(lacking)}")
-    if kind == "llama3":
-        return Rope(theta, llama3={key: scaling[key] for key in _SCALINGS[kind]})
-    refuse(scaling, attention_factor=None, truncate=True)
-    if bool(scaling.get("mscale")) != bool(scaling.get("mscale_all_dim")):
-        said = ", ".join(f"{key}={scaling.get(key)}" for key in ("mscale", "mscale_all_dim"))
-        raise UnsupportedModel(f"{said}: one without the other is computed differently by each engine")
-    return Rope(theta, yarn={key: value for key, value in scaling.items() if isinstance(value, (int, float))})

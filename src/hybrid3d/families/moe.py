@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hybrid3d.families.dense import HF, MEGATRON, QK_NORM, TENSORS, check_decoder
-from hybrid3d.families.family import Config, Experts, Family, RowMap, Same, Stacked, UnsupportedModel, need
+from hybrid3d.families.family import Experts, Family, RowMap, Same, Stacked
+from hybrid3d.families.values import Config, UnsupportedModel, need
 
 # The number of a routed expert in the name of a canonical tensor.
 EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
