@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "user_files": {"mistakes"},
     "reshard": {"reshard", "mistakes", "user_files"},
     "families": {"families", "mistakes"},
-    "rl": {"rl", "mistakes", "lifetime"},
+    "rl": {"rl", "mistakes", "user_files", "lifetime"},
     "schema": {"schema", "mistakes", "user_files"},
     "sections": {"sections", "schema"},
     "shape": {"shape", "layout_rules", "schema", "config", "families", "user_files", "mistakes"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from hybrid3d.families import Config, Family, head_dim, query_groups
 from hybrid3d.families.values import problems_of, shortened
 from hybrid3d.reshard.files import CheckpointError
 from hybrid3d.rl.data import DataError, PromptData, encode_pair
-from hybrid3d.user_files import UnreadableFile, read_json_file
+from hybrid3d.user_files import UnreadableFile, check_regular_file, read_json_file
 
 # What every family computes with; none of it has a default that all of them share.
 REQUIRED = (
@@ -30,6 +30,10 @@ REQUIRED = (
     "max_position_embeddings",
 )
 EXPERT_COUNTS = ("n_routed_experts", "num_local_experts", "num_experts")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("tokenizer.model", "merges.txt", "chat_template.jinja"),
+)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -123,6 +127,7 @@ def _readings(config: Config, family: Family, theirs: Any) -> Iterator[tuple[str
 
 def _read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. CheckpointError: not readable, not JSON, or no object."""
+    _check_regular(path)
     try:
         found = read_json_file(path)
     except UnreadableFile as error:
@@ -132,20 +137,36 @@ def _read_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _first_line(error: Exception) -> str:
+def _check_regular(path: Path) -> None:
+    try:
+        check_regular_file(path)
+    except UnreadableFile as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def read_tokenizer(recipe: Recipe) -> Any:
     """The checkpoint's tokenizer, with an end and a padding token; CheckpointError where there is none."""
-    if not any((Path(recipe.model.path) / name).exists() for name in TOKENIZERS):
-        raise CheckpointError(f"{recipe.model.path} has no tokenizer: none of {', '.join(TOKENIZERS)} is there")
+    folder = Path(recipe.model.path)
+    if not any((folder / name).exists() for name in TOKENIZERS):
+        raise CheckpointError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZERS)} is there")
+    for name in TOKENIZER_FILES:
+        if os.path.lexists(folder / name):
+            if name.endswith(".json"):
+                _read_object(folder / name)
+            else:
+                _check_regular(folder / name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=False)
-    except Exception as error:  # a broken file fails in as many ways as the library has parsers
-        raise CheckpointError(f"{recipe.model.path} has no tokenizer that loads: {_first_line(error)}") from None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a broken file fails in as many ways as the library has parsers, panics included
+        raise CheckpointError(f"{folder} has no tokenizer that loads: {_first_line(error)}") from None
     if tokenizer.eos_token_id is None:
-        raise DataError(f"the tokenizer of {recipe.model.path} has no EOS token: answers would never end")
+        raise DataError(f"the tokenizer of {folder} has no EOS token: answers would never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked out, so any token will do
     return tokenizer
@@ -170,12 +191,30 @@ def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptDat
         )
 
     both = read(data.train), read(data.eval)
+    _check_special_tokens(recipe, config, tokenizer)
+    for path, found in zip((data.train, data.eval), both, strict=True):
+        for example in found.examples:
+            _check_tokens(f"{path}: row {example.row} (from 0)", example.prompt_ids, config, tokenizer)
     if not recipe.algorithm.generates:
         for example in both[0].examples:
-            encode_pair(tokenizer, example, config["max_position_embeddings"])
-    largest = max(
-        tokenizer.eos_token_id, tokenizer.pad_token_id, *(max(e.prompt_ids) for d in both for e in d.examples)
-    )
-    if largest >= config["vocab_size"]:
-        raise DataError(f"the tokenizer makes token {largest}, the model's vocab_size is {config['vocab_size']}")
+            tokens, _ = encode_pair(tokenizer, example, config["max_position_embeddings"])
+            _check_tokens(f"{data.train}: row {example.row} (from 0), answer", tokens, config, tokenizer)
     return both
+
+
+def _check_special_tokens(recipe: Recipe, config: Config, tokenizer: Any) -> None:
+    for name in ("eos_token", "pad_token"):
+        where = f"{recipe.model.path}: {name} of the tokenizer"
+        _check_tokens(where, (getattr(tokenizer, f"{name}_id"),), config, tokenizer)
+
+
+def _check_tokens(where: str, tokens: Sequence[int], config: Config, tokenizer: Any) -> None:
+    """DataError: the model has no such token; with its text, and where it stands."""
+    largest, size = max(tokens), config["vocab_size"]
+    if largest >= size:
+        text = tokenizer.convert_ids_to_tokens(largest)
+        raise DataError(
+            f"{where}: the tokenizer makes token {largest}, {text!r}, and the model's vocab_size is {size}: use the "
+            f"tokenizer that the model was trained with, or remove what was added to it (a model for this one has a "
+            f"vocab_size of {largest + 1} or more)"
+        )

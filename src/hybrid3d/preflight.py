@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hybrid3d import ranks
+from hybrid3d.chat_template import check_chat_template
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
 from hybrid3d.exporting import check_out, is_redundant, is_untrained
 from hybrid3d.families import VALUE_HEAD, Config, family_of
@@ -73,6 +74,8 @@ def check_prompts(recipe: Recipe, config: Config) -> None:
         CheckpointError, DataError, RecipeError: as in `check_run`.
     """
     tokenizer = read_tokenizer(recipe)
+    if recipe.data.chat_template:
+        check_chat_template(recipe, tokenizer)
     train, held_out = read_data(recipe, config, tokenizer)
     try:
         check_reward(recipe.reward.name)

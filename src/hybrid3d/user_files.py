@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +30,7 @@ _KINDS = {
     stat.S_ISCHR: "a device",
     stat.S_ISBLK: "a device",
 }
+_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:/+")
 _CONVERSION_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
@@ -83,6 +85,28 @@ def read_bytes(path: str | Path, what: str = "a file", limit: int = MAX_JSON_BYT
         size = max(opened.st_size, len(data))
         raise UnreadableFile(str(path), f"is too large for {what}: {size:,} bytes, at most {limit:,}")
     return data
+
+
+def check_regular_file(path: str | Path) -> None:
+    """Refuse what is no regular file of this machine, without opening it.
+
+    Raises:
+        UnreadableFile: it is missing, or a folder, a FIFO or a device; or an address, of which nothing is fetched.
+    """
+    try:
+        _check_regular(path, os.stat(path).st_mode)
+    except FileNotFoundError:
+        scheme = _SCHEME.match(str(path))
+        why = (
+            f"is an address ({scheme[0]}...): copy it to a local file, nothing is fetched" if scheme else "no such file"
+        )
+        raise UnreadableFile(str(path), why) from None
+    except OSError as error:
+        raise UnreadableFile(str(path), f"cannot be read: {error.strerror}") from error
+    except UnreadableFile:
+        raise
+    except ValueError as error:  # a path with a NUL character, or with half of a surrogate pair
+        raise UnreadableFile(str(path), f"cannot be read: {error}") from error
 
 
 def read_json_file(path: str | Path, what: str = "JSON", limit: int = MAX_JSON_BYTES) -> Any:

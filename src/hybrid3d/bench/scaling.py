@@ -15,6 +15,7 @@ from hybrid3d.inputs import read_config
 # Sizes that go with the model's width. Those of latent attention stay: they do not shard.
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+OF_LAYERS = ("layer_types", "mlp_layer_types")  # an entry for each layer
 VOCABULARY = 128  # the vocabulary is a multiple of it
 MOST_TRIED = 16_384  # sizes, in looking for the smallest that works
 
@@ -81,6 +82,13 @@ def _scaled_config(config: Config, scale: Scale) -> dict[str, Any]:
     found = dict(config)
     if scale.layers:
         found["num_hidden_layers"] = scale.layers
+        for key in OF_LAYERS:
+            if isinstance(config.get(key), list):
+                found[key] = [config[key][layer % len(config[key])] for layer in range(scale.layers)]
+        if config.get("max_window_layers") is not None:
+            found["max_window_layers"] = min(config["max_window_layers"], scale.layers)
+        if config.get("mlp_only_layers"):
+            found["mlp_only_layers"] = [layer for layer in config["mlp_only_layers"] if layer < scale.layers]
         if "first_k_dense_replace" in config:  # a sparse layer must be among them
             found["first_k_dense_replace"] = min(config["first_k_dense_replace"], scale.layers - 1)
     if scale.hidden:

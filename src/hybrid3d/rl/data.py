@@ -21,11 +21,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hybrid3d.mistakes import UserMistake
+from hybrid3d.user_files import UnreadableFile, check_regular_file
 
 # What pyarrow raises at files that are cut short or damaged; the last where a name or a string is no UTF-8.
 _UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
 
 
+MAX_ROWS, MAX_BYTES = 10_000_000, 8 * 2**30  # of a file's two columns, which a rank keeps in memory
+BATCH_ROWS = 1024  # read at a time
+
+_NO_PARQUET = "not a readable parquet file, or one cut short"
 ROWS_NAMED = 3  # of those that are broken, in a message
 MOST_LEFT_OUT = 0.5  # of a file's rows, broken and overlong together, unless `max_broken` allows more
 
@@ -173,8 +178,9 @@ def encode_chat(tokenizer: Tokenizer, prompt: str | list[Turn]) -> list[int]:
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    except jinja2.TemplateError as error:  # such as "roles must alternate"
-        raise _Broken(f"the chat template refuses the prompt: {error}") from error
+    except Exception as error:  # "roles must alternate", or whatever an expression in it raises
+        kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+        raise _Broken(f"the chat template refuses the prompt: {kind}{error}") from error
     return tokenizer.encode(rendered, add_special_tokens=False)
 
 
@@ -203,11 +209,19 @@ def check_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str]
     are in `chats` too, of chat turns: `list<struct<role, content>>`.
     """
     try:
-        with pq.ParquetFile(path) as file:
-            schema, rows = file.schema_arrow, int(file.metadata.num_rows)
+        with _opened(path) as file:
+            schema, rows, size = file.schema_arrow, int(file.metadata.num_rows), _bytes_of(file, columns)
     except _UNREADABLE as error:
         raise DataError(f"{path}: {_reason(error)}") from error
+    if rows > MAX_ROWS or size > MAX_BYTES:
+        raise DataError(
+            f"{path}: {rows:,} rows of {size:,} bytes in the columns {', '.join(columns)}; every rank keeps them in "
+            f"memory, at most {MAX_ROWS:,} rows of {MAX_BYTES:,} bytes: split the file"
+        )
     for column in columns:
+        first = _path_of(schema, column)[0]
+        if schema.names.count(first) > 1:
+            raise DataError(f"{path}: {schema.names.count(first)} columns are called {first!r}: rename all but one")
         kind = _kind_of(schema, column)
         if kind is None:
             raise DataError(f"{path}: no column {column!r}; the columns there: {', '.join(_names_in(schema))}")
@@ -222,15 +236,61 @@ def check_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str]
     return rows
 
 
-def read_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str] = ()) -> list[list[Any]]:
-    """The strings or chat turns of each column, None where there are none. DataError as in `check_columns`."""
+def read_columns(
+    path: str | Path, columns: Sequence[str], chats: Sequence[str] = (), first: int | None = None
+) -> list[list[Any]]:
+    """The strings or chat turns of each column, None where there are none. DataError as in `check_columns`.
+
+    Args:
+        first: read so many rows only.
+    """
     check_columns(path, columns, chats)
     try:
-        with pq.ParquetFile(path) as file:  # not `read_table`, which finds more columns in folders named `key=value`
-            table = file.read(columns=list(columns))
-        return [_column_of(table, column).to_pylist() for column in columns]
+        with _opened(path) as file:  # not `read_table`, which finds more columns in folders named `key=value`
+            return _read_batches(path, file, columns, first)
     except _UNREADABLE as error:
         raise DataError(f"{path}: {_reason(error)}") from error
+
+
+def _opened(path: str | Path) -> pq.ParquetFile:
+    """A regular file on a disk of this machine: pyarrow would fetch an address, and wait for a FIFO.
+
+    DataError: it is none. Anything of `_UNREADABLE`: it is no parquet.
+    """
+    try:
+        check_regular_file(path)
+    except UnreadableFile as error:
+        absent = not Path(path).exists()
+        raise DataError(f"{path}: {'' if absent else f'{_NO_PARQUET}: '}{error.why}") from None
+    return pq.ParquetFile(pa.OSFile(str(path)))
+
+
+def _bytes_of(file: pq.ParquetFile, columns: Sequence[str]) -> int:
+    """The bytes that a file's footer says of these columns, not compressed."""
+    first = {_path_of(file.schema_arrow, column)[0] for column in columns}
+    groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
+    parts = (group.column(index) for group in groups for index in range(group.num_columns))
+    return sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] in first)
+
+
+def _read_batches(path: str | Path, file: pq.ParquetFile, columns: Sequence[str], first: int | None) -> list[list[Any]]:
+    """The values of each column. A repeated value is short in a file: what its repeats come to is counted as read."""
+    found: list[list[Any]] = [[] for _ in columns]
+    size = 0
+    for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=list(columns)):
+        size += batch.nbytes
+        if size > MAX_BYTES:
+            raise DataError(
+                f"{path}: more than {MAX_BYTES:,} bytes in the columns {', '.join(columns)}: split the file"
+            )
+        table = pa.Table.from_batches([batch])
+        for values, column in zip(found, columns, strict=True):
+            values += _column_of(table, column).to_pylist()
+        if first is not None and len(found[0]) >= first:
+            return [values[:first] for values in found]
+    if len(found[0]) != file.metadata.num_rows:
+        raise DataError(f"{path}: {_NO_PARQUET}: {len(found[0])} of {file.metadata.num_rows} rows are there")
+    return found
 
 
 class _Broken(DataError):
@@ -317,10 +377,8 @@ def _is_text(kind: pa.DataType) -> bool:
 
 def _reason(error: Exception) -> str:
     """One line of what pyarrow or the system said."""
-    if isinstance(error, FileNotFoundError):
-        return "no such file"
     first = (str(error).splitlines() or [""])[0]
-    return f"not a readable parquet file, or one cut short: {first}"
+    return f"{_NO_PARQUET}: {first}"
 
 
 def _fit(path: str | Path, examples: list[Example], limit: int, overlong: str) -> tuple[list[Example], int]:

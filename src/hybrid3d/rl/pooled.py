@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from hybrid3d.rl.scoring_worker import BATCH_SECONDS, START_SECONDS, Item, Verdict, Wanted
 
 GRACE_SECONDS = 5  # to kill a worker that hangs and start the next
+LAST_BYTES = 65_536  # of what a function's module says on stderr
 # What can be imported here can be there, this package first of all.
 _SERVER = (
     "import sys; sys.path[:] = eval(sys.argv[1]); from hybrid3d.rl import scoring_server as s; s.main(*sys.argv[2:])"
@@ -100,13 +105,32 @@ def try_out(spec: str, target: str, wanted: Wanted, what: str) -> tuple[str, ...
     Raises:
         ValueError: the module or function does not exist, or cannot be loaded or called; says why.
     """
-    command = _command("check", target, wanted)
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=START_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"{what} {spec!r} does not load within {START_SECONDS} s") from None
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        reason = said[-1] if said else f"its process ended with exit code {done.returncode}"
-        raise ValueError(f"{what} {spec!r} does not load: {reason}")
-    return tuple(json.loads(done.stdout.splitlines()[-1]))
+    with (
+        tempfile.TemporaryFile() as answer,
+        tempfile.TemporaryFile() as errors,
+    ):  # not pipes: its children would hold them
+        command = _command("check", target, wanted, str(answer.fileno()))
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # what the module prints
+            stderr=errors,
+            pass_fds=[answer.fileno()],
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(START_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"{what} {spec!r} does not load within {START_SECONDS} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what the module has started
+            process.wait()
+        answer.seek(0)
+        found = answer.read()
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - LAST_BYTES))
+        said = errors.read().decode(errors="replace").strip().splitlines()
+    if code == 0 and found:
+        return tuple(json.loads(found))
+    ended = f"its process ended with exit code {code}" + ("" if code else ", before it had loaded")
+    raise ValueError(f"{what} {spec!r} does not load: {said[-1] if code and said else ended}")

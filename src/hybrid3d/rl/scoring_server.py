@@ -185,28 +185,30 @@ def _own() -> set[int]:
     return set() if tracker is None else {tracker}
 
 
-def check(target: str, wanted: str) -> None:
-    """Load a function as a worker would, and print the stops that it names, as JSON in a last line.
+def check(target: str, wanted: str, answer: str) -> None:
+    """Load a function as a worker would, and write the stops that it names as JSON to a descriptor.
 
     What it raises is for whoever started this process.
     """
     function = load_function(target)
-    print(json.dumps(stops_of(function)), flush=True)
+    stops = json.dumps(stops_of(function)).encode()
     first = "answer" if wanted == "reward" else "turns"
     try:
         signature = inspect.signature(with_limit(function, 1.0))
     except ValueError:  # a function in C that does not say
-        return
+        signature = None
     try:
-        signature.bind(first, "reference", "prompt")
+        if signature is not None:
+            signature.bind(first, "reference", "prompt")
     except TypeError as error:
         raise TypeError(
             f"{target}{inspect.signature(function)} does not take ({first}, reference, prompt): {error}"
         ) from None
+    os.write(int(answer), stops)
 
 
 def main(command: str, *arguments: str) -> None:
-    """`check TARGET WANTED`, or `serve DESCRIPTOR TARGET WANTED WORKERS SECONDS`."""
+    """`check TARGET WANTED DESCRIPTOR`, or `serve DESCRIPTOR TARGET WANTED WORKERS SECONDS`."""
     if command == "check":
         try:
             check(*arguments)

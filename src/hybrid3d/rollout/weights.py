@@ -78,8 +78,11 @@ class RolloutWeights:
         dtypes = {piece.view.tensor: piece.dtype for piece in self.demand.pieces}
         for piece in self.demand.pieces:
             tensors[piece.view.tensor] += piece.nbytes
+        # A shard of the vocabulary may be padding alone: filled, and nothing is copied into it that has a dtype.
+        usual = self._vllm_config.model_config.dtype.itemsize
         for fill in self.demand.fills:
-            tensors[fill.view.tensor] += math.prod(fill.size) * ITEMSIZE[dtypes[fill.view.tensor]]
+            dtype = dtypes.get(fill.view.tensor)
+            tensors[fill.view.tensor] += math.prod(fill.size) * (usual if dtype is None else ITEMSIZE[dtype])
         units: dict[int | None, int] = defaultdict(int)
         for name, nbytes in tensors.items():
             units[self._layer_of[name]] += aligned(nbytes)
