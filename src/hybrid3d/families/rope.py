@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid3d.families.values import Config, UnsupportedModel, is_number, refuse
+from hybrid3d.families.values import COUNTS, Config, UnsupportedModel, is_number, refuse, shortened
 
 _CONSTANTS = {
     "default": (),
@@ -84,7 +84,7 @@ def _read(config: Config, key: str, table: Mapping[str, Any], known: str, theta:
     base = _agreed(config, key, table, "rope_theta")
     base = theta if base is None else base
     if not is_number(base) or base <= 1:
-        raise UnsupportedModel(f"rope_theta={base!r}: a number above 1 is needed")
+        raise UnsupportedModel(f"rope_theta={shortened(base)}: a number above 1 is needed")
     if table.get("partial_rotary_factor", 1.0) != 1.0:
         factor = table["partial_rotary_factor"]
         raise UnsupportedModel(f"partial_rotary_factor={factor}: only 1.0 is computed faithfully")
@@ -96,7 +96,10 @@ def _read(config: Config, key: str, table: Mapping[str, Any], known: str, theta:
         raise UnsupportedModel(f"rope_type={kind!r}: this family knows 'default' and {known!r}")
     length = "original_max_position_embeddings"
     table = {**table, length: _agreed(config, key, table, length)}
-    lacking = [name for name in _CONSTANTS[kind] if not is_number(table.get(name))]
+    for name in _CONSTANTS[kind]:
+        if table.get(name) is not None and not is_number(table[name]):
+            raise UnsupportedModel(f"{key} has {name}={shortened(table[name])}: a number is needed")
+    lacking = [name for name in _CONSTANTS[kind] if table.get(name) is None]
     if lacking:
         raise UnsupportedModel(f"rope_type={kind!r} lacks {', '.join(lacking)}")
     _check_constants(config, key, table)
@@ -133,8 +136,13 @@ def _check_constants(config: Config, key: str, table: Mapping[str, Any]) -> None
         if isinstance(value, (int, float)) and (not is_number(value) or value < least):
             raise UnsupportedModel(f"{key} has {name}={value!r}: a number of {least} or more is needed")
     length = table["original_max_position_embeddings"]
-    if type(length) is not int:
-        raise UnsupportedModel(f"{key} has original_max_position_embeddings={length!r}: an integer is needed")
+    longest = COUNTS["max_position_embeddings"]
+    if type(length) is not int or length > longest:
+        problem = f"original_max_position_embeddings={length!r}: an integer of at most {longest:,} is needed"
+        raise UnsupportedModel(f"{key} has {problem}")
+    if table["factor"] * length > longest:  # vLLM makes a table of so many rows
+        problem = f"factor={table['factor']} x original_max_position_embeddings={length}: at most {longest:,} is needed"
+        raise UnsupportedModel(f"{key} has {problem}")
     low, high = table.get("low_freq_factor", 0), table.get("high_freq_factor", 1)
     if low >= high:
         raise UnsupportedModel(f"{key} has low_freq_factor={low} and high_freq_factor={high}: the second must be more")
