@@ -1,8 +1,10 @@
 """Smaller models of the recipes, in the same layouts; a scale that cannot be is refused with the smallest that can."""
 
+import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from hybrid3d.bench import fitting
 from hybrid3d.bench.scaling import Scale, scaled
@@ -85,3 +87,24 @@ def test_a_container_s_limit_counts_and_its_caches_do_not(tmp_path: Path, monkey
     assert fitting._available() == 500
     (tmp_path / "memory.max").write_text("max\n")
     assert fitting._available() > 1000
+
+
+@pytest.mark.parametrize("layers", [2, 4, 8])
+def test_what_is_said_of_single_layers_is_scaled_with_them(tmp_path: Path, layers: int) -> None:
+    """As `AutoConfig` checks it: it refuses a list of another length."""
+    config = read_config(dense().model.path) | {"layer_types": ["full_attention"] * 36, "max_window_layers": 36}
+    config["num_hidden_layers"] = 36
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, found = scaled(dense(f"model.path={tmp_path}"), Scale(layers=layers))
+    assert found["layer_types"] == ["full_attention"] * layers
+    assert found["max_window_layers"] == layers
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    assert AutoConfig.from_pretrained(tmp_path).num_hidden_layers == layers
+
+
+def test_layers_without_experts_are_those_that_are_left(tmp_path: Path) -> None:
+    layout = "train.ep=2 train.tp=1 train.pp=1 train.dp=2 rollout.tp=2 rollout.dp=1".split()
+    config = read_config(recipe("qwen3-30b-a3b").model.path) | {"mlp_only_layers": [0, 3, 40]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, found = scaled(recipe("qwen3-30b-a3b", f"model.path={tmp_path}", *layout), Scale(layers=8))
+    assert found["mlp_only_layers"] == [0, 3]
