@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -12,12 +13,15 @@ help: ## list the targets
 
 setup: $(STAMP) ## build .venv from requirements/cpu.txt (PYTHON=... chooses the interpreter)
 
-$(STAMP): requirements/cpu.txt pyproject.toml
+$(STAMP): requirements/cpu.txt requirements/torch_build.py pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 13) or sys.exit("hybrid3d needs Python 3.11 or 3.12, but $(PYTHON) is %d.%d: run make PYTHON=/path/to/python3.11" % v[:2])'
-	@echo "Installing $$(grep -c '^[^#].*==' requirements/cpu.txt) pinned packages into $(VENV): some minutes, about 4 GB"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/cpu.txt
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@echo "Installing PyTorch into $(VENV), in the build that pip offers, with what that build needs"
+	@$(PIP) -c requirements/cpu.txt torch
+	@$(BIN)/python requirements/torch_build.py
+	@echo "Installing $$(grep -c '^[^#].*==' requirements/cpu.txt) pinned packages into $(VENV): some minutes, about 3 GB"
+	@$(PIP) --no-deps -r requirements/cpu.txt
+	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 demo: $(STAMP) ## train a small model on this machine's CPU, from data to curves
