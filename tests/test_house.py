@@ -192,5 +192,8 @@ def test_pins_agree_with_the_lock() -> None:
     asked = pins(required)
     assert len(asked) == len(required), "a core, cpu or dev dependency has no == pin"
     assert asked == {name: locked.get(name) for name in asked}
+    demo = pins(extras["demo"])
+    assert len(demo) == len(extras["demo"]), "a dependency of the demo has no == pin"
+    assert demo == pins((ROOT / "requirements" / "demo.txt").read_text().splitlines())
     elsewhere = pins(extras["gpu"] + extras["ray"])
     assert {n: v for n, v in elsewhere.items() if n in locked} == {n: locked[n] for n in elsewhere if n in locked}

@@ -1,0 +1,39 @@
+"""A real language model on a laptop: make its checkpoint, train it with GRPO, and show what it answered and answers.
+
+    python recipes/demo_llm.py        # what `make demo-llm` runs
+
+Each stage is one command that a user could type. A stage whose result is there already is skipped, so an interrupted
+demo goes on where it was; remove `build/demo-llm` and `runs/demo-llm` to start over.
+"""
+
+import sys
+from pathlib import Path
+
+from demo import run_stages
+
+DATA = Path("build/demo-llm")
+STAGES = (
+    (
+        "SmolLM2-135M-Instruct as a Hugging Face checkpoint, and questions",
+        ["recipes/make_demo_llm.py", str(DATA)],
+        DATA / "eval.parquet",
+    ),
+    (
+        "GRPO: Megatron PP2 trains, vLLM TP1 x DP2 generates, in the same two ranks",
+        ["-m", "hybrid3d", "train", "recipes/demo-llm.yaml"],
+        Path("runs/demo-llm/curves.png"),
+    ),
+    (
+        "the trained model as a Hugging Face checkpoint",
+        ["-m", "hybrid3d", "export", "runs/demo-llm", str(DATA / "trained")],
+        DATA / "trained/model.safetensors",
+    ),
+    (
+        "the held-out questions before and after, answered by transformers",
+        ["recipes/compare_answers.py", str(DATA / "model"), str(DATA / "trained"), str(DATA / "eval.parquet")],
+        None,
+    ),
+)
+
+if __name__ == "__main__":
+    sys.exit(run_stages(STAGES))
