@@ -100,8 +100,7 @@ def make_checkpoint(gguf: Path, out: Path) -> LlamaForCausalLM:
 
 def question(word: str, kinds: Sequence[str]) -> list[dict[str, str]]:
     """The conversation that asks for the kind of `word`, with the kinds to choose from in this order."""
-    *first, last = (f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}" for kind in kinds)
-    asked = f"Is {word} {', '.join(first)} or {last}?"
+    asked = f"{', '.join(kinds[:-1])} or {kinds[-1]}: what is {word}?"
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
 
 
