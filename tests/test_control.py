@@ -229,7 +229,9 @@ def test_a_file_that_cannot_be_read_is_told_once(recipe: Recipe, begin: Begin) -
     said.folder.control.mkdir()
     control.before(1)
     control.before(2)
-    assert [(e["step"], e["why"]) for e in said.take()] == [(1, "cannot be read: Is a directory")]
+    assert [(e["step"], e["why"]) for e in said.take()] == [
+        (1, "cannot be read: it is a directory, and a regular file is expected")
+    ]
 
 
 def test_a_file_that_is_being_written_is_not_believed(

@@ -181,7 +181,7 @@ def _end_orphans() -> None:
 
 def _own() -> set[int]:
     """The process that keeps count of shared memory and semaphores; it ends, and removes them, after this one."""
-    tracker: int | None = resource_tracker._resource_tracker._pid
+    tracker: int | None = getattr(resource_tracker._resource_tracker, "_pid", None)
     return set() if tracker is None else {tracker}
 
 
