@@ -37,6 +37,7 @@ VALUES: dict[str, Any] = {
     "zero": 0,
     "huge": BIG,
     "vast": 10**40,
+    "no-float": 10**400,
     "nan": float("nan"),
     "infinite": float("inf"),
     "null": None,
@@ -86,7 +87,7 @@ def config_cases() -> Iterator[Bad]:
         remove = lambda work, key=key: edit(work, "config.json", lambda config: config.pop(key))  # noqa: E731
         words = "architecture" if key == "architectures" else key
         yield Bad(f"config-{key}-left-out", ("plan", "recipe.yaml"), (words,), remove)
-    for label in ("text", "list", "true", "negative", "zero", "huge", "nan"):
+    for label in ("text", "list", "true", "negative", "zero", "huge", "nan", "no-float"):
         for name in ("rope_theta", "factor", "low_freq_factor", "original_max_position_embeddings"):
             table = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
             table |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64, name: VALUES[label]}

@@ -147,7 +147,7 @@ def _rollout_layout(recipe: Recipe, model: ModelShape, ranks: int | None) -> Ite
     rollout = recipe.rollout
     if rollout is None:
         return
-    padded = math.ceil(model.vocab_size / _VOCAB_PADDING) * _VOCAB_PADDING
+    padded = -(-model.vocab_size // _VOCAB_PADDING) * _VOCAB_PADDING
     all_ranks = f"the train.tp*pp*cp*dp={ranks} ranks"
     shared = model.experts if rollout.expert_parallel else None
     rules = [

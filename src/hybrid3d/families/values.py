@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -60,7 +60,8 @@ NESTED = ("text_config", "decoder", "generator", "text_encoder", "thinker_config
 
 def is_number(value: object) -> bool:
     """Whether this is a finite number, and not a truth value."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # A comparison, because `math.isfinite` raises at an integer beyond the floats
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def problems_of(config: Config) -> Iterator[str]:
