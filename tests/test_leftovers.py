@@ -93,38 +93,35 @@ def left(mark: str, within: float, most: Callable[[dict[int, dict[str, str]]], b
 
 
 @pytest.mark.parametrize("ending", ENDS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_of_a_reward_is_left(kind: str, ending: str, mark: str) -> None:
-    with Scorer(f"leaving:{ending}", workers=1, timeout_seconds=2.0, default=0.0) as scorer:
-        scores = scorer.score([(kind, "", "")])
+def test_nothing_of_a_reward_is_left(ending: str, mark: str) -> None:
+    with Scorer(f"leaving:{ending}", workers=4, timeout_seconds=3.0, default=0.0) as scorer:
+        scores = scorer.score([(kind, "", "") for kind in KINDS])
     reward, failure = ENDS[ending]
-    assert (scores.rewards, list(scores.failures)) == ([reward], [failure] if failure else [])
+    assert (scores.rewards, scores.failures) == ([reward] * 4, {failure: 4} if failure else {})
     assert left(mark, 0.5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_a_reward_that_hangs_has_started_ends_with_its_worker(kind: str, mark: str) -> None:
+def test_what_a_reward_that_hangs_has_started_ends_with_its_worker(mark: str) -> None:
     """And not only at the end of the run, which may go on for days."""
-    with Scorer("leaving:hangs", workers=1, timeout_seconds=2.0, default=0.0) as scorer:
-        scorer.score([(kind, "", "")])
+    with Scorer("leaving:hangs", workers=4, timeout_seconds=3.0, default=0.0) as scorer:
+        scorer.score([(kind, "", "") for kind in KINDS])
         assert left(mark, SOON, lambda found: not any("sleep" in command(pid) for pid in found))
         assert marked(mark)  # the pool is there, for the next batch
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_of_an_environment_is_left(kind: str, mark: str) -> None:
-    replier = Replier("leaving:replies", workers=1, timeout_seconds=2.0)
-    (reply,) = replier.reply([((kind,), "", "")])
+def test_nothing_of_an_environment_is_left(mark: str) -> None:
+    replier = Replier("leaving:replies", workers=4, timeout_seconds=3.0)
+    replies = replier.reply([((kind,), "", "") for kind in KINDS])
     replier.close()
-    assert (reply.words, reply.failure) == (None, "hung")
+    assert [(reply.words, reply.failure) for reply in replies] == [(None, "hung")] * 4
     assert left(mark, 0.5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_left_of_a_trainer_that_is_killed(kind: str, mark: str) -> None:
-    script = "from hybrid3d.rl.scoring import Scorer\nScorer('leaving:hangs', 1, 300.0, 0.0).score([('%s', '', '')])"
-    trainer = subprocess.Popen([sys.executable, "-c", script % kind])
-    assert left(mark, 30, lambda found: any("sleep" in command(pid) for pid in found))
+def test_nothing_is_left_of_a_trainer_that_is_killed(mark: str) -> None:
+    items = [(kind, "", "") for kind in KINDS]
+    script = f"from hybrid3d.rl.scoring import Scorer\nScorer('leaving:hangs', 4, 300.0, 0.0).score({items})"
+    trainer = subprocess.Popen([sys.executable, "-c", script])
+    assert left(mark, 30, lambda found: sum("sleep" in command(pid) for pid in found) >= 4)
     trainer.kill()
     trainer.wait()
     assert left(mark, SOON)
