@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "contradictions": {"config", "schema", "unused_settings"},
     "unused_settings": {"config"},
     "config": {"config", "sections", "contradictions", "schema", "shape", "reshard", "families"},
-    "lifetime": set(),
+    "lifetime": {"launch_environment"},
     "train": {"train", "reshard", "families", "config", "rl", "lifetime", "mistakes", "user_files"},
     "rollout": {"rollout", "reshard", "families", "config"},
 }

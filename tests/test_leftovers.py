@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from hybrid3d.ranks import remove_shared_memory
+from hybrid3d.rl.pooled import try_out
 from hybrid3d.rl.replying import Replier
 from hybrid3d.rl.scoring import Scorer
 from run_ranks import MARK, ROOT, kill_marked, marked
@@ -54,6 +59,16 @@ def dies(answer, reference, prompt):
     child(answer)
     os._exit(3)
 
+def kills_its_pool(answer, reference, prompt):
+    child(answer)
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(300)
+
+def shares(answer, reference, prompt):
+    from multiprocessing import shared_memory
+    shared_memory.SharedMemory(create=True, size=100)
+    return 1.0
+
 def replies(turns, reference, prompt):
     child(turns[-1])
     time.sleep(300)
@@ -70,6 +85,7 @@ def of_a_class(turns, reference, prompt):
 KINDS = ("plain", "session", "shell", "daemon")
 ENDS = {"returns": (1.0, None), "hangs": (0.0, "hung"), "raises": (0.0, "raised"), "dies": (0.0, "died")}
 SOON = 15  # seconds, on a busy machine
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture
@@ -144,6 +160,53 @@ def test_a_reply_is_a_plain_text(mark: str) -> None:
     assert type(reply.words) is str
     assert "leaving" not in sys.modules
     replier.close()
+
+
+@pytest.mark.parametrize("then", ["", "raise ValueError('no')", "import os; os._exit(0)"])
+def test_nothing_is_left_of_a_module_that_is_tried(then: str, mark: str, tmp_path: Path) -> None:
+    (tmp_path / "starting.py").write_text(f"import leaving\nleaving.child('daemon')\n{then}\ndef reward(a, r, p): pass")
+    with nullcontext() if not then else pytest.raises(ValueError, match="does not load"):
+        try_out("starting:reward", "starting:reward", "reward", "reward.name")
+    assert left(mark, 0.5)
+
+
+def test_what_a_pool_shares_bears_the_name_of_the_run(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is removed with the run even where every process that would remove it has been killed."""
+    run = f"run-{mark}"
+    monkeypatch.setenv("HYBRID3D_RUN", run)
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    before = set(SHARED_MEMORY.iterdir())
+    with Scorer("leaving:shares", workers=2, timeout_seconds=20.0, default=0.0) as scorer:
+        assert scorer.score([("", "", "")] * 2).rewards == [1.0, 1.0]
+        kill_marked(mark)
+    found = {path.name for path in set(SHARED_MEMORY.iterdir()) - before if run in path.name}
+    assert {name.partition(run)[0] for name in found} == {"psm_", "sem.mp-"}
+    remove_shared_memory(run)
+    assert not list(SHARED_MEMORY.glob(f"*{run}*"))
+
+
+@pytest.mark.engines
+def test_ranks_that_end_at_different_times_leave_nothing(mark: str, tmp_path: Path) -> None:
+    """Rank 0 goes on for longer than a rank may be silent; a daemon of rank 1's whose pool is gone ends with it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    limit = 6.0
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    variables |= {"HYBRID3D_HEARTBEAT_SECONDS": str(limit), "PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}"}
+    command = [sys.executable, str(ROOT / "tests/jobs/ending.py"), str(ROOT / "recipes/demo-cpu.yaml")]
+    command += [str(tmp_path / "run"), str(2 * limit)]
+    processes = [
+        subprocess.Popen(
+            command, env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=200)[1].decode() for process in processes]
+    assert said == ["", ""]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert (tmp_path / "run/scores").read_text() == "{'died': 1}"
+    assert left(mark, 0.5)
 
 
 def command(pid: int) -> str:

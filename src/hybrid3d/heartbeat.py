@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -18,7 +19,8 @@ from hybrid3d.launch_environment import heartbeat_seconds
 
 BEAT_SECONDS = 2.0
 START_SECONDS = 600.0  # before its first phase a rank imports libraries and builds engines, and may not run Python
-STARTING = "start-up"
+STARTING, OVER = "start-up", "over"
+CLOSING_SECONDS = 5.0
 
 _phase = STARTING
 
@@ -40,8 +42,8 @@ class Heartbeat:
         """
         Args:
             store: all ranks have met at it; the threads have a connection of their own.
-            tell: called once, in a thread, with a rank that does not answer and what is known of it. It may end this
-                process.
+            tell: called once, in a thread, with a rank that does not answer and what is known of it. This process ends
+                when it returns.
         """
         self._store = store.clone()
         self._rank, self._watched = rank, (rank + 1) % world_size
@@ -51,16 +53,26 @@ class Heartbeat:
         self._rank_0_has_store = rank > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._answers, self._seen = 0, ""
         # Two threads, because a call waits without end for a store whose process is stopped
-        for run in (self._beat, self._watch) if world_size > 1 else ():
-            threading.Thread(target=run, name="heartbeat", daemon=True).start()
+        runs = (self._beat, self._watch) if world_size > 1 else ()
+        self._threads = [threading.Thread(target=run, name="heartbeat", daemon=True) for run in runs]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        """Neither beat nor watch any more. The silence that follows is not told for `heartbeat_seconds()`."""
+        """Neither beat nor watch any more, and say so: ranks end at different times, and silence is no fault then.
+
+        Waits for the threads: one that came back from the store while the interpreter shuts down would abort it.
+        """
+        enter_phase(OVER)
         self._over.set()
+        for thread in self._threads:
+            thread.join(CLOSING_SECONDS)
 
     def _beat(self) -> None:
         count, mine, watched = 0, f"beat/{self._rank}", f"beat/{self._watched}"
-        while not self._over.wait(BEAT_SECONDS):
+        over = False
+        while not over:
+            over = self._over.wait(BEAT_SECONDS)
             count += 1
             with suppress(dist.DistError):  # silence, which is counted
                 self._store.set(mine, json.dumps([count, _phase, *_identity()]))
@@ -86,22 +98,27 @@ class Heartbeat:
 
     def _limit(self, seen: str) -> float:
         phase = json.loads(seen)[1] if seen else STARTING
+        if phase == OVER:
+            return math.inf
         return max(heartbeat_seconds(), START_SECONDS) if phase == STARTING else heartbeat_seconds()
 
     def _lost(self, rank: int, silent: float, seen: str) -> None:
         if self._over.is_set():
             return
-        said = f"it has not answered for {silent:.0f} s"
+        said, process = f"it has not answered for {silent:.0f} s", 0
         if seen:
             _, phase, pid, started, host = json.loads(seen)
             said += f", in phase {phase}"
             if host == socket.gethostname() and _started(pid) == started:
                 said += f": its process {pid} is {'stopped (SIGSTOP)' if _state(pid) in ('T', 't') else 'stuck'}"
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)  # the launcher would wait for it
+                process = pid
             else:
                 said += f": look at process {pid} on {host}"
         self._tell(rank, said)
+        if process:  # after the reason is told: its death is what makes the launcher end this process
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)  # the launcher would wait for it
+        os._exit(1)  # the main thread may be waiting for that rank
 
 
 def _identity() -> tuple[int, str, str]:

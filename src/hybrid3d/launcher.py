@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hybrid3d import ranks
 from hybrid3d.config import Recipe, RecipeError
-from hybrid3d.lifetime import adopt_orphans, children_of, end_descendants
+from hybrid3d.lifetime import nothing_left
 from hybrid3d.machine_memory import total_memory
 from hybrid3d.run_folder import RunFolder
 from hybrid3d.worker import last_words
@@ -37,7 +37,6 @@ def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Co
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is ours to make
     logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
-    adopt_orphans()  # what ranks that were killed leave behind
     while True:
         try:
             failures = _run_once(arguments, world_size, folder)
@@ -71,14 +70,13 @@ def _run_once(arguments: list[str], world_size: int, folder: RunFolder) -> dict[
     )
     for old in folder.logs.glob("rank-*.failure"):
         old.unlink()
-    before = children_of(os.getpid())
     try:
-        elastic_launch(config, sys.executable)("-m", "hybrid3d", *arguments)
+        with nothing_left():  # of ranks that were killed
+            elastic_launch(config, sys.executable)("-m", "hybrid3d", *arguments)
         return {}
     except ChildFailedError as error:
         return dict(error.failures)
     finally:
-        end_descendants(spared=before)
         ranks.remove_shared_memory(ident)
 
 

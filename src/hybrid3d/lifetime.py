@@ -1,4 +1,4 @@
-"""How long processes live: no longer than the one that began them, and with them whatever they began."""
+"""How long processes and their shared memory live: no longer than the process, or the run, that began them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Container
-from contextlib import suppress
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import process, resource_tracker, shared_memory
 from pathlib import Path
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+from hybrid3d.launch_environment import RUN
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37  # of prctl(2)
 ENDING_SECONDS = 10  # in which a process that SIGKILL was sent to is gone, unless a device holds it
+TRACKER_SECONDS = 2  # in which a process that keeps count of shared memory ends by itself
 
 
 def die_with(parent: int) -> None:
@@ -27,6 +31,22 @@ def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends, daemons too (Linux: PR_SET_CHILD_SUBREAPER)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """At the end, kill every process that was started within and lives on, however it has left its parent."""
+    if sys.platform != "linux":
+        yield
+        return
+    adopted, before = ctypes.c_int(), children_of(os.getpid())
+    ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(adopted), 0, 0, 0)
+    adopt_orphans()
+    try:
+        yield
+    finally:
+        end_descendants(spared=before)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, adopted.value, 0, 0, 0)
 
 
 def children_of(pid: int) -> set[int]:
@@ -50,18 +70,59 @@ def descendants_of(pid: int) -> set[int]:
 def end_descendants(spared: Container[int] = ()) -> None:
     """Kill every descendant of this process but those that are spared and theirs, and wait until they are gone.
 
-    Needs `adopt_orphans`, without which descendants whose parents have ended are not found.
+    Needs `adopt_orphans`, without which descendants whose parents have ended are not found. Processes that keep count
+    of shared memory are left time to remove it once those that use it are gone; this process's own stays.
     """
-    end = time.monotonic() + ENDING_SECONDS
-    while (left := {pid for pid in children_of(os.getpid()) if pid not in spared}) and time.monotonic() < end:
+    began, own = time.monotonic(), own_tracker()
+    while left := {pid for pid in children_of(os.getpid()) - own if pid not in spared}:
+        passed = time.monotonic() - began
+        if passed > ENDING_SECONDS:
+            return
         for pid in set.union(left, *(descendants_of(pid) for pid in left)):
-            kill(pid)
+            if passed > TRACKER_SECONDS or not _is_tracker(pid):
+                kill(pid)
+            else:
+                _reap(pid)
         time.sleep(0.01)
+
+
+def own_tracker() -> set[int]:
+    """The process that keeps count of this one's shared memory and semaphores: it ends, and removes them, after it."""
+    tracker: int | None = getattr(resource_tracker._resource_tracker, "_pid", None)
+    return set() if tracker is None else {tracker}
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
 
 
 def kill(pid: int) -> None:
     """Kill a process, and wait for it where it is a child of this one and has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+    _reap(pid)
+
+
+def _reap(pid: int) -> None:
     with suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
+
+
+def name_shared_memory(run: str | None = None) -> None:
+    """Have the segments and semaphores that Python makes in this process bear the name of the run.
+
+    vLLM's message queues and the pools of rewards have names drawn at random otherwise, which nobody could tell from
+    another run's. Processes that this one starts find the run's name in their environment.
+
+    Args:
+        run: its name; without it, that of the environment, if there is one.
+    """
+    if run is not None:
+        os.environ[RUN] = run
+    if os.environ.get(RUN):
+        shared_memory._SHM_NAME_PREFIX = f"/psm_{os.environ[RUN]}_"
+        shared_memory._SHM_SAFE_NAME_LENGTH = len(shared_memory._SHM_NAME_PREFIX) + 16
+        process.current_process()._config["semprefix"] = f"/mp-{os.environ[RUN]}"

@@ -7,7 +7,6 @@ import os
 import pickle
 from collections.abc import Sequence
 from datetime import timedelta
-from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,22 +30,12 @@ __all__ = [
     "local_rank",
     "local_world_size",
     "most",
-    "name_shared_memory",
     "rank",
     "remove_shared_memory",
     "start",
     "under_launcher",
     "world_size",
 ]
-
-
-def name_shared_memory(run: str) -> None:
-    """Have every segment that this process makes through Python's `SharedMemory` bear the name of the run.
-
-    vLLM's message queues do, with names drawn at random, which nobody could tell from another run's.
-    """
-    shared_memory._SHM_NAME_PREFIX = f"/psm_{run}_"
-    shared_memory._SHM_SAFE_NAME_LENGTH = len(shared_memory._SHM_NAME_PREFIX) + 16
 
 
 def remove_shared_memory(run: str) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from hybrid3d import ranks, rendezvous, terminal
 from hybrid3d.config import Recipe
 from hybrid3d.heartbeat import Heartbeat
-from hybrid3d.lifetime import die_with
+from hybrid3d.lifetime import adopt_orphans, die_with, end_descendants, name_shared_memory
 from hybrid3d.relief import RanOut
 from hybrid3d.run_folder import RunFolder
 
@@ -39,6 +39,7 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
         launched: by our own launcher, which says why a rank failed; under torchrun and srun the rank says it.
     """
     die_with(os.getppid())  # the launcher: a rank must not live on where that is killed
+    adopt_orphans()  # what a reward has started whose pool it has killed
     rank = ranks.rank()
     folder.logs.mkdir(parents=True, exist_ok=True)
     folder.failure_of(rank).unlink(missing_ok=True)
@@ -53,24 +54,24 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
         if not error.said and ranks.local_rank() == 0:
             _say(stderr, f"{recipe.name}: {error}")
         return error.code
-    ranks.name_shared_memory(ranks.ident())
+    name_shared_memory(ranks.ident())
 
     def lost(other: int, said: str) -> None:
-        """Another rank does not answer: tell why the run ends, and end it."""
+        """Another rank does not answer: tell why the run ends, and clean up, because this process ends too."""
         reason = {"rank": other, "time": time.time(), "peer": False, "reason": said, "kind": "error"}
         if not (_leave(folder.failure_of(other), reason) and launched):
             _say(stderr, last_words(folder, other, reason))
         print(f"rank {other}: {said}", flush=True)
         ranks.remove_shared_memory(ranks.ident())
-        os._exit(1)  # the main thread may be waiting for that rank
 
     heartbeat = Heartbeat(store, rank, ranks.world_size(), lost)
     try:
         task(rank, store, console)
         if dist.is_initialized():
             dist.barrier()
-            heartbeat.stop()
             dist.destroy_process_group()
+        heartbeat.stop()
+        end_descendants()
         return 0
     # The boundary of the process: everything is reported, nothing goes on. SystemExit is no Exception, nor is what
     # PyTorch raises of checkpoints.
@@ -83,10 +84,11 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
         told = _leave(folder.failure_of(rank), reason) and launched
         if not told and not reason["peer"] and (rank == 0 or not alike):
             _say(stderr, last_words(folder, rank, reason))
-        ranks.remove_shared_memory(ranks.ident())
         with suppress(OSError):  # the disk of its log may be full
             traceback.print_exception(error)
             sys.stderr.flush()
+        end_descendants()
+        ranks.remove_shared_memory(ranks.ident())
         os._exit(1)  # communication threads may be waiting for ranks that are gone
 
 

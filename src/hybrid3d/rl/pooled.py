@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
+from hybrid3d.lifetime import nothing_left
 from hybrid3d.rl.scoring_worker import BATCH_SECONDS, START_SECONDS, Item, Verdict, Wanted
 
 GRACE_SECONDS = 5  # to kill a worker that hangs and start the next
@@ -107,8 +108,9 @@ def try_out(spec: str, target: str, wanted: Wanted, what: str) -> tuple[str, ...
     """
     with (
         tempfile.TemporaryFile() as answer,
-        tempfile.TemporaryFile() as errors,
-    ):  # not pipes: its children would hold them
+        tempfile.TemporaryFile() as errors,  # not pipes: its children would hold them
+        nothing_left(),
+    ):
         command = _command("check", target, wanted, str(answer.fileno()))
         process = subprocess.Popen(
             command,
@@ -124,7 +126,7 @@ def try_out(spec: str, target: str, wanted: Wanted, what: str) -> tuple[str, ...
             raise ValueError(f"{what} {spec!r} does not load within {START_SECONDS} s") from None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what the module has started
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         answer.seek(0)
         found = answer.read()

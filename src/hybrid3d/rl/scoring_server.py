@@ -19,14 +19,13 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, TypeVar, cast
 
 from pebble import ProcessExpired, ProcessPool
 
-from hybrid3d.lifetime import adopt_orphans, children_of, end_descendants, kill
+from hybrid3d.lifetime import adopt_orphans, children_of, end_descendants, kill, name_shared_memory, own_tracker
 from hybrid3d.rl import scoring_worker
 from hybrid3d.rl.environments import stops_of
 from hybrid3d.rl.rewards import load_function
@@ -144,6 +143,7 @@ class Pool:
 def serve(connection: Connection, target: str, wanted: Wanted, workers: int, seconds: float) -> None:
     """Answer what comes until the trainer closes its end. What the function has started ends with its worker."""
     adopt_orphans()
+    name_shared_memory()
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     pool = Pool(target, wanted, workers, seconds)
     threading.Thread(target=_end_orphans, daemon=True).start()
@@ -154,14 +154,14 @@ def serve(connection: Connection, target: str, wanted: Wanted, workers: int, sec
             break
         connection.send(pool.call(items))
     pool.close()
-    end_descendants(spared=_own())
+    end_descendants()
 
 
 def _end_with(parent: int) -> None:
     """End with the trainer, however busy; the workers have asked the kernel to end with this process."""
     while os.getppid() == parent:
         time.sleep(LOOK_SECONDS)
-    end_descendants(spared=_own())
+    end_descendants()
     os._exit(1)
 
 
@@ -173,16 +173,10 @@ def _end_orphans() -> None:
     before: set[int] = set()
     while True:
         time.sleep(LOOK_SECONDS)
-        strays = children_of(os.getpid()) - {one.pid for one in multiprocessing.active_children()} - _own()
+        strays = children_of(os.getpid()) - {one.pid for one in multiprocessing.active_children()} - own_tracker()
         for pid in strays & before:
             kill(pid)
         before = strays
-
-
-def _own() -> set[int]:
-    """The process that keeps count of shared memory and semaphores; it ends, and removes them, after this one."""
-    tracker: int | None = getattr(resource_tracker._resource_tracker, "_pid", None)
-    return set() if tracker is None else {tracker}
 
 
 def check(target: str, wanted: str, answer: str) -> None:

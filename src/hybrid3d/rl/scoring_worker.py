@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, SupportsFloat, cast
 
-from hybrid3d.lifetime import adopt_orphans, die_with
+from hybrid3d.lifetime import adopt_orphans, die_with, name_shared_memory
 from hybrid3d.mistakes import visible
 from hybrid3d.rl.rewards import load_function
 
@@ -39,6 +39,7 @@ def start(target: str, wanted: Wanted, seconds: float) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for a call into C to return
     die_with(os.getppid())
     adopt_orphans()  # its daemons are this process's while it lives, and end with it
+    name_shared_memory()
     signal.alarm(START_SECONDS)
     try:
         _function = with_limit(load_function(target), seconds)
@@ -97,7 +98,7 @@ def _number(value: object) -> Verdict:
     """A finite float. Strings are none, scalars of numpy and torch are."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) else math.nan
-    except Exception:  # a tensor of several elements, an integer past the floats
+    except BaseException:  # a tensor of several elements, an integer past the floats; SystemExit as well
         number = math.nan
     if math.isfinite(number):
         return number, "", ""
@@ -123,5 +124,5 @@ def describe(error: BaseException) -> str:
 def _shortened(value: object, shown: Callable[[object], str] = repr) -> str:
     try:
         return visible(" ".join(shown(value).split())[:300])
-    except Exception as error:
+    except BaseException as error:  # SystemExit as well
         return f"<{type(error).__name__} while showing it>"

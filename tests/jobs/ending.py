@@ -1,0 +1,34 @@
+"""Two ranks that end at different times; what the task of rank 1 calls kills its pool and leaves a process behind."""
+
+import sys
+import time
+from pathlib import Path
+
+from hybrid3d import ranks
+from hybrid3d.config import load_recipe
+from hybrid3d.heartbeat import enter_phase
+from hybrid3d.rl.scoring import Scorer
+from hybrid3d.run_folder import RunFolder
+from hybrid3d.worker import run_rank
+
+recipe, folder, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+
+
+def task(rank: int, *_: object) -> None:
+    """Of rank 0: to go on for so many seconds after rank 1 has ended."""
+    enter_phase("train")
+    if rank == 1:
+        time.sleep(3)  # in which a beat has told of the phase
+        with Scorer("leaving:kills_its_pool", workers=1, timeout_seconds=20.0, default=0.0) as scorer:
+            scores = scorer.score([("daemon", "", "")])
+        (folder / "scores").write_text(str(scores.failures))
+        return
+    while not (folder / "over").exists():
+        time.sleep(0.1)
+    time.sleep(seconds)
+
+
+code = run_rank(load_recipe(Path(recipe)), RunFolder(folder), task, launched=False)
+if ranks.rank() == 1:
+    (folder / "over").touch()
+sys.exit(code)

@@ -1,0 +1,91 @@
+"""Signs of life between ranks, without ranks: threads of one process at a store of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from hybrid3d import heartbeat
+from hybrid3d.heartbeat import Heartbeat, enter_phase
+
+LIMIT = 2.0  # seconds of silence
+Told = list[tuple[str, object]]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(heartbeat, "_phase", heartbeat.STARTING)
+    monkeypatch.setenv("HYBRID3D_HEARTBEAT_SECONDS", str(LIMIT))
+    return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    """What a rank would do about another that is lost, in order."""
+    done: Told = []
+    monkeypatch.setattr(heartbeat.os, "kill", lambda pid, number: done.append(("kill", (pid, number))))
+    monkeypatch.setattr(heartbeat.os, "_exit", lambda code: done.append(("exit", code)))
+    return done
+
+
+def begin(store: dist.Store, told: Told) -> list[Heartbeat]:
+    def tell(rank: int, said: str) -> None:
+        told.append(("tell", (rank, said)))
+
+    both = [Heartbeat(store, rank, 2, tell) for rank in range(2)]
+    enter_phase("train")
+    wait(lambda: all('"train"' in one._seen for one in both), 10)
+    return both
+
+
+def wait(holds: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_silence_is_told_before_the_process_that_is_silent_is_killed(store: dist.Store, told: Told) -> None:
+    """Its death has the launcher end all ranks, and nobody could tell any more."""
+    first, second = begin(store, told)
+    second._over.set()  # silent without a word
+    wait(lambda: len(told) >= 3, 5 * LIMIT)
+    first.stop()
+    (what, (rank, said)), killed, ended = told  # type: ignore[misc]
+    assert (what, rank) == ("tell", 1)
+    assert "in phase train: its process" in said
+    assert killed == ("kill", (os.getpid(), signal.SIGKILL))
+    assert ended == ("exit", 1)
+
+
+def test_a_rank_that_is_over_may_be_silent(store: dist.Store, told: Told) -> None:
+    first, second = begin(store, told)
+    second.stop()
+    assert not any(thread.is_alive() for thread in second._threads)
+    enter_phase("train")  # what the other goes on with, in a process of its own
+    time.sleep(2 * LIMIT)
+    assert told == []
+    assert any(thread.is_alive() for thread in first._threads)
+    first.stop()
+
+
+def test_a_rank_in_start_up_has_longer(store: dist.Store, told: Told) -> None:
+    both = [Heartbeat(store, rank, 2, lambda rank, said: told.append(("tell", rank))) for rank in range(2)]
+    wait(lambda: all(one._seen for one in both), 10)
+    both[1]._over.set()
+    time.sleep(2 * LIMIT)
+    both[0].stop()
+    assert told == []
+
+
+def test_a_run_of_one_rank_has_nobody_to_watch(store: dist.Store, tmp_path: Path) -> None:
+    alone = Heartbeat(store, 0, 1, lambda rank, said: pytest.fail(said))
+    assert alone._threads == []
+    alone.stop()
