@@ -39,7 +39,9 @@ def test_as_torchrun_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch_environment.local_rank() == 1
     assert launch_environment.local_world_size() == 4
     assert launch_environment.master() == ("node-0.cluster", 29500)
-    assert launch_environment.run() == "node-0.cluster-29500"
+    assert launch_environment.run() == "run-node-0.cluster-29500"
+    monkeypatch.setenv("MASTER_ADDR", "fe80::1")
+    assert launch_environment.run() == "run-fe80__1-29500"
     assert launch_environment.rendezvous_seconds() == 2.5
     monkeypatch.setenv("HYBRID3D_RUN", "hybrid3d-7-0")
     assert launch_environment.run() == "hybrid3d-7-0"

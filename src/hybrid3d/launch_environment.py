@@ -106,7 +106,7 @@ def run() -> str:
     name = os.environ.get(RUN)
     if not name:
         host, port = master()
-        return f"{host}-{port}"
+        return re.sub(r"[^A-Za-z0-9_.-]", "_", f"run-{host}-{port}")  # an IPv6 address has colons
     if not _RUN_NAME.fullmatch(name):
         _refuse(RUN, "no name for a run, expected 1 to 100 letters, digits and . _ -, or unset it")
     return name
