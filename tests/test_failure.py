@@ -140,10 +140,11 @@ def test_a_rank_that_raises(start: Start, tmp_path: Path) -> None:
 
 def test_a_launcher_that_is_killed(start: Start) -> None:
     run = start(pp=1)
-    run.wait_until_it_trains()
+    ident = run.wait_until_it_trains()[0][1]
     run.process.kill()
     run.process.wait()
     run.wait_until(lambda: not marked(run.mark), 10)
+    assert not list(SHARED_MEMORY.glob(f"*{ident}*"))
 
 
 def test_a_launcher_that_is_interrupted(start: Start) -> None:

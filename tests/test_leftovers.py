@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid3d.ranks import remove_shared_memory
+from hybrid3d.lifetime import remove_shared_memory
 from hybrid3d.rl.pooled import try_out
 from hybrid3d.rl.replying import Replier
 from hybrid3d.rl.scoring import Scorer

@@ -79,7 +79,8 @@ def stop_in(phase: str, rank: int, work: Path, mark: str) -> tuple[str, float]:
         assert time.monotonic() < end, (work / "output.txt").read_text()
         time.sleep(0.05)
     time.sleep(3)
-    pids = {int(found["RANK"]): pid for pid, found in marked(mark).items() if _is_rank(pid, process.pid)}
+    started = {pid: found for pid, found in marked(mark).items() if _is_child(pid, process.pid)}
+    pids = {int(found["RANK"]): pid for pid, found in started.items() if "RANK" in found}
     os.kill(pids[rank], signal.SIGSTOP)
     stopped = time.monotonic()
     while "failed" not in (said := (work / "output.txt").read_text()) and process.poll() is None:
@@ -90,7 +91,7 @@ def stop_in(phase: str, rank: int, work: Path, mark: str) -> tuple[str, float]:
     return (work / "output.txt").read_text(), after
 
 
-def _is_rank(pid: int, launcher: int) -> bool:
+def _is_child(pid: int, launcher: int) -> bool:
     return f"PPid:\t{launcher}\n" in Path(f"/proc/{pid}/status").read_text()
 
 

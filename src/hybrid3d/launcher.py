@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hybrid3d import ranks
 from hybrid3d.config import Recipe, RecipeError
-from hybrid3d.lifetime import nothing_left
+from hybrid3d.lifetime import nothing_left, shared_memory_of
 from hybrid3d.machine_memory import total_memory
 from hybrid3d.run_folder import RunFolder
 from hybrid3d.worker import last_words
@@ -71,13 +71,11 @@ def _run_once(arguments: list[str], world_size: int, folder: RunFolder) -> dict[
     for old in folder.logs.glob("rank-*.failure"):
         old.unlink()
     try:
-        with nothing_left():  # of ranks that were killed
+        with shared_memory_of(ident), nothing_left():  # where ranks were killed
             elastic_launch(config, sys.executable)("-m", "hybrid3d", *arguments)
         return {}
     except ChildFailedError as error:
         return dict(error.failures)
-    finally:
-        ranks.remove_shared_memory(ident)
 
 
 def check_devices(recipe: Recipe) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import process, resource_tracker, shared_memory
 from pathlib import Path
+from typing import Any
 
 from hybrid3d.launch_environment import RUN
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37  # of prctl(2)
 ENDING_SECONDS = 10  # in which a process that SIGKILL was sent to is gone, unless a device holds it
+DYING_SECONDS = 1.0  # in which the ranks of a launcher that is killed are gone
 TRACKER_SECONDS = 2  # in which a process that keeps count of shared memory ends by itself
 
 
@@ -122,7 +125,41 @@ def name_shared_memory(run: str | None = None) -> None:
     """
     if run is not None:
         os.environ[RUN] = run
-    if os.environ.get(RUN):
-        shared_memory._SHM_NAME_PREFIX = f"/psm_{os.environ[RUN]}_"
-        shared_memory._SHM_SAFE_NAME_LENGTH = len(shared_memory._SHM_NAME_PREFIX) + 16
-        process.current_process()._config["semprefix"] = f"/mp-{os.environ[RUN]}"
+    if not os.environ.get(RUN):
+        return
+    segments: Any = shared_memory  # which has no public setting for it
+    segments._SHM_NAME_PREFIX = f"/psm_{os.environ[RUN]}_"
+    segments._SHM_SAFE_NAME_LENGTH = len(segments._SHM_NAME_PREFIX) + 16
+    this: Any = process.current_process()
+    this._config["semprefix"] = f"/mp-{os.environ[RUN]}"
+
+
+def remove_shared_memory(run: str) -> None:
+    """Remove the segments and semaphores that a run which died left behind."""
+    for segment in Path("/dev/shm").glob(f"*{run}*"):
+        segment.unlink(missing_ok=True)
+
+
+@contextmanager
+def shared_memory_of(run: str) -> Iterator[None]:
+    """At the end, remove all shared memory that bears the name of a run, even if this process is killed before."""
+    command = [sys.executable, "-m", "hybrid3d.lifetime", run]
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    waiting = subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=nothing, start_new_session=True)
+    try:
+        yield
+    finally:
+        waiting.kill()
+        waiting.communicate()
+        remove_shared_memory(run)
+
+
+def main(run: str) -> None:
+    """Wait until whoever holds the other end of stdin has ended, and remove the shared memory of its run."""
+    sys.stdin.read()
+    time.sleep(DYING_SECONDS)
+    remove_shared_memory(run)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -7,7 +7,6 @@ import os
 import pickle
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -31,17 +30,10 @@ __all__ = [
     "local_world_size",
     "most",
     "rank",
-    "remove_shared_memory",
     "start",
     "under_launcher",
     "world_size",
 ]
-
-
-def remove_shared_memory(run: str) -> None:
-    """Remove the segments that a run which died left behind."""
-    for segment in Path("/dev/shm").glob(f"*{run}*"):
-        segment.unlink(missing_ok=True)
 
 
 class GlooOfOneLoop(dist.ProcessGroupGloo):

@@ -18,7 +18,7 @@ from rich.console import Console
 from hybrid3d import ranks, rendezvous, terminal
 from hybrid3d.config import Recipe
 from hybrid3d.heartbeat import Heartbeat
-from hybrid3d.lifetime import adopt_orphans, die_with, end_descendants, name_shared_memory
+from hybrid3d.lifetime import adopt_orphans, die_with, end_descendants, name_shared_memory, remove_shared_memory
 from hybrid3d.relief import RanOut
 from hybrid3d.run_folder import RunFolder
 
@@ -62,7 +62,7 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
         if not (_leave(folder.failure_of(other), reason) and launched):
             _say(stderr, last_words(folder, other, reason))
         print(f"rank {other}: {said}", flush=True)
-        ranks.remove_shared_memory(ranks.ident())
+        remove_shared_memory(ranks.ident())
 
     heartbeat = Heartbeat(store, rank, ranks.world_size(), lost)
     try:
@@ -88,7 +88,7 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
             traceback.print_exception(error)
             sys.stderr.flush()
         end_descendants()
-        ranks.remove_shared_memory(ranks.ident())
+        remove_shared_memory(ranks.ident())
         os._exit(1)  # communication threads may be waiting for ranks that are gone
 
 
