@@ -7,5 +7,6 @@ KINDS = ("animal", "country", "plant", "tool")
 
 def right_kind(answer: str, reference: str, prompt: str = "") -> float:
     """1.0 where the answer names the reference's kind and none of the others, in whatever words, else 0.0."""
-    named = {kind for kind in KINDS if re.search(rf"\b{kind}\b", answer.lower())}
+    words = re.findall(r"[\w-]+", answer.lower())  # "plant-based" is a word of its own and names no plant
+    named = {kind for kind in KINDS if kind in words}
     return float(named == {reference})

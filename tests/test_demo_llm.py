@@ -60,6 +60,7 @@ def test_the_same_seed_makes_the_same_questions_and_another_seed_others() -> Non
         ("tool", 0.0),
         ("an animal or a tool", 0.0),
         ("animalistic", 0.0),
+        ("an animal-free diet", 0.0),
         ("", 0.0),
     ],
 )
@@ -149,7 +150,7 @@ def test_a_short_form_of_it_trains(work: Path) -> None:
     for row in rows:
         assert row["sync/received_bytes"] == row["sync/lower_bound_bytes"] > 400e6
         assert row["mismatch/logprob_abs_max"] <= 1e-3
-    assert all(row["grad/norm"] > 0 for row in rows[:2])
+    assert all(row["train/grad_norm"] > 0 for row in rows[:2])
     hybrid3d(work, "export", "runs/demo-llm", "build/demo-llm/trained")
     said = python(
         work,
