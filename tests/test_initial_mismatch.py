@@ -112,7 +112,7 @@ def reward(answer, reference, prompt):
 SETTINGS = [
     *("name=run", "model.path=model", "data.eval=eval.parquet", "reward.name=mine:reward"),
     *("train.tp=1", "train.pp=1", "train.dp=2", "rollout.tp=1", "algorithm.prompts_per_step=8"),
-    *("algorithm.samples_per_prompt=4", "algorithm.kl.where=none", "algorithm.kl.coef=0"),
+    *("algorithm.samples_per_prompt=4", "algorithm.kl={where: none}"),
     *("run.steps=1", "run.eval_every=9", "train.micro_batch_size=16"),
 ]
 
