@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "HYBRID3D_TEST_RUN"  # in the environment of every process that a test starts, however deep
+SHARED_MEMORY = Path("/dev/shm")
 TAIL = 60  # lines of output in a failure's message
 
 
@@ -80,6 +81,12 @@ def kill_marked(mark: str) -> None:
                 continue
         time.sleep(0.05)
     raise RuntimeError(f"processes that SIGKILL does not end: {sorted(pids)}")
+
+
+def left_in_memory(run: str, before: set[Path]) -> list[str]:
+    """Segments that were not there before, but for those that bear the name of another run of this machine."""
+    new = {path.name for path in SHARED_MEMORY.iterdir()} - {path.name for path in before}
+    return sorted(name for name in new if run in name or "hybrid3d-" not in name)
 
 
 def _first_failure(logs: Path) -> str:

@@ -16,13 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from run_ranks import environment, kill_marked, marked
+from run_ranks import SHARED_MEMORY, environment, kill_marked, left_in_memory, marked
 
 pytestmark = pytest.mark.engines
 
 SECONDS = 60  # in which a rank that dies takes the others down
 STARTED = 180  # seconds in which a run must have trained for two steps; generous, because machines are shared
-SHARED_MEMORY = Path("/dev/shm")
 
 # Rank 2 finds nothing but an error where its data of step 3 should be.
 BOOM = """
@@ -43,7 +42,7 @@ class Run:
 
     def __init__(self, folder: Path, pp: int, variables: dict[str, str]):
         self.mark, self.folder, self.count = uuid.uuid4().hex, folder, 2 * pp
-        self.segments = set(SHARED_MEMORY.iterdir())
+        self.segments, self.name = set(SHARED_MEMORY.iterdir()), "of no run yet"
         self.output = folder / "output.txt"
         command = [sys.executable, "-m", "hybrid3d", "train", "recipe.yaml", "train.tp=2", f"train.pp={pp}"]
         with open(self.output, "wb") as out:
@@ -65,6 +64,7 @@ class Run:
         self.wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, STARTED)
         ranks = self.ranks()
         assert sorted(ranks) == list(range(self.count))
+        self.name = ranks[0][1]
         # what vLLM would have here, and what nobody removes when processes are killed
         (SHARED_MEMORY / f"psm_{ranks[0][1]}_test").write_bytes(b"1")
         return ranks
@@ -79,7 +79,7 @@ class Run:
         """Wait for the launcher, which must say that the run failed and leave nothing behind; what it said."""
         assert self.process.wait(SECONDS) == 1
         assert marked(self.mark) == {}
-        assert set(SHARED_MEMORY.iterdir()) <= self.segments
+        assert left_in_memory(self.name, self.segments) == []
         output = self.output.read_text()
         assert "Traceback" not in output
         return output
@@ -140,11 +140,11 @@ def test_a_rank_that_raises(start: Start, tmp_path: Path) -> None:
 
 def test_a_launcher_that_is_killed(start: Start) -> None:
     run = start(pp=1)
-    ident = run.wait_until_it_trains()[0][1]
+    run.wait_until_it_trains()
     run.process.kill()
     run.process.wait()
     run.wait_until(lambda: not marked(run.mark), 10)
-    assert not list(SHARED_MEMORY.glob(f"*{ident}*"))
+    assert left_in_memory(run.name, run.segments) == []
 
 
 def test_a_launcher_that_is_interrupted(start: Start) -> None:

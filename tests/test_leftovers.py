@@ -18,7 +18,7 @@ from hybrid3d.lifetime import remove_shared_memory
 from hybrid3d.rl.pooled import try_out
 from hybrid3d.rl.replying import Replier
 from hybrid3d.rl.scoring import Scorer
-from run_ranks import MARK, ROOT, kill_marked, marked
+from run_ranks import MARK, ROOT, SHARED_MEMORY, kill_marked, marked
 
 # Each leaves a process behind, and then does what its name says.
 REWARDS = """
@@ -85,7 +85,6 @@ def of_a_class(turns, reference, prompt):
 KINDS = ("plain", "session", "shell", "daemon")
 ENDS = {"returns": (1.0, None), "hangs": (0.0, "hung"), "raises": (0.0, "raised"), "dies": (0.0, "died")}
 SOON = 15  # seconds, on a busy machine
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture

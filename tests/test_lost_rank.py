@@ -16,13 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from commands import ROOT
-from run_ranks import environment, kill_marked, marked
+from run_ranks import SHARED_MEMORY, environment, kill_marked, left_in_memory, marked
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 STARTED = 400  # seconds in which a run must have come to its second step; generous, because machines are shared
 NAMED = 60  # in which a stopped rank must be named
-SHARED_MEMORY = Path("/dev/shm")
 
 # Every rank says when it enters the phase for the second time, and waits there until it has been stopped, or not.
 PAUSE = """
@@ -67,8 +66,8 @@ def work(demo: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:
     kill_marked(mark)
 
 
-def stop_in(phase: str, rank: int, work: Path, mark: str) -> tuple[str, float]:
-    """Start a run of four ranks, stop one in a phase, and wait for the end: what was said, and after how long."""
+def stop_in(phase: str, rank: int, work: Path, mark: str) -> tuple[str, float, str]:
+    """Start a run of four ranks, stop one in a phase, and wait for the end: what was said, after how long, its name."""
     variables = {"TEST_PHASE": phase, "PYTHONPATH": f"{work / 'also'}:{environment('')['PYTHONPATH']}"}
     command = [sys.executable, "-m", "hybrid3d", "train", str(ROOT / "recipes/demo-cpu.yaml"), *SETTINGS]
     with open(work / "output.txt", "wb") as out:
@@ -80,6 +79,7 @@ def stop_in(phase: str, rank: int, work: Path, mark: str) -> tuple[str, float]:
         time.sleep(0.05)
     time.sleep(3)
     started = {pid: found for pid, found in marked(mark).items() if _is_child(pid, process.pid)}
+    name = next(found["HYBRID3D_RUN"] for found in started.values() if "RANK" in found)
     pids = {int(found["RANK"]): pid for pid, found in started.items() if "RANK" in found}
     os.kill(pids[rank], signal.SIGSTOP)
     stopped = time.monotonic()
@@ -88,7 +88,7 @@ def stop_in(phase: str, rank: int, work: Path, mark: str) -> tuple[str, float]:
         time.sleep(0.1)
     after = time.monotonic() - stopped
     assert process.wait(NAMED) == 1
-    return (work / "output.txt").read_text(), after
+    return (work / "output.txt").read_text(), after, name
 
 
 def _is_child(pid: int, launcher: int) -> bool:
@@ -97,7 +97,7 @@ def _is_child(pid: int, launcher: int) -> bool:
 
 def check(phase: str, rank: int, work: Path, mark: str) -> None:
     segments = set(SHARED_MEMORY.iterdir())
-    said, seconds = stop_in(phase, rank, work, mark)
+    said, seconds, name = stop_in(phase, rank, work, mark)
     print(f"rank {rank} in {phase}: named after {seconds:.1f} s")
     assert f"rank {rank} failed: it has not answered for " in said, said
     assert f"in phase {phase}: its process " in said, said
@@ -106,7 +106,7 @@ def check(phase: str, rank: int, work: Path, mark: str) -> None:
     assert "Traceback" not in said
     assert seconds < NAMED
     assert marked(mark) == {}
-    assert set(SHARED_MEMORY.iterdir()) <= segments
+    assert left_in_memory(name, segments) == []
 
 
 def test_a_rank_that_is_stopped_while_it_trains(work: tuple[Path, str]) -> None:
