@@ -39,8 +39,8 @@ $(DEMO_STAMP): requirements/demo.txt $(STAMP)
 test: lint ## lint, and every test but the slow ones (what CI runs)
 	$(BIN)/pytest -m "not slow" --durations=40
 
-test-fast: $(STAMP) ## the tests that start neither an engine nor ranks
-	$(BIN)/pytest -m "not slow and not engines"
+test-fast: $(STAMP) ## the tests that start neither engines nor ranks nor other processes: 90 s
+	$(BIN)/pytest -m "not slow and not engines and not processes"
 
 test-all: lint $(DEMO_STAMP) ## lint, and every test
 	$(BIN)/pytest

@@ -323,6 +323,7 @@ def test_there_are_some_hundreds() -> None:
 
 
 @pytest.mark.parametrize("source", ["while True: pass", "import time; time.sleep(999)"])
+@pytest.mark.processes
 def test_a_module_that_never_loads_is_ended(harness: Harness, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """With what it has started, which would hold its pipes."""
     monkeypatch.setattr(pooled, "START_SECONDS", 3)

@@ -24,6 +24,8 @@ from hybrid3d.train import checkpoint, writing
 from hybrid3d.train.room import Unwritten
 from hybrid3d.worker import last_words
 
+pytestmark = pytest.mark.processes
+
 
 def what_is_said(folder: RunFolder, failures: dict[int, Any]) -> str:
     cause = first_cause(folder, failures)

@@ -17,6 +17,8 @@ from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import Example
 from hybrid3d.rl.objective import PolicyObjective, Scored
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parent.parent
 LETTERS = "\0abcdefghijklmnopqrstuvwxyz<>=+-*/0123456789 !~;"  # token 0 ends an answer; each letter is a token
 END, PROMPT = 0, (1, 2)

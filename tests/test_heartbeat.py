@@ -14,6 +14,8 @@ import torch.distributed as dist
 from hybrid3d import heartbeat
 from hybrid3d.heartbeat import Heartbeat, enter_phase
 
+pytestmark = pytest.mark.processes
+
 LIMIT = 2.0  # seconds of silence
 Told = list[tuple[str, object]]
 

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from run_ranks import ROOT, environment
+
+pytestmark = pytest.mark.processes
 
 # Forks, for each exception of its first argument, one rank in a world of one whose task raises it.
 RANKS = """

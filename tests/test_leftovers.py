@@ -20,6 +20,8 @@ from hybrid3d.rl.replying import Replier
 from hybrid3d.rl.scoring import Scorer
 from run_ranks import MARK, ROOT, SHARED_MEMORY, kill_marked, marked
 
+pytestmark = pytest.mark.processes
+
 # Each leaves a process behind, and then does what its name says.
 REWARDS = """
 import os, signal, subprocess, sys, time

@@ -14,6 +14,8 @@ from hybrid3d.rl import sandbox, sandboxed
 from hybrid3d.rl.code import code, extract_program, read_tests, same_output
 from leftovers import nothing_left  # noqa: F401  # a fixture
 
+pytestmark = pytest.mark.processes
+
 SECONDS = 2.0
 ADD = "def add(a, b):\n    return a + b\n"
 ASSERTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from hybrid3d.rl.environments import calculate, calculator, ends_in, stop_tokens
 from hybrid3d.rl.replying import Replier, Reply, check_environment
 
+pytestmark = pytest.mark.processes
+
 # From the data set's first rows of `train` (arXiv 2110.14168).
 ANNOTATED = (
     "Natalia sold 48/2 = <<48/2=24>>24 clips in May.",

@@ -10,7 +10,7 @@ import pytest
 from hybrid3d.rl.code import code
 from leftovers import nothing_left  # noqa: F401  # a fixture
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("nothing_left")]
 
 SECONDS = 4.0
 HONEST = "import math\n\ndef area(radius):\n    return math.pi * radius ** 2\n"

@@ -13,6 +13,8 @@ from hybrid3d.rl.code import code
 from hybrid3d.rl.data import DataError, Example, PromptData
 from hybrid3d.rl.references import check_reference
 
+pytestmark = pytest.mark.processes
+
 ADD = "def add(a, b):\n    return a + b\n"
 WRONG = "def add(a, b):\n    return a - b\n"
 CHECK = "METADATA = {'author': 'jt'}\n\n\ndef check(candidate):\n    assert candidate(1, 2) == 3\n    assert True\n"

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from hybrid3d.rl.remote import MESSAGE_BYTES, Decoder, Encoder, Forfeit, Link
 
+pytestmark = pytest.mark.processes
+
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
     | st.complex_numbers(allow_nan=False) | st.fractions() | st.decimals(allow_nan=False) | st.dates()

@@ -16,6 +16,8 @@ import hybrid3d
 from hybrid3d.rl import pooled
 from hybrid3d.rl.scoring import Scorer, Scores, check_reward
 
+pytestmark = pytest.mark.processes
+
 MINE = """\
 import os, sys, time
 import numpy

@@ -74,8 +74,8 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     rollouts._engine = SimpleNamespace(require=lambda step: step, replica=0, replicas=1, leads=True)
     rollouts._tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
     rollouts._scorer = SimpleNamespace(score=score)
-    rollouts._train = SimpleNamespace(batch=lambda batch, prompts: [None] * prompts)
-    rollouts._held_out = SimpleNamespace(examples=[None])
+    rollouts.train = SimpleNamespace(batch=lambda batch, prompts: [None] * prompts)
+    rollouts.held_out = SimpleNamespace(examples=[None])
     rollouts._conversations = SimpleNamespace(hold=lambda examples, seeds: [held] * len(examples))
     rollouts._of_all_replicas = list
     assert [one.reward for one in rollouts.draw(step=0, batch=0).samples] == [1.0] * 8

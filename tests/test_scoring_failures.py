@@ -15,6 +15,8 @@ from hybrid3d.config import load_recipe
 from hybrid3d.rl.scoring import Scorer, Scores
 from hybrid3d.rollouts import FailedRewards, Rollouts, Sample
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 20.0  # seconds that a reward has, of which one that is gone must not cost any
 
