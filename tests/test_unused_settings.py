@@ -76,7 +76,8 @@ def problems(folder: Path, text: str, *overrides: str) -> list[str]:
 def test_of_reinforcement_learning(tmp_path: Path, given: str, said: str, puts_to_use: list[str]) -> None:
     (problem,) = problems(tmp_path, RL, given)
     assert problem.startswith(said), problem
-    assert problem.endswith(": leave it out")
+    key, default = given.partition("=")[0], problem.rpartition(": leave it out, or set it to ")[2]
+    assert problems(tmp_path, RL, f"{key}={default}") == []
     assert problems(tmp_path, RL, given, *puts_to_use) == []
 
 
@@ -98,7 +99,8 @@ def test_of_the_kl(tmp_path: Path) -> None:
     ]
     (problem,) = problems(tmp_path, RL, "algorithm.kl={where: loss, coef: 0.1, horizon: 5000}")
     assert problem == (
-        "algorithm.kl.horizon=5000 has no effect: without algorithm.kl.target the coefficient is fixed: leave it out"
+        "algorithm.kl.horizon=5000 has no effect: without algorithm.kl.target the coefficient is fixed: "
+        "leave it out, or set it to 10000"
     )
     assert problems(tmp_path, RL, "algorithm.kl={where: loss, coef: 0.1, horizon: 5000, target: 1}") == []
 

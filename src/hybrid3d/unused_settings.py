@@ -167,8 +167,11 @@ def unused_settings(recipe: Recipe) -> Iterator[str]:
         for key in unused.keys:
             value = getattr(section, key)
             if value != defaults[key]:
-                yield f"{unused.section}.{key}={_as_yaml(value)} has no effect: {unused.why(recipe)}: leave it out"
+                said = f"{unused.section}.{key}={_as_yaml(value)} has no effect: {unused.why(recipe)}"
+                yield f"{said}: leave it out, or set it to {_as_yaml(defaults[key])}"
 
 
 def _as_yaml(value: object) -> str:
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

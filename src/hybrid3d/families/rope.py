@@ -133,7 +133,7 @@ def _agreed(config: Config, key: str, table: Mapping[str, Any], name: str) -> An
 def _check_constants(config: Config, key: str, table: Mapping[str, Any]) -> None:
     for name, value in table.items():
         least = 1 if name in ("factor", "original_max_position_embeddings") else 0
-        if isinstance(value, (int, float)) and (not is_number(value) or value < least):
+        if type(value) in (int, float) and (not is_number(value) or value < least):
             raise UnsupportedModel(f"{key} has {name}={value!r}: a number of {least} or more is needed")
     length = table["original_max_position_embeddings"]
     longest = COUNTS["max_position_embeddings"]

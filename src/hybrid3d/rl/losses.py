@@ -53,11 +53,11 @@ def log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Rati
     gradient is that of the shared mean.
     """
     # Masked before exp, not after: what padding holds may overflow there, and 0 * inf is NaN in the gradient.
-    log_ratio = torch.where(mask.bool(), logprobs - old_logprobs.detach(), 0.0)
+    log_ratio = bounded(torch.where(mask.bool(), logprobs - old_logprobs.detach(), 0.0))
     if level == "sequence":
         own = log_ratio - log_ratio.detach()  # zero, with the gradient of the token's log-probability
         log_ratio = own + log_ratio.detach().sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1) * mask
-    return bounded(log_ratio)
+    return log_ratio
 
 
 def policy_loss(
