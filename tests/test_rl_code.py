@@ -65,11 +65,70 @@ def test_asserts(program: str, reward: float, reference: str) -> None:
         (DOUBLES + "\nraise ValueError", 0.0),
         (DOUBLES + "\nraise SystemExit(1)", 0.0),
         (DOUBLES + "\nraise SystemExit", 1.0),
+        (DOUBLES + "\nexit()\nraise ValueError", 1.0),
+        (DOUBLES + "\nquit(1)", 0.0),
         ("", 0.0),
     ],
 )  # fmt: skip
 def test_input_and_output(program: str, reward: float) -> None:
     assert code(program, json.dumps(DOUBLE)) == reward
+
+
+OWN_ERROR = """
+class Broke(Exception):
+    def __init__(self, have, need):
+        super().__init__(have)
+        self.need = need
+    def __str__(self):
+        return f"have {self.args[0]}, need {self.need}"
+def spend(n):
+    raise Broke(3, n)
+"""
+CAUGHT = "try:\n    spend(5)\nexcept {}:\n    assert {}\nelse:\n    assert False\nassert callable(spend)"
+
+
+@pytest.mark.parametrize(
+    ("program", "caught", "holds"),
+    [
+        (OWN_ERROR, "Broke as error", "str(error) == 'have 3, need 5' and error.need == 5"),
+        ("def spend(n): open('/nowhere/at/all')", "OSError as error", "error.errno == 2"),
+        ("def spend(n): {}[n]", "KeyError as error", "error.args == (5,)"),
+        ("import json\ndef spend(n): json.loads('{')", "json.JSONDecodeError as error", "error.pos == 1"),
+        ("import decimal\ndef spend(n): decimal.Decimal('x')", "decimal.InvalidOperation", "True is not False"),
+        (
+            "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass P:\n    x: int = 1\n"
+            "def spend(n): P().x = n",
+            "dataclasses.FrozenInstanceError as error",
+            "'x' in str(error)",
+        ),
+    ],
+)
+def test_errors_of_the_answer(program: str, caught: str, holds: str) -> None:
+    assert code(program, "import dataclasses, decimal, json\n" + CAUGHT.format(caught, holds)) == 1.0
+
+
+def test_what_is_met_twice_in_the_arguments_of_a_function_of_the_tests() -> None:
+    program = "def run(f):\n    x = [1]\n    f([x, x], key=[2])"
+    tests = "seen = []\ndef take(a, key=None): seen.append((a, key))\nrun(take)\nassert seen == [([[1], [1]], [2])]"
+    assert code(program, tests) == 1.0
+
+
+def test_items_can_be_deleted() -> None:
+    program = "class Box:\n    kept = {'a': 1}\n    def __delitem__(self, key): del self.kept[key]"
+    assert code(program, "box = Box()\ndel box['a']\nassert box.kept == {}") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "tests"),
+    [
+        ("def parse(s): raise ValueError('x')\ndef total(v): return sum(v)", "assert total(map(parse, ['1'])) == 1"),
+        ("def apply(f, x): return f('a' * 5_000_000)", "assert apply(lambda s: s * 2, 'a') == 'aa'"),
+        ("def double(s): return 'a' * 5_000_000", "assert double(double('ab') * 2) == 'abab'"),
+        ("def numbers(n): return range(10**7)\ndef total(v): return 3", "assert total(iter(numbers(3))) == 3"),
+    ],
+)
+def test_a_wrong_answer_is_not_the_references_fault(answer: str, tests: str) -> None:
+    assert code(answer, tests) == 0.0
 
 
 def test_all_tests_together_have_the_time_that_one_has() -> None:
@@ -88,6 +147,11 @@ def test_all_tests_together_have_the_time_that_one_has() -> None:
         ("```python\nprint(1)\n```\nor better\n```py\nprint(2)\n```\nso", "print(2)\n"),
         ("```bash\nls\n```", "```bash\nls\n```"),
         ("```python\nprint('```')\n```", "print('```')\n"),
+        ("```bash\nls\n```\nand then\n```python\nprint(1)\n```", "print(1)\n"),
+        ("```python\nprint(1)\n```\nOutput:\n```\n1\n```", "print(1)\n"),
+        ("```python\nprint(1)\n```\n```text\n1\n```", "print(1)\n"),
+        ('```Python title="a.py"\nprint(1)\n```', "print(1)\n"),
+        ("```python\r\nprint(1)\r\n```\r\n", "print(1)\r\n"),
     ],
 )
 def test_the_program_in_an_answer(answer: str, program: str) -> None:

@@ -244,6 +244,39 @@ PARTICULAR = {
         "def double(n): return 2 * n",
         "class Stop(StopIteration): pass\ndef double(n): raise Stop",
     ),
+    "an error that ends the tests": (
+        "def test_a():\n    assert ok()\ndef test_b():\n    def boom(): raise Broke\n    assert wrap(boom) == 'bad'\n",
+        "class Broke(Exception): pass\ndef ok(): return True\n"
+        "def wrap(f):\n    try: return f()\n    except Broke: return 'bad'",
+        "Broke = SystemExit\ndef ok(): return True\ndef wrap(f): return f()",
+    ),
+    "an error that ends a loop": (
+        "def right(n):\n    if n not in known(): raise Missing(n)\n    return double(n) == 2 * n\n"
+        "assert all(map(right, [1, 2, 7]))",
+        "class Missing(Exception): pass\ndef known(): return range(9)\ndef double(n): return 2 * n",
+        "Missing = StopIteration\ndef known(): return []\ndef double(n): return 0",
+    ),
+    "an error that is made of no reply": (
+        "try:\n    half(1)\n    assert False\nexcept NameError:\n    pass",
+        "def half(x): return undefined",
+        "from hybrid3d.rl import answering\n"
+        "answering.Answerer.take_printed = lambda self: 3 if self._numbers else ''\ndef half(x): return 0",
+    ),
+    "an object that cannot be compared, in a function that it calls": (
+        "seen = []\ndef look(value):\n    seen.append(1)\n    assert value == 6\napply(look, 3)\nassert seen == [1]",
+        "def apply(f, x): f(2 * x)",
+        "def apply(f, x):\n    class Odd: pass\n    try: f(Odd())\n    except Exception: pass",
+    ),
+    "a number that cannot be compared, in a function that it calls": (
+        "seen = []\ndef look(value):\n    seen.append(1)\n    assert value == 6\napply(look, 3)\nassert seen == [1]",
+        "def apply(f, x): f(2 * x)",
+        "import decimal\ndef apply(f, x):\n    try: f(decimal.Decimal('sNaN'))\n    except Exception: pass",
+    ),
+    "what it says of itself": (
+        "assert half.__doc__ and half(2) == 1",
+        "def half(x):\n    'Of a number.'\n    return x / 2",
+        "def half(x): return x / 2",
+    ),
     "a module of its own": (
         "from solution import half\nimport math\nassert math.isclose(half(3), 1.5)",
         "def half(x): return x / 2",

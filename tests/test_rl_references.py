@@ -191,6 +191,9 @@ EMPTY = {
     "assert 1 + 1 == 2": "nothing that the answer defines",
     "add(1, 2)": "no assertion that is run",
     "add(1, 2) == 3": "no assertion that is run",
+    '{"stdin_stdout": [["3\\n", ""], ["4\\n", "\\n"]]}': "prints nothing passes all",
+    "import unittest\nclass T(unittest.TestCase):\n  def test(self):\n    add(1, 2)\n    self.assertTrue(True)":
+    "no assertion that is run",
     "add(1, 2)\nassert True": "no assertion that is run",
     "assert (add(1, 2) == 3, 'it adds')": "no assertion that is run",
     "def run():\n    assert add(1, 2) == 3": "no assertion that is run",
@@ -225,7 +228,6 @@ def test_references_that_test_nothing(reference: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("reference", "reason"),
     [
-        ("if add(1, 2) == 4:\n    assert add(1, 1) == 2", "tests nothing: 0 assertions were run"),
         ("values = [add]\nassert len(values) == 1", "the answer was asked for 0 values"),
         ("assert add(object(), 1) == 3", "cannot be judged: the tests give the answer a object"),
     ],
@@ -234,6 +236,11 @@ def test_references_that_turn_out_to_test_nothing(reference: str, reason: str) -
     check_reference(reference)
     with pytest.raises(ValueError, match=reason):
         code(ADD, reference)
+
+
+def test_an_assertion_that_is_not_reached_is_not_paid() -> None:
+    """That may be the answer's doing, as where it returns nothing to loop over."""
+    assert code("def primes(n): return []", "for p in primes(10): assert p in (2, 3, 5, 7)") == 0.0
 
 
 def test_thousands_of_references_are_checked_in_no_time() -> None:

@@ -23,6 +23,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "set": setattr,
     "item": operator.getitem,
     "put": operator.setitem,
+    "delete": operator.delitem,
     "len": len,
     "str": str,
     "repr": repr,
@@ -54,7 +55,7 @@ class Answerer(Link):
         self._numbers: dict[int, int] = {}
 
     def answer(self, question: list[Any]) -> list[Any]:
-        """`["value", value, arguments as they are now, what was printed]`, or `["error", types, args, printed]`."""
+        """`["value", value, arguments as they are now, what was printed]`, or `["error", types, parts, printed]`."""
         operation, arguments, named, in_place = question
         decoder = Decoder(self._object)
         try:
@@ -74,10 +75,10 @@ class Answerer(Link):
         except Exception as error:
             kinds = self._kinds(type(error))
             try:
-                args = Encoder(self._describe).encode(error.args)
+                told = Encoder(self._describe).encode((error.args, str(error), vars(error)))
             except Exception:
-                args = ["t", str(error)]
-            return ["error", kinds, args, self.take_printed()]
+                told = Encoder(self._describe).encode(((str(error),), str(error), {}))
+            return ["error", kinds, told, self.take_printed()]
 
     def take_printed(self) -> str:
         """What was printed since the last time."""
@@ -101,7 +102,7 @@ class Answerer(Link):
     def _kinds(self, error: type) -> list[Any]:
         """A class of errors and its bases: builtins by name, the program's own by number and name."""
         return [
-            kind.__name__ if kind.__module__ == "builtins" else [self._number(kind), kind.__name__]
+            kind.__name__ if kind.__module__ == "builtins" else [self._number(kind), kind.__name__, kind.__module__]
             for kind in error.__mro__
         ]
 
@@ -118,11 +119,12 @@ class Answerer(Link):
     def _callback(self, number: int) -> Callable[..., Any]:
         def call(*arguments: object, **named: object) -> Any:
             encoder = Encoder(self._describe)
+            given = encoder.encode(arguments)  # before the named ones, as it is decoded: containers are numbered so
             inside = {name: encoder.encode(value) for name, value in named.items()}
-            kind, said = self.ask(number, encoder.encode(arguments), inside)
+            kind, said = self.ask(number, given, inside)
             value = Decoder(self._object).decode(said)
             if kind == "value":
                 return value
-            raise builtin_named(value[0])(*value[1])
+            raise value[0](*value[1])
 
         return call

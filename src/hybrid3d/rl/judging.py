@@ -16,6 +16,7 @@ import sys
 import types
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 
+from hybrid3d.rl.assertions import Counting
 from hybrid3d.rl.remote import Decoder, Encoder, Forfeit, Link, builtin_name, builtin_named, elements
 
 TYPE_CHECKING = False  # as typing's, which takes 7 ms to import: a fifth of what this process needs to start
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 ANSWER_MODULES = ("solution", "program")  # what tests may import the answer as
 ASKED_NAMES = ("__name__", "__dict__")  # of attributes with two underscores, those that the answer is asked for
 ENDING = (StopIteration, StopAsyncIteration)  # end a loop, so an answer cannot raise them
+TEXT = "remote text"  # of an error: no name that an attribute can have
 
 
 class Unsendable(Exception):
@@ -69,13 +71,15 @@ class Judge(Link):
             match self.ask(*question):
                 case ["value", value, list(after), str(printed)]:
                     return self._accept(value, after, printed, encoder.containers, in_place)
-                case ["error", list(kinds), args, str(printed)]:
+                case ["error", list(kinds), told, str(printed)]:
                     self._show(printed)
-                    error = self._error(kinds, Decoder(self._object).decode(args))
+                    error = self._error(kinds, Decoder(self._object).decode(told))
+                case _:
+                    raise Forfeit("this is no answer")
         except Forfeit:
             self.forfeited = True
             raise
-        except (Unsendable, ValueError) as reason:
+        except Unsendable as reason:
             self.problem = self.problem or str(reason)
             raise Unsendable(str(reason)) from None
         raise error
@@ -144,8 +148,10 @@ class Judge(Link):
             kind = builtin
         else:
             raise Forfeit("this is no value")
-        # A handler of what the answer calls its errors must not catch a failed assertion.
-        return _Uncaught if kind in (BaseException, Exception, AssertionError) else kind
+        # A handler of what the answer calls its errors must not catch a failed assertion, nor may the tests leave by
+        # raising one of them: SystemExit ends them, StopIteration a loop.
+        leaves = issubclass(kind, ENDING) or (issubclass(kind, BaseException) and not issubclass(kind, Exception))
+        return _Uncaught if leaves or kind in (Exception, AssertionError) else kind
 
     def _error_class(self, kinds: list[Any]) -> type[Exception]:
         """The class of errors whose own names and bases are told, the most derived first."""
@@ -156,18 +162,26 @@ class Judge(Link):
                 if isinstance(builtin, type) and issubclass(builtin, found) and not issubclass(builtin, ENDING):
                     found = builtin
                 continue
-            number, name = kind
+            number, name, module = kind
             if number not in self._errors:
-                self._errors[number] = type(str(name), (found,), {})
+                self._errors[number] = _of_library(module, name, found) or _made_for(str(name), found)
             found = self._errors[number]
         return found
 
-    def _error(self, kinds: list[Any], args: Any) -> Exception:
-        """What the answer raised, of a builtin type or of one made for it."""
+    def _error(self, kinds: list[Any], told: Any) -> Exception:
+        """What the answer raised: of a builtin class, of the library's, or of one made for it."""
         if kinds[:1] == ["StopIteration"]:
             return _Stopped()
         try:
-            return self._error_class(kinds)(*args)
+            args, text, attributes = told
+            kind = self._error_class(kinds)
+            try:
+                error = kind(*args)
+            except TypeError:  # its `__init__` takes others, as that of JSONDecodeError
+                error = kind.__new__(kind, *args)
+            vars(error).update({name: value for name, value in attributes.items() if not name.startswith("__")})
+            vars(error)[TEXT] = text
+            return error
         except Exception:  # one that must be made otherwise, such as UnicodeDecodeError
             return RuntimeError(str(kinds[:1]))
 
@@ -184,27 +198,48 @@ class Judge(Link):
             value = self._callables[number](*positional, **inside)
             return ["value", Encoder(self._describe).encode(value)]
         except Exception as error:
-            self.failed |= isinstance(error, AssertionError)
-            kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
-            return ["error", ["t", kind.__name__, ["t", str(error)]]]
+            self.failed |= isinstance(error, AssertionError | _NotCompared)
+            own = self._errors.values()  # which the tests may raise, too
+            kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins" or kind in own)
+            return ["error", Encoder(self._describe).encode((kind, (str(error),)))]
+
+
+def _of_library(module: Any, name: Any, base: type) -> Any:
+    """A class of errors of the library that the tests can name; but none that unittest acts upon."""
+    if not isinstance(module, str) or not isinstance(name, str) or module.split(".")[0] not in sys.stdlib_module_names:
+        return None
+    kind = getattr(sys.modules.get(module), name, None)
+    known = isinstance(kind, type) and issubclass(kind, base) and not module.startswith("unittest")
+    return kind if known else None
+
+
+def _made_for(name: str, base: type[Exception]) -> type[Exception]:
+    """A class for errors of one of the answer's own, whose text is what the answer said that it is."""
+
+    def text(self: Exception) -> Any:
+        return vars(self)[TEXT] if TEXT in vars(self) else base.__str__(self)
+
+    return type(name, (base,), {"__str__": text})
 
 
 class _Uncaught(Exception):
-    """What stands for Exception or AssertionError where the answer gives them a name."""
+    """What stands for Exception, AssertionError and what is no Exception where the answer gives them a name."""
+
+
+class _NotCompared(TypeError):
+    """The tests would have compared an object of the answer's."""
 
 
 class _Stopped(RuntimeError):
     """The answer raised StopIteration: as such it would end a loop of the tests unseen."""
 
 
+# An object in the answer's process. It can be called, indexed and iterated over, and has attributes: all of these are
+# requests. It is true, unless its class says what its truth is, and equal to nothing: comparing it would ask the answer
+# for the verdict. This is a comment because its `__doc__` is the answer's.
 class Remote:
-    """An object in the answer's process.
-
-    It can be called, indexed and iterated over, and has attributes: all of these are requests. It is true, unless its
-    class says what its truth is, and equal to nothing: comparing it would ask the answer for the verdict.
-    """
-
     __slots__ = ("remote_judge", "remote_number", "remote_sized")
+    __doc__ = property(lambda self: self.remote_judge.request("get", self, "__doc__"))
 
     def __init__(self, judge: Judge, number: int, sized: bool):
         object.__setattr__(self, "remote_judge", judge)
@@ -227,6 +262,9 @@ class Remote:
 
     def __setitem__(self, key: object, value: object) -> None:
         self.remote_judge.request("put", self, key, value)
+
+    def __delitem__(self, key: object) -> None:
+        self.remote_judge.request("delete", self, key)
 
     def __len__(self) -> int:
         return self.remote_judge.request("len", self)  # type: ignore[no-any-return]  # len() checks it
@@ -253,64 +291,10 @@ class Remote:
         return True if not self.remote_sized else self._refuse()
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise TypeError("an object of the answer cannot be compared: compare the plain values that it has")
+        raise _NotCompared("an object of the answer cannot be compared: compare the plain values that it has")
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _refuse
     __hash__ = object.__hash__
-
-
-def is_assertion(node: ast.AST) -> bool:
-    """Whether a node can tell a wrong answer.
-
-    That is `assert` with something to compute, a method of unittest's, `if ...: raise ...`, or a handler of errors of
-    one kind.
-    """
-    if isinstance(node, ast.Assert):
-        return not isinstance(node.test, ast.Constant) and not (isinstance(node.test, ast.Tuple) and node.test.elts)
-    if isinstance(node, ast.If):
-        return any(isinstance(inner, ast.Raise) for inner in [*node.body, *node.orelse])
-    if isinstance(node, ast.ExceptHandler):
-        kinds = {inner.id for inner in ast.walk(node.type) if isinstance(inner, ast.Name)} if node.type else set()
-        return bool(kinds) and not kinds & {"BaseException", "Exception", "AssertionError", "ImportError"}
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.func.attr.startswith(("assert", "fail"))
-    return False
-
-
-class _Counting(ast.NodeTransformer):
-    """Makes tests count their assertions, and say where they do not use the result of a call."""
-
-    def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        self.generic_visit(node)
-        return self._counted(node)
-
-    def visit_If(self, node: ast.If) -> ast.AST:
-        self.generic_visit(node)
-        return self._counted(node)
-
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
-        counts = is_assertion(node)
-        self.generic_visit(node)
-        if counts:
-            node.body.insert(0, ast.Expr(_call("count", ast.Constant(True))))
-        return node
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        self.generic_visit(node)
-        call = node.value
-        if isinstance(call, ast.Call) and not (isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id)):
-            node.value = _call("call_in_place", call.func, *call.args, keywords=call.keywords)
-        return node
-
-    def _counted(self, node: ast.Assert | ast.If) -> ast.AST:
-        if is_assertion(node):
-            node.test = _call("count", node.test)
-        return node
-
-
-def _call(method: str, *arguments: ast.expr, keywords: list[ast.keyword] | None = None) -> ast.Call:
-    judge = ast.Name("__judge__", ast.Load())
-    return ast.Call(ast.Attribute(judge, method, ast.Load()), list(arguments), keywords or [])
 
 
 def main(orders: dict[str, Any]) -> None:
@@ -351,7 +335,7 @@ def run(judge: Judge, tests: dict[str, Any]) -> None:
     if uses_unittest:
         _count_unittest(judge)
     for source in tests["sources"]:
-        tree = ast.fix_missing_locations(_Counting().visit(ast.parse(source)))
+        tree = ast.fix_missing_locations(Counting().visit(ast.parse(source)))
         exec(compile(tree, "<tests>", "exec"), names)
     for name in tests["functions"]:
         names[name]()

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from hybrid3d.rl.judging import ANSWER_MODULES, is_assertion
+from hybrid3d.rl.assertions import is_assertion
+from hybrid3d.rl.judging import ANSWER_MODULES
 
 ENTRY = "_answer_"  # prefix of the name under which an entry point is called, so that it hides no builtin
 # Names that tests often use because the program they were written for had imported them. They are the judge's own,
@@ -74,6 +75,8 @@ def read_tests(reference: str) -> Tests | list[tuple[str, str]]:
             return _tests(source, read)
         pairs = read.get("stdin_stdout")
         if isinstance(pairs, list) and pairs and all(_is_pair(pair) for pair in pairs):
+            if not any(wanted.strip() for _, wanted in pairs):
+                raise ValueError(f"a program that prints nothing passes all pairs of stdin_stdout: {reference[:80]!r}")
             return [cast(tuple[str, str], tuple(pair)) for pair in pairs]
     raise ValueError(
         f"a reference for code needs tests, or stdin_stdout with pairs of text; this is {reference[:80]!r}"

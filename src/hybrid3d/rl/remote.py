@@ -183,7 +183,10 @@ class Decoder:
                 return self.containers[range(len(self.containers))[inner[0]]]
             case "v":
                 kind = getattr(importlib.import_module(VALUES[inner[0]][0]), inner[0])
-                return kind(*[self.decode(part, depth + 1) for part in inner[1:]])
+                value = kind(*[self.decode(part, depth + 1) for part in inner[1:]])
+                if getattr(value, "is_snan", bool)():
+                    raise ValueError("a signalling NaN, which raises where it is compared")
+                return value
         return self._other(tag, inner)
 
 

@@ -7,6 +7,7 @@ read its input and Python's library, and write to what is open already.
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import errno
 import importlib
@@ -143,6 +144,7 @@ def main() -> None:
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         orders = json.load(file)
     sys.argv[:] = ["program.py"]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which `site` defines, and -S leaves out
     act = load(orders["role"], orders["package"])
     os.write(orders["report"], (" ".join(confine(orders)) + "\n").encode())
     act(orders)

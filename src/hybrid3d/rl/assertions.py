@@ -1,0 +1,62 @@
+"""What counts as an assertion in the tests of a reference, and how the judge comes to count those that are run."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+
+
+def is_assertion(node: ast.AST) -> bool:
+    """Whether a node can tell a wrong answer.
+
+    That is `assert` with something to compute, a method of unittest's, `if ...: raise ...`, or a handler of errors of
+    one kind.
+    """
+    if isinstance(node, ast.Assert):
+        return not isinstance(node.test, ast.Constant) and not (isinstance(node.test, ast.Tuple) and node.test.elts)
+    if isinstance(node, ast.If):
+        return any(isinstance(inner, ast.Raise) for inner in [*node.body, *node.orelse])
+    if isinstance(node, ast.ExceptHandler):
+        kinds = {inner.id for inner in ast.walk(node.type) if isinstance(inner, ast.Name)} if node.type else set()
+        return bool(kinds) and not kinds & {"BaseException", "Exception", "AssertionError", "ImportError"}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        is_assert = node.func.attr.startswith("assert") and not all(isinstance(one, ast.Constant) for one in given)
+        return is_assert or node.func.attr.startswith("fail")
+    return False
+
+
+class Counting(ast.NodeTransformer):
+    """Makes tests count their assertions, and say where they do not use the result of a call."""
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        self.generic_visit(node)
+        return self._counted(node)
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        self.generic_visit(node)
+        return self._counted(node)
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
+        counts = is_assertion(node)
+        self.generic_visit(node)
+        if counts:
+            node.body.insert(0, ast.Expr(_call("count", ast.Constant(True))))
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        self.generic_visit(node)
+        call = node.value
+        if isinstance(call, ast.Call) and not (isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id)):
+            node.value = _call("call_in_place", call.func, *call.args, keywords=call.keywords)
+        return node
+
+    def _counted(self, node: ast.Assert | ast.If) -> ast.AST:
+        if is_assertion(node):
+            node.test = _call("count", node.test)
+        return node
+
+
+def _call(method: str, *arguments: ast.expr, keywords: list[ast.keyword] | None = None) -> ast.Call:
+    judge = ast.Name("__judge__", ast.Load())
+    return ast.Call(ast.Attribute(judge, method, ast.Load()), list(arguments), keywords or [])
