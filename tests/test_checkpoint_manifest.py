@@ -31,7 +31,14 @@ def test_a_flipped_bit(saved: Path) -> None:
     (saved / "deep/b").write_bytes(b"hellp")
     with pytest.raises(manifest.BrokenCheckpoint, match=r"deep/b has CRC-32 [0-9a-f]{8}, written was 3610a686"):
         manifest.check(saved)
-    manifest.check(saved, slice(0, None, 2))  # the other rank's share
+    manifest.check(saved, 0, 2)  # the other rank's share: the larger file
+
+
+def test_every_file_is_in_one_share_and_shares_have_alike_bytes() -> None:
+    sizes = {f"{number}": size for number, size in enumerate([900, 500, 400, 30, 20, 10, 0])}
+    shares = manifest._shares(sizes, 2)
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    assert [sum(sizes[name] for name in share) for share in shares] == [930, 930]
 
 
 def test_one_cut_short(saved: Path) -> None:

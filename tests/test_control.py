@@ -303,6 +303,16 @@ def test_what_memory_has_taken_is_held(recipe: Recipe, begin: Begin) -> None:
     assert control.progress["control"]["settings"].keys() == {"sync.verify", "optimizer.lr"}
 
 
+def test_what_is_held_must_be_a_setting_too(recipe: Recipe, begin: Begin) -> None:
+    """Or a checkpoint could not be written, which has what the file said, as JSON."""
+    control, said, _ = begin(recipe, micro_batch_size=16)
+    said.folder.control.write_text("train.micro_batch_size: 2024-01-01\nsync.verify: always")
+    assert control.before(0).sync.verify == "never"
+    (refused,) = (e["why"] for e in said.take())
+    assert refused.startswith("train.micro_batch_size: expected an integer")
+    json.dumps(control.progress)
+
+
 def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is(recipe: Recipe) -> None:
     """But for one that is set."""
     models = Models(None, None, None, None)  # type: ignore[arg-type]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from hybrid3d import heartbeat
+from hybrid3d import heartbeat, launch_environment
 from hybrid3d.heartbeat import Heartbeat, enter_phase
 
 pytestmark = pytest.mark.processes
@@ -23,6 +27,7 @@ Told = list[tuple[str, object]]
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(launch_environment, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(heartbeat, "_phase", heartbeat.STARTING)
     monkeypatch.setenv("HYBRID3D_HEARTBEAT_SECONDS", str(LIMIT))
     return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -65,6 +70,65 @@ def test_silence_is_told_before_the_process_that_is_silent_is_killed(store: dist
     assert "in phase train: its process" in said
     assert killed == ("kill", (os.getpid(), signal.SIGKILL))
     assert ended == ("exit", 1)
+
+
+def test_what_cannot_be_told_is_acted_upon(store: dist.Store, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the disk is full: the run would hang without a watcher."""
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(("raised", args.exc_type)))
+    first, second = begin(store, told)
+    first._tell = lambda rank, said: os.close(-1)
+    second._over.set()
+    wait(lambda: len(told) >= 3, 5 * LIMIT)
+    first.stop()
+    assert told == [("kill", (os.getpid(), signal.SIGKILL)), ("exit", 1), ("raised", OSError)]
+
+
+# A store of its own, on the port that it prints.
+STORE = """
+import sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("agent", "said"), [("True", "the store in its node's torchrun has not"), ("", "it has not")])
+def test_a_store_that_is_gone(
+    store: dist.Store, told: Told, agent: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", STORE]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as agents:
+        assert agents.stdout is not None
+        far = dist.TCPStore("127.0.0.1", int(agents.stdout.readline()), None, False, timedelta(seconds=5))
+        enter_phase("train")
+        second = Heartbeat(far, 1, 2, lambda rank, said: told.append(("tell", (rank, said))))
+        wait(lambda: second._answers > 0, 10)
+        agents.communicate()
+        time.sleep(0.5)  # in which the last beat that it took has been counted
+        second._seen = '[1, "train", 1, "", "elsewhere"]'
+        wait(lambda: len(told) >= 2, 30)
+    (what, (rank, words)), ended = told  # type: ignore[misc]
+    assert (what, rank, ended) == ("tell", 0, ("exit", 1))
+    assert words.startswith(said)
+
+
+def test_a_connection_that_breaks_is_made_anew(store: dist.Store, told: Told) -> None:
+    first, second = begin(store, told)
+
+    class Broken:
+        def clone(self) -> dist.Store:
+            return store.clone()
+
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistNetworkError("Broken pipe")
+
+    second._store = Broken()
+    time.sleep(2 * LIMIT)
+    for one in (first, second):
+        one.stop()
+    assert told == []
 
 
 def test_a_rank_that_is_over_may_be_silent(store: dist.Store, told: Told) -> None:

@@ -76,7 +76,7 @@ def test_a_shell_on_a_node_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) 
             "LOCAL_RANK=2: expected an integer from 0 to 1, as LOCAL_WORLD_SIZE=2",
         ),
         ({"HYBRID3D_RUN": "*"}, "HYBRID3D_RUN=*: no name for a run, expected 1 to 100 letters"),
-        ({"HYBRID3D_RENDEZVOUS_SECONDS": "nan"}, "HYBRID3D_RENDEZVOUS_SECONDS=nan: expected seconds, more than 0 and"),
+        ({"HYBRID3D_RENDEZVOUS_SECONDS": "nan"}, "HYBRID3D_RENDEZVOUS_SECONDS=nan: expected seconds, from 0.001 to"),
         (
             {"SLURM_STEP_ID": "0"},
             "SLURM_STEP_NUM_TASKS is not set, expected an integer from 1 to 1,048,576: srun sets it",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from hybrid3d.lifetime import remove_shared_memory
+from hybrid3d import lifetime, worker
+from hybrid3d.lifetime import children_of, remove_shared_memory
 from hybrid3d.rl.pooled import try_out
 from hybrid3d.rl.replying import Replier
 from hybrid3d.rl.scoring import Scorer
@@ -65,6 +67,11 @@ def kills_its_pool(answer, reference, prompt):
     child(answer)
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(300)
+
+def abandons(answer, reference, prompt):
+    import subprocess
+    subprocess.run("sleep 0.01 & exit 0", shell=True)
+    return 1.0
 
 def shares(answer, reference, prompt):
     from multiprocessing import shared_memory
@@ -184,6 +191,35 @@ def test_what_a_pool_shares_bears_the_name_of_the_run(mark: str, monkeypatch: py
     assert {name.partition(run)[0] for name in found} == {"psm_", "sem.mp-"}
     remove_shared_memory(run)
     assert not list(SHARED_MEMORY.glob(f"*{run}*"))
+
+
+def test_what_bears_another_name_or_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifetime, "SHARED_MEMORY", tmp_path)
+    ours = ["psm_run-1_0f0f", "sem.mp-run-1-ab_d0123", "run-1-tp:0-[0-1]-cpushm_0", "run-1-world-[0-3]-cpushm_1"]
+    others = [name.replace("run-1", "run-10") for name in ours] + [name.replace("run-1", "a-run-1") for name in ours]
+    others += ["run-1-b-tp:0-[0-1]-cpushm_0", "psm_run-1_b_0f0f", "sem.mp-run-1-b-ab_d0123", "notes about run-1"]
+    for name in [*ours, *others]:
+        (tmp_path / name).touch()
+    (tmp_path / "psm_run-1_00").mkdir()  # as another user's, which cannot be removed either
+    remove_shared_memory("run-1")
+    assert {path.name for path in tmp_path.iterdir()} == {*others, "psm_run-1_00"}
+
+
+def test_a_worker_waits_for_what_it_adopts(mark: str) -> None:
+    """Else every call would leave an entry in the table of processes, until there is no room for another."""
+    with Scorer("leaving:abandons", workers=1, timeout_seconds=20.0, default=0.0) as scorer:
+        for _ in range(4):
+            assert scorer.score([("", "", "")] * 10).rewards == [1.0] * 10
+        found = [children_of(pid) for pid in marked(mark)]
+        assert sum(lifetime.state(pid) == "Z" for pids in found for pid in pids) < 20
+
+
+def test_the_first_reason_counts(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.failure"
+    assert worker._leave(path, {"reason": "first"}, first=True)
+    with pytest.raises(FileExistsError):
+        worker._leave(path, {"reason": "second"}, first=True)
+    assert [json.loads(one.read_text()) for one in tmp_path.iterdir()] == [{"reason": "first"}]
 
 
 @pytest.mark.engines

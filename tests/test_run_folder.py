@@ -19,6 +19,7 @@ from hybrid3d.display import Display
 from hybrid3d.record import Record
 from hybrid3d.resuming import Checkpoints
 from hybrid3d.run_folder import RunFolder, checkpoint_folder
+from hybrid3d.train.manifest import UnusableCheckpoint
 from hybrid3d.train.room import Unwritten
 from run_ranks import ROOT
 
@@ -159,6 +160,22 @@ def test_what_is_being_written_is_waited_for_where_all_ranks_are_there(
     checkpoints._writing = written = Written(checkpoint_folder(checkpoints._record.folder, 4))
     checkpoints.__exit__(type(error), error, None)
     assert written.finished == finished
+
+
+def test_a_checkpoint_that_its_owner_can_mend_is_not_set_aside(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint_folder(checkpoints._record.folder, 1)
+    folder.mkdir(parents=True)
+
+    def link(models: object, path: Path) -> None:
+        raise UnusableCheckpoint(f"{path}: a.distcp is a symbolic link", alike=True)
+
+    monkeypatch.setattr(resuming.checkpoint, "load", link)
+    monkeypatch.setattr(resuming, "_of_first", list)
+    with pytest.raises(UnusableCheckpoint, match="symbolic link"):
+        checkpoints._load_last_whole()
+    assert folder.exists()
 
 
 def test_a_checkpoint_that_stays_is_told_and_stops_nothing(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:

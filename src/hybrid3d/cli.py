@@ -186,7 +186,7 @@ def _export(options: argparse.Namespace, arguments: list[str]) -> int:
         check_export(recipe, folder, step, out)
     if not launch_environment.under_launcher():
         with unfinished_folder(out) as unfinished, mock.patch.dict(os.environ, {UNFINISHED: str(unfinished)}):
-            return _launch(arguments, recipe, folder, _console())
+            return _launch(arguments, recipe, folder, _console(), generates=False)
     from hybrid3d import tasks
 
     return _run_rank(recipe, folder, functools.partial(tasks.export, recipe, folder, step, out))
@@ -316,10 +316,11 @@ def _launch(
     folder: RunFolder,
     console: Console,
     holding: AbstractContextManager[None] | None = None,
+    generates: bool = True,
 ) -> int:
     from hybrid3d.launcher import check_devices, launch
 
-    check_devices(recipe)
+    check_devices(recipe, generates)
     with holding or nullcontext(), mock.patch.dict(os.environ, {CHECKED: "1"}):
         return launch(arguments, recipe.world_size, folder, console)
 

@@ -192,6 +192,8 @@ class Control:
     def _changed(self, now: Recipe, asked: Settings, step: int, by: str) -> Recipe:
         """`changed`, but for what is held. RecipeError: as there."""
         free = {key: value for key, value in asked.items() if key not in self._held}
+        if len(free) < len(asked):  # what is held is not applied, and yet must be what a recipe may say
+            changed(now, asked, step)
         new = changed(now, free, step) if free else now
         held = [f"{key}: held at {self._held[key]} since memory ran out" for key in asked if key in self._held]
         if held:

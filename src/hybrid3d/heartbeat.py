@@ -11,13 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import torch.distributed as dist
 
-from hybrid3d.launch_environment import heartbeat_seconds
+from hybrid3d.launch_environment import BEAT_SECONDS, heartbeat_seconds
+from hybrid3d.lifetime import started, state
 
-BEAT_SECONDS = 2.0
 START_SECONDS = 600.0  # before its first phase a rank imports libraries and builds engines, and may not run Python
 STARTING, OVER = "start-up", "over"
 CLOSING_SECONDS = 5.0
@@ -49,9 +48,11 @@ class Heartbeat:
         self._rank, self._watched = rank, (rank + 1) % world_size
         self._tell = tell
         self._over = threading.Event()
-        # Under srun rank 0's process has the store: silence of the store is silence of rank 0
-        self._rank_0_has_store = rank > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self._answers, self._seen = 0, ""
+        self._identity = (os.getpid(), started(os.getpid()), socket.gethostname())
+        # Under srun rank 0's process has the store: silence of the store is silence of rank 0. Under torchrun the first
+        # node's agent has it, which may be stopped at a terminal while its ranks go on.
+        self._agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._answers, self._seen, self._refused = 0, "", False
         # Two threads, because a call waits without end for a store whose process is stopped
         runs = (self._beat, self._watch) if world_size > 1 else ()
         self._threads = [threading.Thread(target=run, name="heartbeat", daemon=True) for run in runs]
@@ -74,10 +75,14 @@ class Heartbeat:
         while not over:
             over = self._over.wait(BEAT_SECONDS)
             count += 1
-            with suppress(dist.DistError):  # silence, which is counted
-                self._store.set(mine, json.dumps([count, _phase, *_identity()]))
+            try:
+                self._store.set(mine, json.dumps([count, _phase, *self._identity]))
                 self._seen = self._store.get(watched).decode() if self._store.check([watched]) else ""
-                self._answers += 1
+                self._answers, self._refused = self._answers + 1, False
+            except dist.DistError:  # silence, which is counted
+                self._refused = True
+                with suppress(dist.DistError):  # a connection that is broken stays so
+                    self._store = self._store.clone()
 
     def _watch(self) -> None:
         answers, seen, unreachable, silent = 0, "", 0.0, 0.0
@@ -92,7 +97,10 @@ class Heartbeat:
             if silent > self._limit(seen):
                 self._lost(self._watched, silent, seen)
                 return
-            if self._rank_0_has_store and unreachable > self._limit(seen):
+            if unreachable > self._limit(seen) and self._agent_has_store and self._refused:
+                self._lost(0, unreachable, "", "the store in its node's torchrun")
+                return
+            if unreachable > self._limit(seen) and self._rank > 0 and not self._agent_has_store:
                 self._lost(0, unreachable, seen if self._watched == 0 else "")
                 return
 
@@ -102,43 +110,22 @@ class Heartbeat:
             return math.inf
         return max(heartbeat_seconds(), START_SECONDS) if phase == STARTING else heartbeat_seconds()
 
-    def _lost(self, rank: int, silent: float, seen: str) -> None:
+    def _lost(self, rank: int, silent: float, seen: str, what: str = "it") -> None:
         if self._over.is_set():
             return
-        said, process = f"it has not answered for {silent:.0f} s", 0
+        said, process = f"{what} has not answered for {silent:.0f} s", 0
         if seen:
-            _, phase, pid, started, host = json.loads(seen)
+            _, phase, pid, ticks, host = json.loads(seen)
             said += f", in phase {phase}"
-            if host == socket.gethostname() and _started(pid) == started:
-                said += f": its process {pid} is {'stopped (SIGSTOP)' if _state(pid) in ('T', 't') else 'stuck'}"
+            if host == socket.gethostname() and started(pid) == ticks:
+                said += f": its process {pid} is {'stopped (SIGSTOP)' if state(pid) in ('T', 't') else 'stuck'}"
                 process = pid
             else:
                 said += f": look at process {pid} on {host}"
-        self._tell(rank, said)
-        if process:  # after the reason is told: its death is what makes the launcher end this process
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)  # the launcher would wait for it
-        os._exit(1)  # the main thread may be waiting for that rank
-
-
-def _identity() -> tuple[int, str, str]:
-    pid = os.getpid()
-    return pid, _started(pid), socket.gethostname()
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the third on (proc(5)); none where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _state(pid: int) -> str:
-    return (_stat(pid) or [""])[0]
-
-
-def _started(pid: int) -> str:
-    """When a process started, in ticks since the machine did: with its number, that tells it from any other."""
-    fields = _stat(pid)
-    return fields[19] if len(fields) > 19 else ""
+        try:
+            self._tell(rank, said)
+        finally:
+            if process:  # after the reason is told: its death is what makes the launcher end this process
+                with suppress(OSError):
+                    os.kill(process, signal.SIGKILL)  # the launcher would wait for it
+            os._exit(1)  # the main thread may be waiting for that rank

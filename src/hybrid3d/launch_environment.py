@@ -20,6 +20,7 @@ HEARTBEAT_SECONDS = "HYBRID3D_HEARTBEAT_SECONDS"
 
 MAX_RANKS = 2**20
 MAX_SECONDS = 86_400.0
+BEAT_SECONDS = 2.0  # between two signs of life of a rank
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
 _SET_BY = {"RANK": "torchrun", "SLURM": "srun"}
@@ -119,16 +120,16 @@ def rendezvous_seconds() -> float:
 
 def heartbeat_seconds() -> float:
     """Seconds without a sign of life after which a rank counts as lost."""
-    return _seconds(HEARTBEAT_SECONDS, 40.0)
+    return _seconds(HEARTBEAT_SECONDS, 40.0, 3 * BEAT_SECONDS)
 
 
-def _seconds(name: str, default: float) -> float:
+def _seconds(name: str, default: float, least: float = 0.001) -> float:
     try:
         seconds = float(os.environ.get(name, default))
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds <= MAX_SECONDS:
-        _refuse(name, f"expected seconds, more than 0 and at most {MAX_SECONDS:,.0f}")
+    if not least <= seconds <= MAX_SECONDS:
+        _refuse(name, f"expected seconds, from {least:g} to {MAX_SECONDS:,.0f}")
     return seconds
 
 

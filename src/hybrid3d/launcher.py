@@ -78,8 +78,11 @@ def _run_once(arguments: list[str], world_size: int, folder: RunFolder) -> dict[
         return dict(error.failures)
 
 
-def check_devices(recipe: Recipe) -> None:
+def check_devices(recipe: Recipe, generates: bool = True) -> None:
     """A launch on this machine alone needs a GPU for every rank, where there are GPUs at all; else memory and cores.
+
+    Args:
+        generates: whether vLLM is started, which takes memory for its cache.
 
     Raises:
         RecipeError: it has fewer than the recipe's ranks need.
@@ -90,7 +93,7 @@ def check_devices(recipe: Recipe) -> None:
         raise RecipeError(recipe.name, [f"{ranks_said} exceed this machine's {gpus} GPUs: {elsewhere}"])
     if gpus:
         return
-    cache = recipe.rollout.kv_cache_gib * 2**30 if recipe.rollout is not None else 0
+    cache = recipe.rollout.kv_cache_gib * 2**30 if recipe.rollout is not None and generates else 0
     each, memory, cores = PROCESS_BYTES + cache, total_memory(), os.cpu_count() or 1
     most = min(int(memory // each), MAX_RANKS_PER_CORE * cores)
     if recipe.world_size > most:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +21,10 @@ from hybrid3d.launch_environment import RUN
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37  # of prctl(2)
 ENDING_SECONDS = 10  # in which a process that SIGKILL was sent to is gone, unless a device holds it
 DYING_SECONDS = 1.0  # in which the ranks of a launcher that is killed are gone
+SHARED_MEMORY = Path("/dev/shm")
 TRACKER_SECONDS = 2  # in which a process that keeps count of shared memory ends by itself
+
+_ended: set[int] = set()
 
 
 def die_with(parent: int) -> None:
@@ -104,7 +109,7 @@ def _is_tracker(pid: int) -> bool:
 
 def kill(pid: int) -> None:
     """Kill a process, and wait for it where it is a child of this one and has ended."""
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):  # one that has become another user's lives on
         os.kill(pid, signal.SIGKILL)
     _reap(pid)
 
@@ -112,6 +117,38 @@ def kill(pid: int) -> None:
 def _reap(pid: int) -> None:
     with suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
+
+
+def reap_orphans() -> None:
+    """Wait for adopted processes that have ended, which would stay in the table of processes.
+
+    One counts that is seen so twice: what ended just now may be about to be waited for by the code that started it.
+    """
+    global _ended
+    multiprocessing.active_children()  # waits for its own
+    ended = {pid for pid in children_of(os.getpid()) - own_tracker() if state(pid) == "Z"}
+    for pid in ended & _ended:
+        _reap(pid)
+    _ended = ended
+
+
+def stat(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat from the third on (proc(5)); none where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def state(pid: int) -> str:
+    """A letter, such as T of a process that is stopped (proc(5)); "" where there is none."""
+    return (stat(pid) or [""])[0]
+
+
+def started(pid: int) -> str:
+    """When a process started, in ticks since the machine did: with its number, that tells it from any other."""
+    fields = stat(pid)
+    return fields[19] if len(fields) > 19 else ""
 
 
 def name_shared_memory(run: str | None = None) -> None:
@@ -135,9 +172,16 @@ def name_shared_memory(run: str | None = None) -> None:
 
 
 def remove_shared_memory(run: str) -> None:
-    """Remove the segments and semaphores that a run which died left behind."""
-    for segment in Path("/dev/shm").glob(f"*{run}*"):
-        segment.unlink(missing_ok=True)
+    """Remove the segments and semaphores that a run which died left behind.
+
+    Names are matched whole: that of another run may begin with this one's. What belongs to another user stays.
+    """
+    name = re.escape(run)
+    own = re.compile(rf"psm_{name}_[0-9a-f]+|sem\.mp-{name}-\w{{8}}|{name}-[^-]+-\[[^\]]*\]-cpushm.*")
+    for segment in SHARED_MEMORY.glob("*"):
+        if own.fullmatch(segment.name):
+            with suppress(OSError):
+                segment.unlink()
 
 
 @contextmanager

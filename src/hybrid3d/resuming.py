@@ -15,7 +15,7 @@ from hybrid3d.file_system import MOUNTS, warning_of
 from hybrid3d.record import Record
 from hybrid3d.run_folder import checkpoint_folder, steps_in
 from hybrid3d.train import checkpoint
-from hybrid3d.train.manifest import BrokenCheckpoint, bytes_in
+from hybrid3d.train.manifest import BrokenCheckpoint, UnusableCheckpoint, bytes_in
 from hybrid3d.train.room import Unwritten, free_bytes
 from hybrid3d.train.writing import Writing, remove, remove_unfinished
 
@@ -62,6 +62,7 @@ class Checkpoints:
 
         Raises:
             BrokenCheckpoint: there are checkpoints, and none is whole.
+            UnusableCheckpoint: the last cannot be used as it lies there, and shows no damage.
         """
         folder = self._record.folder
         steps = _of_first(steps_in(folder))
@@ -69,6 +70,8 @@ class Checkpoints:
             path = checkpoint_folder(folder, step)
             try:
                 return step, checkpoint.load(self._models, path)
+            except UnusableCheckpoint:  # it would be lost to the user who can mend it, if it were set aside
+                raise
             except BrokenCheckpoint as error:
                 why = str(error)
             aside = path.with_name(path.name + ".broken")

@@ -156,7 +156,7 @@ def _step_of(path: Path, number: int, line: str) -> int:
     """The step of a record. ValueError: it is none; with its file and line."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         problem = f"{path}, line {number} is no record of a step ({type(error).__name__}: {error})"
         raise ValueError(f"{problem}: mend or remove the line, then start again") from None
 

@@ -58,14 +58,19 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
 
     def lost(other: int, said: str) -> None:
         """Another rank does not answer: tell why the run ends, and clean up, because this process ends too."""
+        with suppress(OSError):  # the disk of its log may be full
+            print(f"rank {other}: {said}", flush=True)
         reason = {"rank": other, "time": time.time(), "peer": False, "reason": said, "kind": "error"}
-        if not (_leave(folder.failure_of(other), reason) and launched):
+        try:
+            told = _leave(folder.failure_of(other), reason, first=True) and launched
+        except FileExistsError:  # it has said itself why it ends, or another rank has told this before
+            told = True
+        if not told:
             _say(stderr, last_words(folder, other, reason))
-        print(f"rank {other}: {said}", flush=True)
         remove_shared_memory(ranks.ident())
 
-    heartbeat = Heartbeat(store, rank, ranks.world_size(), lost)
     try:
+        heartbeat = Heartbeat(store, rank, ranks.world_size(), lost)
         task(rank, store, console)
         if dist.is_initialized():
             dist.barrier()
@@ -84,12 +89,14 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
         told = _leave(folder.failure_of(rank), reason) and launched
         if not told and not reason["peer"] and (rank == 0 or not alike):
             _say(stderr, last_words(folder, rank, reason))
-        with suppress(OSError):  # the disk of its log may be full
-            traceback.print_exception(error)
-            sys.stderr.flush()
-        end_descendants()
-        remove_shared_memory(ranks.ident())
-        os._exit(1)  # communication threads may be waiting for ranks that are gone
+        try:
+            with suppress(OSError):  # the disk of its log may be full
+                traceback.print_exception(error)
+                sys.stderr.flush()
+            end_descendants()
+            remove_shared_memory(ranks.ident())
+        finally:
+            os._exit(1)  # communication threads may be waiting for ranks that are gone
 
 
 def last_words(folder: RunFolder, rank: int, reason: Mapping[str, Any]) -> str:
@@ -99,17 +106,28 @@ def last_words(folder: RunFolder, rank: int, reason: Mapping[str, Any]) -> str:
     return f"rank {rank} failed: {reason['reason']}\nits log: {folder.log_of(rank)}"
 
 
-def _leave(path: Path, reason: Mapping[str, Any]) -> bool:
-    """Leave a reason where the launcher looks; False where the disk is full."""
-    draft = path.with_name(path.name + ".tmp")  # the launcher looks at any moment, and is to see all of it or nothing
+def _leave(path: Path, reason: Mapping[str, Any], first: bool = False) -> bool:
+    """Leave a reason where the launcher looks; False where the disk is full.
+
+    Raises:
+        FileExistsError: it must be the `first`, and there is one.
+    """
+    # The launcher looks at any moment, and is to see all of it or nothing
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         draft.write_text(json.dumps(reason))
-        draft.replace(path)
+        if first:
+            os.link(draft, path)
+        else:
+            draft.replace(path)
         return True
+    except FileExistsError:
+        raise
     except OSError:
+        return False
+    finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
-        return False
 
 
 def _say(console: Console, message: str) -> None:

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, SupportsFloat, cast
 
-from hybrid3d.lifetime import adopt_orphans, die_with, name_shared_memory
+from hybrid3d.lifetime import adopt_orphans, die_with, name_shared_memory, reap_orphans
 from hybrid3d.mistakes import visible
 from hybrid3d.rl.rewards import load_function
 
@@ -64,6 +64,7 @@ def is_batched() -> bool:
 
 def judge(items: Sequence[Item]) -> list[Verdict]:
     """The verdict on each of the items: one, or for a batched function all."""
+    reap_orphans()
     if _broken:
         return [(None, "raised", _broken)] * len(items)
     try:

@@ -75,21 +75,23 @@ def check(folder: Path) -> None:
     """Hold a checkpoint against its list of files. Every rank calls this, reads its share, and learns the outcome.
 
     Raises:
-        BrokenCheckpoint: on every rank: what the first of them found wrong, with both numbers.
+        BrokenCheckpoint: on every rank: what the first of them found wrong, with both numbers. An `UnusableCheckpoint`
+            where nothing shows damage.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     problem = None
     try:
         if rank == 0:
             manifest.check_sizes(folder)
-        manifest.check(folder, slice(rank, None, world))
+        manifest.check(folder, rank, world)
     except BrokenCheckpoint as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * world
+        problem = type(error), str(error)
+    problems: list[tuple[type[BrokenCheckpoint], str] | None] = [None] * world
     dist.all_gather_object(problems, problem)
     first = next(filter(None, problems), None)
     if first is not None:
-        raise BrokenCheckpoint(first, alike=True)
+        kind, said = first
+        raise kind(said, alike=True)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Megatron's format unpickles files of a checkpoint. What is checked here is check
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import reprlib
@@ -34,6 +35,10 @@ class BrokenCheckpoint(UserMistake):
     def __init__(self, message: str, alike: bool = False):
         super().__init__(message)
         self.alike = alike
+
+
+class UnusableCheckpoint(BrokenCheckpoint):
+    """A checkpoint cannot be used as it lies there, though nothing shows damage: whoever put it there can mend it."""
 
 
 def write(folder: Path, crcs: Mapping[str, int]) -> None:
@@ -95,28 +100,41 @@ def check_sizes(folder: Path) -> None:
     try:
         there = names_in(folder)
     except OSError as error:
-        raise BrokenCheckpoint(f"{folder} cannot be read ({error})") from None
+        raise UnusableCheckpoint(f"{folder} cannot be read ({error})") from None
     for name in there:
         if name not in files and name.endswith(SHARDS):
             problem = f"{folder}: {MANIFEST} does not list {reprlib.repr(name)}, which looks like a file of Megatron's"
-            raise BrokenCheckpoint(f"{problem}: move it elsewhere")
+            raise UnusableCheckpoint(f"{problem}: move it elsewhere")
 
 
-def check(folder: Path, share: slice = slice(None)) -> None:
-    """Hold a share of a checkpoint's files against its list: size and CRC-32 of each.
+def check(folder: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Hold a rank's share of a checkpoint's files against its list: size and CRC-32 of each.
 
     Raises:
         BrokenCheckpoint: what is wrong with it, with both numbers.
     """
-    for name, (size, crc32) in list(listed(folder).items())[share]:
+    files = listed(folder)
+    for name in _shares({name: size for name, (size, _) in files.items()}, ranks)[rank]:
+        size, crc32 = files[name]
         _check_size(folder, name, size)
         try:
             with open(folder / name, "rb") as file:
                 crc = _crc(file)
         except OSError as error:
-            raise BrokenCheckpoint(f"{folder}: {name} cannot be read ({error})") from None
+            raise UnusableCheckpoint(f"{folder}: {name} cannot be read ({error})") from None
         if crc != crc32:
             raise BrokenCheckpoint(f"{folder}: {name} has CRC-32 {crc:08x}, written was {crc32:08x}")
+
+
+def _shares(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
+    """Deal files to ranks, the largest first, each to whoever has the fewest bytes: the same on every rank."""
+    shares: list[list[str]] = [[] for _ in range(ranks)]
+    heap = [(0, rank) for rank in range(ranks)]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        taken, rank = heapq.heappop(heap)
+        shares[rank].append(name)
+        heapq.heappush(heap, (taken + sizes[name], rank))
+    return shares
 
 
 def _check_size(folder: Path, name: str, size: int) -> None:
@@ -128,11 +146,11 @@ def _check_size(folder: Path, name: str, size: int) -> None:
             found = os.lstat(path)
             if stat.S_ISLNK(found.st_mode):
                 target = reprlib.repr(os.readlink(path))
-                raise BrokenCheckpoint(f"{folder}: {name} is a symbolic link to {target}: put the file itself there")
+                raise UnusableCheckpoint(f"{folder}: {name} is a symbolic link to {target}: put the file itself there")
     except (FileNotFoundError, NotADirectoryError):
         raise BrokenCheckpoint(f"{folder}: {name} is missing") from None
     except OSError as error:
-        raise BrokenCheckpoint(f"{folder}: {name} cannot be read ({error.strerror})") from None
+        raise UnusableCheckpoint(f"{folder}: {name} cannot be read ({error.strerror})") from None
     if not stat.S_ISREG(found.st_mode):
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, a socket or a device"
         raise BrokenCheckpoint(f"{folder}: {name} is {kind}, and a file of {size} bytes was written")
