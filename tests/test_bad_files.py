@@ -16,11 +16,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from bad_inputs import Bad, Harness, check_labels, sample
 from hybrid3d import cli, launcher
 from hybrid3d.rl import pooled
+from sound import write_inputs
 from test_cli import RECIPE
 
 SAMPLE = 60  # cases with the fast tests
@@ -277,10 +277,7 @@ FAST = sample([case for case in CASES if not case.label.endswith(SLOW_LABELS)], 
 def sound(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe, a model and data with which nothing is wrong."""
     folder = tmp_path_factory.mktemp("sound")
-    shutil.copytree(demo / "base", folder / "model")
-    for name in ("train", "eval"):
-        pq.write_table(pq.read_table(demo / f"{name}.parquet").slice(0, 20), folder / f"{name}.parquet")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    write_inputs(folder, demo, RECIPE)
     return folder
 
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
+import sound
 from bad_inputs import Bad, Harness, check_labels, sample
 from hybrid3d import cli, launcher
 from hybrid3d.config import Recipe
@@ -26,15 +25,9 @@ from hybrid3d.schema import Schedule, section_of
 from test_user_files import BOMB, MERGE_BOMB
 
 RECIPE: dict[str, Any] = {
-    "name": "tried",
-    "model": {"path": "model"},
-    "train": {"tp": 2, "pp": 2, "micro_batch_size": 4},
-    "rollout": {"tp": 2, "max_model_len": 128, "max_new_tokens": 8},
-    "data": {"train": "train.parquet", "eval": "eval.parquet"},
+    **sound.RECIPE,
     "algorithm": {"name": "ppo", "prompts_per_step": 4, "samples_per_prompt": 2},
     "critic": {"optimizer": {"lr": 1.0e-4}},
-    "optimizer": {"lr": 1.0e-4},
-    "run": {"steps": 2},
 }
 HUGE = "9" * 30
 OF_ANY_TYPE = ("[1]", "{a: 1}", "2024-01-02", '"\\ud800"', '"a\\0b"', "!!bool abc", "0x" + "f" * 5_000, "[1", "*x")
@@ -339,10 +332,7 @@ PROCESSES = sample(GIVEN, 36, seed=2)
 def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe, a model and data with which nothing is wrong."""
     folder = tmp_path_factory.mktemp("bad")
-    shutil.copytree(demo / "base", folder / "model")
-    for name in ("train", "eval"):
-        pq.write_table(pq.read_table(demo / f"{name}.parquet").slice(0, 20), folder / f"{name}.parquet")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    sound.write_inputs(folder, demo, RECIPE)
     return folder
 
 

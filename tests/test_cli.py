@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -22,27 +20,15 @@ from hybrid3d.families.family import RowMap, Same
 from hybrid3d.preflight import check_run
 from hybrid3d.reshard.files import CheckpointError
 from run_ranks import environment
+from sound import RECIPE, write_inputs
 
-RECIPE: dict[str, Any] = {
-    "name": "tried",
-    "model": {"path": "model"},
-    "train": {"tp": 2, "pp": 2, "micro_batch_size": 4},
-    "rollout": {"tp": 2, "max_model_len": 128, "max_new_tokens": 8},
-    "data": {"train": "train.parquet", "eval": "eval.parquet"},
-    "algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 2},
-    "optimizer": {"lr": 1.0e-4},
-    "run": {"steps": 2},
-}
 SFT = ["rollout=null", "algorithm.name=sft", "algorithm.samples_per_prompt=1"]
 
 
 @pytest.fixture
 def work(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: a recipe, a model and data with which nothing is wrong."""
-    shutil.copytree(demo / "base", tmp_path / "model")
-    for name in ("train", "eval"):
-        pq.write_table(pq.read_table(demo / f"{name}.parquet").slice(0, 20), tmp_path / f"{name}.parquet")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    write_inputs(tmp_path, demo)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -17,27 +16,15 @@ from hybrid3d import cli, exporting, launcher
 from hybrid3d.reshard.files import Entry, create_files
 from hybrid3d.run_folder import RunFolder
 from hybrid3d.train import manifest
+from sound import RECIPE, write_inputs
 
-RECIPE: dict[str, Any] = {
-    "name": "tried",
-    "model": {"path": "model"},
-    "train": {"tp": 2, "pp": 2, "micro_batch_size": 4},
-    "rollout": {"tp": 2, "max_model_len": 128, "max_new_tokens": 8},
-    "data": {"train": "train.parquet", "eval": "eval.parquet"},
-    "algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 2},
-    "optimizer": {"lr": 1.0e-4},
-    "run": {"steps": 2},
-}
 Refused = Callable[..., str]
 
 
 @pytest.fixture
 def run(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run with a checkpoint of step 3, as far as is seen without reading it, in the current folder."""
-    shutil.copytree(demo / "base", tmp_path / "model")
-    for name in ("train", "eval"):
-        pq.write_table(pq.read_table(demo / f"{name}.parquet").slice(0, 20), tmp_path / f"{name}.parquet")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    write_inputs(tmp_path, demo)
     monkeypatch.chdir(tmp_path)
     run = Path("runs/tried")
     checkpoint = run / "checkpoints/step-000003"
