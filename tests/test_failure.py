@@ -66,7 +66,7 @@ class Run:
         assert sorted(ranks) == list(range(self.count))
         self.name = ranks[0][1]
         # what vLLM would have here, and what nobody removes when processes are killed
-        (SHARED_MEMORY / f"psm_{ranks[0][1]}_test").write_bytes(b"1")
+        (SHARED_MEMORY / f"psm_{ranks[0][1]}_7e57").write_bytes(b"1")
         return ranks
 
     def wait_until(self, holds: Callable[[], bool], seconds: float) -> None:
@@ -112,7 +112,7 @@ def start(demo: Path, tmp_path: Path) -> Iterator[Start]:
     for run in runs:
         kill_marked(run.mark)
         run.process.wait()
-        for segment in SHARED_MEMORY.glob("psm_hybrid3d-*_test"):
+        for segment in SHARED_MEMORY.glob("psm_hybrid3d-*_7e57"):
             segment.unlink()
 
 

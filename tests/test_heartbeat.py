@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,6 +40,18 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     monkeypatch.setattr(heartbeat.os, "kill", lambda pid, number: done.append(("kill", (pid, number))))
     monkeypatch.setattr(heartbeat.os, "_exit", lambda code: done.append(("exit", code)))
     return done
+
+
+@pytest.fixture(autouse=True)
+def nothing_beats_on() -> Iterator[None]:
+    """No thread of a test that could find its store gone in the tests after it."""
+    yield
+    threads = [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+    for thread in threads:
+        thread._target.__self__._over.set()  # type: ignore[attr-defined]
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def begin(store: dist.Store, told: Told) -> list[Heartbeat]:
@@ -101,7 +113,7 @@ def test_a_store_that_is_gone(
     pipe, command = subprocess.PIPE, [sys.executable, "-c", STORE]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as agents:
         assert agents.stdout is not None
-        far = dist.TCPStore("127.0.0.1", int(agents.stdout.readline()), None, False, timedelta(seconds=5))
+        far = dist.TCPStore("127.0.0.1", int(agents.stdout.readline()), None, False, timedelta(seconds=1))
         enter_phase("train")
         second = Heartbeat(far, 1, 2, lambda rank, said: told.append(("tell", (rank, said))))
         wait(lambda: second._answers > 0, 10)

@@ -165,16 +165,17 @@ def listed(folder: Path) -> dict[str, tuple[int, int]]:
         BrokenCheckpoint: there is no list, it is damaged, or it has a name that leads out of the folder.
     """
     path = folder / MANIFEST
+    unreadable = f"{folder} has no list of its files that can be read"
+    if path.is_symlink():
+        raise UnusableCheckpoint(f"{unreadable}: {path} is a symbolic link to {reprlib.repr(os.readlink(path))}")
     try:
-        if path.is_symlink():
-            raise ValueError(f"{path} is a symbolic link to {reprlib.repr(os.readlink(path))}")
         read = read_json_file(path, "a list of files")
         files = read.get("files") if isinstance(read, dict) else None
         if not isinstance(files, dict):
             raise ValueError(f'{path} holds {reprlib.repr(read)}, expected {{"files": {{name: ...}}}}')
         return {_checked_name(name): _size_and_crc(name, wanted) for name, wanted in files.items()}
     except (OSError, UnreadableFile, ValueError) as error:
-        raise BrokenCheckpoint(f"{folder} has no list of its files that can be read: {error}") from None
+        raise BrokenCheckpoint(f"{unreadable}: {error}") from None
 
 
 def _checked_name(name: str) -> str:
