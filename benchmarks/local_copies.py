@@ -22,9 +22,9 @@ import torch
 from hybrid3d.bench.report import machine
 from hybrid3d.bench.scaling import Scale, scaled, write_model
 from hybrid3d.config import load_recipe
-from hybrid3d.inputs import read_config
-from hybrid3d.planning.placing import placed
-from hybrid3d.planning.sides import ask
+from hybrid3d.inputs.models import read_config
+from hybrid3d.planning.agreed_placement import placed
+from hybrid3d.planning.engine_queries import ask
 from hybrid3d.reshard.executor import Executor, Tensors
 from hybrid3d.reshard.layout import Piece
 from hybrid3d.reshard.planner import RankPlan, make_plan

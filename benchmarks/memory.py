@@ -46,16 +46,16 @@ def measure(model: str, case: str) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from hybrid3d import ranks
+    from hybrid3d import distributed
     from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Run, Train
-    from hybrid3d.inputs import read_config
+    from hybrid3d.inputs.models import read_config
     from hybrid3d.rl.batch import Batch
     from hybrid3d.rl.objective import sft_loss
     from hybrid3d.train import runtime
     from hybrid3d.train.policy import Policy
 
     torch.set_num_threads(1)
-    ranks.start(dist.HashStore())
+    distributed.start(dist.HashStore())
     recipe = Recipe(
         name="memory",
         model=Model(path=model),

@@ -53,9 +53,9 @@ def of_rank(model: str, layouts: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
-    from hybrid3d import ranks
+    from hybrid3d import distributed
     from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Run, Train
-    from hybrid3d.inputs import read_config
+    from hybrid3d.inputs.models import read_config
     from hybrid3d.rl.balance import balanced_shares
     from hybrid3d.rl.batch import Batch
     from hybrid3d.rl.objective import sft_loss
@@ -63,7 +63,7 @@ def of_rank(model: str, layouts: list[str]) -> None:
     from hybrid3d.train.policy import Policy
 
     torch.set_num_threads(1)
-    ranks.start()
+    distributed.start()
     random, sizes = Random(2), lengths()
     sequences = [[random.randrange(SIZES["vocab_size"]) for _ in range(n)] for n in sizes]
     base = Recipe(
@@ -88,7 +88,7 @@ def of_rank(model: str, layouts: list[str]) -> None:
                 start = time.perf_counter()
                 policy.logprobs(batch)
                 policy.train_step(batch, sft_loss)
-                seconds.append(max(ranks.gather(time.perf_counter() - start)))
+                seconds.append(max(distributed.gather(time.perf_counter() - start)))
             rate = sum(sizes) / statistics.median(seconds[1:])
             first = first or rate
             if dist.get_rank() == 0:

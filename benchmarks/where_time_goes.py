@@ -55,9 +55,9 @@ def of_rank(path: str) -> None:
     """One rank: time syncs, then profile as many."""
     import torch.distributed as dist
 
-    from hybrid3d import ranks
+    from hybrid3d import distributed
     from hybrid3d.config import load_recipe
-    from hybrid3d.inputs import read_config
+    from hybrid3d.inputs.models import read_config
     from hybrid3d.train import runtime
 
     recipe = load_recipe(path)
@@ -65,21 +65,21 @@ def of_rank(path: str) -> None:
     runtime.initialize(recipe.train, recipe.run.seed)
     import torch
 
+    from hybrid3d.roles.weight_sync import WeightSync
     from hybrid3d.rollout.engine import RolloutEngine
-    from hybrid3d.sync import WeightSync
     from hybrid3d.train.model import build_model
     from hybrid3d.train.weights import megatron_weights
 
     config, rank = read_config(recipe.model.path), dist.get_rank()
     trained = megatron_weights(build_model(config, recipe.train, getattr(torch, recipe.model.dtype)), config)
-    engine = RolloutEngine(recipe, rank, ranks.ident(), list(range(recipe.world_size)))
+    engine = RolloutEngine(recipe, rank, distributed.ident(), list(range(recipe.world_size)))
     sync = WeightSync(recipe, trained, engine, rank)
 
     def run() -> float:
         dist.barrier()
         start = time.perf_counter()
         sync.run(*([0] if "number" in WeightSync.run.__annotations__ else []))
-        return max(ranks.gather(time.perf_counter() - start))
+        return max(distributed.gather(time.perf_counter() - start))
 
     run()
     seconds = [run() for _ in range(RUNS)]
@@ -89,7 +89,7 @@ def of_rank(path: str) -> None:
         profile.enable()
         sync.run(*([0] if "number" in WeightSync.run.__annotations__ else []))
         profile.disable()
-    every = ranks.gather(_shares(profile))
+    every = distributed.gather(_shares(profile))
     if rank == 0:
         print(f"| {'what':30} | ms of a mean rank |\n|{'-' * 32}|{'-' * 19}|")
         for kind in every[0]:

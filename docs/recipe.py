@@ -14,8 +14,8 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from hybrid3d.config import Recipe
-from hybrid3d.control import MAY_CHANGE
-from hybrid3d.schema import expected, section_of
+from hybrid3d.config.schema import expected, section_of
+from hybrid3d.run.live_settings import MAY_CHANGE
 
 PAGE = Path(__file__).with_suffix(".md")
 HEAD = f"""\

@@ -24,7 +24,7 @@ export HYBRID3D_RUN=${HYBRID3D_RUN:-hybrid3d-$(date +%s)-$$}
 bash launch/prepare-node.sh "$ranks_per_node" "$world_size"
 if ((NNODES > 1)); then # torchrun itself would wait for long, and end in a traceback
     RANK=$NODE_RANK WORLD_SIZE=$NNODES MASTER_ADDR=$MASTER_ADDR MASTER_PORT=$MASTER_PORT \
-        "$PYTHON" -m hybrid3d.rendezvous "$recipe" "$@"
+        "$PYTHON" -m hybrid3d.launch.rendezvous "$recipe" "$@"
 fi
 exec "$PYTHON" -m torch.distributed.run --nnodes="$NNODES" --node-rank="$NODE_RANK" \
     --nproc-per-node="$ranks_per_node" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \

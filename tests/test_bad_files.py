@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from bad_inputs import Bad, Harness, check_labels, sample
-from hybrid3d import cli, launcher
-from hybrid3d.rl import pooled
+from hybrid3d import cli
+from hybrid3d.launch import launcher
+from hybrid3d.rewards import pool_client
 from sound import write_inputs
 from test_cli import RECIPE
 
@@ -323,7 +324,7 @@ def test_there_are_some_hundreds() -> None:
 @pytest.mark.processes
 def test_a_module_that_never_loads_is_ended(harness: Harness, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """With what it has started, which would hold its pipes."""
-    monkeypatch.setattr(pooled, "START_SECONDS", 3)
+    monkeypatch.setattr(pool_client, "START_SECONDS", 3)
     source = f"import subprocess; subprocess.Popen(['sleep', '999'])\n{source}"
     prepare = overwrite("users.py", source.encode())
     said = ("reward.name", "does not load within 3 s")
@@ -331,7 +332,7 @@ def test_a_module_that_never_loads_is_ended(harness: Harness, monkeypatch: pytes
 
 
 def test_what_a_module_prints_is_not_its_answer(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybrid3d.rl.pooled import try_out
+    from hybrid3d.rewards.pool_client import try_out
 
     work = Path(harness._work)
     (work / "chatty.py").write_text("import atexit\nprint('{')\ndef f(a, b, c):\n    return 1.0\nprint('garbage')")
@@ -367,7 +368,7 @@ def test_nothing_is_wrong_with_the_files_that_cases_start_from(
     started: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from hybrid3d import preflight
+    from hybrid3d.launch import preflight
 
     monkeypatch.chdir(harness._work)
     monkeypatch.setattr(preflight, "check_weights", lambda *unused: None)  # which starts an engine

@@ -19,9 +19,10 @@ import yaml
 
 import sound
 from bad_inputs import Bad, Harness, check_labels, sample
-from hybrid3d import cli, launcher
+from hybrid3d import cli
 from hybrid3d.config import Recipe
-from hybrid3d.schema import Schedule, section_of
+from hybrid3d.config.schema import Schedule, section_of
+from hybrid3d.launch import launcher
 from test_user_files import BOMB, MERGE_BOMB
 
 RECIPE: dict[str, Any] = {
@@ -340,7 +341,7 @@ def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def harness(work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Harness:
     started: list[object] = []
     monkeypatch.setattr(launcher, "launch", lambda *unused: started.append(unused) or cli.FAILED)
-    monkeypatch.setattr("hybrid3d.worker.run_rank", lambda *unused, **more: started.append(unused) or cli.FAILED)
+    monkeypatch.setattr("hybrid3d.launch.worker.run_rank", lambda *unused, **more: started.append(unused) or cli.FAILED)
     return Harness(work, started, capsys, monkeypatch)
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from hybrid3d.bench import fitting
 from hybrid3d.bench.scaling import Scale, scaled
 from hybrid3d.config import Recipe, RecipeError, load_recipe
-from hybrid3d.inputs import read_config
+from hybrid3d.inputs.models import read_config
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 

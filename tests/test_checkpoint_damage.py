@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from commands import ROOT, hybrid3d
-from hybrid3d.train import manifest
-from hybrid3d.train.manifest import BrokenCheckpoint
+from hybrid3d.storage import manifest
+from hybrid3d.storage.manifest import BrokenCheckpoint
 from run_ranks import run_ranks
 
 CONTENT = {name: name.encode() * 9 for name in (*manifest.REQUIRED, "__0_0.distcp", "__1_0.distcp")}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid3d.train import manifest
+from hybrid3d.storage import manifest
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from hybrid3d import worker
-from hybrid3d.launcher import first_cause
-from hybrid3d.run_folder import RunFolder
+from hybrid3d.launch import worker
+from hybrid3d.launch.launcher import first_cause
+from hybrid3d.launch.worker import last_words
+from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.storage.disk import Unwritten
 from hybrid3d.train import checkpoint, writing
-from hybrid3d.train.room import Unwritten
-from hybrid3d.worker import last_words
 
 pytestmark = pytest.mark.processes
 

@@ -17,7 +17,7 @@ from hybrid3d import cli, families
 from hybrid3d.config import load_recipe
 from hybrid3d.families import Config, Strip
 from hybrid3d.families.family import RowMap, Same
-from hybrid3d.preflight import check_run
+from hybrid3d.launch.preflight import check_run
 from hybrid3d.reshard.files import CheckpointError
 from run_ranks import environment
 from sound import RECIPE, write_inputs
@@ -36,7 +36,7 @@ def work(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Launches, which only look as if they had happened."""
-    from hybrid3d import launcher
+    from hybrid3d.launch import launcher
 
     launches: list[list[str]] = []
     monkeypatch.setattr(launcher, "launch", lambda arguments, *unused: launches.append(arguments) or cli.FAILED)

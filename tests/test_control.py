@@ -14,16 +14,16 @@ import pytest
 import torch
 import yaml
 
-from hybrid3d import control as control_module
 from hybrid3d.config import OFFLOADS, Optimizer, Recipe, RecipeError, load_recipe, recipe_to_yaml
-from hybrid3d.control import MAY_CHANGE, Control, changed, check_schedule, settings_of
-from hybrid3d.experience import Learner
-from hybrid3d.guard import Guard
-from hybrid3d.launcher import first_cause
-from hybrid3d.models import Models
-from hybrid3d.relief import RanOut, Relief, smaller
-from hybrid3d.run_folder import RunFolder
-from hybrid3d.worker import last_words
+from hybrid3d.launch.launcher import first_cause
+from hybrid3d.launch.worker import last_words
+from hybrid3d.run import live_settings as control_module
+from hybrid3d.run.health import Guard
+from hybrid3d.run.live_settings import MAY_CHANGE, Control, changed, check_schedule, settings_of
+from hybrid3d.run.oom_recovery import RanOut, Relief, smaller
+from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.trainer.learner import Learner
+from hybrid3d.trainer.models import Models
 from run_ranks import ROOT
 
 DEMO = ROOT / "recipes" / "demo-cpu.yaml"

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid3d import conversing, ranks
+from hybrid3d import distributed
 from hybrid3d.config import load_recipe
-from hybrid3d.conversing import Conversation, Conversations, Heard
+from hybrid3d.generation import multi_turn
+from hybrid3d.generation.multi_turn import Conversation, Conversations, Heard
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import Example
 from hybrid3d.rl.objective import PolicyObjective, Scored
@@ -88,7 +89,7 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(ranks, "gather", lambda value: [value])
+    monkeypatch.setattr(distributed, "gather", lambda value: [value])
 
     def held(
         *texts: str, environment: str = "mine:echo", longest: int = 99, turns: int = 8, greedy: bool = False
@@ -188,8 +189,10 @@ def test_a_failure_ends_its_conversation_only(talk: Talk) -> None:
 
 def test_a_replica_that_is_done_goes_on_stepping_with_the_others(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [[Heard(over=False)], [Heard(over=False)], [Heard(over=True)]]
-    monkeypatch.setattr(conversing, "check_environment", lambda spec: ("=",))
-    monkeypatch.setattr(ranks, "gather", lambda value: [value, None, (1, others.pop(0))] if value[0] == 0 else [value])
+    monkeypatch.setattr(multi_turn, "check_environment", lambda spec: ("=",))
+    monkeypatch.setattr(
+        distributed, "gather", lambda value: [value, None, (1, others.pop(0))] if value[0] == 0 else [value]
+    )
     (one,), author = talk("a|", environment="calculator")
     assert shown(one) == ("a|", "^^")
     assert [len(of_round) for of_round in author.asked] == [1, 0, 0]

@@ -148,7 +148,7 @@ def test_policy_and_critic_share_a_checkpoint(results: Results) -> None:
 def test_a_head_of_several_labels_is_refused(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    from hybrid3d.inputs import read_config
+    from hybrid3d.inputs.models import read_config
     from hybrid3d.reshard.files import CheckpointError
     from hybrid3d.train.critic import Critic
 

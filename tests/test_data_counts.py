@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from hybrid3d.cli import main
-from hybrid3d.display import Display
-from hybrid3d.record import Record
 from hybrid3d.rl.data import DataError, PromptData
-from hybrid3d.run_folder import RunFolder
+from hybrid3d.run.display import Display
+from hybrid3d.run.record import Record
+from hybrid3d.run.run_folder import RunFolder
 from test_rl_data import make_tokenizer, read
 
 Write = Callable[..., Path]

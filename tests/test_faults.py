@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from commands import ROOT, read_rows
-from hybrid3d.train import manifest
+from hybrid3d.storage import manifest
 from run_ranks import environment
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]

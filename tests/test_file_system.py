@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid3d.file_system import MOUNTS, type_of, warning_of
+from hybrid3d.storage.mounts import MOUNTS, type_of, warning_of
 
 # As recorded on nodes of a cluster, shortened: fields as in proc(5), with optional ones (shared:1) and without
 RECORDED = r"""

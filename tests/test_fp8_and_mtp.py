@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from commands import EXPERTS, ROOT, experts_folder, hybrid3d, read_rows
-from hybrid3d.exporting import copy_companions, export_entries, is_untrained
 from hybrid3d.families.deepseek import COUNTS
+from hybrid3d.inputs.export import copy_companions, export_entries, is_untrained
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.files import (
     CheckpointError,

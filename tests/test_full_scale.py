@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hybrid3d.config import Recipe, load_recipe
-from hybrid3d.planning import sides as sides_module
+from hybrid3d.planning import engine_queries as sides_module
 from hybrid3d.planning import traffic
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.layout import Holdings, Piece

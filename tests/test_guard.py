@@ -11,9 +11,9 @@ import pytest
 
 from hybrid3d.config import Guard as Settings
 from hybrid3d.config import load_recipe
-from hybrid3d.guard import USUAL_AFTER, GaveUp, Guard
-from hybrid3d.record import Record
 from hybrid3d.rl.kl import KlController
+from hybrid3d.run.health import USUAL_AFTER, GaveUp, Guard
+from hybrid3d.run.record import Record
 
 
 class Heard:

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hybrid3d import heartbeat, launch_environment
-from hybrid3d.heartbeat import Heartbeat, enter_phase
+from hybrid3d import launch_environment
+from hybrid3d.run import heartbeat
+from hybrid3d.run.heartbeat import Heartbeat, enter_phase
 
 pytestmark = pytest.mark.processes
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from hybrid3d import control as control_module
 from hybrid3d.config import load_recipe
-from hybrid3d.control import Control
+from hybrid3d.run import live_settings as control_module
+from hybrid3d.run.live_settings import Control
 from run_ranks import ROOT
 
 TEXTS: dict[str, str | bytes] = {

@@ -16,8 +16,8 @@ import pytest
 from commands import ROOT, experts_folder, read_rows
 from hybrid3d.config import Guard as Settings
 from hybrid3d.config import load_recipe
-from hybrid3d.guard import EXPLAINED_MISMATCH, EnginesDisagree, Guard
-from hybrid3d.record import Record
+from hybrid3d.run.health import EXPLAINED_MISMATCH, EnginesDisagree, Guard
+from hybrid3d.run.record import Record
 from run_ranks import environment
 from test_guard import Heard
 

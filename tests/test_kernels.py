@@ -100,7 +100,7 @@ def test_the_tables_know_every_name_under_transformer_engine(
     family: str, tiny_checkpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hybrid3d.families import family_of
-    from hybrid3d.inputs import read_config
+    from hybrid3d.inputs.models import read_config
     from hybrid3d.train.model import transformer_config
     from hybrid3d.train.probe import expected_shapes
 
@@ -170,7 +170,7 @@ def group_experts(mlp: Any) -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_grouped_experts_are_the_same_pieces(family: str, rank: int, tiny_checkpoint: Callable[..., Any]) -> None:
-    from hybrid3d.inputs import read_config
+    from hybrid3d.inputs.models import read_config
     from hybrid3d.train.model import build_model
     from hybrid3d.train.runtime import as_rank
     from hybrid3d.train.weights import megatron_weights

@@ -19,8 +19,8 @@ import os, socket, sys
 from pathlib import Path
 from torch.distributed.checkpoint.api import CheckpointException
 from hybrid3d.config import load_recipe
-from hybrid3d.run_folder import RunFolder
-from hybrid3d.worker import run_rank
+from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.launch.worker import run_rank
 
 recipe, raised = load_recipe(sys.argv[2]), eval(sys.argv[1])
 for number, error in enumerate(raised):

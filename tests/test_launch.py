@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid3d import launcher, ranks, rendezvous
+from hybrid3d import distributed
 from hybrid3d.config import Recipe, RecipeError, load_recipe
+from hybrid3d.launch import launcher, rendezvous
 from run_ranks import ROOT, environment, kill_marked
 from slurm_cluster import free_ports
 
@@ -304,9 +305,14 @@ def test_srun_speaks_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     step |= {"STEP_NUM_TASKS": "1", "STEP_TASKS_PER_NODE": "1"}
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert not ranks.under_launcher()
+    assert not distributed.under_launcher()
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "5")
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2),1")
-    assert ranks.under_launcher()
-    ranks.adopt_slurm()
-    assert (ranks.rank(), ranks.world_size(), ranks.local_rank(), ranks.local_world_size()) == (4, 5, 0, 1)
+    assert distributed.under_launcher()
+    distributed.adopt_slurm()
+    assert (distributed.rank(), distributed.world_size(), distributed.local_rank(), distributed.local_world_size()) == (
+        4,
+        5,
+        0,
+        1,
+    )

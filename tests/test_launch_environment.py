@@ -7,7 +7,7 @@ import os
 import pytest
 
 from hybrid3d import launch_environment
-from hybrid3d.mistakes import UserMistake, visible
+from hybrid3d.errors import UserMistake, visible
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

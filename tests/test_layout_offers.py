@@ -12,8 +12,8 @@ import pytest
 
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout
 from hybrid3d.config import read_recipe as read
+from hybrid3d.config.layout_rules import Device
 from hybrid3d.families import Experts, Latents
-from hybrid3d.layout_rules import Device
 
 RAW: dict[str, Any] = {
     "name": "offers",

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from hybrid3d import lifetime, worker
-from hybrid3d.lifetime import children_of, remove_shared_memory
-from hybrid3d.rl.pooled import try_out
-from hybrid3d.rl.replying import Replier
-from hybrid3d.rl.scoring import Scorer
+from hybrid3d import process
+from hybrid3d.launch import worker
+from hybrid3d.process import children_of, remove_shared_memory
+from hybrid3d.rewards.environment_runner import Replier
+from hybrid3d.rewards.pool_client import try_out
+from hybrid3d.rewards.scorer import Scorer
 from run_ranks import MARK, ROOT, SHARED_MEMORY, kill_marked, marked
 
 pytestmark = pytest.mark.processes
@@ -143,7 +144,7 @@ def test_nothing_of_an_environment_is_left(mark: str) -> None:
 
 def test_nothing_is_left_of_a_trainer_that_is_killed(mark: str) -> None:
     items = [(kind, "", "") for kind in KINDS]
-    script = f"from hybrid3d.rl.scoring import Scorer\nScorer('leaving:hangs', 4, 300.0, 0.0).score({items})"
+    script = f"from hybrid3d.rewards.scorer import Scorer\nScorer('leaving:hangs', 4, 300.0, 0.0).score({items})"
     trainer = subprocess.Popen([sys.executable, "-c", script])
     assert left(mark, 30, lambda found: sum("sleep" in command(pid) for pid in found) >= 4)
     trainer.kill()
@@ -194,7 +195,7 @@ def test_what_a_pool_shares_bears_the_name_of_the_run(mark: str, monkeypatch: py
 
 
 def test_what_bears_another_name_or_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifetime, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(process, "SHARED_MEMORY", tmp_path)
     ours = ["psm_run-1_0f0f", "sem.mp-run-1-ab_d0123", "run-1-tp:0-[0-1]-cpushm_0", "run-1-world-[0-3]-cpushm_1"]
     others = [name.replace("run-1", "run-10") for name in ours] + [name.replace("run-1", "a-run-1") for name in ours]
     others += ["run-1-b-tp:0-[0-1]-cpushm_0", "psm_run-1_b_0f0f", "sem.mp-run-1-b-ab_d0123", "notes about run-1"]
@@ -211,7 +212,7 @@ def test_a_worker_waits_for_what_it_adopts(mark: str) -> None:
         for _ in range(4):
             assert scorer.score([("", "", "")] * 10).rewards == [1.0] * 10
         found = [children_of(pid) for pid in marked(mark)]
-        assert sum(lifetime.state(pid) == "Z" for pids in found for pid in pids) < 20
+        assert sum(process.state(pid) == "Z" for pids in found for pid in pids) < 20
 
 
 def test_the_first_reason_counts(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid3d import launcher
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.machine_memory import total_memory
+from hybrid3d.launch import launcher
+from hybrid3d.launch.machine_memory import total_memory
 
 DEMO = Path(__file__).parents[1] / "recipes/demo-cpu.yaml"  # 4 ranks with 0.25 GiB of KV cache each
 

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from checkpoints import FAMILIES, LLAMA3_ROPE, YARN, make_config
+from hybrid3d.errors import UserMistake
 from hybrid3d.families import family_of
-from hybrid3d.inputs import check_as_transformers, read_config
-from hybrid3d.mistakes import UserMistake
+from hybrid3d.inputs.models import check_as_transformers, read_config
 
 NO_ROPE = {"rope_parameters": None}
 SCALING = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}

@@ -14,7 +14,7 @@ import pytest
 
 from commands import ROOT, python
 from hybrid3d.config import Machine, Recipe, Rollout, load_recipe, recipe_to_yaml
-from hybrid3d.planning import placing, sides, traffic
+from hybrid3d.planning import agreed_placement, engine_queries, traffic
 from hybrid3d.planning.page import shrunk
 from hybrid3d.reshard.planner import PlanError
 from hybrid3d.rollout import probe
@@ -34,14 +34,14 @@ def test_a_class_that_has_lost_a_tensor_is_seen(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, config = recipe_for(tiny_checkpoint("qwen2"))
-    asked = sides.ask(recipe, config)
-    real = placing.classes_of
+    asked = engine_queries.ask(recipe, config)
+    real = agreed_placement.classes_of
 
     def fewer(*args: Any) -> list[Any]:
         return [replace(one, count=max(1, one.count - 1)) for one in real(*args)]
 
     traffic.planned(recipe, asked)
-    monkeypatch.setattr(placing, "classes_of", fewer)
+    monkeypatch.setattr(agreed_placement, "classes_of", fewer)
     with pytest.raises(PlanError, match=r"bytes, .* arrive"):
         traffic.planned(recipe, asked)
 
@@ -90,15 +90,15 @@ def test_what_only_asks_leaves_no_trace_where_engines_will_run(
 import sys
 from dataclasses import replace
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.planning.apart import ask_apart
-from hybrid3d.preflight import check_fit
+from hybrid3d.planning.isolated import ask_apart
+from hybrid3d.launch.preflight import check_fit
 recipe = load_recipe("recipe.yaml")
 check_fit(replace(recipe, machine=replace(recipe.machine, memory_gb=4.0)))
 try:
     check_fit(replace(recipe, machine=replace(recipe.machine, memory_gb=0.001)))
 except RecipeError as misfit:
     print(misfit)
-print(ask_apart("hybrid3d.planning.placing", recipe))
+print(ask_apart("hybrid3d.planning.agreed_placement", recipe))
 print("vllm" in sys.modules)
 """
     *refused, slots, imported = python(tmp_path, "-c", script).splitlines()

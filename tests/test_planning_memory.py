@@ -9,9 +9,9 @@ import torch
 
 import checkpoints
 from hybrid3d.config import OFFLOADS, Train
+from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.families import FAMILIES, family_of
 from hybrid3d.planning.memory import Held, Memory, Resident, held_of, kept_of_token, stage_activations
-from hybrid3d.shape import ModelShape
 from hybrid3d.train.model import build_model
 from hybrid3d.train.probe import expected_shapes, holdings_of_all, standing_layers
 from hybrid3d.train.runtime import as_rank, on_device

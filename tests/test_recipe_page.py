@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from hybrid3d.config import load_recipe, recipe_to_yaml
-from hybrid3d.schema import dotted, parse
+from hybrid3d.config.schema import dotted, parse
 
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("recipe_page", ROOT / "docs/recipe.py")

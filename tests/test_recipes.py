@@ -14,14 +14,14 @@ import pytest
 
 from commands import ROOT
 from hybrid3d.config import Recipe, load_recipe
+from hybrid3d.launch.preflight import check_model
+from hybrid3d.planning.engine_queries import ask
 from hybrid3d.planning.fitting import MemoryOf
 from hybrid3d.planning.hardware import hardware_of
 from hybrid3d.planning.peers import gathered
 from hybrid3d.planning.report import report
 from hybrid3d.planning.seconds import over_network, predict
-from hybrid3d.planning.sides import ask
 from hybrid3d.planning.traffic import planned
-from hybrid3d.preflight import check_model
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

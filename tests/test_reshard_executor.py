@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d import ranks
+from hybrid3d import distributed
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import outline_of
 from hybrid3d.reshard.coverage import check_arrivals, check_coverage, lower_bound
@@ -416,7 +416,7 @@ def own_part(world: World, rank: int, agree: Callable[[int], int], bucket: int) 
     """A rank's part as `WeightSync` makes it: of its own pieces, and of the outlines of all."""
     held, wanted = world.holdings[rank], world.demand[rank]
     if dist.is_initialized():
-        holders, readers = (ranks.gather_alike(outline_of(side)) for side in (held, wanted))
+        holders, readers = (distributed.gather_alike(outline_of(side)) for side in (held, wanted))
     else:
         sides = (world.holdings, world.demand)
         holders, readers = ([([r], outline_of(side)) for r, side in of.items()] for of in sides)
@@ -437,11 +437,11 @@ def gloo_rank(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RANK", str(rank))
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4)
-        assert ranks.gather_alike({"odd": rank % 2}) == [([0, 2], {"odd": 0}), ([1, 3], {"odd": 1})]
-        assert [ranks.least(n) for n in (10 - rank, 1 << 40, rank)] == [7, 1 << 40, 0]
-        assert ranks.most([rank, -rank, -1]) == [3, 0, -1]
+        assert distributed.gather_alike({"odd": rank % 2}) == [([0, 2], {"odd": 0}), ([1, 3], {"odd": 1})]
+        assert [distributed.least(n) for n in (10 - rank, 1 << 40, rank)] == [7, 1 << 40, 0]
+        assert distributed.most([rank, -rank, -1]) == [3, 0, -1]
         world = large_world()
-        plan = own_part(world, rank, ranks.least, 300_000)
+        plan = own_part(world, rank, distributed.least, 300_000)
     check_arrivals(plan, world.demand[rank])
     whole = make_plan(world.holdings, world.demand, 300_000)[rank]
     said = [[[(t.name, t.box, t.src, t.dst) for t in b.transfers] for b in part.buckets] for part in (plan, whole)]

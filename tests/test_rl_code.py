@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hybrid3d.rl import sandbox, sandboxed
-from hybrid3d.rl.code import code, extract_program, read_tests, same_output
+from hybrid3d.rewards import sandbox, sandbox_child
+from hybrid3d.rewards.code import code, extract_program, read_tests, same_output
 from leftovers import nothing_left  # noqa: F401  # a fixture
 
 pytestmark = pytest.mark.processes
@@ -330,7 +330,7 @@ def test_what_does_not_hold_is_said() -> None:
 @pytest.mark.usefixtures("nothing_left")
 def test_a_kernel_that_has_neither(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The same file for a machine that the filter knows no numbers of, on a kernel older than Landlock."""
-    source = Path(sandboxed.__file__).read_text()
+    source = Path(sandbox_child.__file__).read_text()
     source = source.replace('"x86_64": (0,', '"vax": (0,').replace('"aarch64": (1,', '"pdp11": (1,')
     inside = tmp_path / "sandboxed.py"
     inside.write_text(source.replace("444, 445, 446", "4444, 4445, 4446"))
@@ -349,8 +349,8 @@ def test_the_numbers_of_system_calls_are_the_kernels() -> None:
         pytest.skip("no kernel headers here")
     words = (line.split() for line in header.read_text().splitlines() if line.startswith("#define __NR_"))
     numbers = {name.removeprefix("__NR_"): int(number) for _, name, number in words}
-    ours = {name: pair[0] for name, pair in sandboxed.CALLS.items()} | sandboxed.OLD_CALLS
-    ours |= dict(openat=sandboxed.OPENAT[0], ioctl=sandboxed.IOCTL[0], fcntl=sandboxed.FCNTL[0])
+    ours = {name: pair[0] for name, pair in sandbox_child.CALLS.items()} | sandbox_child.OLD_CALLS
+    ours |= dict(openat=sandbox_child.OPENAT[0], ioctl=sandbox_child.IOCTL[0], fcntl=sandbox_child.FCNTL[0])
     assert ours == {name: numbers[name] for name in ours}
 
 
@@ -361,7 +361,7 @@ def test_the_numbers_of_aarch64_are_the_kernels() -> None:
         pytest.skip("no kernel headers here")
     words = (line.split() for line in header.read_text().splitlines() if line.startswith("#define __NR"))
     numbers = {w[1].removeprefix("__NR_").removeprefix("__NR3264_"): int(w[2]) for w in words if w[2].isdigit()}
-    ours = {name: pair[1] for name, pair in sandboxed.CALLS.items()}
-    ours |= dict(openat=sandboxed.OPENAT[1], ioctl=sandboxed.IOCTL[1], fcntl=sandboxed.FCNTL[1])
+    ours = {name: pair[1] for name, pair in sandbox_child.CALLS.items()}
+    ours |= dict(openat=sandbox_child.OPENAT[1], ioctl=sandbox_child.IOCTL[1], fcntl=sandbox_child.FCNTL[1])
     renamed = {"newfstatat": "fstatat"}
     assert ours == {name: numbers[renamed.get(name, name)] for name in ours}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid3d.rl.environments import calculate, calculator, ends_in, stop_tokens
-from hybrid3d.rl.replying import Replier, Reply, check_environment
+from hybrid3d.rewards.environment_runner import Replier, Reply, check_environment
+from hybrid3d.rewards.environments import calculate, calculator, ends_in, stop_tokens
 
 pytestmark = pytest.mark.processes
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from hybrid3d.rl.code import code
+from hybrid3d.rewards.code import code
 from leftovers import nothing_left  # noqa: F401  # a fixture
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("nothing_left")]

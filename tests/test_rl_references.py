@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hybrid3d.config import Recipe, load_recipe
-from hybrid3d.preflight import check_data_references
-from hybrid3d.rl.code import code
+from hybrid3d.launch.preflight import check_data_references
+from hybrid3d.rewards.code import code
+from hybrid3d.rewards.code_references import check_reference
 from hybrid3d.rl.data import DataError, Example, PromptData
-from hybrid3d.rl.references import check_reference
 
 pytestmark = pytest.mark.processes
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import hybrid3d
-from hybrid3d.rl import pooled
-from hybrid3d.rl.scoring import Scorer, Scores, check_reward
+from hybrid3d.rewards import pool_client
+from hybrid3d.rewards.scorer import Scorer, Scores, check_reward
 
 pytestmark = pytest.mark.processes
 
@@ -218,7 +218,7 @@ def test_workers_have_no_engine_and_nothing_of_the_trainer() -> None:
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(hybrid3d.__file__).parents[1])}
 SCRIPT = """\
 import sys
-from hybrid3d.rl.scoring import Scorer
+from hybrid3d.rewards.scorer import Scorer
 print("main", flush=True)
 scorer = Scorer("mine:odd", workers=2, timeout_seconds=1000, default=0.0)
 print(scorer.score([("1", "", ""), ("none", "", "")]), flush=True)
@@ -266,8 +266,8 @@ def test_a_process_that_is_killed_between_batches_is_replaced(victim: str) -> No
 
 @pytest.mark.usefixtures("mine")
 def test_a_pool_that_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooled, "START_SECONDS", 1)
-    monkeypatch.setattr(pooled, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(pool_client, "START_SECONDS", 1)
+    monkeypatch.setattr(pool_client, "GRACE_SECONDS", 0.5)
     before = set(descendants(os.getpid()))
     with Scorer("mine:odd", workers=2, timeout_seconds=0.5, default=-1.0) as scorer:
         scorer.score(items("1"))
@@ -279,7 +279,7 @@ def test_a_pool_that_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         server = scorer.score(items("1")) and next(pid for pid in descendants(os.getpid()) if pid not in before)
         killer = threading.Timer(0.2, os.kill, (server, signal.SIGKILL))
         killer.start()
-        monkeypatch.setattr(pooled, "START_SECONDS", 20)
+        monkeypatch.setattr(pool_client, "START_SECONDS", 20)
         scores = scorer.score(items("sleep"))
         assert scores == Scores([-1.0], {"died": 1}, {"died": "the pool's process ended with exit code -9"})
         killer.join()
@@ -322,7 +322,7 @@ def test_rewards_that_do_not_load(mine: Path, spec: str, said: str) -> None:
 
 def test_a_module_that_does_not_end(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (mine / "slow.py").write_text("import time\ntime.sleep(1000)\n")
-    monkeypatch.setattr(pooled, "START_SECONDS", 1)
+    monkeypatch.setattr(pool_client, "START_SECONDS", 1)
     with pytest.raises(ValueError, match="reward 'slow:reward' does not load within 1 s"):
         check_reward("slow:reward")
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from hybrid3d.rl.symbolic import final_text, math
+from hybrid3d.rewards.math_answers import final_text, math
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hybrid3d.config import load_recipe
-from hybrid3d.rl.scoring import Scores
-from hybrid3d.rollouts import Rollouts, Sample
+from hybrid3d.generation.rollouts import Rollouts, Sample
+from hybrid3d.rewards.scorer import Scores
 from run_ranks import ROOT
 
 

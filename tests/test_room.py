@@ -12,8 +12,8 @@ import pytest
 
 from commands import ROOT
 from hybrid3d.config import load_recipe
-from hybrid3d.run_folder import RunFolder
-from hybrid3d.train.room import LITTLE, Unwritten, free_bytes, is_of_files, why_unwritten
+from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.storage.disk import LITTLE, Unwritten, free_bytes, is_of_files, why_unwritten
 
 FULL = Path("/dev/full")  # Linux: every write to it fails as on a full disk
 

@@ -13,21 +13,23 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hybrid3d import ranks, resuming, run_folder
+from hybrid3d import distributed
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.display import Display
-from hybrid3d.record import Record
-from hybrid3d.resuming import Checkpoints
-from hybrid3d.run_folder import RunFolder, checkpoint_folder
-from hybrid3d.train.manifest import UnusableCheckpoint
-from hybrid3d.train.room import Unwritten
+from hybrid3d.run import run_folder
+from hybrid3d.run.display import Display
+from hybrid3d.run.record import Record
+from hybrid3d.run.run_folder import RunFolder, checkpoint_folder
+from hybrid3d.storage.disk import Unwritten
+from hybrid3d.storage.manifest import UnusableCheckpoint
+from hybrid3d.trainer import checkpoints as trainer_checkpoints
+from hybrid3d.trainer.checkpoints import Checkpoints
 from run_ranks import ROOT
 
 RECIPE = load_recipe(ROOT / "recipes/demo-cpu.yaml")
 HOLD = """
 import sys, time
 from pathlib import Path
-from hybrid3d.run_folder import RunFolder
+from hybrid3d.run.run_folder import RunFolder
 with RunFolder(Path(sys.argv[1])).held(print):
     print("held", flush=True)
     time.sleep(60)
@@ -35,7 +37,7 @@ with RunFolder(Path(sys.argv[1])).held(print):
 # Begins a process that would outlive it, and ends.
 ABANDON = """
 import os, sys, time
-from hybrid3d.lifetime import die_with
+from hybrid3d.process import die_with
 parent = os.getpid()
 if os.fork() == 0:
     die_with(parent)
@@ -142,7 +144,7 @@ class Written:
 @pytest.fixture
 def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoints:
     monkeypatch.setenv("RANK", "0")
-    assert ranks.rank() == 0
+    assert distributed.rank() == 0
     recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", ["run.keep_last=1"])
     return Checkpoints(recipe, {}, Record(RunFolder(tmp_path), 0, Display("run", 1, None)))
 
@@ -171,8 +173,8 @@ def test_a_checkpoint_that_its_owner_can_mend_is_not_set_aside(
     def link(models: object, path: Path) -> None:
         raise UnusableCheckpoint(f"{path}: a.distcp is a symbolic link", alike=True)
 
-    monkeypatch.setattr(resuming.checkpoint, "load", link)
-    monkeypatch.setattr(resuming, "_of_first", list)
+    monkeypatch.setattr(trainer_checkpoints.checkpoint, "load", link)
+    monkeypatch.setattr(trainer_checkpoints, "_of_first", list)
     with pytest.raises(UnusableCheckpoint, match="symbolic link"):
         checkpoints._load_last_whole()
     assert folder.exists()
@@ -186,7 +188,7 @@ def test_a_checkpoint_that_stays_is_told_and_stops_nothing(checkpoints: Any, mon
     def busy(path: Path) -> None:
         raise OSError(39, "Directory not empty", str(path))
 
-    monkeypatch.setattr(resuming, "remove", busy)
+    monkeypatch.setattr(trainer_checkpoints, "remove", busy)
     checkpoints._writing = Written(checkpoint_folder(folder, 2))
     checkpoints.close()
     events = [json.loads(line) for line in folder.events.read_text().splitlines()]

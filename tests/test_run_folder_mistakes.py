@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from hybrid3d import cli, exporting, launcher
+from hybrid3d import cli
+from hybrid3d.inputs import export
+from hybrid3d.launch import launcher
 from hybrid3d.reshard.files import Entry, create_files
-from hybrid3d.run_folder import RunFolder
-from hybrid3d.train import manifest
+from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.storage import manifest
 from sound import RECIPE, write_inputs
 
 Refused = Callable[..., str]
@@ -126,12 +128,12 @@ def test_places_that_are_taken(run: Path, refused: Refused, out: str) -> None:
 
 def test_a_place_where_a_file_system_is_mounted(run: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("out").mkdir()
-    monkeypatch.setattr(exporting.os.path, "ismount", lambda path: True)
+    monkeypatch.setattr(export.os.path, "ismount", lambda path: True)
     assert "choose a folder in it, such as out/model" in refused("export", str(run), "out")
 
 
 def test_a_place_without_room(run: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporting, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(export, "free_bytes", lambda path: 1000)
     told = refused("export", str(run), "out")
     size = Path("model/model.safetensors").stat().st_size
     needed = int(told.split("takes ")[1].split()[0])
@@ -154,7 +156,7 @@ def test_an_export_removes_nothing_of_the_user(run: Path, monkeypatch: pytest.Mo
     made: list[Path] = []
 
     def launch(*unused: object) -> int:
-        made.append(Path(os.environ[exporting.UNFINISHED]))
+        made.append(Path(os.environ[export.UNFINISHED]))
         assert made[-1].is_dir()
         (made[-1] / "half").write_text("half")
         return cli.FAILED
@@ -166,7 +168,7 @@ def test_an_export_removes_nothing_of_the_user(run: Path, monkeypatch: pytest.Mo
     assert {path.parent for path in made} == {Path.cwd()}
     assert [path.name for path in Path().glob("X*")] == ["X.partial"]
     assert Path("X.partial/mine").read_text() == "mine"
-    assert exporting.UNFINISHED not in os.environ
+    assert export.UNFINISHED not in os.environ
 
 
 # ---- the folder itself
@@ -255,7 +257,7 @@ def test_many_keys(run: Path, refused: Refused) -> None:
 
 def test_a_recipe_of_an_older_version_has_the_defaults_of_what_it_lacks(run: Path, started: list[list[str]]) -> None:
     from hybrid3d.config import load_recipe
-    from hybrid3d.preflight import check_folder
+    from hybrid3d.launch.preflight import check_folder
 
     assert "keep_last" not in (run / "recipe.yaml").read_text()
     check_folder(load_recipe("recipe.yaml"))

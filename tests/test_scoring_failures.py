@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hybrid3d.config import load_recipe
-from hybrid3d.rl.scoring import Scorer, Scores
-from hybrid3d.rollouts import FailedRewards, Rollouts, Sample
+from hybrid3d.generation.rollouts import FailedRewards, Rollouts, Sample
+from hybrid3d.rewards.scorer import Scorer, Scores
 
 pytestmark = pytest.mark.processes
 

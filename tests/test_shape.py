@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
+from hybrid3d.config.layout_rules import Device
 from hybrid3d.families import Experts, Latents
-from hybrid3d.layout_rules import Device
 
 # TP2 x PP2 trains, TP2 x DP2 generates: the layouts of the demo.
 GRPO = """\

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hybrid3d.config import Recipe, load_recipe
-from hybrid3d.experience import Experience, Learner, shares_of
-from hybrid3d.guard import Guard
-from hybrid3d.measure import Measured
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import PolicyObjective, Scored
+from hybrid3d.run.health import Guard
 from hybrid3d.train.trained import StepReport
+from hybrid3d.trainer.learner import Experience, Learner, shares_of
+from hybrid3d.trainer.metrics import Measured
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT, WIDTH, SAMPLES, MINIBATCHES = 2, 12, 16, 4

@@ -17,8 +17,8 @@ import pytest
 import checkpoints
 from hybrid3d.config import load_recipe
 from hybrid3d.families import family_of
-from hybrid3d.inputs import read_config
-from hybrid3d.planning.sides import ask
+from hybrid3d.inputs.models import read_config
+from hybrid3d.planning.engine_queries import ask
 from hybrid3d.planning.traffic import planned
 from reference import tensors_in
 from run_ranks import run_ranks

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hybrid3d.config import RecipeError, load_recipe, recipe_to_yaml
-from hybrid3d.rl.environments import ENVIRONMENTS
-from hybrid3d.rl.rewards import REWARDS
-from hybrid3d.unused_settings import IN_PROCESS
+from hybrid3d.config.unused_settings import IN_PROCESS
+from hybrid3d.rewards.environments import ENVIRONMENTS
+from hybrid3d.rewards.registry import REWARDS
 
 RL = """\
 name: unused

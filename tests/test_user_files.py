@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.user_files import (
+from hybrid3d.storage.user_files import (
     MAX_DEPTH,
     MAX_TEXT_BYTES,
     UnreadableFile,

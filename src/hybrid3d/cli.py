@@ -18,15 +18,15 @@ from unittest import mock
 
 from hybrid3d import __version__, launch_environment
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
+from hybrid3d.config.schema import FilePath, read_value, shortened
+from hybrid3d.errors import UserMistake, visible
 from hybrid3d.launch_environment import CHECKED
-from hybrid3d.mistakes import UserMistake, visible
-from hybrid3d.run_folder import RunFolder
-from hybrid3d.schema import FilePath, read_value, shortened
+from hybrid3d.run.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hybrid3d.worker import Task
+    from hybrid3d.launch.worker import Task
 
 DONE, FAILED, MISTAKE = 0, 1, 2
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.run(options, arguments))
     except UserMistake as error:
         if launch_environment.under_launcher() and launch_environment.rank() > 0:
-            from hybrid3d import rendezvous
+            from hybrid3d.launch import rendezvous
 
             rendezvous.report(str(error))  # rank 0 says it, once
         else:
@@ -69,7 +69,7 @@ def _say_mistake(error: UserMistake) -> None:
 
 
 def _console(stderr: bool = False) -> Console:
-    from hybrid3d import terminal
+    from hybrid3d.run import terminal
 
     return terminal.console(stderr=stderr)
 
@@ -138,9 +138,9 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     folder = RunFolder.of(recipe)
     if CHECKED not in os.environ:
         check_layout_early(recipe)
-        from hybrid3d.control import check_schedule
-        from hybrid3d.launcher import check_devices
-        from hybrid3d.preflight import check_run
+        from hybrid3d.launch.launcher import check_devices
+        from hybrid3d.launch.preflight import check_run
+        from hybrid3d.run.live_settings import check_schedule
 
         if not launch_environment.under_launcher():
             check_devices(recipe)
@@ -148,7 +148,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
         check_schedule(recipe)
     console = _console()
     if launch_environment.under_launcher():
-        from hybrid3d import tasks
+        from hybrid3d.launch import tasks
 
         alone = CHECKED not in os.environ and launch_environment.rank() == 0
         return _run_rank(
@@ -165,12 +165,12 @@ def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
     if recipe.rollout is None:
         raise RecipeError(recipe.name, ["the run has no `rollout` section: there is nothing to generate with"])
     if CHECKED not in os.environ:
-        from hybrid3d.preflight import check_evaluation
+        from hybrid3d.launch.preflight import check_evaluation
 
         check_evaluation(recipe, folder, step)
     if not launch_environment.under_launcher():
         return _launch(arguments, recipe, folder, _console())
-    from hybrid3d import tasks
+    from hybrid3d.launch import tasks
 
     return _run_rank(recipe, folder, functools.partial(tasks.evaluate, recipe, folder, step))
 
@@ -178,16 +178,16 @@ def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
 def _export(options: argparse.Namespace, arguments: list[str]) -> int:
     out = _path(options.out, "OUT")
     recipe, folder, step = _finished(options, "export")
-    from hybrid3d.exporting import UNFINISHED, unfinished_folder
+    from hybrid3d.inputs.export import UNFINISHED, unfinished_folder
 
     if CHECKED not in os.environ:
-        from hybrid3d.preflight import check_export
+        from hybrid3d.launch.preflight import check_export
 
         check_export(recipe, folder, step, out)
     if not launch_environment.under_launcher():
         with unfinished_folder(out) as unfinished, mock.patch.dict(os.environ, {UNFINISHED: str(unfinished)}):
             return _launch(arguments, recipe, folder, _console(), generates=False)
-    from hybrid3d import tasks
+    from hybrid3d.launch import tasks
 
     return _run_rank(recipe, folder, functools.partial(tasks.export, recipe, folder, step, out))
 
@@ -198,7 +198,7 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
         raise RecipeError(recipe.name, ["the recipe has no `rollout` section: there is no sync to plan"])
     picture = None if options.picture is None else _picture(options.picture)
     check_layout_early(recipe)
-    from hybrid3d.preflight import check_model
+    from hybrid3d.launch.preflight import check_model
 
     config = check_model(recipe, planned=True)
     from hybrid3d.planning.page import draw, page_of
@@ -247,9 +247,9 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
         if value is not None and not 1 <= value <= most:
             problem = f"--{name} {shortened(value)}: expected an integer from 1 to {most:,}"
             raise RecipeError(recipe.name, [problem])
-    from hybrid3d import tasks
     from hybrid3d.bench.scaling import Scale, scaled
-    from hybrid3d.inputs import read_config
+    from hybrid3d.inputs.models import read_config
+    from hybrid3d.launch import tasks
 
     scale = Scale(options.layers, options.hidden, options.experts)
     smaller, config = scaled(recipe, scale)
@@ -269,7 +269,7 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _finished(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFolder, int]:
     """A run's recipe, its folder with this command's logs, and the checkpoint asked for."""
-    from hybrid3d.run_folder import find_step
+    from hybrid3d.run.run_folder import find_step
 
     folder = RunFolder(_path(options.folder, "RUN")).logging_to(command)
     folder.check()
@@ -278,7 +278,7 @@ def _finished(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFol
     recipe = load_recipe(folder.recipe)
     if CHECKED not in os.environ:
         check_layout_early(recipe)
-        from hybrid3d.preflight import check_model
+        from hybrid3d.launch.preflight import check_model
 
         check_model(recipe)
     return recipe, folder, find_step(folder, options.step)
@@ -292,7 +292,7 @@ def _held(folder: RunFolder) -> AbstractContextManager[None]:
 def _run_rank(
     recipe: Recipe, folder: RunFolder, task: Task, holding: AbstractContextManager[None] | None = None
 ) -> int:
-    from hybrid3d.worker import run_rank
+    from hybrid3d.launch.worker import run_rank
 
     _check_world(recipe)
     with holding or nullcontext():
@@ -301,7 +301,7 @@ def _run_rank(
 
 def _check_world(recipe: Recipe) -> None:
     """An external launcher must have started as many ranks as the recipe's layout has, each with its GPU."""
-    from hybrid3d.launcher import check_node
+    from hybrid3d.launch.launcher import check_node
 
     started = launch_environment.world_size()
     if started != recipe.world_size:
@@ -318,7 +318,7 @@ def _launch(
     holding: AbstractContextManager[None] | None = None,
     generates: bool = True,
 ) -> int:
-    from hybrid3d.launcher import check_devices, launch
+    from hybrid3d.launch.launcher import check_devices, launch
 
     check_devices(recipe, generates)
     with holding or nullcontext(), mock.patch.dict(os.environ, {CHECKED: "1"}):
@@ -326,7 +326,7 @@ def _launch(
 
 
 def _say_where(recipe: Recipe, folder: RunFolder, console: Console) -> None:
-    from hybrid3d.run_folder import checkpoint_folder, steps_in
+    from hybrid3d.run.run_folder import checkpoint_folder, steps_in
 
     last = checkpoint_folder(folder, steps_in(folder)[-1])
     told = [f"\ncheckpoint  {last}", f"metrics     {folder.metrics}", f"curves      {folder.curves}"]

@@ -11,7 +11,7 @@ import os
 import re
 from typing import NoReturn
 
-from hybrid3d.mistakes import UserMistake
+from hybrid3d.errors import UserMistake
 
 RUN = "HYBRID3D_RUN"
 CHECKED = "HYBRID3D_CHECKED"  # set for the ranks that hybrid3d's own launcher starts: it has checked everything

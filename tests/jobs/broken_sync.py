@@ -12,10 +12,10 @@ import signal
 import sys
 from pathlib import Path
 
-from hybrid3d import ranks
+from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
+from hybrid3d.roles.weight_sync import CorruptSync, WeightSync
 from hybrid3d.rollout.engine import RolloutEngine, StaleWeights
-from hybrid3d.sync import CorruptSync, WeightSync
 from hybrid3d.train import runtime
 from hybrid3d.train.policy import Policy
 
@@ -90,8 +90,8 @@ def generate(engine: RolloutEngine) -> str:
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when it sees that a rank is gone: it must wait
     folder, checkpoint = Path(sys.argv[1]), sys.argv[2]
-    ranks.start()
-    rank, train = ranks.rank(), Train(tp=2, pp=2, micro_batch_size=1)
+    distributed.start()
+    rank, train = distributed.rank(), Train(tp=2, pp=2, micro_batch_size=1)
     recipe = Recipe(
         name="broken",
         model=Model(path=checkpoint),
@@ -105,7 +105,7 @@ def main() -> None:
     )
     runtime.initialize(train, seed=1)
     policy = Policy(json.loads((Path(checkpoint) / "config.json").read_text()), recipe, rank, trainable=False)
-    engine = RolloutEngine(recipe, rank, ranks.ident(), range(4))
+    engine = RolloutEngine(recipe, rank, distributed.ident(), range(4))
     said = {"before": generate(engine)}
     sync = WeightSync(recipe, policy.weights, engine, rank)
     sync.run(0)

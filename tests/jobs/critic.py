@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from train_layouts import export, forget, my_batch, recipe_for, report_of, sft_step
 
-from hybrid3d import ranks
+from hybrid3d import distributed
 from hybrid3d.config import Train
-from hybrid3d.inputs import read_config
+from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.batch import Rows
 from hybrid3d.train import checkpoint, runtime
 from hybrid3d.train.critic import Critic
@@ -95,7 +95,7 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
 @record
 def main(inputs: str, out: Path) -> None:
     spec = torch.load(inputs)
-    ranks.start()
+    distributed.start()
     for family, name in spec["cases"]:
         folders, train = spec["checkpoints"][family], Train(**spec["layouts"][name], **spec["settings"])
         runtime.initialize(train, seed=1)

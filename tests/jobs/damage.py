@@ -18,16 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hybrid3d import ranks
+from hybrid3d import distributed
 from hybrid3d.config import load_recipe
-from hybrid3d.display import Display
-from hybrid3d.inputs import read_config
-from hybrid3d.record import Record
+from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.transport import as_bytes
-from hybrid3d.resuming import Checkpoints
-from hybrid3d.run_folder import RunFolder, checkpoint_folder
-from hybrid3d.train import checkpoint, manifest, runtime
+from hybrid3d.run.display import Display
+from hybrid3d.run.record import Record
+from hybrid3d.run.run_folder import RunFolder, checkpoint_folder
+from hybrid3d.storage import manifest
+from hybrid3d.train import checkpoint, runtime
 from hybrid3d.train.policy import Policy
+from hybrid3d.trainer.checkpoints import Checkpoints
 
 
 def flip(where: float) -> Callable[[Path], None]:
@@ -93,7 +94,7 @@ def snapshot(policy: Policy) -> dict[str, torch.Tensor]:
 
 @record
 def main(recipe_file: str, out: Path) -> None:
-    ranks.start()
+    distributed.start()
     rank, recipe = dist.get_rank(), load_recipe(recipe_file)
     runtime.initialize(recipe.train, seed=1)
     folder = RunFolder(out / recipe.name)

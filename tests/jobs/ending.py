@@ -4,12 +4,12 @@ import sys
 import time
 from pathlib import Path
 
-from hybrid3d import ranks
+from hybrid3d import distributed
 from hybrid3d.config import load_recipe
-from hybrid3d.heartbeat import enter_phase
-from hybrid3d.rl.scoring import Scorer
-from hybrid3d.run_folder import RunFolder
-from hybrid3d.worker import run_rank
+from hybrid3d.launch.worker import run_rank
+from hybrid3d.rewards.scorer import Scorer
+from hybrid3d.run.heartbeat import enter_phase
+from hybrid3d.run.run_folder import RunFolder
 
 recipe, folder, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 
@@ -29,6 +29,6 @@ def task(rank: int, *_: object) -> None:
 
 
 code = run_rank(load_recipe(Path(recipe)), RunFolder(folder), task, launched=False)
-if ranks.rank() == 1:
+if distributed.rank() == 1:
     (folder / "over").touch()
 sys.exit(code)

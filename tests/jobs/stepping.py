@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hybrid3d import ranks
+from hybrid3d import distributed
 from hybrid3d.config import OFFLOADS, Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
-from hybrid3d.inputs import read_config
+from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.transport import as_bytes
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import sft_loss
@@ -112,7 +112,7 @@ def prove(folder: str, layout: Train, dtype: str) -> None:
 @record
 def main() -> None:
     torch.set_num_threads(1)
-    ranks.start()
+    distributed.start()
     for folder, layouts in json.loads(sys.argv[1]).items():
         for layout in layouts:
             for dtype in ("float32", "bfloat16"):

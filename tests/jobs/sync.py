@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid3d import ranks
+from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train, recipe_to_yaml
 from hybrid3d.families import family_of
 from hybrid3d.reshard.files import load_files
 from hybrid3d.reshard.planner import Transfer
 from hybrid3d.rl.batch import Batch
+from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.rollout import engine as rollout_engine
 from hybrid3d.rollout import weights as rollout_weights
-from hybrid3d.sync import WeightSync
 from hybrid3d.train import runtime
 from hybrid3d.train.policy import Policy
 
@@ -292,7 +292,7 @@ def prove(
     config = json.loads((Path(folders[0]) / "config.json").read_text())
     layouts = SPARSE_LAYOUTS if family_of(config).experts(config) else dense_layouts(rollout_tp)
     base = recipe_for(folders[0], layouts[0], rollout_tp, dtype, 64)
-    ident = f"{ranks.ident()}-{family}"
+    ident = f"{distributed.ident()}-{family}"
     truths = [fresh(base, rank, folder, f"{ident}{i}", slots) for i, folder in enumerate(folders[1:])]
     engine, landed, results = Engine(base, rank, ident, slots), Landed(), []
     kept += [engine, *truths]  # an engine that is dropped takes the default process group with it
@@ -337,13 +337,13 @@ def prove(
 def main() -> None:
     out, rollout_tp, dtype, placed, *cases = sys.argv[1:]
     slots = json.loads(placed)
-    ranks.start()
+    distributed.start()
     results, kept = [], []
     for case in cases:
         family, _, folders = case.partition("=")
-        results += prove(ranks.rank(), int(rollout_tp), dtype, slots, family, folders.split(","), kept)
-    everyone = [result for share in ranks.gather(results) for result in share]
-    if ranks.rank() == 0:
+        results += prove(distributed.rank(), int(rollout_tp), dtype, slots, family, folders.split(","), kept)
+    everyone = [result for share in distributed.gather(results) for result in share]
+    if distributed.rank() == 0:
         Path(out).write_text(json.dumps(everyone))
     dist.barrier()
 

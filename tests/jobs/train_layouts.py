@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hybrid3d import ranks
+from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
-from hybrid3d.exporting import copy_companions
 from hybrid3d.families import family_of
-from hybrid3d.inputs import read_config
+from hybrid3d.inputs.export import copy_companions
+from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.files import create_files, export_files, read_index, shard_entries
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import PolicyObjective, sft_loss
@@ -73,7 +73,7 @@ def export(policy: Trained, source: str, out: Path) -> None:
         create_files(out, entries)
         copy_companions(source, out)
     dist.barrier()
-    holdings = dict(enumerate(ranks.gather(policy.weights.holdings)))
+    holdings = dict(enumerate(distributed.gather(policy.weights.holdings)))
     export_files(out, entries, holdings, policy.weights.tensors, dist.get_rank())
     dist.barrier()
 
@@ -183,7 +183,7 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
 @record
 def main(inputs: str, out: Path) -> None:
     spec = torch.load(inputs)
-    ranks.start()
+    distributed.start()
     for family in spec["checkpoints"]:
         for name in spec["cases"][family]:
             runtime.initialize(Train(**spec["layouts"][name]), seed=1)

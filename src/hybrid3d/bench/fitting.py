@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from hybrid3d import ranks
+from hybrid3d import distributed
 from hybrid3d.bench.scaling import write_model
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.families import Config
-from hybrid3d.inputs import read_config
-from hybrid3d.planning.apart import ask_apart
-from hybrid3d.planning.sides import ask
+from hybrid3d.inputs.models import read_config
+from hybrid3d.planning.engine_queries import ask
+from hybrid3d.planning.isolated import ask_apart
 from hybrid3d.planning.traffic import planned
 
 PROCESS = 1_500_000_000  # of a rank with both engines' libraries, before there is a model; measured on a CPU
@@ -29,14 +29,14 @@ def check_room(recipe: Recipe, config: Config) -> None:
     Raises:
         RecipeError: they do not; with both numbers.
     """
-    if ranks.under_launcher() and ranks.rank() > 0:
+    if distributed.under_launcher() and distributed.rank() > 0:
         return
     write_model(recipe, config)
     fullest, together = json.loads(ask_apart("hybrid3d.bench.fitting", recipe))
     if torch.cuda.is_available():
         needed, free = fullest, torch.cuda.mem_get_info()[0]
     else:
-        here = ranks.local_world_size() if ranks.under_launcher() else recipe.world_size
+        here = distributed.local_world_size() if distributed.under_launcher() else recipe.world_size
         needed, free = together * here // recipe.world_size + here * PROCESS, _available()
     if needed > free:
         problem = f"it takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"

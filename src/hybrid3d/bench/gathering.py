@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from hybrid3d import ranks
+from hybrid3d import distributed
 from hybrid3d.families import is_expert
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Outline, natural
@@ -57,7 +57,7 @@ class Peers:
     ) -> Peers:
         """Every rank calls this together, with its groups over stages, TP ranks and experts."""
         stages, tp, experts = (dist.get_process_group_ranks(group) for group in groups)
-        return cls(dist.get_rank(), outlines, shapes, tp, experts, ranks.gather(stages))
+        return cls(dist.get_rank(), outlines, shapes, tp, experts, distributed.gather(stages))
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout
 from hybrid3d.families import Config, UnsupportedModel, family_of
-from hybrid3d.inputs import read_config
+from hybrid3d.inputs.models import read_config
 
 # Sizes that go with the model's width. Those of latent attention stay: they do not shard.
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads")

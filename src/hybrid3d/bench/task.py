@@ -11,18 +11,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hybrid3d import ranks
+from hybrid3d import distributed
 from hybrid3d.bench.gathering import Gather, Peers
 from hybrid3d.bench.values import fill, wrong
 from hybrid3d.bench.wire import Wire, peers_bytes
 from hybrid3d.config import Recipe
-from hybrid3d.inputs import read_config
+from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.classes import Outline
 from hybrid3d.reshard.executor import Executor
 from hybrid3d.reshard.stamp import layer_of
+from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.rollout.weights import RolloutWeights
-from hybrid3d.sync import WeightSync
 from hybrid3d.train.model import build_model
 from hybrid3d.train.runtime import device, gather_groups, synchronize
 from hybrid3d.train.weights import canonical_shapes, megatron_weights
@@ -63,7 +63,7 @@ class Bench:
         say("building both engines")
         config = read_config(recipe.model.path)
         self._trained = megatron_weights(build_model(config, recipe.train, getattr(torch, recipe.model.dtype)), config)
-        self._engine = RolloutEngine(recipe, rank, ranks.ident(), slots)
+        self._engine = RolloutEngine(recipe, rank, distributed.ident(), slots)
         say("planning")
         self._sync = sync = WeightSync(recipe, self._trained, self._engine, rank)
         outlines = {r: outline for those, outline in sync.holders for r in those}
@@ -112,7 +112,7 @@ class Bench:
         start = time.perf_counter()
         self.methods[method]()
         synchronize()
-        return max(ranks.gather(time.perf_counter() - start))
+        return max(distributed.gather(time.perf_counter() - start))
 
     def _finalize(self) -> None:
         """What vLLM does after loading, with nothing moved."""
@@ -141,7 +141,7 @@ class Bench:
             "gather_operations": self._gather.operations,
             "wire_operations": self._wire.operations,
         }
-        every = ranks.gather(found)
+        every = distributed.gather(found)
         return {key: (max if key.startswith("max_") else sum)(one[key] for one in every) for key in found}
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ def measure(recipe: Recipe, repeats: int, rank: int, slots: Sequence[int], say: 
     exact = {}
     for number, name in enumerate(("hybrid3d", "gather"), start=1):
         say(f"checking every bit of {name}")
-        exact[name] = sorted({tensor for wrong in ranks.gather(bench.wrong(name, number)) for tensor in wrong})
+        exact[name] = sorted({tensor for wrong in distributed.gather(bench.wrong(name, number)) for tensor in wrong})
     taken: dict[str, list[float]] = {name: [] for name in bench.methods}
     for turn in range(repeats + 1):  # the first is not counted
         say(f"run {turn} of {repeats}" if turn else "warming up")
@@ -162,7 +162,7 @@ def measure(recipe: Recipe, repeats: int, rank: int, slots: Sequence[int], say: 
             seconds.append(bench.seconds(name))
         if not turn:
             bench.phases = {method: defaultdict(float) for method in bench.phases}
-    phases = ranks.gather(bench.phases)
+    phases = distributed.gather(bench.phases)
     numbers = bench.numbers()
     bench.close()
     return {

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybrid3d.mistakes import UserMistake
+from hybrid3d.errors import UserMistake
 
 Config = Mapping[str, Any]
 """A Hugging Face `config.json`."""

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from hybrid3d.config import ModelShape, Recipe, RecipeError, Train, check_layout, load_recipe
 from hybrid3d.families import Config, family_of
-from hybrid3d.inputs import read_config
+from hybrid3d.inputs.models import read_config
+from hybrid3d.planning.engine_queries import Say
 from hybrid3d.planning.hardware import hardware_of
 from hybrid3d.planning.memory import Held, Memory, fullest, gb, held_of, memory_of
-from hybrid3d.planning.sides import Say
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.rollout.probe import Asked, demand_of_slots
 from hybrid3d.train.probe import expected_shapes, holdings_of_all, standing_layers

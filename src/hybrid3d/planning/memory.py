@@ -22,11 +22,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from hybrid3d.config import Recipe, Train
+from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.families import Config, family_of, is_expert
 from hybrid3d.planning.hardware import Hardware
 from hybrid3d.reshard.layout import ITEMSIZE, Piece
 from hybrid3d.rollout.probe import Asked
-from hybrid3d.shape import ModelShape
 from hybrid3d.train.probe import layers_of_stages
 
 FLOAT32 = 4

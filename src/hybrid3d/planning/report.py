@@ -9,12 +9,12 @@ import numpy as np
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
+from hybrid3d.planning.engine_queries import Say, ask
 from hybrid3d.planning.fitting import check_memory
 from hybrid3d.planning.hardware import Hardware, hardware_of
 from hybrid3d.planning.memory import Memory, fullest
 from hybrid3d.planning.peers import Gathered, gathered
 from hybrid3d.planning.seconds import Prediction, over_network, predict
-from hybrid3d.planning.sides import Say, ask
 from hybrid3d.planning.traffic import Planned, planned
 from hybrid3d.reshard.placement import consecutive
 

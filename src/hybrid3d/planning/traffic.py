@@ -12,8 +12,8 @@ import numpy as np
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import is_expert
-from hybrid3d.planning.placing import Placed, placed
-from hybrid3d.planning.sides import Sides
+from hybrid3d.planning.agreed_placement import Placed, placed
+from hybrid3d.planning.engine_queries import Sides
 from hybrid3d.reshard.classes import distinct, groups_of, only
 from hybrid3d.reshard.coverage import check_coverage, check_routes, lower_bound
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hybrid3d.mistakes import UserMistake
+from hybrid3d.errors import UserMistake
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.executor import Tensors, copy_locally
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape, View, contiguous_stride
 from hybrid3d.reshard.planner import FILES, local_plan
-from hybrid3d.user_files import parse_json, read_json_file
+from hybrid3d.storage.user_files import parse_json, read_json_file
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

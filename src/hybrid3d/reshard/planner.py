@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybrid3d.mistakes import UserMistake
+from hybrid3d.errors import UserMistake
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Group, classes_of, groups_of
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece

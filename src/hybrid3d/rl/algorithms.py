@@ -10,12 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybrid3d.rl.advantages import (
-    centred_advantages,
-    grpo_advantages,
-    leave_one_out_advantages,
-    plain_advantages,
-)
+from hybrid3d.rl.advantages import centred_advantages, grpo_advantages, leave_one_out_advantages, plain_advantages
 from hybrid3d.rl.losses import Aggregation, Ratio
 
 

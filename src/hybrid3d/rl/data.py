@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from hybrid3d.mistakes import UserMistake
-from hybrid3d.user_files import UnreadableFile, check_regular_file
+from hybrid3d.errors import UserMistake
+from hybrid3d.storage.user_files import UnreadableFile, check_regular_file
 
 # What pyarrow raises at files that are cut short or damaged; the last where a name or a string is no UTF-8.
 _UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)

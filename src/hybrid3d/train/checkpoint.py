@@ -16,8 +16,8 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hybrid3d.train import manifest
-from hybrid3d.train.manifest import PROGRESS, BrokenCheckpoint
+from hybrid3d.storage import manifest
+from hybrid3d.storage.manifest import PROGRESS, BrokenCheckpoint
 from hybrid3d.train.runtime import on_device
 from hybrid3d.train.trained import Trained
 from hybrid3d.train.weights import METADATA

@@ -24,10 +24,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hybrid3d.lifetime import die_with
-from hybrid3d.train import manifest
-from hybrid3d.train.manifest import PROGRESS
-from hybrid3d.train.room import Unwritten, is_of_files, why_unwritten
+from hybrid3d.process import die_with
+from hybrid3d.storage import manifest
+from hybrid3d.storage.disk import Unwritten, is_of_files, why_unwritten
+from hybrid3d.storage.manifest import PROGRESS
 from hybrid3d.train.runtime import on_device
 
 BEGUN_SECONDS = 10  # in which a process that writes has begun

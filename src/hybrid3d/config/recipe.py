@@ -1,0 +1,40 @@
+"""A recipe: all settings of a run, as a frozen dataclass with one section each. Nothing here validates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hybrid3d.config.schema import Name, Schedule
+from hybrid3d.config.sections.engines import Machine, Model, Rollout, Sync, Train
+from hybrid3d.config.sections.learning import Algorithm, Critic, Data, Guard, Optimizer, Reward, Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All settings of a run, and those that change at a step. Only `sft` may do without `rollout`."""
+
+    name: Name
+    model: Model
+    train: Train = Train()
+    rollout: Rollout | None = None
+    sync: Sync = Sync()
+    data: Data
+    reward: Reward = Reward()
+    algorithm: Algorithm
+    optimizer: Optimizer
+    critic: Critic = Critic()
+    guard: Guard = Guard()
+    run: Run
+    schedule: Schedule = field(default_factory=dict, hash=False)
+    machine: Machine = Machine()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all; EP and ETP regroup these ranks and add none."""
+        return self.train.tp * self.train.pp * self.train.cp * self.train.dp
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences that a step trains on, over all data-parallel ranks."""
+        samples = self.algorithm.samples_per_prompt if self.algorithm.generates else 1
+        return self.algorithm.prompts_per_step * samples

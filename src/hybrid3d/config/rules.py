@@ -1,0 +1,114 @@
+"""Where settings of a recipe contradict each other, whatever the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hybrid3d.config.schema import MAX_RANKS
+from hybrid3d.config.unused_settings import unused_settings
+
+if TYPE_CHECKING:
+    from hybrid3d.config.recipe import Recipe
+    from hybrid3d.config.sections.learning import Optimizer
+
+
+def contradictions(recipe: Recipe) -> Iterator[str]:
+    """What contradicts itself within a recipe, whatever the model."""
+    yield from unused_settings(recipe)
+    if recipe.world_size > MAX_RANKS:
+        yield f"train.tp*pp*cp*dp={recipe.world_size} ranks are more than {MAX_RANKS}: lower one of them"
+    algorithm, kl, optimizer = recipe.algorithm, recipe.algorithm.kl, recipe.optimizer
+    if algorithm.generates and recipe.rollout is None:
+        yield f"rollout: missing, and algorithm.name={algorithm.name} generates: give max_model_len and max_new_tokens"
+    if kl.where == "none" and kl.coef > 0:
+        yield f"algorithm.kl.coef={kl.coef} has no effect with algorithm.kl.where=none: set where: loss, or coef: 0"
+    if kl.where == "loss" and kl.estimator == "k1":
+        yield "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, or where: reward"
+    answers = recipe.sequences_per_step
+    if kl.target is not None and answers >= 5 * kl.horizon:  # then a step's factor, 1 - 0.2 answers / horizon, is none
+        yield (
+            f"algorithm.kl.horizon={kl.horizon} is too short for a step's {answers} answers, which would turn the "
+            f"coefficient's sign: at least {answers // 5 + 1}, and {10 * answers} is ten steps"
+        )
+    if kl.target is not None and kl.coef == 0:
+        yield f"algorithm.kl.target={kl.target} is followed by multiplying algorithm.kl.coef=0: start it above 0"
+    if algorithm.correction.kind.endswith("mask") and algorithm.correction.low >= algorithm.correction.high:
+        low, high = algorithm.correction.low, algorithm.correction.high
+        yield f"algorithm.correction.low={low} is not below algorithm.correction.high={high}"
+    if recipe.reward.model is not None and algorithm.dynamic_sampling:
+        yield "algorithm.dynamic_sampling looks for rewards that are alike, as those of a reward.model never are: set 0"
+    if recipe.critic != type(recipe.critic)() and not algorithm.critic:
+        yield f"critic: algorithm.name={algorithm.name} has none: leave the section out, or set ppo"
+    if recipe.sync.share_storage and recipe.rollout is not None and recipe.rollout.sleep:
+        yield (
+            "sync.share_storage: weights in memory that both engines use cannot be given away while vLLM sleeps: "
+            "set rollout.sleep=false, or leave sync.share_storage out"
+        )
+    if recipe.sync.share_storage and recipe.train.offload_parameters:
+        yield (
+            "sync.share_storage: vLLM generates with the parameters that train.offload_parameters would take away: "
+            "leave one of them out"
+        )
+    if recipe.train.offloads and not algorithm.generates:
+        yield f"train.offload_{recipe.train.offloads[0]}: algorithm.name=sft never generates: leave it out"
+    budget, rollout = recipe.train.max_tokens_per_micro_batch, recipe.rollout
+    if budget is not None and rollout is not None and budget < rollout.max_model_len:
+        yield (
+            f"train.max_tokens_per_micro_batch={budget} has no room for a sequence of "
+            f"rollout.max_model_len={rollout.max_model_len} tokens: at least {rollout.max_model_len}"
+        )
+    if budget is not None and recipe.train.vpp > 1 and not recipe.train.packed:
+        yield (
+            f"train.max_tokens_per_micro_batch={budget}: padded, micro batches differ in shape, and interleaved "
+            f"stages (train.vpp={recipe.train.vpp}) would mix them up: set train.packed=true, or train.vpp=1"
+        )
+    if recipe.critic.optimizer is not None:
+        yield from _of_optimizer(recipe.critic.optimizer, "critic.optimizer", recipe.run.steps, "run.steps")
+    alone = recipe.critic.warmup_steps
+    if alone < recipe.run.steps:
+        of = f"run.steps={recipe.run.steps} less critic.warmup_steps" if alone else "run.steps"
+        yield from _of_optimizer(optimizer, "optimizer", recipe.run.steps - alone, of)
+    else:
+        yield (
+            f"critic.warmup_steps={recipe.critic.warmup_steps} leaves the policy no step of run.steps="
+            f"{recipe.run.steps}: at most {recipe.run.steps - 1}"
+        )
+    yield from _of_guard(recipe)
+    longest, buffer = recipe.rollout.max_new_tokens if recipe.rollout else 0, recipe.reward.overlong_buffer
+    if recipe.rollout is not None and buffer >= longest:
+        yield (
+            f"reward.overlong_buffer={buffer} takes reward off every answer of rollout.max_new_tokens={longest}: "
+            f"at most {longest - 1}"
+        )
+
+
+def _of_optimizer(its: Optimizer, key: str, steps: int, of: str) -> Iterator[str]:
+    """
+    Args:
+        steps: that it takes, which are `of` these settings.
+    """
+    if its.min_lr > its.lr and its.schedule != "constant":
+        yield f"{key}.min_lr={its.min_lr} is more than {key}.lr={its.lr}: the rate only falls"
+    if its.warmup_steps >= steps:
+        yield f"{key}.warmup_steps={its.warmup_steps} leaves no step of {of}={steps}: at most {steps - 1}"
+
+
+def _of_guard(recipe: Recipe) -> Iterator[str]:
+    """Bounds of what is not there."""
+    guard, kl = recipe.guard, recipe.algorithm.kl
+    if not recipe.algorithm.generates:
+        for name in ("max_kl", "max_clip_fraction", "min_entropy", "max_mismatch_kl", "max_sync_share", "kl_explosion"):
+            bound = getattr(guard, name)
+            if bound is not None:
+                yield f"guard.{name}={bound}: algorithm.name=sft has nothing that it bounds: leave it out"
+        if guard.initial_mismatch != type(guard)().initial_mismatch:
+            yield f"guard.initial_mismatch={guard.initial_mismatch}: algorithm.name=sft generates nothing: leave it out"
+        return
+    if kl.where == "none" and guard.max_kl is not None:
+        yield f"guard.max_kl={guard.max_kl}: algorithm.kl.where=none measures no KL: leave it out, or set where: loss"
+    if kl.target is None and guard.kl_explosion is not None:
+        yield (
+            f"guard.kl_explosion={guard.kl_explosion}: without algorithm.kl.target the coefficient is fixed already: "
+            "leave it out, or set a target"
+        )

@@ -1,0 +1,181 @@
+"""Conversations of the policy with an environment: all of a replica's at once, turn after turn."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hybrid3d import distributed
+from hybrid3d.config import Recipe
+from hybrid3d.rewards.environment_runner import Replier, Reply, check_environment
+from hybrid3d.rewards.environments import ends_in, stop_tokens
+from hybrid3d.rl.data import Example
+
+if TYPE_CHECKING:
+    from hybrid3d.rollout.engine import RolloutEngine
+
+
+@dataclass
+class Conversation:
+    """An answer as it grows.
+
+    Attributes:
+        seed: of the first draw; None where it is greedy.
+        tokens: the policy's and the environment's.
+        own: whether each is the policy's.
+        logprobs: with which vLLM drew the policy's; none where it is greedy.
+        turns: texts, the policy's and the environment's in turn, without the policy's last.
+        begin: where in `tokens` that one begins.
+        draws: how often vLLM was asked to go on.
+        failure: the kind of failure that broke it off, and what was said of it.
+    """
+
+    example: Example
+    seed: int | None
+    tokens: list[int] = field(default_factory=list)
+    own: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    turns: list[str] = field(default_factory=list)
+    begin: int = 0
+    draws: int = 0
+    over: bool = False
+    failure: str = ""
+    said: str = ""
+
+    @property
+    def context(self) -> list[int]:
+        return [*self.example.prompt_ids, *self.tokens]
+
+    @property
+    def replies(self) -> int:
+        return len(self.turns) // 2
+
+    def draw_seed(self) -> int | None:
+        """A seed of its own for each time that it goes on; the first is the answer's."""
+        if self.seed is None or self.draws == 0:
+            return self.seed
+        return int.from_bytes(hashlib.sha256(f"{self.seed}/{self.draws}".encode()).digest()[:4], "little")
+
+    def write(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """The policy's next tokens."""
+        self._add(tokens, own=True)
+        self.logprobs += logprobs
+        self.draws += 1
+
+    def hear(self, heard: Heard) -> None:
+        """Words, which end the policy's turn; none, and it goes on within its turn; or the end."""
+        self.over, self.failure, self.said = heard.over, heard.failure, heard.said
+        if heard.tokens:
+            self.turns += [heard.turn, heard.words]
+            self._add(heard.tokens, own=False)
+            self.begin = len(self.tokens)
+
+    def _add(self, tokens: Sequence[int], own: bool) -> None:
+        self.tokens += tokens
+        self.own += [own] * len(tokens)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """How a conversation goes on, as the rank that leads its replica tells the others.
+
+    `turn` is what the policy wrote, `words` and their `tokens` what came back.
+    """
+
+    over: bool
+    turn: str = ""
+    words: str = ""
+    tokens: tuple[int, ...] = ()
+    failure: str = ""
+    said: str = ""
+
+
+class Conversations:
+    """Holds conversations with the recipe's environment; without one they have one turn.
+
+    Every rank makes one of these and calls `hold`, all together.
+    """
+
+    def __init__(self, recipe: Recipe, engine: RolloutEngine, tokenizer: Any):
+        rollout, reward = recipe.rollout, recipe.reward
+        assert rollout is not None, "checked when the recipe was read"
+        self._engine, self._tokenizer, self._end = engine, tokenizer, tokenizer.eos_token_id
+        self._ends = {self._end, *engine.end_tokens}
+        self._longest, self._max_replies = rollout.max_new_tokens, rollout.max_turns
+        self._replier: Replier | None = None
+        self._stops: tuple[str, ...] = ()
+        if rollout.environment is not None:
+            self._replier = Replier(rollout.environment, reward.workers, reward.timeout_seconds)
+            # A user's module says its stops; it runs in no rank, and to load it takes a process.
+            told = check_environment(rollout.environment) if distributed.rank() == 0 else None
+            self._stops = distributed.gather(told)[0]
+        self._stop_tokens = stop_tokens(tokenizer, self._stops)
+
+    def hold(self, examples: Sequence[Example], seeds: Sequence[int] | None) -> list[Conversation]:
+        """One about each example, to its end; drawn with these seeds, or greedily.
+
+        All replicas go on until the last of their conversations is over: engines that share experts step together.
+        """
+        greedy = seeds is None
+        held = [Conversation(e, seed) for e, seed in zip(examples, seeds or [None] * len(examples), strict=True)]
+        going, anyone = held, True
+        while anyone:
+            completions = self._engine.generate(
+                [one.context for one in going],
+                None if greedy else [one.draw_seed() for one in going],
+                self._end,
+                self._stop_tokens,
+                [self._longest - len(one.tokens) for one in going],
+            )
+            for one, completion in zip(going, completions, strict=True):
+                one.write(completion.tokens, completion.logprobs)
+            anyone = self._replier is not None and self._hear(self._replier, going)
+            going = [one for one in going if not one.over]
+        return held
+
+    def close(self) -> None:
+        """End the processes that environments run in."""
+        if self._replier is not None:
+            self._replier.close()
+
+    def _hear(self, replier: Replier, going: Sequence[Conversation]) -> bool:
+        """Let the environment reply; whether any conversation of any replica goes on."""
+        told = (self._engine.replica, self._heard(replier, going)) if self._engine.leads else None
+        of_replicas = dict(filter(None, distributed.gather(told)))
+        for one, heard in zip(going, of_replicas[self._engine.replica], strict=True):
+            one.hear(heard)
+        return any(not heard.over for replica in of_replicas.values() for heard in replica)
+
+    def _heard(self, replier: Replier, going: Sequence[Conversation]) -> list[Heard]:
+        """What each conversation goes on with."""
+        turns = [self._text(one.tokens[one.begin :]) for one in going]
+        asked = [number for number, one in enumerate(going) if self._asks(one, turns[number])]
+        items = [((*going[i].turns, turns[i]), going[i].example.answer, going[i].example.prompt) for i in asked]
+        replies = dict(zip(asked, replier.reply(items), strict=True))
+        return [
+            self._next(one, turn, replies.get(number, Reply("")))
+            for number, (one, turn) in enumerate(zip(going, turns, strict=True))
+        ]
+
+    def _asks(self, one: Conversation, turn: str) -> bool:
+        """Whether the policy has ended its turn: it may have run out of tokens, or paused where no stop is."""
+        if one.replies >= self._max_replies or len(one.tokens) >= self._longest:
+            return False
+        last = one.tokens[-1]
+        return last in self._ends or ends_in(turn, self._text([last]), self._stops)
+
+    def _next(self, one: Conversation, turn: str, reply: Reply) -> Heard:
+        """What follows; words after which the policy could not write one token are left out, and it is over."""
+        room, last = self._longest - len(one.tokens), one.tokens[-1]
+        if reply.words is None:
+            return Heard(over=True, failure=reply.failure, said=reply.said)
+        tokens = tuple(self._tokenizer.encode(reply.words, add_special_tokens=False)) if reply.words else ()
+        silent = not tokens and (last in self._ends or last not in self._stop_tokens)
+        if silent or len(tokens) >= room:
+            return Heard(over=True)
+        return Heard(over=False, turn=turn, words=reply.words, tokens=tokens)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))

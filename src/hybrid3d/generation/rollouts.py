@@ -1,0 +1,256 @@
+"""Sampling and evaluation over all replicas: prompts are dealt out, answers and rewards are brought together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybrid3d import distributed
+from hybrid3d.config import Recipe
+from hybrid3d.generation.multi_turn import Conversation, Conversations
+from hybrid3d.rewards.scorer import Scorer, Scores
+from hybrid3d.rl.data import PromptData
+from hybrid3d.rollout.engine import RolloutEngine
+
+OF_ENVIRONMENT = "environment_"  # what kinds of failures begin with that are a conversation's, not a reward's
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer to one prompt, and its reward.
+
+    Attributes:
+        tokens: of the answer, what an environment wrote in it included.
+        own: whether each is the policy's.
+        logprobs: at which vLLM drew the policy's.
+        weights: the number of updates that the weights which it was drawn with have behind them.
+    """
+
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    tokens: tuple[int, ...]
+    own: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    answer: str
+    reward: float
+    weights: int
+
+    @property
+    def own_tokens(self) -> int:
+        """How many of the tokens are the policy's."""
+        return sum(self.own)
+
+    @property
+    def turns(self) -> int:
+        """How often the policy had its say."""
+        return sum(mine and not before for before, mine in zip((False, *self.own), self.own, strict=False))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The samples of a step, on every rank.
+
+    Attributes:
+        samples: `samples_per_prompt` in a row for each prompt.
+        batches: of prompts that were drawn for them.
+        dull: groups whose rewards are all alike, over all that were drawn.
+        failures: rewards that failed, and conversations that an environment failed in, by kind, over all that were
+            drawn; `examples` has what one of each said.
+    """
+
+    samples: list[Sample]
+    batches: int
+    dull: int
+    failures: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Greedy answers to the held-out problems.
+
+    Attributes:
+        accuracy: the share of them with full reward, which is 1.
+        reward: the mean of their rewards.
+        failures, examples: as in `Drawn`.
+    """
+
+    accuracy: float
+    reward: float
+    failures: dict[str, int]
+    examples: dict[str, str]
+
+
+class FailedRewards(RuntimeError):
+    """More rewards (and replies) of a step failed than the recipe allows, or all of them."""
+
+    alike = True  # every rank raises it: one of them is enough to tell
+
+
+class Rollouts:
+    """Draws samples with the weights that the engine has. Every rank calls every method together.
+
+    Attributes:
+        train, held_out: the prompts.
+    """
+
+    def __init__(self, recipe: Recipe, engine: RolloutEngine, tokenizer: Any, train: PromptData, held_out: PromptData):
+        self._recipe = recipe
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._conversations = Conversations(recipe, engine, tokenizer)
+        self.train = train
+        self.held_out = held_out
+        reward = recipe.reward
+        self._scorer = Scorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
+
+    @property
+    def _scores_training(self) -> bool:
+        """Whether the reward by name is what is trained on; otherwise a reward model scores the samples later."""
+        return self._recipe.reward.model is None
+
+    def draw(self, step: int, batch: int, further: int = 0) -> Drawn:
+        """The samples of a step.
+
+        Groups of a prompt's samples whose rewards are all alike teach nothing: up to `further` batches of prompts are
+        drawn for others in their place (DAPO, arXiv 2503.14476, section 3.2). What is then still missing, they fill up.
+
+        Args:
+            step: whose weights the engine must have.
+            batch: number of the first batch of prompts.
+
+        Raises:
+            StaleWeights: the engine's weights are older than those of this step.
+            FailedRewards: more than `reward.max_failures` of the samples' rewards failed, or all of them.
+        """
+        wanted, group = self._recipe.algorithm.prompts_per_step, self._recipe.algorithm.samples_per_prompt
+        groups: list[list[Sample]] = []
+        found: list[int] = []
+        fillers: list[int] = []
+        failures: Counter[str] = Counter()
+        examples: dict[str, str] = {}
+        batches = dull = 0
+        while len(found) < wanted and batches <= further:
+            samples, scores = self._draw_batch(step, batch + batches)
+            of_batch, said = _failed(scores)
+            failures.update(of_batch)
+            examples = said | examples
+            for one in (samples[start : start + group] for start in range(0, len(samples), group)):
+                alike = self._scores_training and group > 1 and all(sample.reward == one[0].reward for sample in one)
+                (fillers if alike and further else found).append(len(groups))
+                groups.append(one)
+                dull += alike
+            batches += 1
+        self._check(failures, examples, batches * wanted * group, self._recipe.reward.max_failures)
+        chosen = sorted([*found, *fillers][:wanted])  # as drawn, so that no minibatch has fillers alone
+        return Drawn([sample for one in chosen for sample in groups[one]], batches, dull, dict(failures), examples)
+
+    def _check(
+        self, failures: Mapping[str, int], examples: Mapping[str, str], samples: int, allowed: float, where: str = ""
+    ) -> None:
+        """Raise FailedRewards where more than the share `allowed` failed, or all rewards or all conversations did."""
+        failed = sum(failures.values())
+        of_environment = sum(count for kind, count in failures.items() if kind.startswith(OF_ENVIRONMENT))
+        all_failed = max(of_environment, failed - of_environment) >= samples > 0
+        if not all_failed and (allowed == 1 or failed <= allowed * samples):
+            return
+        bound = f"reward.max_failures={allowed:g} allows {int(allowed * samples)}"
+        if all_failed:
+            bound = "when all fail the run ends, whatever reward.max_failures allows"
+        kinds = ", ".join(f"{count} {kind} ({examples[kind]})" for kind, count in sorted(failures.items()))
+        environment = self._recipe.rollout.environment
+        what = "rewards" if environment is None else "rewards and conversations"
+        blamed = self._recipe.reward.name if environment is None else f"{self._recipe.reward.name}, {environment}"
+        fix = f"mend {blamed}, or raise reward.timeout_seconds"
+        raise FailedRewards(f"{failed} of {samples} {what} failed{where}: {kinds}; {bound}: {fix}")
+
+    def _draw_batch(self, step: int, batch: int) -> tuple[list[Sample], list[Scores]]:
+        weights = self._engine.require(step)
+        algorithm, run = self._recipe.algorithm, self._recipe.run
+        examples = self.train.batch(batch, algorithm.prompts_per_step)
+        work = [
+            (example, request_seed(run.seed, batch, i, n))
+            for i, example in self._mine(list(enumerate(examples)))
+            for n in range(algorithm.samples_per_prompt)
+        ]
+        held = self._conversations.hold([example for example, _ in work], [s for _, s in work])
+        return self._scored(held, weights, self._scores_training)
+
+    def evaluate(self, step: int) -> HeldOut:
+        """Answer the held-out problems greedily.
+
+        Raises:
+            StaleWeights: the engine's weights are older than those of this step.
+            FailedRewards: all of the rewards failed.
+        """
+        weights = self._engine.require(step)
+        examples = self._mine(list(self.held_out.examples))
+        samples, scores = self._scored(self._conversations.hold(examples, None), weights)
+        rewards = [sample.reward for sample in samples]
+        failures, of_kinds = _failed(scores)
+        self._check(failures, of_kinds, len(rewards), allowed=1.0, where=" on held-out problems")
+        full = sum(reward == 1.0 for reward in rewards)
+        return HeldOut(full / len(rewards), sum(rewards) / len(rewards), failures, of_kinds)
+
+    def close(self) -> None:
+        """End the processes that compute rewards and replies."""
+        self._scorer.close()
+        self._conversations.close()
+
+    def _scored(
+        self, held: Sequence[Conversation], weights: int, by_name: bool = True
+    ) -> tuple[list[Sample], list[Scores]]:
+        """Everyone's samples, and what the replicas' rewards say of themselves: one rank of each scores its own.
+
+        Without `by_name` all rewards are 0, until the reward model's take their place.
+        """
+        held = held if self._engine.leads else []
+        answers = [self._tokenizer.decode(one.tokens, skip_special_tokens=True) for one in held]
+        asked = [(a, one.example.answer, one.example.prompt) for a, one in zip(answers, held, strict=True)]
+        scores = self._scorer.score(asked) if by_name else Scores([0.0] * len(asked))
+        samples = [
+            Sample(
+                prompt=one.example.prompt,
+                prompt_ids=one.example.prompt_ids,
+                tokens=tuple(one.tokens),
+                own=tuple(one.own),
+                logprobs=tuple(one.logprobs),
+                answer=answer,
+                reward=reward,
+                weights=weights,
+            )
+            for one, answer, reward in zip(held, answers, scores.rewards, strict=True)
+        ]
+        broken = {f"{OF_ENVIRONMENT}{one.failure}": one.said for one in reversed(held) if one.failure}
+        failures = Counter(f"{OF_ENVIRONMENT}{one.failure}" for one in held if one.failure)
+        told = Scores([], failures | scores.failures, broken | scores.examples)
+        return self._of_all_replicas(samples), self._of_all_replicas([told])
+
+    def _mine(self, items: list) -> list:
+        """This replica's consecutive share."""
+        first, last = (len(items) * (self._engine.replica + i) // self._engine.replicas for i in (0, 1))
+        return items[first:last]
+
+    def _of_all_replicas(self, items: list) -> list:
+        """Everyone's items, in the order in which they were dealt out: that of replicas, whichever ranks they are."""
+        shares = distributed.gather((self._engine.replica, items) if self._engine.leads else None)
+        return [item for _, share in sorted(filter(None, shares), key=lambda s: s[0]) for item in share]
+
+
+def _failed(scores: Sequence[Scores]) -> tuple[dict[str, int], dict[str, str]]:
+    """How many rewards (and conversations) failed, by kind, and what the first of each kind said."""
+    failures: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for one in scores:
+        failures.update(one.failures)
+        examples = {**one.examples, **examples}
+    return dict(failures), examples
+
+
+def request_seed(seed: int, batch: int, prompt: int, sample: int) -> int:
+    """A seed of its own for every request, the same in every layout."""
+    digest = hashlib.sha256(f"{seed}/{batch}/{prompt}/{sample}".encode()).digest()
+    return int.from_bytes(digest[:4], "little")

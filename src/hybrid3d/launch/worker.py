@@ -1,0 +1,159 @@
+"""What one rank does from start to end: its log, its task, and its last words when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+
+from hybrid3d import distributed
+from hybrid3d.config import Recipe
+from hybrid3d.launch import rendezvous
+from hybrid3d.process import adopt_orphans, die_with, end_descendants, name_shared_memory, remove_shared_memory
+from hybrid3d.run import terminal
+from hybrid3d.run.heartbeat import Heartbeat
+from hybrid3d.run.oom_recovery import RanOut
+from hybrid3d.run.run_folder import RunFolder
+
+Task = Callable[[int, dist.Store, "Console | None"], None]
+"""A rank's work: given its number, a store that all ranks have met at, and a console where it is the one that speaks.
+
+It begins by building the default process group through the store.
+"""
+
+
+def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> int:
+    """Run a task as one rank; 0 when it ended well, 2 where the ranks were not started alike, 1 where it failed.
+
+    The rank's own output and that of every library goes to its log. What it fails of is written, in one line, to
+    where the launcher looks; a rank that is not the first to fail mostly fails of its lost peer.
+
+    Args:
+        launched: by our own launcher, which says why a rank failed; under torchrun and srun the rank says it.
+    """
+    die_with(os.getppid())  # the launcher: a rank must not live on where that is killed
+    adopt_orphans()  # what a reward has started whose pool it has killed
+    rank = distributed.rank()
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    folder.failure_of(rank).unlink(missing_ok=True)
+    # Where NCCL's flight recorder writes what each rank was doing when a collective hung; it appends the rank
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.logs / "nccl-rank-"))
+    stderr = terminal.console(file=os.fdopen(os.dup(2), "w"))
+    console = _redirect(folder.log_of(rank), speaks=rank == 0)
+    try:
+        store = rendezvous.meet(rendezvous.record_of(recipe))
+    except rendezvous.NotMet as error:
+        print(error)
+        if not error.said and distributed.local_rank() == 0:
+            _say(stderr, f"{recipe.name}: {error}")
+        return error.code
+    name_shared_memory(distributed.ident())
+
+    def lost(other: int, said: str) -> None:
+        """Another rank does not answer: tell why the run ends, and clean up, because this process ends too."""
+        with suppress(OSError):  # the disk of its log may be full
+            print(f"rank {other}: {said}", flush=True)
+        reason = {"rank": other, "time": time.time(), "peer": False, "reason": said, "kind": "error"}
+        try:
+            told = _leave(folder.failure_of(other), reason, first=True) and launched
+        except FileExistsError:  # it has said itself why it ends, or another rank has told this before
+            told = True
+        if not told:
+            _say(stderr, last_words(folder, other, reason))
+        remove_shared_memory(distributed.ident())
+
+    try:
+        heartbeat = Heartbeat(store, rank, distributed.world_size(), lost)
+        task(rank, store, console)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        heartbeat.stop()
+        end_descendants()
+        return 0
+    # The boundary of the process: everything is reported, nothing goes on. SystemExit is no Exception, nor is what
+    # PyTorch raises of checkpoints.
+    except BaseException as error:
+        alike = getattr(error, "alike", False)
+        reason = {"rank": rank, "time": time.time(), "peer": _is_lost_peer(error), "reason": _one_line(error)}
+        if alike:
+            reason |= {"peer": False, "alike": True, "reason": str(error)}
+        reason["kind"] = "out_of_memory" if isinstance(error, RanOut) else "error"
+        told = _leave(folder.failure_of(rank), reason) and launched
+        if not told and not reason["peer"] and (rank == 0 or not alike):
+            _say(stderr, last_words(folder, rank, reason))
+        try:
+            with suppress(OSError):  # the disk of its log may be full
+                traceback.print_exception(error)
+                sys.stderr.flush()
+            end_descendants()
+            remove_shared_memory(distributed.ident())
+        finally:
+            os._exit(1)  # communication threads may be waiting for ranks that are gone
+
+
+def last_words(folder: RunFolder, rank: int, reason: Mapping[str, Any]) -> str:
+    """Why a run has ended, by the reason that a rank gave: its own, or one that all ranks came to together."""
+    if reason.get("alike"):
+        return f"stopped: {reason['reason']}"
+    return f"rank {rank} failed: {reason['reason']}\nits log: {folder.log_of(rank)}"
+
+
+def _leave(path: Path, reason: Mapping[str, Any], first: bool = False) -> bool:
+    """Leave a reason where the launcher looks; False where the disk is full.
+
+    Raises:
+        FileExistsError: it must be the `first`, and there is one.
+    """
+    # The launcher looks at any moment, and is to see all of it or nothing
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(json.dumps(reason))
+        if first:
+            os.link(draft, path)
+        else:
+            draft.replace(path)
+        return True
+    except FileExistsError:
+        raise
+    except OSError:
+        return False
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def _say(console: Console, message: str) -> None:
+    console.print(message, style="red", highlight=False, markup=False, soft_wrap=True)
+
+
+def _redirect(log: Path, speaks: bool) -> Console | None:
+    """Send stdout and stderr, those of C++ included, to the log; the rank that speaks keeps the terminal for itself."""
+    kept = os.fdopen(os.dup(1), "w") if speaks else None
+    sys.stdout.flush()
+    sys.stderr.flush()
+    opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(opened, 1)
+    os.dup2(opened, 2)
+    os.close(opened)
+    return terminal.console(file=kept) if kept else None
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, dist.DistError) or any(
+        sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "NCCL")
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,93 @@
+"""Where each rank generates: its slot in the rollout layout, chosen before engines start."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from hybrid3d import distributed
+from hybrid3d.config import Recipe, load_recipe
+from hybrid3d.inputs.models import read_config
+from hybrid3d.planning.engine_queries import ask
+from hybrid3d.planning.isolated import ASKING, AskingFailed, ask_apart
+from hybrid3d.reshard.classes import TensorClass, classes_of, groups_of, outline_of
+from hybrid3d.reshard.layout import Demand, Holdings
+from hybrid3d.reshard.placement import Lacking, consecutive, lacking, place
+
+_KEY = "slots"
+
+
+def agree(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
+    """The slot of each rank of a run, which rank 0 chooses before the default process group is there.
+
+    Args:
+        store: through which the ranks can talk by then.
+
+    Raises:
+        RuntimeError: (on every rank) what the engines answered instead.
+    """
+    rollout = recipe.rollout
+    if rollout is None or rollout.placement == "consecutive" or rollout.tp * rollout.dp == 1:
+        return tuple(consecutive(recipe.world_size).tolist())
+    if distributed.rank() == 0:
+        try:
+            store.set(_KEY, ask_apart("hybrid3d.planning.agreed_placement", recipe))
+        except AskingFailed as error:
+            store.set(_KEY, json.dumps(str(error)))
+    store.wait([_KEY], ASKING + timedelta(minutes=5))
+    found = json.loads(store.get(_KEY))
+    if isinstance(found, str):
+        raise RuntimeError(f"where to place ranks could not be asked: {found}")
+    return tuple(found)
+
+
+def choose(recipe: Recipe) -> list[int]:
+    """The slot of each rank, from what both engines say."""
+    sides = ask(recipe, read_config(recipe.model.path))
+    slots: list[int] = placed(recipe, sides.holdings, [one.demand for one in sides.slots], sides.times).slots.tolist()
+    return slots
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where ranks generate: the slot of each, and what was counted to choose it."""
+
+    slots: np.ndarray
+    lacks: Lacking
+    classes: Sequence[TensorClass]
+    holders: Sequence[Sequence[int]]
+
+    def readers(self, slots: int) -> list[list[int]]:
+        """The ranks that have each slot of some engine."""
+        return [np.flatnonzero(self.slots % slots == slot).tolist() for slot in range(slots)]
+
+
+def placed(
+    recipe: Recipe, holdings: Mapping[int, Holdings], wanted: Sequence[Demand], times: Mapping[str, int] | None = None
+) -> Placed:
+    """Place a recipe's ranks.
+
+    Args:
+        wanted: what each slot of an engine wants.
+        times: how often a tensor counts, where it stands for others.
+    """
+    assert recipe.rollout is not None
+    world, per_node = recipe.world_size, recipe.machine.gpus_per_node
+    groups = groups_of(holdings)
+    holders = [ranks for ranks, _ in groups]
+    classes = classes_of([side for _, side in groups], [outline_of(one) for one in wanted], times)
+    lacks = lacking(classes, holders, len(wanted), world, per_node)
+    chosen = recipe.rollout.placement == "overlap"
+    slots = place(lacks, len(wanted), recipe.rollout.tp, per_node) if chosen else consecutive(world)
+    return Placed(slots, lacks, classes, holders)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(choose(load_recipe(sys.argv[1]))))

@@ -1,0 +1,1 @@
+"""What an answer is worth: rewards, environments, and the processes they run in. Imports neither engine nor torch."""

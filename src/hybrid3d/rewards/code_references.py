@@ -1,0 +1,266 @@
+"""References of the reward `code`: the formats they come in, and whether they test anything.
+
+Nothing of a reference is run here; it is parsed, to learn which of its names the answer must define, and to refuse one
+that could reward any answer, or none.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import symtable
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from hybrid3d.rewards.code_assertions import is_assertion
+from hybrid3d.rewards.code_judge import ANSWER_MODULES
+
+ENTRY = "_answer_"  # prefix of the name under which an entry point is called, so that it hides no builtin
+# Names that tests often use because the program they were written for had imported them. They are the judge's own,
+# because an answer that defined them would compare its own values.
+BORROWED = {
+    **dict.fromkeys(("fabs", "inf", "isclose", "isinf", "isnan", "nan", "pi", "sqrt"), "math"),
+    **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"),
+    **dict.fromkeys(("Any", "Callable", "Dict", "Iterable", "List", "Optional", "Set", "Tuple", "Union"), "typing"),
+    "deepcopy": "copy", "Decimal": "decimal", "Fraction": "fractions",
+}  # fmt: skip
+_GIVEN = {*dir(builtins), "__name__", "__file__", "__doc__", "__builtins__"}
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Tests in Python, as the judge runs them.
+
+    Attributes:
+        sources: run one after the other in one namespace.
+        names: the judge's name for each thing that the answer defines, and the answer's own name for it.
+        modules: modules of the standard library that the tests use without importing them.
+        borrowed: names used without an import, and the modules of the standard library that define them.
+        functions: functions without parameters that are called at the end, as pytest would.
+    """
+
+    sources: tuple[str, ...]
+    names: Mapping[str, str]
+    modules: tuple[str, ...] = ()
+    borrowed: Mapping[str, str] | None = None
+    functions: tuple[str, ...] = ()
+
+
+def check_reference(reference: str) -> None:
+    """Refuse a reference that tests nothing of the answer, or that nothing can pass. ValueError: says why."""
+    try:
+        read_tests(reference)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the tests are not Python: {error}; this is {reference[:80]!r}") from None
+
+
+def read_tests(reference: str) -> Tests | list[tuple[str, str]]:
+    """The reference's tests, or its pairs of input and output.
+
+    Raises:
+        ValueError: it has neither, or its tests test nothing.
+        SyntaxError: its tests are not Python.
+    """
+    try:
+        read = json.loads(reference)
+    except (ValueError, RecursionError):
+        read = {"tests": reference}
+    if isinstance(read, list) and read and all(isinstance(line, str) for line in read):
+        read = {"test_list": read}
+    if isinstance(read, dict):
+        if source := _source(read):
+            return _tests(source, read)
+        pairs = read.get("stdin_stdout")
+        if isinstance(pairs, list) and pairs and all(_is_pair(pair) for pair in pairs):
+            if not any(wanted.strip() for _, wanted in pairs):
+                raise ValueError(f"a program that prints nothing passes all pairs of stdin_stdout: {reference[:80]!r}")
+            return [cast(tuple[str, str], tuple(pair)) for pair in pairs]
+    raise ValueError(
+        f"a reference for code needs tests, or stdin_stdout with pairs of text; this is {reference[:80]!r}"
+    )
+
+
+def _is_pair(pair: object) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+
+
+def _source(read: Mapping[str, Any]) -> str:
+    """The tests of a reference in JSON: `tests`, MBPP's lists (before a `test`, which needs numpy) or HumanEval's."""
+    tests = _text(read.get("tests"))
+    if not tests and (listed := _text(read.get("test_list"))):
+        before = [_text(read.get(key)) for key in ("test_imports", "test_setup_code")]
+        tests = "\n".join([*before, listed, _text(read.get("challenge_test_list"))])
+    tests = tests or _text(read.get("test"))
+    return tests if tests.strip() else ""
+
+
+def _text(value: object) -> str:
+    """A text, or the lines of a list of texts; "" where it is neither."""
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    return value if isinstance(value, str) else ""
+
+
+def _tests(source: str, read: Mapping[str, Any]) -> Tests:
+    tree = ast.parse(source)
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    sources, names = [source], dict[str, str]()
+    entry = read.get("entry_point")
+    takes_candidate = "check" in _functions(tree) and "check" not in called
+    if takes_candidate and not isinstance(entry, str):
+        raise ValueError("the tests define check(candidate), and nothing calls it: say in entry_point with what")
+    if isinstance(entry, str):
+        expression, entries = _entry_point(entry)
+        if takes_candidate:
+            sources.append(f"check({expression})")
+            names = {ENTRY + name: name for name in entries}
+    free, unbound = _free_names(sources[0], tree), set[str]()
+    if isinstance(entry, str):
+        unbound = free - entries - BORROWED.keys()
+        free = free & (entries | BORROWED.keys()) | (set() if takes_candidate else entries)
+        if unbound and (prompt := _definitions(_text(read.get("prompt")), entries)).body:
+            _check_imports(prompt)
+            sources.insert(0, ast.unparse(prompt))
+            unbound -= _scan(sources[0])[1]
+    else:
+        free |= _functions(_parsed(_text(read.get("code")))).keys() & called  # which may be named as a builtin is
+    modules = {name for name in free | unbound if name in sys.stdlib_module_names and _is_module(name, tree)}
+    if unbound - modules:
+        raise ValueError(
+            f"the tests use {', '.join(sorted(unbound - modules))}, which neither they nor the prompt define, "
+            f"beside the entry point {entry}: give the row's prompt, or leave entry_point away"
+        )
+    free -= modules
+    borrowed = {name: BORROWED[name] for name in free & BORROWED.keys() if free - BORROWED.keys() or takes_candidate}
+    names |= {name: name for name in free - borrowed.keys()}
+    _check_imports(tree)
+    if not names and not _imports_answer(tree):
+        raise ValueError(
+            f"the tests use nothing that the answer defines: {_shown(source)} (a function that is named as a builtin "
+            "is must be named in entry_point)"
+        )
+    functions = tuple(
+        name
+        for name, function in _functions(tree).items()
+        if name.startswith("test") and name not in called and _takes_nothing(function)
+    )
+    if not any(_assertions(tree, {*functions, "check"} if takes_candidate else {*functions})):
+        raise ValueError(f"the tests have no assertion that is run: {_shown(source)}")
+    return Tests(tuple(sources), names, tuple(sorted(modules)), borrowed, functions)
+
+
+def _shown(source: str) -> str:
+    return repr(source.strip()[:80])
+
+
+def _entry_point(entry: str) -> tuple[str, set[str]]:
+    """The entry point as the judge calls it, and the names in it: it may be `add`, or `Solution().add`."""
+    try:
+        tree = ast.parse(entry.strip(), mode="eval")
+    except SyntaxError:
+        raise ValueError(f"entry_point {entry[:80]!r} is no expression of Python") from None
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    names = {node.id for node in found}
+    for node in found:
+        node.id = ENTRY + node.id
+    return ast.unparse(tree), names
+
+
+def _free_names(source: str, tree: ast.Module) -> set[str]:
+    """Names that the source reads and neither defines nor imports, and that are no builtins."""
+    used, made = _scan(source)
+    return used - made - _GIVEN
+
+
+def _scan(source: str) -> tuple[set[str], set[str]]:
+    """The global names that a source reads, and those that it makes."""
+    top = symtable.symtable(source, "<tests>", "exec")
+    used, made, tables = set[str](), set[str](), [top]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if table is top or symbol.is_global():
+                if symbol.is_assigned() or symbol.is_imported():
+                    made.add(symbol.get_name())
+                if symbol.is_referenced():
+                    used.add(symbol.get_name())
+    return used, made
+
+
+def _definitions(prompt: str, entries: set[str]) -> ast.Module:
+    """What a prompt of HumanEval defines beside the function that is asked for."""
+    tree = _parsed(prompt)
+    tree.body = [node for node in tree.body if getattr(node, "name", None) not in entries]
+    return tree
+
+
+def _parsed(source: str) -> ast.Module:
+    """The source's tree, empty where it is not Python."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module([], [])
+
+
+def _takes_nothing(function: ast.FunctionDef) -> bool:
+    """Whether a function can be called without arguments."""
+    arguments = function.args
+    positional = len(arguments.posonlyargs) + len(arguments.args)
+    return positional == len(arguments.defaults) and None not in arguments.kw_defaults
+
+
+def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def _is_module(name: str, tree: ast.Module) -> bool:
+    """Whether a name is read for its attributes only, as `math` is in `math.isclose`, and none of them is set."""
+    owners = [
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    ]
+    within = {id(owner) for owner in owners}
+    return all(id(node) in within for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name)
+
+
+def _check_imports(tree: ast.Module) -> None:
+    for node in _unguarded(tree):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            modules = [node.module or "."]
+        for module in (name.partition(".")[0] for name in modules):
+            if module not in sys.stdlib_module_names and module not in ANSWER_MODULES:
+                raise ValueError(f"the tests import {module}, and the sandbox has Python's standard library only")
+
+
+def _unguarded(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node that is not within a `try`, which may be there because an import may fail."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.Try):
+            yield child
+            yield from _unguarded(child)
+
+
+def _imports_answer(tree: ast.Module) -> bool:
+    modules = [name for node in ast.walk(tree) for name in _imported(node)]
+    return any(module in ANSWER_MODULES for module in modules)
+
+
+def _imported(node: ast.AST) -> Iterable[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def _assertions(tree: ast.Module, called: set[str]) -> Iterator[ast.AST]:
+    """What `is_assertion` counts, except within functions that nothing calls and classes that nothing runs."""
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    for statement in tree.body:
+        if isinstance(statement, ast.FunctionDef) and statement.name not in read | called:
+            continue
+        if isinstance(statement, ast.ClassDef) and not statement.bases and statement.name not in read:
+            continue
+        yield from (node for node in ast.walk(statement) if is_assertion(node))

@@ -1,0 +1,138 @@
+"""Calls of a user's functions in processes of their own, so that none of them can stop a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from hybrid3d.process import nothing_left
+from hybrid3d.rewards.pool_worker import BATCH_SECONDS, START_SECONDS, Item, Verdict, Wanted
+
+GRACE_SECONDS = 5  # to kill a worker that hangs and start the next
+LAST_BYTES = 65_536  # of what a function's module says on stderr
+# What can be imported here can be there, this package first of all.
+_SERVER = (
+    "import sys; sys.path[:] = eval(sys.argv[1]); from hybrid3d.rl import scoring_server as s; s.main(*sys.argv[2:])"
+)
+
+
+class Pooled:
+    """One function, `module:function`, in `workers` processes, which start with the first calls.
+
+    Args:
+        wanted: what a call is to return.
+        seconds: that a call may take.
+    """
+
+    def __init__(self, target: str, wanted: Wanted, workers: int, seconds: float):
+        self._target, self._wanted, self._workers, self._seconds = target, wanted, workers, seconds
+        self._server: tuple[subprocess.Popen[bytes], Connection] | None = None
+
+    def call(self, items: Sequence[Item]) -> list[Verdict]:
+        """A verdict on each item, in order.
+
+        The pool keeps to the limit of each call; the one here is for a pool that itself hangs.
+        """
+        if not items:
+            return []
+        rounds = math.ceil(len(items) / self._workers)
+        limit = START_SECONDS + min(rounds * (self._seconds + GRACE_SECONDS), BATCH_SECONDS + GRACE_SECONDS)
+        process, connection = self._running()
+        try:
+            connection.send(list(items))
+            if connection.poll(limit):
+                verdicts: list[Verdict] = connection.recv()
+                return verdicts
+            failure: Verdict = (None, "hung", f"no word from the pool within {limit:g} s")
+            process.kill()
+        except (EOFError, ConnectionError):
+            failure = (None, "died", f"the pool's process ended with exit code {process.wait()}")
+        self.close()
+        return [failure] * len(items)
+
+    def close(self) -> None:
+        """End all processes; another batch would start them again."""
+        if self._server is None:
+            return
+        process, connection = self._server
+        self._server = None
+        connection.close()
+        try:
+            process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()  # its workers and their semaphores go with it
+            process.wait()
+
+    def _running(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        if self._server is not None and self._server[0].poll() is not None:
+            self.close()  # it ended between two batches
+        if self._server is None:
+            ours, theirs = multiprocessing.Pipe()
+            arguments = [str(theirs.fileno()), self._target, self._wanted, str(self._workers), str(self._seconds)]
+            process = subprocess.Popen(
+                _command("serve", *arguments),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # what functions print; what they say on stderr is for the log
+                start_new_session=True,  # an interrupt from the terminal is the trainer's to answer
+            )
+            theirs.close()
+            self._server = process, ours
+        return self._server
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-c", _SERVER, repr(sys.path), *arguments]
+
+
+def try_out(spec: str, target: str, wanted: Wanted, what: str) -> tuple[str, ...]:
+    """Load a function, in a process of its own: a user's module runs its code when it is imported.
+
+    Args:
+        spec: as the recipe has it, which messages name after `what` it is.
+
+    Returns:
+        The stops that it names.
+
+    Raises:
+        ValueError: the module or function does not exist, or cannot be loaded or called; says why.
+    """
+    with (
+        tempfile.TemporaryFile() as answer,
+        tempfile.TemporaryFile() as errors,  # not pipes: its children would hold them
+        nothing_left(),
+    ):
+        command = _command("check", target, wanted, str(answer.fileno()))
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # what the module prints
+            stderr=errors,
+            pass_fds=[answer.fileno()],
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(START_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"{what} {spec!r} does not load within {START_SECONDS} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        answer.seek(0)
+        found = answer.read()
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - LAST_BYTES))
+        said = errors.read().decode(errors="replace").strip().splitlines()
+    if code == 0 and found:
+        return tuple(json.loads(found))
+    ended = f"its process ended with exit code {code}" + ("" if code else ", before it had loaded")
+    raise ValueError(f"{what} {spec!r} does not load: {said[-1] if code and said else ended}")

@@ -1,0 +1,215 @@
+"""The process beside a trainer in which the pool lives, and the one in which a function is tried.
+
+The trainer has threads, a CUDA context and a main module of its own. A pool in it would fork the first two or import
+the last again in every worker; so the pool has a process that is started anew, imports neither torch nor an engine,
+and ends when the trainer does, however that ends.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any, TypeVar, cast
+
+from pebble import ProcessExpired, ProcessPool
+
+from hybrid3d.process import adopt_orphans, children_of, end_descendants, kill, name_shared_memory, own_tracker
+from hybrid3d.rewards import pool_worker
+from hybrid3d.rewards.environments import stops_of
+from hybrid3d.rewards.pool_worker import BATCH_SECONDS, Item, Verdict, Wanted, with_limit
+from hybrid3d.rewards.registry import load_function
+
+TRIES = 3  # pools, for the calls of one batch: one breaks when a worker is killed while it has nothing to do
+LOOK_SECONDS = 0.5
+LEFT = 256  # in place of exit code 0, which is no process's own
+
+T = TypeVar("T")
+
+
+class Worker(SpawnProcess):
+    """A process of the pool. It has no reason to end by itself, so that exit code 0 is a failure like any other.
+
+    The pool takes 0 for an end in order and would wait for the call's time limit.
+    """
+
+    @property
+    def exitcode(self) -> int | None:
+        code = super().exitcode
+        return LEFT if code == 0 else code
+
+
+class WorkerContext(SpawnContext):
+    """Starts workers anew: a fork is unsafe because the pool has threads, and a fork server's workers keep it alive."""
+
+    Process = Worker
+
+
+class Pool:
+    """Workers that call one function; one that hangs or dies is replaced."""
+
+    def __init__(self, target: str, wanted: Wanted, workers: int, seconds: float):
+        self._context = WorkerContext()
+        self._workers, self._start = workers, (target, wanted, seconds)
+        self._wanted, self._seconds = wanted, seconds
+        self._batched: bool | None = None
+        self._pool = self._new()
+
+    def call(self, items: Sequence[Item]) -> list[Verdict]:
+        """A verdict on each item, in order. A batched function gets all at once, and its time limit holds for all.
+
+        What has none after `BATCH_SECONDS` counts as hanging.
+        """
+        end = time.monotonic() + BATCH_SECONDS
+        calls = [list(items)] if self._is_batched() else [[item] for item in items]
+        answers: dict[int, list[Verdict]] = {}
+        for _ in range(TRIES):
+            if not self._pool.active:
+                self._renew()
+            futures = {
+                number: self._schedule(pool_worker.judge, call)
+                for number, call in enumerate(calls)
+                if number not in answers
+            }
+            self._wait(futures.values(), end)
+            for number, future in futures.items():
+                if future.done() and not isinstance(future.exception(), BrokenProcessPool):
+                    answers[number] = self._verdicts(future, len(calls[number]))
+            if len(answers) == len(calls) or time.monotonic() >= end:
+                break
+        lost: Verdict = (None, "died", f"the pool's workers ended {TRIES} times before they had begun")
+        if len(answers) < len(calls) and time.monotonic() >= end:
+            lost = (None, "hung", f"no {self._wanted} within the {BATCH_SECONDS} s that a whole batch has")
+            self._pool.stop()
+        return [verdict for number, call in enumerate(calls) for verdict in answers.get(number) or [lost] * len(call)]
+
+    def close(self) -> None:
+        self._pool.stop()
+        self._pool.join()
+
+    def _new(self) -> ProcessPool:
+        return ProcessPool(self._workers, initializer=pool_worker.start, initargs=self._start, context=self._context)
+
+    def _renew(self) -> None:
+        self.close()
+        self._pool = self._new()
+
+    def _is_batched(self) -> bool:
+        if self._batched is None:
+            future = self._schedule(pool_worker.is_batched)
+            self._wait([future])
+            if not future.done() or future.exception() is not None:
+                return False  # the calls will say what is the matter
+            self._batched = future.result()
+        return self._batched
+
+    def _schedule(self, function: Callable[..., T], *arguments: object) -> Future[T]:
+        try:
+            return self._pool.schedule(function, arguments, timeout=self._seconds)
+        except RuntimeError:  # it broke just now; this future will not be done either
+            return Future()
+
+    def _wait(self, futures: Iterable[Future[Any]], end: float = math.inf) -> None:
+        """Until all are done, or time is up, or the pool is broken: those that it had not looked at never will be."""
+        waiting = list(futures)
+        while wait(waiting, timeout=LOOK_SECONDS).not_done and self._pool.active and time.monotonic() < end:
+            pass
+
+    def _verdicts(self, future: Future[list[Verdict]], samples: int) -> list[Verdict]:
+        error = future.exception()
+        if error is None:
+            return future.result()
+        if isinstance(error, TimeoutError):
+            failure: Verdict = (None, "hung", f"no {self._wanted} within {self._seconds:g} s")
+        elif isinstance(error, ProcessExpired):
+            code = 0 if error.exitcode == LEFT else error.exitcode
+            failure = (None, "died", f"the worker ended with exit code {code}")
+        else:
+            failure = (None, "died", pool_worker.describe(error))
+        return [failure] * samples
+
+
+def serve(connection: Connection, target: str, wanted: Wanted, workers: int, seconds: float) -> None:
+    """Answer what comes until the trainer closes its end. What the function has started ends with its worker."""
+    adopt_orphans()
+    name_shared_memory()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    pool = Pool(target, wanted, workers, seconds)
+    threading.Thread(target=_end_orphans, daemon=True).start()
+    while True:
+        try:
+            items = connection.recv()
+        except (EOFError, ConnectionError):
+            break
+        connection.send(pool.call(items))
+    pool.close()
+    end_descendants()
+
+
+def _end_with(parent: int) -> None:
+    """End with the trainer, however busy; the workers have asked the kernel to end with this process."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_SECONDS)
+    end_descendants()
+    os._exit(1)
+
+
+def _end_orphans() -> None:
+    """Kill what workers that are gone have left behind, whose parent this process then is (`adopt_orphans`).
+
+    A process counts as left behind when it is seen twice: a worker that is just being started is not known yet.
+    """
+    before: set[int] = set()
+    while True:
+        time.sleep(LOOK_SECONDS)
+        strays = children_of(os.getpid()) - {one.pid for one in multiprocessing.active_children()} - own_tracker()
+        for pid in strays & before:
+            kill(pid)
+        before = strays
+
+
+def check(target: str, wanted: str, answer: str) -> None:
+    """Load a function as a worker would, and write the stops that it names as JSON to a descriptor.
+
+    What it raises is for whoever started this process.
+    """
+    function = load_function(target)
+    stops = json.dumps(stops_of(function)).encode()
+    first = "answer" if wanted == "reward" else "turns"
+    try:
+        signature = inspect.signature(with_limit(function, 1.0))
+    except ValueError:  # a function in C that does not say
+        signature = None
+    try:
+        if signature is not None:
+            signature.bind(first, "reference", "prompt")
+    except TypeError as error:
+        raise TypeError(
+            f"{target}{inspect.signature(function)} does not take ({first}, reference, prompt): {error}"
+        ) from None
+    os.write(int(answer), stops)
+
+
+def main(command: str, *arguments: str) -> None:
+    """`check TARGET WANTED DESCRIPTOR`, or `serve DESCRIPTOR TARGET WANTED WORKERS SECONDS`."""
+    if command == "check":
+        try:
+            check(*arguments)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # whatever threads the module has started
+        os._exit(0)
+    descriptor, target, wanted, workers, seconds = arguments
+    serve(Connection(int(descriptor)), target, cast(Wanted, wanted), int(workers), float(seconds))

@@ -1,0 +1,73 @@
+"""Rewards of whole batches, with a time limit each, so that no answer and no reward function can stop a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from hybrid3d.rewards.pool_client import Pooled, try_out
+from hybrid3d.rewards.pool_worker import Item
+from hybrid3d.rewards.registry import find_reward, load_function
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The rewards of a batch, and what went wrong with how many samples: those have the default reward.
+
+    `failures` counts by kind: `raised`, `hung` (no reward within the limit), `died` (the process ended, with whatever
+    exit code), `not_a_number`, and of a batched function `wrong_count` and `wrong_type` (no list, tuple or 1-D array);
+    `examples` has one message of each kind.
+    """
+
+    rewards: list[float]
+    failures: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+
+
+class Scorer:
+    """Computes one reward in `workers` processes, which start with the first batch; a cheap builtin one needs none.
+
+    A user's own reward is `module:function`: a function of (answer, reference, prompt) that returns a float. With the
+    attribute `batched = True` it takes three lists and returns a list, a tuple or a 1-D array, and `timeout_seconds`
+    holds for the whole batch.
+
+    Raises:
+        ValueError: `spec` is neither a reward's name nor `module:function`.
+    """
+
+    def __init__(self, spec: str, workers: int, timeout_seconds: float, default: float):
+        reward = find_reward(spec)
+        self._function = None if reward.pooled else load_function(reward.target)
+        self._pool = Pooled(reward.target, "reward", workers, timeout_seconds)
+        self._default = default
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def score(self, items: Sequence[Item]) -> Scores:
+        """Rewards of (answer, reference, prompt), in order."""
+        if self._function is not None:
+            return Scores([float(self._function(*item)) for item in items])
+        verdicts = self._pool.call(items)
+        failed = [(kind, said) for _, kind, said in verdicts if kind]
+        return Scores(
+            rewards=[self._default if kind else cast(float, reward) for reward, kind, _ in verdicts],
+            failures=dict(Counter(kind for kind, _ in failed)),
+            examples=dict(reversed(failed)),  # the first of each kind
+        )
+
+    def close(self) -> None:
+        """End all processes; another batch would start them again."""
+        self._pool.close()
+
+
+def check_reward(spec: str) -> None:
+    """Try to load a reward. ValueError: there is none, or it cannot be loaded or called; says why."""
+    reward = find_reward(spec)
+    if reward.pooled:
+        try_out(spec, reward.target, "reward", "reward")

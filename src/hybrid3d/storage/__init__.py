@@ -1,0 +1,1 @@
+"""Files: those that a user gave, what a checkpoint consists of, disks and mounts."""
