@@ -14,7 +14,7 @@ import pytest
 
 from commands import ROOT
 from hybrid3d.config import Recipe, load_recipe
-from hybrid3d.launch.preflight import check_model
+from hybrid3d.inputs.checks import check_model
 from hybrid3d.planning.engine_queries import ask
 from hybrid3d.planning.fitting import MemoryOf
 from hybrid3d.planning.hardware import hardware_of

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hybrid3d.config import load_recipe
-from hybrid3d.generation.rollouts import Rollouts, Sample
+from hybrid3d.generation.rollouts import Rollouts
+from hybrid3d.generation.samples import Sample
 from hybrid3d.rewards.scorer import Scores
 from run_ranks import ROOT
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from hybrid3d.config import load_recipe
-from hybrid3d.generation.rollouts import FailedRewards, Rollouts, Sample
+from hybrid3d.generation.rollouts import FailedRewards, Rollouts
+from hybrid3d.generation.samples import Sample
 from hybrid3d.rewards.scorer import Scorer, Scores
 
 pytestmark = pytest.mark.processes

@@ -198,7 +198,7 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
         raise RecipeError(recipe.name, ["the recipe has no `rollout` section: there is no sync to plan"])
     picture = None if options.picture is None else _picture(options.picture)
     check_layout_early(recipe)
-    from hybrid3d.launch.preflight import check_model
+    from hybrid3d.inputs.checks import check_model
 
     config = check_model(recipe, planned=True)
     from hybrid3d.planning.page import draw, page_of
@@ -278,7 +278,7 @@ def _finished(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFol
     recipe = load_recipe(folder.recipe)
     if CHECKED not in os.environ:
         check_layout_early(recipe)
-        from hybrid3d.launch.preflight import check_model
+        from hybrid3d.inputs.checks import check_model
 
         check_model(recipe)
     return recipe, folder, find_step(folder, options.step)

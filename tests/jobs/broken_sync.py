@@ -14,8 +14,9 @@ from pathlib import Path
 
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
+from hybrid3d.generation.engine import StaleWeights
 from hybrid3d.roles.weight_sync import CorruptSync, WeightSync
-from hybrid3d.rollout.engine import RolloutEngine, StaleWeights
+from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.train import runtime
 from hybrid3d.train.policy import Policy
 

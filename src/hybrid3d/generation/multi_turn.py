@@ -14,7 +14,7 @@ from hybrid3d.rewards.environments import ends_in, stop_tokens
 from hybrid3d.rl.data import Example
 
 if TYPE_CHECKING:
-    from hybrid3d.rollout.engine import RolloutEngine
+    from hybrid3d.generation.engine import Engine
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Conversations:
     Every rank makes one of these and calls `hold`, all together.
     """
 
-    def __init__(self, recipe: Recipe, engine: RolloutEngine, tokenizer: Any):
+    def __init__(self, recipe: Recipe, engine: Engine, tokenizer: Any):
         rollout, reward = recipe.rollout, recipe.reward
         assert rollout is not None, "checked when the recipe was read"
         self._engine, self._tokenizer, self._end = engine, tokenizer, tokenizer.eos_token_id

@@ -17,6 +17,7 @@ from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_
 from hybrid3d.config.schema import dotted
 from hybrid3d.families import VALUE_HEAD, Config, family_of
 from hybrid3d.inputs.chat_template import check_chat_template
+from hybrid3d.inputs.checks import check_model
 from hybrid3d.inputs.export import check_out, is_redundant, is_untrained
 from hybrid3d.inputs.models import check_as_transformers, read_config, read_data, read_tokenizer
 from hybrid3d.reshard.files import CheckpointError, CheckpointReader, Entry, pieces_of, read_index
@@ -31,23 +32,6 @@ from hybrid3d.storage.manifest import check_sizes
 
 MOST_TOLD = 20  # keys of a recipe that differ
 TIED_CHUNK = 1 << 24  # elements compared at a time
-
-
-def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
-    """The checkpoint's config, known to be of a known family and to fit the recipe's layouts.
-
-    Args:
-        planned: the recipe is not to run on this machine.
-
-    Raises:
-        CheckpointError, UnsupportedModel, RecipeError: with all that is wrong.
-    """
-    config = read_config(recipe.model.path)
-    family = family_of(config)
-    check_as_transformers(Path(recipe.model.path) / "config.json", config, family)
-    shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
-    check_layout(recipe, shape, device=None if planned else "cuda" if torch.cuda.is_available() else "cpu")
-    return config
 
 
 def check_run(recipe: Recipe) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -27,6 +26,7 @@ from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
+from hybrid3d.generation.engine import Completion, StaleWeights
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rollout.weights import RolloutWeights
 
@@ -94,19 +94,6 @@ def _placed(slots: Sequence[int]) -> Iterator[None]:
         mock.patch.object(dist, "new_group", functools.partial(new_group, sort_ranks=False)),
     ):
         yield
-
-
-@dataclass(frozen=True)
-class Completion:
-    """An answer or a part of it: its tokens (the one that ended it included), and with what log-probability each was
-    drawn; the latter not where none was."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-
-
-class StaleWeights(RuntimeError):
-    """Generating was refused: the engine's weights are older than allowed, or a sync was broken off."""
 
 
 class RolloutEngine:

@@ -14,7 +14,7 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe, RecipeError, read_recipe
 from hybrid3d.config.schema import dotted, parse, with_settings
 from hybrid3d.errors import UserMistake
-from hybrid3d.launch.preflight import check_model
+from hybrid3d.inputs.checks import check_model
 from hybrid3d.storage.user_files import MAX_TEXT_BYTES, UnreadableFile, read_bytes
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid3d.config import Recipe
-from hybrid3d.generation.rollouts import Drawn, HeldOut, Sample
+from hybrid3d.generation.samples import Drawn, HeldOut, Sample
 from hybrid3d.rl.data import PromptData
-from hybrid3d.roles.weight_sync import SyncReport
 from hybrid3d.run.display import Display
 from hybrid3d.run.run_folder import RunFolder
 
@@ -73,9 +72,9 @@ class Record:
             told = {"failures": of.failures, "examples": of.examples, "held_out": held_out}
             self.event("reward_failed", said, step=step, **told)
 
-    def corrupted(self, synced: SyncReport, step: int) -> None:
+    def corrupted(self, tensors: Sequence[str], step: int) -> None:
         """Tell what a sync had to move once more."""
-        count = len(synced.corrupted)
+        count = len(tensors)
         if count:
             said = f"step {step}: {count} tensors had not landed as they were sent; everything was moved once more"
-            self.event("sync_corrupted", said, step=step, count=count, tensors=synced.corrupted[:20])
+            self.event("sync_corrupted", said, step=step, count=count, tensors=tensors[:20])

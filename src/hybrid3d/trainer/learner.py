@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
-from hybrid3d.generation.rollouts import Sample
+from hybrid3d.generation.samples import Sample
 from hybrid3d.rewards.registry import overlong_penalty
 from hybrid3d.rl.advantages import Moments, gae, returns_to_go, token_rewards
 from hybrid3d.rl.algorithms import METHODS

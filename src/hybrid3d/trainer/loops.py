@@ -40,7 +40,7 @@ def train_rl(control: Control, record: Record, rank: int, slots: Sequence[int]) 
             clock, measured, row = Clock(), Measured(), {"step": step}
             with clock("sync"):
                 synced = run.bring_weights(step)
-            record.corrupted(synced, step)
+            record.corrupted(synced.corrupted, step)
             measured.add_sync(synced)
             models.put_away()
             run.engine.wake("kv_cache")

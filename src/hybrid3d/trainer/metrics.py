@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hybrid3d import distributed
 from hybrid3d.config import Rollout
-from hybrid3d.generation.rollouts import Drawn, Sample
+from hybrid3d.generation.samples import Drawn, Sample
 from hybrid3d.roles.weight_sync import SyncReport
 from hybrid3d.run.heartbeat import enter_phase
 
