@@ -7,9 +7,9 @@ import sys
 GROUPS = """
 import os, time
 import torch.distributed as dist
-from hybrid3d import ranks
+from hybrid3d import distributed
 
-ranks.start(dist.HashStore())
+distributed.start(dist.HashStore())
 groups = [dist.new_group([0]) for _ in range(5)] + [dist.new_group([0], backend="gloo")]
 for group in groups:
     dist.barrier(group)

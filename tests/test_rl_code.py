@@ -298,7 +298,7 @@ def test_nothing_of_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_sandbox_goes_with_its_parent(tmp_path: Path) -> None:
     """Its parent, a worker of the pool, is killed where the time limit is shorter than the sandbox's own."""
-    script = "from hybrid3d.rl import sandbox\nsandbox.run('import time; time.sleep(60)', seconds=60)"
+    script = "from hybrid3d.rewards import sandbox\nsandbox.run('import time; time.sleep(60)', seconds=60)"
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", script], dict(os.environ))
     children = Path(f"/proc/{pid}/task/{pid}/children")
     deadline = time.monotonic() + 20
@@ -332,7 +332,7 @@ def test_a_kernel_that_has_neither(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """The same file for a machine that the filter knows no numbers of, on a kernel older than Landlock."""
     source = Path(sandbox_child.__file__).read_text()
     source = source.replace('"x86_64": (0,', '"vax": (0,').replace('"aarch64": (1,', '"pdp11": (1,')
-    inside = tmp_path / "sandboxed.py"
+    inside = tmp_path / "sandbox_child.py"
     inside.write_text(source.replace("444, 445, 446", "4444, 4445, 4446"))
     monkeypatch.setattr(sandbox, "_INSIDE", inside)
     assert sandbox.run("", seconds=SECONDS).holds == ()

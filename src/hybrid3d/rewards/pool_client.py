@@ -21,7 +21,7 @@ GRACE_SECONDS = 5  # to kill a worker that hangs and start the next
 LAST_BYTES = 65_536  # of what a function's module says on stderr
 # What can be imported here can be there, this package first of all.
 _SERVER = (
-    "import sys; sys.path[:] = eval(sys.argv[1]); from hybrid3d.rl import scoring_server as s; s.main(*sys.argv[2:])"
+    "import sys; sys.path[:] = eval(sys.argv[1]); from hybrid3d.rewards import pool_server as s; s.main(*sys.argv[2:])"
 )
 
 

@@ -1,6 +1,6 @@
 """Programs that nobody has read, run where they can do no harm, for a bounded time.
 
-Each is a Python process of its own (`sandboxed.py` says what it gives up): isolated, with an empty environment and an
+Each is a Python process of its own (`sandbox_child.py` says what it gives up): isolated, with an empty environment and an
 empty folder, in a session that is killed as a whole. Limits of the kernel bound its memory, files and CPU seconds; a
 filter of system calls (seccomp) refuses processes, sockets, files to write and signals to others; Landlock hides all
 files but Python's library. `protection` says which of the last two this machine has.
@@ -31,7 +31,7 @@ OUTPUT_BYTES = 2**20  # what a program may print
 LIMITS = {"AS": 512 * 2**20, "FSIZE": 0, "NOFILE": 32, "NPROC": 0, "CORE": 0}
 # What a program can do where the kernel, or what a container lets through of it, has no such thing.
 OTHERWISE = {"seccomp": "open sockets and signal processes", "landlock": "read files"}
-_INSIDE = Path(__file__).with_name("sandboxed.py")
+_INSIDE = Path(__file__).with_name("sandbox_child.py")
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 

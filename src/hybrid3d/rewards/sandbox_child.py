@@ -1,4 +1,4 @@
-"""What runs inside the sandbox: `python -I -S sandboxed.py ORDERS`.
+"""What runs inside the sandbox: `python -I -S sandbox_child.py ORDERS`.
 
 It gives up every right that a computation has no need of, and then does what the file at the descriptor ORDERS says: it
 runs a program, or is one side of a judgement (`answering.py`, `judging.py`). What a program may still do is compute,
