@@ -23,7 +23,7 @@ from hybrid3d.bench.report import machine
 from hybrid3d.bench.scaling import Scale, scaled, write_model
 from hybrid3d.config import load_recipe
 from hybrid3d.inputs.models import read_config
-from hybrid3d.planning.agreed_placement import placed
+from hybrid3d.planning.agreed_placement import choose_placement
 from hybrid3d.planning.engine_queries import ask
 from hybrid3d.reshard.executor import Executor, Tensors
 from hybrid3d.reshard.layout import Piece
@@ -96,7 +96,7 @@ def main() -> None:
         write_model(recipe, config)
         sides = ask(recipe, read_config(recipe.model.path))
     wanted = [one.demand for one in sides.slots]
-    slots = placed(recipe, sides.holdings, wanted, sides.times).slots
+    slots = choose_placement(recipe, sides.holdings, wanted, sides.times).slots
     demand = {rank: wanted[slot % len(wanted)] for rank, slot in enumerate(slots)}
     plans = make_plan(sides.holdings, demand, recipe.sync.bucket_bytes, recipe.machine.gpus_per_node)
     plan = max(plans.values(), key=copied_bytes)

@@ -85,8 +85,8 @@ def measure(model: str, case: str) -> dict[str, float]:
         before = memory_now(peak=False)
         timed("step", lambda: policy.train_step(batch, sft_loss))
         taken.append((memory_now(peak=True) - before) / MB)
-        given_up = timed("away", policy.put_away) / MB
-        timed("back", policy.bring_back)
+        given_up = timed("away", policy.offload) / MB
+        timed("back", policy.onload)
     found = {"taken": taken, **seconds}  # the first of each warms up
     return {key: statistics.median(values[1:]) for key, values in found.items()} | {"given up": given_up}
 

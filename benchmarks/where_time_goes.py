@@ -72,7 +72,7 @@ def of_rank(path: str) -> None:
 
     config, rank = read_config(recipe.model.path), dist.get_rank()
     trained = megatron_weights(build_model(config, recipe.train, getattr(torch, recipe.model.dtype)), config)
-    engine = RolloutEngine(recipe, rank, distributed.ident(), list(range(recipe.world_size)))
+    engine = RolloutEngine(recipe, rank, distributed.run_id(), list(range(recipe.world_size)))
     sync = WeightSync(recipe, trained, engine, rank)
 
     def run() -> float:

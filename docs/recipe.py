@@ -15,7 +15,7 @@ import yaml
 
 from hybrid3d.config import Recipe
 from hybrid3d.config.schema import expected, section_of
-from hybrid3d.run.live_settings import MAY_CHANGE
+from hybrid3d.run.live_settings import MUTABLE_SETTINGS
 
 PAGE = Path(__file__).with_suffix(".md")
 HEAD = f"""\
@@ -51,7 +51,7 @@ def section(name: str, kind: type[Any]) -> Iterator[str]:
     for field in dataclasses.fields(kind):
         if not is_row(hints[field.name]):
             continue
-        star = r"\*" if any(fnmatchcase(f"{name}.{field.name}", pattern) for pattern in MAY_CHANGE) else ""
+        star = r"\*" if any(fnmatchcase(f"{name}.{field.name}", pattern) for pattern in MUTABLE_SETTINGS) else ""
         words = f"`{field.name}`{star}", values(hints[field.name]), default(field), meanings[field.name]
         yield f"| {' | '.join(words)} |"
     yield ""

@@ -129,7 +129,7 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class Trained:
+class MegatronModel:
     holdings: Holdings
     padding: tuple[Fill, ...]
     tensors: dict[str, torch.Tensor]
@@ -255,7 +255,7 @@ class Grid:
         weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
         return json.loads((folder / "config.json").read_text()), weights
 
-    def _trained(self, family: str, layout: Train) -> dict[int, Trained]:
+    def _trained(self, family: str, layout: Train) -> dict[int, MegatronModel]:
         """By rank: what Megatron says it holds, and tensors filled where Megatron says, not where our tables do."""
         config, weights = self._weights(family)
         found, world = {}, layout.tp * layout.pp * layout.cp * layout.dp
@@ -269,7 +269,7 @@ class Grid:
                     view = real.as_strided(shard.data.shape, shard.data.stride(), offset)
                     _fill(view, shard, global_tensor(shard.key, weights, config))
                 held = megatron_weights(stages, config)
-                found[rank] = Trained(held.holdings, held.padding, tensors)
+                found[rank] = MegatronModel(held.holdings, held.padding, tensors)
         return found
 
     def _wanted(self, family: str, rollout: Rollout) -> list[Wanted]:

@@ -27,7 +27,7 @@ def test_a_half_applied_sync_is_never_generated_with(tiny_checkpoint: Callable[.
         assert (of_rank["once"], of_rank["after once"]) == ("1", "8")
         assert "tensors have not landed as they were sent, twice: model." in of_rank["always"]
         assert of_rank["after always"].startswith(NOT_WHOLE)
-        assert (of_rank["hidden"], of_rank["after hidden"]) == ("1", "8")
+        assert (of_rank["overlapped"], of_rank["after overlapped"]) == ("1", "8")
         assert of_rank["whole again"] == "0"
         assert of_rank["killed"].startswith(("RuntimeError", "DistBackendError"))
         assert of_rank["after killed"].startswith(NOT_WHOLE)

@@ -219,7 +219,7 @@ def test_every_reader_names_every_damage_and_reads_no_further(work: Path) -> Non
         # a link shows no damage: its owner can mend it, so that resuming must not set the checkpoint aside
         raised = "UnusableCheckpoint" if case["how"] == "a link" else "BrokenCheckpoint"
         for reader in ("load", "load_weights"):
-            assert (case[reader]["raised"], case[reader]["alike"]) == (raised, True), case
+            assert (case[reader]["raised"], case[reader]["raised_on_all_ranks"]) == (raised, True), case
             assert "step-000002" in case[reader]["said"]
             # a flipped bit of the list may be one of a file's name or sum: then that file is not as it says
             if not (case["file"] == manifest.MANIFEST and case["how"].startswith("flipped")):

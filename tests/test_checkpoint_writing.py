@@ -21,7 +21,7 @@ from hybrid3d.launch import worker
 from hybrid3d.launch.launcher import first_cause
 from hybrid3d.launch.worker import last_words
 from hybrid3d.run.run_folder import RunFolder
-from hybrid3d.storage.disk import Unwritten
+from hybrid3d.storage.disk import CheckpointWriteError
 from hybrid3d.train import checkpoint, writing
 
 pytestmark = pytest.mark.processes
@@ -49,9 +49,9 @@ def test_a_part_that_fails_ends_all_and_leaves_nothing(world: None, tmp_path: Pa
         path.mkdir()
         (path / "a").write_text("a")
     assert writing.together(folder, lambda: 5) == [5]
-    with pytest.raises(Unwritten, match=f"no room for {folder}: [0-9]+ bytes are free") as caught:
+    with pytest.raises(CheckpointWriteError, match=f"no room for {folder}: [0-9]+ bytes are free") as caught:
         writing.together(folder, lambda: FULL.write_text("x"))
-    assert caught.value.alike
+    assert caught.value.raised_on_all_ranks
     assert not folder.exists()
     assert (before / "a").read_text() == "a"
 
@@ -76,7 +76,7 @@ def test_an_end_that_all_ranks_come_to_is_told_once(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     for rank in range(2):
-        reason = {"rank": rank, "time": rank, "peer": False, "alike": True, "reason": "no room for x"}
+        reason = {"rank": rank, "time": rank, "peer": False, "on_all_ranks": True, "reason": "no room for x"}
         folder.failure_of(rank).write_text(json.dumps(reason))
     assert what_is_said(folder, {}) == "stopped: no room for x"
 
@@ -121,11 +121,11 @@ def test_a_writer_that_is_killed(world: None, tmp_path: Path, monkeypatch: pytes
         return {"a": ShardedTensor.from_rank_offsets("a", tensor)}
 
     def write(step: int) -> None:
-        writing.Writing(state, tmp_path / f"step-{step}", {}, beside=True).finish()
+        writing.CheckpointWriter(state, tmp_path / f"step-{step}", {}, beside=True).finish()
 
     with monkeypatch.context() as patch:
         patch.setattr(writing.filesystem_async.FileSystemWriterAsync, "write_preloaded_data", killed)
-        with pytest.raises(Unwritten, match="ended with code -9"):
+        with pytest.raises(CheckpointWriteError, match="ended with code -9"):
             write(1)
     write(2)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-2"]
@@ -147,14 +147,14 @@ def test_a_writer_that_never_begins(world: None, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(writing, "BEGUN_SECONDS", 1)
     monkeypatch.setattr(writing, "die_with", stuck_at_first)
-    writing.Writing(state, tmp_path / "step-1", {}, beside=True).finish()
+    writing.CheckpointWriter(state, tmp_path / "step-1", {}, beside=True).finish()
     assert dist_checkpointing.load(state(), str(tmp_path / "step-1"))["a"].equal(tensor)
     with pytest.raises(ProcessLookupError):
         os.kill(int(forked.read_text()), 0)
     monkeypatch.setattr(writing, "BEGUN_TRIES", 2)
     monkeypatch.setattr(writing, "die_with", lambda rank: time.sleep(60))
-    with pytest.raises(Unwritten, match="has begun in 2 x 1 seconds"):
-        writing.Writing(state, tmp_path / "step-2", {}, beside=False).finish()
+    with pytest.raises(CheckpointWriteError, match="has begun in 2 x 1 seconds"):
+        writing.CheckpointWriter(state, tmp_path / "step-2", {}, beside=False).finish()
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-1"]
 
 

@@ -72,7 +72,7 @@ def test_the_recipe_of_the_contracts_loads_as_it_stands(load: Any) -> None:
         max_model_len=256,
         max_new_tokens=16,
         temperature=1.0,
-        memory_fraction=0.5,
+        gpu_memory_utilization=0.5,
         kv_cache_gib=1.0,
     )
     assert recipe.sync.bucket_mib == 64.0
@@ -100,7 +100,7 @@ def test_defaults(load: Any) -> None:
         }
         | {"offload_parameters": False, "offload_gradients": False, "offload_optimizer": False},
         "rollout": None,
-        "sync": {"bucket_mib": 64.0, "verify": "never", "hidden": True, "share_storage": False},
+        "sync": {"bucket_mib": 64.0, "verify": "never", "overlap": True, "share_storage": False},
         "data": {
             "train": "a.parquet",
             "eval": "b.parquet",
@@ -108,7 +108,7 @@ def test_defaults(load: Any) -> None:
             "answer": "answer",
             "chat_template": False,
             "overlong": "error",
-            "max_broken": 0.01,
+            "max_invalid_fraction": 0.01,
         },
         "reward": {
             "name": "gsm8k",
@@ -129,7 +129,7 @@ def test_defaults(load: Any) -> None:
             "clip": None,
             "clip_high": None,
             "dual_clip": None,
-            "aggregation": None,
+            "loss_agg_mode": None,
             "entropy_coef": 0.0,
             "gamma": 1.0,
             "lam": 1.0,
@@ -149,7 +149,7 @@ def test_defaults(load: Any) -> None:
             "min_lr": 0.0,
         },
         "critic": {"path": None, "clip": 0.2, "warmup_steps": 0, "optimizer": None},
-        "guard": {"spike": None, "kl_explosion": None, "acts": 3, "initial_mismatch": "stop"}
+        "guard": {"spike": None, "kl_explosion": None, "max_interventions": 3, "initial_mismatch": "stop"}
         | dict.fromkeys(("max_kl", "max_clip_fraction", "max_grad_norm", "min_entropy", "max_mismatch_kl"))
         | dict.fromkeys(("max_sync_share", "max_memory_gb", "min_tokens_per_second")),
         "run": {
@@ -262,7 +262,7 @@ def test_every_problem_in_one_message(load: Any, tmp_path: Path) -> None:
             "max_tokens_per_micro_batch, recompute, offload_parameters, offload_gradients, offload_optimizer",
             "train.pp: expected an integer, 1 to 65,536, got 0 (an integer)",
             "data.columns: unknown key; known keys of data: train, eval, prompt, answer, chat_template, "
-            "overlong, max_broken",
+            "overlong, max_invalid_fraction",
             "reward.name: expected a string, not empty, of at most 1,000 printable characters, got ' ' (a string)",
             "optimizer.lr: expected a number, 0 to 100, got 'fast' (a string)",
             "run.seed: expected an integer, 0 to 4,294,967,295, got True (a boolean)",

@@ -19,8 +19,8 @@ from hybrid3d.launch.launcher import first_cause
 from hybrid3d.launch.worker import last_words
 from hybrid3d.run import live_settings as control_module
 from hybrid3d.run.health import Guard
-from hybrid3d.run.live_settings import MAY_CHANGE, Control, changed, check_schedule, settings_of
-from hybrid3d.run.oom_recovery import RanOut, Relief, smaller
+from hybrid3d.run.live_settings import MUTABLE_SETTINGS, Control, changed, check_schedule, settings_of
+from hybrid3d.run.oom_recovery import OomRecovery, OutOfMemoryRestart, smaller
 from hybrid3d.run.run_folder import RunFolder
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models
@@ -86,7 +86,7 @@ def begin(alone: None, tmp_path: Path) -> Begin:
 def test_the_table_names_settings_that_there_are(recipe: Recipe) -> None:
     both = replace(recipe, critic=replace(recipe.critic, optimizer=recipe.optimizer))
     known = settings_of(both)
-    for pattern in MAY_CHANGE:
+    for pattern in MUTABLE_SETTINGS:
         section = pattern.removesuffix("*")
         assert pattern in known or (pattern != section and any(key.startswith(section) for key in known)), pattern
 
@@ -167,7 +167,12 @@ def test_a_schedule_that_cannot_be_read(schedule: str, problem: str) -> None:
 
 def test_a_schedule_is_checked_before_anything_starts(recipe: Recipe) -> None:
     check_schedule(scheduled(recipe, {39: {"run.steps": 60}, 50: {"optimizer.lr": 1e-6}}))  # the first makes room
-    wrong = {3: {"train.tp": 1}, 5: {"algorithm.kl.coef": 0}, 7: {"algorithm.kl.target": 1}, 40: {"guard.acts": 1}}
+    wrong = {
+        3: {"train.tp": 1},
+        5: {"algorithm.kl.coef": 0},
+        7: {"algorithm.kl.target": 1},
+        40: {"guard.max_interventions": 1},
+    }
     wrong = {2: {"rollout.temperature": 0.009}, **wrong}
     with pytest.raises(RecipeError) as caught:
         check_schedule(scheduled(recipe, wrong))
@@ -380,20 +385,20 @@ OUT = torch.OutOfMemoryError("CUDA out of memory.\nsomething else")
 def test_memory_runs_out_again_and_again(recipe: Recipe, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for size, offloads in ((32, ()), (16, OFFLOADS), (8, OFFLOADS)):
-        relief = Relief.of(folder)
+        relief = OomRecovery.of(folder)
         now = control_module.overlaid(recipe, relief.settings)
         assert (now.train.micro_batch_size, now.train.offloads) == (2 * size, offloads)
         for rank in (2, 3):  # two ranks run out together: once is enough
             error = relief.after(OUT, now, folder, rank)
-            assert isinstance(error, RanOut)
+            assert isinstance(error, OutOfMemoryRestart)
             assert f"train.micro_batch_size={size} in place of {2 * size}" in str(error)
-    relief = Relief.of(folder)
+    relief = OomRecovery.of(folder)
     held = {"train.micro_batch_size": 8} | {f"train.{key}": True for key in ALL_AWAY}
     assert (relief.count, relief.settings) == (3, held)
     last = relief.after(OUT, control_module.overlaid(recipe, relief.settings), folder, 2)
-    assert not isinstance(last, RanOut)
+    assert not isinstance(last, OutOfMemoryRestart)
     assert str(last).startswith(
-        "CUDA out of memory.: memory has run out 4 times, guard.acts=3 allows 3: raise train.tp"
+        "CUDA out of memory.: memory has run out 4 times, guard.max_interventions=3 allows 3: raise train.tp"
     )
     events = [json.loads(line) for line in folder.events.read_text().splitlines()]
     assert [(e["event"], e["rank"], e["count"], e["new"]["train.micro_batch_size"]) for e in events] == [
@@ -404,8 +409,8 @@ def test_memory_runs_out_again_and_again(recipe: Recipe, tmp_path: Path) -> None
 
 def test_nothing_is_left_to_give_up(recipe: Recipe, tmp_path: Path) -> None:
     least = replace(recipe, train=replace(recipe.train, micro_batch_size=1, **ALL_AWAY))
-    error = Relief().after(OUT, least, RunFolder(tmp_path), 0)
-    assert not isinstance(error, RanOut)
+    error = OomRecovery().after(OUT, least, RunFolder(tmp_path), 0)
+    assert not isinstance(error, OutOfMemoryRestart)
     assert "micro batches are as small as they can be: raise train.tp or train.pp" in str(error)
     assert list(tmp_path.iterdir()) == []
 

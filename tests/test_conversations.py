@@ -13,10 +13,10 @@ import torch
 from hybrid3d import distributed
 from hybrid3d.config import load_recipe
 from hybrid3d.generation import multi_turn
-from hybrid3d.generation.multi_turn import Conversation, Conversations, Heard
+from hybrid3d.generation.multi_turn import MultiTurnRollout, Trajectory, TurnResult
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import Example
-from hybrid3d.rl.objective import PolicyObjective, Scored
+from hybrid3d.rl.objective import PolicyObjective, TokenScores
 
 pytestmark = pytest.mark.processes
 
@@ -80,7 +80,7 @@ class Author:
         return completions
 
 
-Talk = Callable[..., tuple[list[Conversation], Author]]
+Talk = Callable[..., tuple[list[Trajectory], Author]]
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
             [f"rollout.environment={environment}", f"rollout.max_new_tokens={longest}", f"rollout.max_turns={turns}"],
         )
         author: Any = Author(*texts)
-        conversations = Conversations(recipe, author, Tokenizer())
+        conversations = MultiTurnRollout(recipe, author, Tokenizer())
         examples = [Example(i, f"p{i}", f"r{i}", (*PROMPT, i + 1)) for i in range(len(texts))]
         try:
             seeds = None if greedy else [100 + i for i in range(len(texts))]
@@ -110,10 +110,10 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
     return held
 
 
-def shown(one: Conversation) -> tuple[str, str]:
+def shown(one: Trajectory) -> tuple[str, str]:
     """The answer, and below each of its tokens whose it is: the policy's `^`."""
     text = "".join("|" if token == END else LETTERS[token] for token in one.tokens)
-    return text, "".join("^" if mine else " " for mine in one.own)
+    return text, "".join("^" if mine else " " for mine in one.loss_mask)
 
 
 def test_a_calculator(talk: Talk) -> None:
@@ -123,7 +123,7 @@ def test_a_calculator(talk: Talk) -> None:
         "^^^^^^^^^^   ^^^^^",
     )
     assert shown(other) == ("no|", "^^^")
-    assert one.logprobs == [-float(t) for t, own in zip(one.tokens, one.own, strict=True) if own]
+    assert one.logprobs == [-float(t) for t, own in zip(one.tokens, one.loss_mask, strict=True) if own]
     asked = [[(context, longest) for context, _, longest in of_round] for of_round in author.asked]
     assert asked == [[("", 99), ("", 99)], [("1=", 97)], [("1=1 <<1+2=3>>", 86)]]
 
@@ -188,7 +188,7 @@ def test_a_failure_ends_its_conversation_only(talk: Talk) -> None:
 
 
 def test_a_replica_that_is_done_goes_on_stepping_with_the_others(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [[Heard(over=False)], [Heard(over=False)], [Heard(over=True)]]
+    others = [[TurnResult(over=False)], [TurnResult(over=False)], [TurnResult(over=True)]]
     monkeypatch.setattr(multi_turn, "check_environment", lambda spec: ("=",))
     monkeypatch.setattr(
         distributed, "gather", lambda value: [value, None, (1, others.pop(0))] if value[0] == 0 else [value]
@@ -201,7 +201,7 @@ def test_a_replica_that_is_done_goes_on_stepping_with_the_others(talk: Talk, mon
 def test_no_gradient_comes_from_the_environments_tokens(talk: Talk) -> None:
     (one, other), _ = talk("a <<1+2=b|", "no|", environment="calculator")
     held = (one, other)
-    batch = Batch.from_sequences([c.context for c in held], [3, 3], own=[c.own for c in held], pad_id=END)
+    batch = Batch.from_sequences([c.context for c in held], [3, 3], loss_mask=[c.loss_mask for c in held], pad_id=END)
     logprobs = torch.linspace(-3, -1, batch.tokens.numel()).reshape(batch.tokens.shape).requires_grad_()
     entropy = logprobs * -2
     objective = PolicyObjective(
@@ -215,7 +215,7 @@ def test_no_gradient_comes_from_the_environments_tokens(talk: Talk) -> None:
         kl_coef=0.1,
         entropy_coef=0.01,
     )
-    losses, sums = objective(Scored(logprobs, lambda: entropy), slice(None))
+    losses, sums = objective(TokenScores(logprobs, lambda: entropy), slice(None))
     losses.sum().backward()
     assert logprobs.grad is not None
     learned = ["".join("^" if value else " " for value in row) for row in logprobs.grad.tolist()]

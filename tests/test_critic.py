@@ -150,11 +150,11 @@ def test_a_head_of_several_labels_is_refused(tmp_path: Path, tiny_checkpoint: Ca
 
     from hybrid3d.inputs.models import read_config
     from hybrid3d.reshard.files import CheckpointError
-    from hybrid3d.train.critic import Critic
+    from hybrid3d.train.critic import ValueModel
 
     model = AutoModelForSequenceClassification.from_pretrained(tiny_checkpoint("qwen3"), num_labels=2)
     model.save_pretrained(tmp_path)
     with pytest.raises(
         CheckpointError, match=r"score.weight has shape \[2, 128\], a value of a token takes \[1, 128\]"
     ):
-        Critic(read_config(tmp_path), None, 0, path=str(tmp_path))
+        ValueModel(read_config(tmp_path), None, 0, path=str(tmp_path))

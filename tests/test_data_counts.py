@@ -42,10 +42,10 @@ def write(tmp_path: Path) -> Write:
 
 def test_rows_are_counted(write: Write, tokenizer: Any) -> None:
     path = write(fitting=60, overlong=38, broken=2)
-    dropped = read(path, tokenizer, max_prompt_tokens=3, overlong="drop", max_broken=0.02)
+    dropped = read(path, tokenizer, max_prompt_tokens=3, overlong="drop", max_invalid_fraction=0.02)
     assert dropped.counts == {"rows": 100, "used": 60, "broken": 2, "overlong": 38, "truncated": 0}
     assert str(dropped) == f"{path}: 60 of 100 rows are used; left out: 2 broken, 38 overlong"
-    cut = read(path, tokenizer, max_prompt_tokens=3, overlong="truncate_left", max_broken=0.02)
+    cut = read(path, tokenizer, max_prompt_tokens=3, overlong="truncate_left", max_invalid_fraction=0.02)
     assert cut.counts == {"rows": 100, "used": 98, "broken": 2, "overlong": 0, "truncated": 38}
     assert str(cut) == f"{path}: 98 of 100 rows are used; left out: 2 broken; 38 prompts are truncated"
     assert str(read(write(5, 0, 0), tokenizer)) == f"{path}: all 5 rows are used"
@@ -64,20 +64,29 @@ def test_a_file_of_which_most_rows_would_be_left_out(write: Write, tokenizer: An
 
 
 @pytest.mark.parametrize(
-    ("fitting", "overlong", "broken", "max_broken", "used"),
+    ("fitting", "overlong", "broken", "max_invalid_fraction", "used"),
     [
         (50, 50, 0, 0.0, 50),
         (49, 51, 0, 0.0, None),
         (50, 40, 10, 0.1, 50),
         (49, 41, 10, 0.1, None),  # both kinds together
-        (10, 0, 90, 0.9, 10),  # what `max_broken` allows by itself
+        (10, 0, 90, 0.9, 10),  # what `max_invalid_fraction` allows by itself
         (9, 1, 90, 0.9, None),
     ],
 )
 def test_at_most_half_or_what_max_broken_allows(
-    write: Write, tokenizer: Any, fitting: int, overlong: int, broken: int, max_broken: float, used: int | None
+    write: Write,
+    tokenizer: Any,
+    fitting: int,
+    overlong: int,
+    broken: int,
+    max_invalid_fraction: float,
+    used: int | None,
 ) -> None:
-    path, settings = write(fitting, overlong, broken), {"overlong": "drop", "max_broken": max_broken}
+    path, settings = (
+        write(fitting, overlong, broken),
+        {"overlong": "drop", "max_invalid_fraction": max_invalid_fraction},
+    )
     if used is not None:
         assert read(path, tokenizer, max_prompt_tokens=3, **settings).counts["used"] == used
     else:
@@ -88,7 +97,7 @@ def test_at_most_half_or_what_max_broken_allows(
 def test_counts_go_to_the_terminal_the_events_and_every_row(write: Write, tokenizer: Any, tmp_path: Path) -> None:
     def read_part(name: str, **rows: int) -> PromptData:
         path = write(**rows, name=name)
-        return read(path, tokenizer, max_prompt_tokens=3, overlong="drop", max_broken=0.1)
+        return read(path, tokenizer, max_prompt_tokens=3, overlong="drop", max_invalid_fraction=0.1)
 
     train = read_part("train.parquet", fitting=6, overlong=3, broken=1)
     held_out = read_part("eval.parquet", fitting=4, overlong=0, broken=0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybrid3d.families import FAMILIES, Family, Rope, UnsupportedModel, family_of, head_dim, rope_of
 from hybrid3d.families.deepseek import COUNTS
-from hybrid3d.families.family import GroupedQKV, Stacked, Strip, Vocabulary
+from hybrid3d.families.family import GroupedQKV, StackedTensors, Strip, Vocabulary
 
 DENSE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -139,7 +139,7 @@ def test_without_groups_every_head_is_one() -> None:
 def test_vocabulary_is_padded_and_gate_lies_above_up() -> None:
     assert Vocabulary("e").strips(12, {"vocab_size": 10}) == [Strip(0, 10, "e"), Strip(10, 2, None)]
     assert Vocabulary("e").strips(10, {"vocab_size": 10}) == [Strip(0, 10, "e")]
-    assert Stacked(("gate", "up")).strips(8, {}) == [Strip(0, 4, "gate"), Strip(4, 4, "up")]
+    assert StackedTensors(("gate", "up")).strips(8, {}) == [Strip(0, 4, "gate"), Strip(4, 4, "up")]
 
 
 # Megatron's name within a layer, transformers' names of its rows from the top, and the architectures that have it.

@@ -157,7 +157,7 @@ def test_a_kl_that_explodes_and_gradients_that_are_not_finite(demo: Path, tmp_pa
     arguments += ["run.checkpoint_every=1", "algorithm.prompts_per_step=16", "rollout.max_new_tokens=8"]
     arguments += ["algorithm.entropy_coef=0.1"]  # where all rewards are alike, this still moves the weights
     arguments += ["algorithm.kl.target=1.0", "algorithm.kl.horizon=128"]
-    arguments += ["guard.kl_explosion=1e-12", "guard.acts=2"]
+    arguments += ["guard.kl_explosion=1e-12", "guard.max_interventions=2"]
     variables = {"PYTHONPATH": f"{tmp_path / 'nan'}:{environment('')['PYTHONPATH']}", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
         [sys.executable, "-m", "hybrid3d", "train", str(ROOT / "recipes/demo-cpu.yaml"), *arguments],
@@ -166,11 +166,11 @@ def test_a_kl_that_explodes_and_gradients_that_are_not_finite(demo: Path, tmp_pa
     said, run = done.stdout + done.stderr, tmp_path / "runs/faults"
     assert done.returncode == 1, said
     assert said.count("stopped: step 3: the policy's gradient has norm nan, which is not finite") == 1
-    assert said.count("more than guard.acts=2 such acts") == 1
+    assert said.count("more than guard.max_interventions=2 interventions") == 1
     assert "Traceback" not in said
     assert "failed" not in said
-    acts = [(e["event"], e["step"], e["acts"]) for e in events_of(run) if "acts" in e]
-    assert acts == [("kl_fixed", 1, 1), ("batch_skipped", 2, 2), ("batch_skipped", 3, 3)]
+    interventions = [(e["event"], e["step"], e["interventions"]) for e in events_of(run) if "interventions" in e]
+    assert interventions == [("kl_fixed", 1, 1), ("batch_skipped", 2, 2), ("batch_skipped", 3, 3)]
     rows = read_rows(run)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert [row["train/grad_norm"] is None for row in rows] == [False, False, True]

@@ -56,11 +56,11 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_megatron_says_the_same_of_every_layer(case: str) -> None:
     recipe = recipe_of(case)
     config, world = config_of(recipe), recipe.world_size
-    stamped = holdings_of_all(config, recipe)
-    assert len(stamped) == world
+    replicate_layer = holdings_of_all(config, recipe)
+    assert len(replicate_layer) == world
     stage = world // recipe.train.pp
     for rank in (0, 1, stage - 1, stage, 2 * stage + 3, world // 2 + 5, world - stage, world - 1):
-        assert stamped[rank] == holdings_of(config, recipe.train, rank, torch.bfloat16), f"rank {rank}"
+        assert replicate_layer[rank] == holdings_of(config, recipe.train, rank, torch.bfloat16), f"rank {rank}"
 
 
 @functools.cache
@@ -82,9 +82,9 @@ def asked(case: str) -> Any:
 )
 @pytest.mark.timeout(1200)
 def test_vllm_says_the_same_of_every_layer(case: str, ranks: tuple[int, ...]) -> None:
-    recipe, shapes, stamped = asked(case)
+    recipe, shapes, replicate_layer = asked(case)
     for rank in ranks:
-        assert stamped[rank] == demand_of(recipe, shapes, rank), f"rank {rank}"
+        assert replicate_layer[rank] == demand_of(recipe, shapes, rank), f"rank {rank}"
 
 
 LOST = "model.layers.40.mlp.experts.77.down_proj.weight"
@@ -130,6 +130,6 @@ def test_a_plan_by_classes_has_the_numbers_of_the_whole_plan(
     assert whole.buckets is not None
     assert by_class.buckets is None
     assert whole.staging <= by_class.staging
-    assert (whole.placed.slots == by_class.placed.slots).all()
+    assert (whole.placement.slots == by_class.placement.slots).all()
     for key in ("held", "wanted", "traffic", "local", "lower_bound", "model", "finalize"):
         assert np.array_equal(getattr(whole, key), getattr(by_class, key)), key

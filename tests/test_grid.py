@@ -19,7 +19,7 @@ from grid import LAYOUTS, Cell, Grid, cells, rollout_of
 from hybrid3d import families
 from hybrid3d.config import Train
 from hybrid3d.families import Config, Family, Strip
-from hybrid3d.families.family import GroupedQKV, Same, Stacked
+from hybrid3d.families.family import GroupedQKV, Same, StackedTensors
 
 pytestmark = [pytest.mark.engines, pytest.mark.grid]
 
@@ -118,7 +118,9 @@ class _NextExpert(Family):
 
 
 def swap_gate_and_up(family: Family) -> Family:
-    swapped = {n: Stacked(m.names[::-1]) if isinstance(m, Stacked) else m for n, m in family.tensors.items()}
+    swapped = {
+        n: StackedTensors(m.names[::-1]) if isinstance(m, StackedTensors) else m for n, m in family.tensors.items()
+    }
     return dataclasses.replace(family, tensors=swapped)
 
 

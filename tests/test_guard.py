@@ -12,11 +12,11 @@ import pytest
 from hybrid3d.config import Guard as Settings
 from hybrid3d.config import load_recipe
 from hybrid3d.rl.kl import KlController
-from hybrid3d.run.health import USUAL_AFTER, GaveUp, Guard
+from hybrid3d.run.health import USUAL_AFTER, Guard, TooManyInterventions
 from hybrid3d.run.record import Record
 
 
-class Heard:
+class TurnResult:
     """In a record's place, it keeps the events."""
 
     def __init__(self) -> None:
@@ -31,70 +31,70 @@ class Heard:
 RECIPE = load_recipe(Path(__file__).parent.parent / "recipes/demo-cpu.yaml", ["optimizer.clip_grad=0.5"])
 
 
-def guard_of(**settings: Any) -> tuple[Guard, Heard]:
-    heard = Heard()
+def guard_of(**settings: Any) -> tuple[Guard, TurnResult]:
+    heard = TurnResult()
     return Guard(replace(RECIPE, guard=Settings(**settings)), cast(Record, heard)), heard
 
 
 def test_what_is_not_finite_is_never_allowed() -> None:
     guard, _ = guard_of()
-    assert [guard.allows(norm) for norm in (1.0, 1e30, math.nan, math.inf)] == [True, True, False, False]
+    assert [guard.accepts_grad_norm(norm) for norm in (1.0, 1e30, math.nan, math.inf)] == [True, True, False, False]
 
 
 def test_a_spike_is_by_the_median_of_what_was_allowed() -> None:
     guard, _ = guard_of(spike=3.0)
     norms = [1.0, 100.0, 2.0, 3.0, 2.5]
     assert len(norms) == USUAL_AFTER
-    assert all(guard.allows(norm) for norm in norms)  # as long as nothing is usual
-    assert guard.allows(7.5)  # three times the median of those, 2.5; after it the median is 2.75
-    assert not guard.allows(8.26)
-    assert guard.allows(8.25)
+    assert all(guard.accepts_grad_norm(norm) for norm in norms)  # as long as nothing is usual
+    assert guard.accepts_grad_norm(7.5)  # three times the median of those, 2.5; after it the median is 2.75
+    assert not guard.accepts_grad_norm(8.26)
+    assert guard.accepts_grad_norm(8.25)
 
 
 def test_steps_that_teach_nothing_make_no_spike_of_the_next() -> None:
     """Their norms are 0, or all but 0; and what is not even clipped is no spike."""
     guard, _ = guard_of(spike=2.0)
-    assert all(guard.allows(0.0) for _ in range(2 * USUAL_AFTER))
-    assert guard.allows(100.0)
+    assert all(guard.accepts_grad_norm(0.0) for _ in range(2 * USUAL_AFTER))
+    assert guard.accepts_grad_norm(100.0)
     guard, _ = guard_of(spike=2.0)
-    assert all(guard.allows(1e-7) for _ in range(USUAL_AFTER))
-    assert not guard.allows(0.51)
-    assert all(guard.allows(0.5) for _ in range(2 * USUAL_AFTER))
-    assert guard.allows(0.99)
+    assert all(guard.accepts_grad_norm(1e-7) for _ in range(USUAL_AFTER))
+    assert not guard.accepts_grad_norm(0.51)
+    assert all(guard.accepts_grad_norm(0.5) for _ in range(2 * USUAL_AFTER))
+    assert guard.accepts_grad_norm(0.99)
 
 
 def test_the_critics_norms_are_its_own() -> None:
     guard, _ = guard_of(spike=2.0)
-    assert all(guard.allows(1.0) and guard.allows(100.0, "critic") for _ in range(USUAL_AFTER))
+    assert all(guard.accepts_grad_norm(1.0) and guard.accepts_grad_norm(100.0, "critic") for _ in range(USUAL_AFTER))
     resumed, _ = guard_of(spike=2.0)
     resumed.restore(guard.progress)
     for one in (guard, resumed):
-        assert not one.allows(100.0)
-        assert one.allows(150.0, "critic")
-        assert not one.allows(250.0, "critic")
+        assert not one.accepts_grad_norm(100.0)
+        assert one.accepts_grad_norm(150.0, "critic")
+        assert not one.accepts_grad_norm(250.0, "critic")
 
 
 def test_a_resumed_guard_goes_on() -> None:
-    guard, _ = guard_of(spike=2.0, acts=1)
-    assert all(guard.allows(1.0) for _ in range(USUAL_AFTER))
-    guard.skipped(4, math.nan)
-    resumed, _ = guard_of(spike=2.0, acts=1)
+    guard, _ = guard_of(spike=2.0, max_interventions=1)
+    assert all(guard.accepts_grad_norm(1.0) for _ in range(USUAL_AFTER))
+    guard.record_skip(4, math.nan)
+    resumed, _ = guard_of(spike=2.0, max_interventions=1)
     resumed.restore(guard.progress)
-    assert not resumed.allows(2.1)
-    with pytest.raises(GaveUp):
-        resumed.skipped(5, 2.1)
+    assert not resumed.accepts_grad_norm(2.1)
+    with pytest.raises(TooManyInterventions):
+        resumed.record_skip(5, 2.1)
 
 
 def test_one_act_too_many() -> None:
-    guard, heard = guard_of(acts=1)
-    guard.skipped(3, math.nan)
+    guard, heard = guard_of(max_interventions=1)
+    guard.record_skip(3, math.nan)
     message = (
         r"^step 4: the critic's gradient has norm 50, which is out of all proportion: its batch is skipped; "
-        r"more than guard\.acts=1 such acts$"
+        r"more than guard\.max_interventions=1 interventions$"
     )
-    with pytest.raises(GaveUp, match=message):
-        guard.skipped(4, 50.0, of="critic")
-    assert [(name, e["step"], e["acts"], e["norm"], e["of"]) for name, e in heard.events] == [
+    with pytest.raises(TooManyInterventions, match=message):
+        guard.record_skip(4, 50.0, of="critic")
+    assert [(name, e["step"], e["interventions"], e["norm"], e["of"]) for name, e in heard.events] == [
         ("batch_skipped", 3, 1, "nan", "policy"),
         ("batch_skipped", 4, 2, "50.0", "critic"),
     ]
@@ -104,12 +104,12 @@ def test_one_act_too_many() -> None:
 def test_a_kl_that_explodes_fixes_its_coefficient(kl: float) -> None:
     guard, heard = guard_of(kl_explosion=10.0)
     control = KlController(coef=0.5, target=1.0)
-    guard.calm(7, 10.0, control, coef=0.1)
+    guard.freeze_kl_coef(7, 10.0, control, coef=0.1)
     assert (control.coef, control.target) == (0.5, 1.0)
-    guard.calm(8, kl, control, coef=0.1)
+    guard.freeze_kl_coef(8, kl, control, coef=0.1)
     assert (control.coef, control.target) == (0.1, None)
     control.observe(50.0, answers=100)
-    guard.calm(9, kl, control, coef=0.1)  # once is enough
+    guard.freeze_kl_coef(9, kl, control, coef=0.1)  # once is enough
     assert control.coef == 0.1
     assert [name for name, _ in heard.events] == ["kl_fixed"]
 

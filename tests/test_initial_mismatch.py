@@ -16,16 +16,16 @@ import pytest
 from commands import ROOT, experts_folder, read_rows
 from hybrid3d.config import Guard as Settings
 from hybrid3d.config import load_recipe
-from hybrid3d.run.health import EXPLAINED_MISMATCH, EnginesDisagree, Guard
+from hybrid3d.run.health import EXPLAINED_MISMATCH, EngineMismatch, Guard
 from hybrid3d.run.record import Record
 from run_ranks import environment
-from test_guard import Heard
+from test_guard import TurnResult
 
 # ---- the guard alone
 
 
-def guard_of(dtype: str = "float32", **settings: Any) -> tuple[Guard, Heard]:
-    heard = Heard()
+def guard_of(dtype: str = "float32", **settings: Any) -> tuple[Guard, TurnResult]:
+    heard = TurnResult()
     recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", [f"model.dtype={dtype}"])
     return Guard(replace(recipe, guard=Settings(**settings)), cast(Record, heard)), heard
 
@@ -45,9 +45,9 @@ def test_the_bound_is_the_dtypes(dtype: str, experts: bool) -> None:
         assert not guard.compares_engines  # once a process
     for mean in (bound * 1.001, math.inf, math.nan):
         guard, heard = guard_of(dtype)
-        with pytest.raises(EnginesDisagree) as caught:
+        with pytest.raises(EngineMismatch) as caught:
             guard.compare_engines(7, row(mean), experts)
-        assert caught.value.alike
+        assert caught.value.raised_on_all_ranks
         said = str(caught.value)
         assert heard.said == [""]  # the error says it
         assert "step 7: training and vLLM do not compute the same model: " in said

@@ -216,7 +216,7 @@ def test_an_address_that_is_none(more: dict[str, str], said: str, monkeypatch: p
     given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", **more}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(rendezvous.NotMet, match=said) as raised:
+    with pytest.raises(rendezvous.RendezvousError, match=said) as raised:
         rendezvous.meet({})
     assert raised.value.code == 2
 
@@ -240,7 +240,7 @@ def test_a_restart_finds_nothing_of_what_was_before(monkeypatch: pytest.MonkeyPa
     assert not rendezvous.meet({}).check(["left"])
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(rendezvous.NotMet, match="1 of 2 ranks have not come"):
+    with pytest.raises(rendezvous.RendezvousError, match="1 of 2 ranks have not come"):
         rendezvous.meet({})
 
 

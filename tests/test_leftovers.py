@@ -18,7 +18,7 @@ import pytest
 from hybrid3d import process
 from hybrid3d.launch import worker
 from hybrid3d.process import children_of, remove_shared_memory
-from hybrid3d.rewards.environment_runner import Replier
+from hybrid3d.rewards.environment_runner import EnvironmentRunner
 from hybrid3d.rewards.pool_client import try_out
 from hybrid3d.rewards.scorer import Scorer
 from run_ranks import MARK, ROOT, SHARED_MEMORY, kill_marked, marked
@@ -135,7 +135,7 @@ def test_what_a_reward_that_hangs_has_started_ends_with_its_worker(mark: str) ->
 
 
 def test_nothing_of_an_environment_is_left(mark: str) -> None:
-    replier = Replier("leaving:replies", workers=4, timeout_seconds=3.0)
+    replier = EnvironmentRunner("leaving:replies", workers=4, timeout_seconds=3.0)
     replies = replier.reply([((kind,), "", "") for kind in KINDS])
     replier.close()
     assert [(reply.words, reply.failure) for reply in replies] == [(None, "hung")] * 4
@@ -153,7 +153,7 @@ def test_nothing_is_left_of_a_trainer_that_is_killed(mark: str) -> None:
 
 
 def test_half_of_a_surrogate_pair_ends_its_conversation_only(mark: str) -> None:
-    replier = Replier("leaving:surrogate", workers=1, timeout_seconds=10.0)
+    replier = EnvironmentRunner("leaving:surrogate", workers=1, timeout_seconds=10.0)
     (reply,) = replier.reply([(("",), "", "")])
     assert (reply.words, reply.failure) == (None, "not_a_text")
     assert r"\ud83d" in reply.said
@@ -163,7 +163,7 @@ def test_half_of_a_surrogate_pair_ends_its_conversation_only(mark: str) -> None:
 
 def test_a_reply_is_a_plain_text(mark: str) -> None:
     """One of a user's class would import the user's module where it is received: in a rank."""
-    replier = Replier("leaving:of_a_class", workers=1, timeout_seconds=10.0)
+    replier = EnvironmentRunner("leaving:of_a_class", workers=1, timeout_seconds=10.0)
     (reply,) = replier.reply([(("",), "", "")])
     assert reply.words == "words"
     assert type(reply.words) is str

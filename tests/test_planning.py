@@ -90,7 +90,7 @@ def test_what_only_asks_leaves_no_trace_where_engines_will_run(
 import sys
 from dataclasses import replace
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.planning.isolated import ask_apart
+from hybrid3d.planning.isolated import run_in_subprocess
 from hybrid3d.launch.preflight import check_fit
 recipe = load_recipe("recipe.yaml")
 check_fit(replace(recipe, machine=replace(recipe.machine, memory_gb=4.0)))
@@ -98,7 +98,7 @@ try:
     check_fit(replace(recipe, machine=replace(recipe.machine, memory_gb=0.001)))
 except RecipeError as misfit:
     print(misfit)
-print(ask_apart("hybrid3d.planning.agreed_placement", recipe))
+print(run_in_subprocess("hybrid3d.planning.agreed_placement", recipe))
 print("vllm" in sys.modules)
 """
     *refused, slots, imported = python(tmp_path, "-c", script).splitlines()

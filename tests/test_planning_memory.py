@@ -11,7 +11,7 @@ import checkpoints
 from hybrid3d.config import OFFLOADS, Train
 from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.families import FAMILIES, family_of
-from hybrid3d.planning.memory import Held, Memory, Resident, held_of, kept_of_token, stage_activations
+from hybrid3d.planning.memory import HeldElements, Memory, Resident, held_elements, kept_of_token, stage_activations
 from hybrid3d.train.model import build_model
 from hybrid3d.train.probe import expected_shapes, holdings_of_all, standing_layers
 from hybrid3d.train.runtime import as_rank, on_device
@@ -83,10 +83,10 @@ def test_a_rank_of_every_stage_holds_what_the_layout_makes_of_the_parameters() -
 
         return standing.get(layer_of(name), 1)
 
-    held = [held_of(holdings[stage * stage_ranks].pieces, times) for stage in range(train.pp)]
+    held = [held_elements(holdings[stage * stage_ranks].pieces, times) for stage in range(train.pp)]
     experts = sum(s[0] * s[1] for name, s in expected_shapes(config).items() if ".experts." in name)
     assert sum(its.experts for its in held) * train.ep == experts
-    assert held[5] == Held(dense=held[6].dense, experts=held[6].experts)
+    assert held[5] == HeldElements(dense=held[6].dense, experts=held[6].experts)
 
 
 def test_pipeline_stages_keep_as_many_micro_batches_as_wait_there() -> None:

@@ -64,7 +64,7 @@ class Mutant:
         ends: those that go by what is broken, and which alone having it so is wrong.
     """
 
-    ends: str
+    bucket_boundaries: str
     mutate: Callable[[World, Transfer], list[Transfer]]
 
 
@@ -103,7 +103,7 @@ MUTANTS = {
 CASES = [
     pytest.param(name, end, id=f"{name}-{end}")
     for name, mutant in MUTANTS.items()
-    for end in ("both", *mutant.ends.split())
+    for end in ("both", *mutant.bucket_boundaries.split())
 ]
 
 

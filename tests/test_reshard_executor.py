@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from hybrid3d import distributed
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import outline_of
+from hybrid3d.reshard.classes import signature_of
 from hybrid3d.reshard.coverage import check_arrivals, check_coverage, lower_bound
 from hybrid3d.reshard.executor import Executor, Report, Tensors, copy_locally
 from hybrid3d.reshard.layout import Fill, Holdings, Piece, View
-from hybrid3d.reshard.planner import FILES, Known, Plan, RankPlan, Routes, local_plan, make_plan
+from hybrid3d.reshard.planner import FILES, LocalPieces, Plan, RankPlan, Routes, local_plan, make_plan
 from hybrid3d.reshard.ready import ready_after
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import GlooTransport, Transport, make_transport
@@ -416,13 +416,13 @@ def own_part(world: World, rank: int, agree: Callable[[int], int], bucket: int) 
     """A rank's part as `WeightSync` makes it: of its own pieces, and of the outlines of all."""
     held, wanted = world.holdings[rank], world.demand[rank]
     if dist.is_initialized():
-        holders, readers = (distributed.gather_alike(outline_of(side)) for side in (held, wanted))
+        holders, readers = (distributed.gather_unique(signature_of(side)) for side in (held, wanted))
     else:
         sides = (world.holdings, world.demand)
-        holders, readers = ([([r], outline_of(side)) for r, side in of.items()] for of in sides)
+        holders, readers = ([([r], signature_of(side)) for r, side in of.items()] for of in sides)
     routes = Routes(holders, readers, bucket)
-    moves = routes.moves(rank, Known({rank: held}, {rank: wanted}))
-    return routes.plan(rank, moves, routes.ends([moves], agree))
+    moves = routes.rank_transfers(rank, LocalPieces({rank: held}, {rank: wanted}))
+    return routes.plan(rank, moves, routes.bucket_boundaries([moves], agree))
 
 
 def test_fill_writes_its_view_alone() -> None:
@@ -437,11 +437,11 @@ def gloo_rank(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RANK", str(rank))
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4)
-        assert distributed.gather_alike({"odd": rank % 2}) == [([0, 2], {"odd": 0}), ([1, 3], {"odd": 1})]
-        assert [distributed.least(n) for n in (10 - rank, 1 << 40, rank)] == [7, 1 << 40, 0]
-        assert distributed.most([rank, -rank, -1]) == [3, 0, -1]
+        assert distributed.gather_unique({"odd": rank % 2}) == [([0, 2], {"odd": 0}), ([1, 3], {"odd": 1})]
+        assert [distributed.all_reduce_min(n) for n in (10 - rank, 1 << 40, rank)] == [7, 1 << 40, 0]
+        assert distributed.all_reduce_max([rank, -rank, -1]) == [3, 0, -1]
         world = large_world()
-        plan = own_part(world, rank, distributed.least, 300_000)
+        plan = own_part(world, rank, distributed.all_reduce_min, 300_000)
     check_arrivals(plan, world.demand[rank])
     whole = make_plan(world.holdings, world.demand, 300_000)[rank]
     said = [[[(t.name, t.box, t.src, t.dst) for t in b.transfers] for b in part.buckets] for part in (plan, whole)]

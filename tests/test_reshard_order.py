@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import Group, groups_of, outline_of
+from hybrid3d.reshard.classes import Group, groups_of, signature_of
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings
 from hybrid3d.reshard.order import Order
-from hybrid3d.reshard.planner import Bucket, Known, Message, Plan, RankPlan, Routes, Transfer, make_plan
+from hybrid3d.reshard.planner import Bucket, LocalPieces, Message, Plan, RankPlan, Routes, Transfer, make_plan
 from test_reshard_box import Side, World, transfers_of, worlds
 from worlds import run_in_threads
 
@@ -115,9 +115,9 @@ def test_readers_take_the_first_layers_of_all_stages_before_the_second_ones() ->
 @given(worlds(), st.integers(4, 100), st.integers(1, 3))
 def test_both_ends_have_a_transfer_under_one_key_of_its_own(world: World, limit: int, per_node: int) -> None:
     routes = Routes(groups_of(world.holdings), groups_of(world.demand), limit, per_node)
-    known, at = Known(world.holdings, world.demand), defaultdict[int, set[Transfer]](set)
+    known, at = LocalPieces(world.holdings, world.demand), defaultdict[int, set[Transfer]](set)
     for rank in world.held.pieces:
-        moves = routes.moves(rank, known)
+        moves = routes.rank_transfers(rank, known)
         keys = [key for key, _ in moves]
         assert all(a < b for a, b in itertools.pairwise(keys))
         for key, t in moves:
@@ -144,18 +144,18 @@ def test_a_rank_takes_one_layer_after_another_and_one_in_a_bucket(world: World, 
 def test_buckets_end_at_the_same_keys_on_all_ranks_and_none_too_early(world: World, limit: int, per_node: int) -> None:
     """A bucket ends with its round, or before a transfer that some rank has no room for."""
     routes = Routes(groups_of(world.holdings), groups_of(world.demand), limit, per_node)
-    known = Known(world.holdings, world.demand)
-    moves = {rank: routes.moves(rank, known) for rank in world.held.pieces}
-    ends = routes.ends(moves.values())
+    known = LocalPieces(world.holdings, world.demand)
+    moves = {rank: routes.rank_transfers(rank, known) for rank in world.held.pieces}
+    bucket_boundaries = routes.bucket_boundaries(moves.values())
     plan = make_plan(world.holdings, world.demand, limit, per_node)
     for rank, mine in moves.items():
-        buckets = itertools.groupby(mine, lambda move: bisect_right(ends, move[0]))
+        buckets = itertools.groupby(mine, lambda move: bisect_right(bucket_boundaries, move[0]))
         assert [list(b.transfers) for b in plan[rank].buckets] == [[t for _, t in those] for _, those in buckets]
     wanted = {p.name for side in world.wanted.pieces.values() for p in side}
     order = Order(wanted, world.wanted.pieces, dict.fromkeys(map(layer_in, wanted), 0))
-    assert [0, *ends] == sorted({0, *ends})
-    assert max(ends, default=0) == order.end
-    for begin, end in itertools.pairwise([0, *ends]):
+    assert [0, *bucket_boundaries] == sorted({0, *bucket_boundaries})
+    assert max(bucket_boundaries, default=0) == order.end
+    for begin, end in itertools.pairwise([0, *bucket_boundaries]):
         assert begin // order.round == (end - 1) // order.round
         full = []
         for mine in moves.values():
@@ -218,12 +218,12 @@ class Agreement:
         self._all.abort()
 
 
-def alike(sides: dict[int, Holdings] | dict[int, Demand]) -> list[Group]:
+def in_groups(sides: dict[int, Holdings] | dict[int, Demand]) -> list[Group]:
     """Outlines that are equal, once, with the ranks that have them: what ranks of a run know of each other."""
     found: dict[str, Group] = {}
     for rank, side in sides.items():
-        outline = outline_of(side)
-        ranks, _ = found.setdefault(repr(outline), ([], outline))
+        signature = signature_of(side)
+        ranks, _ = found.setdefault(repr(signature), ([], signature))
         ranks.append(rank)
     return list(found.values())
 
@@ -232,9 +232,9 @@ def own_part(world: World, rank: int, limit: int, per_node: int, agree: Agreemen
     """A rank's part as the rank makes it, of what it has itself and what the others say of theirs."""
     try:
         held, wanted = {rank: world.holdings[rank]}, {rank: world.demand[rank]}
-        routes = Routes(alike(world.holdings), alike(world.demand), limit, per_node)
-        moves = routes.moves(rank, Known(held, wanted))
-        return routes.plan(rank, moves, routes.ends([moves], agree))
+        routes = Routes(in_groups(world.holdings), in_groups(world.demand), limit, per_node)
+        moves = routes.rank_transfers(rank, LocalPieces(held, wanted))
+        return routes.plan(rank, moves, routes.bucket_boundaries([moves], agree))
     except BaseException:
         agree.abort()
         raise

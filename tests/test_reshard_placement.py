@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import classes_of, groups_of, outline_of
+from hybrid3d.reshard.classes import classes_of, groups_of, signature_of
 from hybrid3d.reshard.coverage import lower_bound
 from hybrid3d.reshard.layout import Demand, Holdings, Piece, View
 from hybrid3d.reshard.placement import NETWORK, Lacking, consecutive, lacking, place
@@ -25,7 +25,7 @@ def shard(name: str, part: int, parts: int, rows: int = ROWS) -> Piece:
 
 def lacking_of(held: dict[int, list[Piece]], slots: list[list[Piece]], per_node: int) -> Lacking:
     groups = groups_of({rank: Holdings(tuple(pieces)) for rank, pieces in held.items()})
-    readers = [outline_of(Demand(tuple(pieces))) for pieces in slots]
+    readers = [signature_of(Demand(tuple(pieces))) for pieces in slots]
     classes = classes_of([side for _, side in groups], readers)
     return lacking(classes, [ranks for ranks, _ in groups], len(slots), len(held), per_node)
 

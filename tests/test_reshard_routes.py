@@ -12,12 +12,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import Outline, classes_of, distinct, groups_of, only, outline_of
+from hybrid3d.reshard.classes import Signature, classes_of, distinct, groups_of, only, signature_of
 from hybrid3d.reshard.coverage import check_routes, lower_bound
 from hybrid3d.reshard.layout import Demand, Holdings, Piece, View
-from hybrid3d.reshard.planner import Known, PlanError, Routes, make_plan
-from hybrid3d.reshard.routes import Part, Route, Routed, Source, route
-from hybrid3d.reshard.stamp import layer_of, stamped
+from hybrid3d.reshard.planner import LocalPieces, PlanError, Routes, make_plan
+from hybrid3d.reshard.routes import Part, Route, RoutedClass, Source, route
+from hybrid3d.reshard.stamp import layer_of, replicate_layer
 from test_reshard_box import Side, World, transfers_of, worlds
 
 RANDOM = settings(max_examples=60, deadline=None)
@@ -33,14 +33,14 @@ def classes(holdings: dict[int, Holdings], demand: dict[int, Demand]) -> dict[tu
     return {one.names: one.count for one in found}
 
 
-def routed(sides: Sides, per_node: int, times: dict[str, int] | None = None) -> list[Routed]:
+def routed(sides: Sides, per_node: int, times: dict[str, int] | None = None) -> list[RoutedClass]:
     holders, readers = groups_of(sides[0]), groups_of(sides[1])
     found = classes_of([side for _, side in holders], [side for _, side in readers], times)
     return list(route(found, [ranks for ranks, _ in holders], [ranks for ranks, _ in readers], per_node))
 
 
-def check(ways: list[Routed], sides: Sides) -> None:
-    check_routes(ways, groups_of(sides[0]), groups_of(sides[1]))
+def check(routes: list[RoutedClass], sides: Sides) -> None:
+    check_routes(routes, groups_of(sides[0]), groups_of(sides[1]))
 
 
 def repeated(world: World, copies: int) -> Sides:
@@ -48,7 +48,7 @@ def repeated(world: World, copies: int) -> Sides:
 
     def of(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
         named = [replace(p, name=f"layers.0.{p.name}") for p in pieces]
-        return tuple(p for layer in range(copies) for p in stamped(named, 0, layer))
+        return tuple(p for layer in range(copies) for p in replicate_layer(named, 0, layer))
 
     holdings = {rank: Holdings(of(side.pieces)) for rank, side in world.holdings.items()}
     return holdings, {rank: Demand(of(side.pieces)) for rank, side in world.demand.items()}
@@ -83,19 +83,19 @@ def test_a_class_is_of_one_place_size_and_dtype(other: Piece) -> None:
 @given(worlds())
 def test_an_outline_says_all_but_the_places(world: World) -> None:
     for side in (*world.holdings.values(), *world.demand.values()):
-        outline = outline_of(side)
-        said = Counter((name, *box) for boxes, names in outline.items() for name in names for box in boxes)
+        signature = signature_of(side)
+        said = Counter((name, *box) for boxes, names in signature.items() for name in names for box in boxes)
         assert said == Counter((p.name, p.box, p.dtype) for p in side.pieces)
-        named = [name for names in outline.values() for name in names]
+        named = [name for names in signature.values() for name in names]
         assert len(set(named)) == len(named), "a tensor's boxes stand together"
         elsewhere = [replace(p, view=View("other", 9, tuple(s + 1 for s in p.view.stride))) for p in side.pieces]
-        assert outline_of(replace(side, pieces=tuple(elsewhere))) == outline
+        assert signature_of(replace(side, pieces=tuple(elsewhere))) == signature
 
 
 def test_groups_are_of_ranks_that_share_a_side() -> None:
     both, other = Demand((piece("a", "x"), piece("b", "y"))), Demand((piece("b", "x"),))
-    outline = {((piece("a", "x").box, "float32"),): ("a", "b")}
-    assert groups_of({2: both, 1: other, 0: both}) == [([0, 2], outline), ([1], outline_of(other))]
+    signature = {((piece("a", "x").box, "float32"),): ("a", "b")}
+    assert groups_of({2: both, 1: other, 0: both}) == [([0, 2], signature), ([1], signature_of(other))]
 
 
 def test_what_ranks_share_they_share_again() -> None:
@@ -114,9 +114,9 @@ def test_one_layer_s_routes_are_the_traffic_of_all_between_every_two_ranks(
     sides = repeated(world, copies)
     kept = {p.name for side in sides for of in side.values() for p in of.pieces if layer_of(p.name) == 0}
     first = only(sides[0], kept), only(sides[1], kept)
-    ways = routed(first, per_node, dict.fromkeys(kept, copies))
+    routes = routed(first, per_node, dict.fromkeys(kept, copies))
     sent: Counter[tuple[int, int]] = Counter()
-    for one in ways:
+    for one in routes:
         for source in one.sources:
             for src, dst, nbytes in zip(*(a.flat for a in source.traffic(one.tensors.count)), strict=True):
                 sent[int(src), int(dst)] += int(nbytes)
@@ -127,7 +127,7 @@ def test_one_layer_s_routes_are_the_traffic_of_all_between_every_two_ranks(
     bound = lower_bound(*first, dict.fromkeys(kept, copies))
     received = {rank: sum(n for (_, dst), n in sent.items() if dst == rank) for rank in bound}
     assert received == bound == lower_bound(*sides)
-    check(ways, first)
+    check(routes, first)
 
 
 @RANDOM
@@ -177,14 +177,14 @@ def test_a_broken_route_is_refused(spoil: Callable[[Part], Part]) -> None:
     ((box, parts),) = first.parts.items()
     at = next(i for i, part in enumerate(parts) if part.source is not None)
     broken = {box: (*parts[:at], spoil(parts[at]), *parts[at + 1 :])}
-    spoiled = Routed(one.tensors, (Route(first.readers, broken, ()), *one.routes[1:]), sources_of(one, broken))
+    spoiled = RoutedClass(one.tensors, (Route(first.readers, broken, ()), *one.routes[1:]), sources_of(one, broken))
     with pytest.raises(PlanError, match="t"):
         check([spoiled], sides)
     with pytest.raises(PlanError, match="nothing arrives"):
-        check([Routed(one.tensors, one.routes[1:], one.sources)], sides)
+        check([RoutedClass(one.tensors, one.routes[1:], one.sources)], sides)
 
 
-def sources_of(one: Routed, parts: dict[Box, tuple[Part, ...]]) -> tuple[Source, ...]:
+def sources_of(one: RoutedClass, parts: dict[Box, tuple[Part, ...]]) -> tuple[Source, ...]:
     new = [part.source for several in parts.values() for part in several if part.source is not None]
     return tuple({id(source): source for source in (*one.sources, *new)}.values())
 
@@ -196,8 +196,8 @@ def test_an_element_that_nobody_holds_is_missing(world: World) -> None:
     assume(rank is not None)
     lost = next(p.name for p in world.demand[rank].pieces if p.box.numel)
     holdings = {r: Holdings(tuple(p for p in side.pieces if p.name != lost)) for r, side in world.holdings.items()}
-    ways = routed((holdings, world.demand), 2)
-    assert any(way.missing for one in ways if lost in one.tensors.names for way in one.routes)
+    routes = routed((holdings, world.demand), 2)
+    assert any(way.missing for one in routes if lost in one.tensors.names for way in one.routes)
 
 
 @RANDOM
@@ -225,20 +225,25 @@ def test_whom_a_rank_is_grouped_with_does_not_matter(
 ) -> None:
     """Ranks that have the same are one group in a run, in whatever order they come, and may be several elsewhere."""
     wanted = [names & set().union(*held) for names in wanted]
-    sides = [{rank: outline(names) for rank, names in enumerate(side)} for side in (held, wanted)]
+    sides = [{rank: signature(names) for rank, names in enumerate(side)} for side in (held, wanted)]
     own = [[([rank], said) for rank, said in side.items()] for side in sides]
     merged = [[(ranks, side[ranks[0]]) for ranks in equal(side)] for side in sides]
     moves = []
     for holders, readers in (own, merged, [side[::-1] for side in own], [side[::-1] for side in merged]):
         routes = Routes(holders, readers, 64, per_node)
-        moves.append([[(key, t.src, t.dst, t.name) for key, t in routes.moves(r, Known({}, {}))] for r in range(4)])
+        moves.append(
+            [
+                [(key, t.src, t.dst, t.name) for key, t in routes.rank_transfers(r, LocalPieces({}, {}))]
+                for r in range(4)
+            ]
+        )
     assert moves == [moves[0]] * 4
 
 
-def outline(names: set[str]) -> Outline:
-    return outline_of(Demand(tuple(piece(name, name) for name in sorted(names))))
+def signature(names: set[str]) -> Signature:
+    return signature_of(Demand(tuple(piece(name, name) for name in sorted(names))))
 
 
-def equal(side: dict[int, Outline]) -> list[list[int]]:
+def equal(side: dict[int, Signature]) -> list[list[int]]:
     """The ranks of equal outlines."""
     return [list(ranks) for ranks in dict.fromkeys(tuple(r for r in side if side[r] == one) for one in side.values())]

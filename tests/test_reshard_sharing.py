@@ -12,7 +12,7 @@ from hybrid3d.reshard.sharing import Sharing, sharable
 from test_reshard_box import Side, World, addresses, worlds
 
 
-def own(world: World, rank: int) -> tuple[list[Transfer], dict[str, int]]:
+def of_rank(world: World, rank: int) -> tuple[list[Transfer], dict[str, int]]:
     plan = make_plan(world.holdings, world.demand, 64)
     arriving = [t for t in plan[rank].transfers if t.dst == rank]
     return arriving, {dtype: n for (r, dtype), n in world.wanted.length.items() if r == rank}
@@ -34,7 +34,7 @@ def test_what_lies_as_it_is_wanted_is_shared() -> None:
 
 
 def with_demand(world: World):
-    arriving, sizes = own(world, 0)
+    arriving, sizes = of_rank(world, 0)
     return arriving, world.demand[0], sizes
 
 
@@ -57,7 +57,7 @@ def test_a_layer_keeps_a_tensor_to_receive() -> None:
 @given(worlds())
 def test_each_element_of_a_shared_tensor_is_the_one_that_is_wanted(world: World) -> None:
     for rank in world.wanted.pieces:
-        arriving, sizes = own(world, rank)
+        arriving, sizes = of_rank(world, rank)
         for tensor, sharing in sharable(arriving, world.demand[rank], sizes).items():
             seen = set()
             for piece in (p for p in world.wanted.pieces[rank] if p.view.tensor == tensor):

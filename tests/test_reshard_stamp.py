@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.layout import Piece, View
-from hybrid3d.reshard.stamp import layer_of, stamped
+from hybrid3d.reshard.stamp import layer_of, replicate_layer
 
 
 def piece(name: str, local: str, start: int = 0, size: int = 4) -> Piece:
@@ -20,7 +20,7 @@ def test_a_layer_is_found_in_canonical_and_local_names() -> None:
 
 def test_a_layer_s_pieces_are_another_s_under_its_name() -> None:
     one = piece("model.layers.1.a.layers.1.b", "model.layers.1.a.layers.1.b", 2)
-    (other,) = stamped([one], 1, 13)
+    (other,) = replicate_layer([one], 1, 13)
     assert other == piece("model.layers.13.a.layers.1.b", "model.layers.13.a.layers.1.b", 2)
-    (other,) = stamped([one], 1, 13, ("model.layers.1.", "stage2.layers.0."))
+    (other,) = replicate_layer([one], 1, 13, ("model.layers.1.", "stage2.layers.0."))
     assert other == piece("model.layers.13.a.layers.1.b", "stage2.layers.0.a.layers.1.b", 2)

@@ -38,15 +38,15 @@ def test_written_down(batch: Batch) -> None:
 
 def test_what_an_environment_wrote_counts_nowhere() -> None:
     own = [[True], [False], [True, False, True], []]
-    batch = Batch.from_sequences(SEQUENCES, PROMPTS, own=own, pad_id=99)
+    batch = Batch.from_sequences(SEQUENCES, PROMPTS, loss_mask=own, pad_id=99)
     assert batch.response_mask.tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0]]
     assert batch.align([[-0.5], [], [-0.1, -0.3], []]).tolist()[2] == pytest.approx([0, -0.1, 0, -0.3])
     everything = [[True], [True], [True] * 3, []]
-    whole = Batch.from_sequences(SEQUENCES, PROMPTS, own=everything, pad_id=99)
+    whole = Batch.from_sequences(SEQUENCES, PROMPTS, loss_mask=everything, pad_id=99)
     assert torch.equal(whole.response_mask, Batch.from_sequences(SEQUENCES, PROMPTS, pad_id=99).response_mask)
     said = r"said of \[1, 1, 2, 0\] tokens whose they are, responses have \[1, 1, 3, 0\]"
     with pytest.raises(ValueError, match=said):
-        Batch.from_sequences(SEQUENCES, PROMPTS, own=[[True], [True], [True] * 2, []], pad_id=99)
+        Batch.from_sequences(SEQUENCES, PROMPTS, loss_mask=[[True], [True], [True] * 2, []], pad_id=99)
 
 
 def test_some_rows_keep_the_width(batch: Batch) -> None:

@@ -25,7 +25,7 @@ from hybrid3d.rl.data import (
     read_columns,
 )
 
-MEND = "mend these rows, or raise data.max_broken"
+MEND = "mend these rows, or raise data.max_invalid_fraction"
 PAD, BOS, EOS, UNK, USER, BOT = range(6)
 WORDS = "how many apples has Ada 3 4 #### 7".split()
 ID = {word: 6 + index for index, word in enumerate(WORDS)}
@@ -245,9 +245,9 @@ def test_broken_chat_turns(write: Callable[..., Path], prompt: Any, said: str) -
     with pytest.raises(DataError) as caught:
         read(path, tokenizer, chat_template=True)
     assert str(caught.value) == (
-        f"{path}: 1 of 2 rows are broken, and data.max_broken=0.01 allows 0: row 0 (from 0): {said}; {MEND}"
+        f"{path}: 1 of 2 rows are broken, and data.max_invalid_fraction=0.01 allows 0: row 0 (from 0): {said}; {MEND}"
     )
-    data = read(path, tokenizer, chat_template=True, max_broken=0.5)
+    data = read(path, tokenizer, chat_template=True, max_invalid_fraction=0.5)
     assert [example.row for example in data.examples] == [1]
 
 
@@ -374,8 +374,8 @@ def test_rows_that_say_nothing(write: Callable[..., Path], tokenizer: Any, value
     with pytest.raises(DataError) as caught:
         read(path, tokenizer)
     assert str(caught.value) == (
-        f"{path}: 1 of 3 rows are broken, and data.max_broken=0.01 allows 0: row 2 (from 0): column 'answer' is {state}"
-        f"; {MEND}"
+        f"{path}: 1 of 3 rows are broken, and data.max_invalid_fraction=0.01 allows 0: row 2 (from 0): "
+        f"column 'answer' is {state}; {MEND}"
     )
 
 
@@ -388,14 +388,14 @@ def test_a_few_broken_rows_are_skipped_and_counted(write: Callable[..., Path], t
     assert data.skipped == {"broken": 2}
     questions[9] = " "
     path = write(question=questions, answer=["7"] * 200)
-    assert read(path, tokenizer, max_broken=0.015).skipped == {"broken": 3}
+    assert read(path, tokenizer, max_invalid_fraction=0.015).skipped == {"broken": 3}
     questions[10] = None
     path = write(question=questions, answer=["7"] * 200)
     with pytest.raises(DataError) as caught:
-        read(path, tokenizer, max_broken=0.015)
+        read(path, tokenizer, max_invalid_fraction=0.015)
     assert str(caught.value) == (
-        f"{path}: 4 of 200 rows are broken, and data.max_broken=0.015 allows 3: row 7 (from 0): column 'question' is "
-        "null; row 9 (from 0): column 'question' is blank; row 10 (from 0): column 'question' is null; and 1 more; "
+        f"{path}: 4 of 200 rows are broken, and data.max_invalid_fraction=0.015 allows 3: row 7 (from 0): column "
+        "'question' is null; row 9 (from 0): column 'question' is blank; row 10 (from 0): column 'question' is null; and 1 more; "
         f"{MEND}"
     )
 
@@ -403,7 +403,7 @@ def test_a_few_broken_rows_are_skipped_and_counted(write: Callable[..., Path], t
 def test_no_row_is_left(write: Callable[..., Path], tokenizer: Any) -> None:
     path = write(question=["how many", ""], answer=["7", "7"])
     with pytest.raises(DataError, match="no row can be used: 1 broken, 1 too long"):
-        read(path, tokenizer, overlong="drop", max_broken=0.5, max_prompt_tokens=2)
+        read(path, tokenizer, overlong="drop", max_invalid_fraction=0.5, max_prompt_tokens=2)
 
 
 def test_no_such_file(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid3d.rewards.environment_runner import Replier, Reply, check_environment
+from hybrid3d.rewards.environment_runner import EnvironmentRunner, Reply, check_environment
 from hybrid3d.rewards.environments import calculate, calculator, ends_in, stop_tokens
 
 pytestmark = pytest.mark.processes
@@ -157,7 +157,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("mine")
 def test_an_environment_that_fails_ends_a_conversation_and_no_more() -> None:
-    replier = Replier("mine:echo", workers=2, timeout_seconds=1.0)
+    replier = EnvironmentRunner("mine:echo", workers=2, timeout_seconds=1.0)
     turns = [("a", "b", "c"), ("raise",), ("sleep",), ("die",), ("number",), ("bye",), ("d",)]
     try:
         assert replier.reply([(of_one, "r", "p") for of_one in turns]) == [

@@ -93,7 +93,8 @@ FORGERIES = {
     "            os.write(n, message(b'[\"!\",\"value\",[\"n\",\"eval\"],[],\"\"]'))\n    except OSError: pass\n",
     "calls of what it was not given": SENDS + "for n in range(3, 32):\n    try:\n        for m in range(100):\n"
     "            os.write(n, message(b'[\"?\",%d,[\"t\"],{}]' % m))\n    except OSError: pass\n",
-    "values of unknown types": "import json\nfrom hybrid3d.rewards import code_program as answering, remote_values as remote\n"
+    "values of unknown types": "import json\n"
+    "from hybrid3d.rewards import code_program as answering, remote_values as remote\n"
     "remote.Encoder.encode = lambda *_: ['v', 'system', 'true']\ndef area(radius): return 0",
     "messages that are too long": SENDS + "for n in range(3, 32):\n    try: os.write(n, b'\\xff' * 4096)\n"
     "    except OSError: pass",

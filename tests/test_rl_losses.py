@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid3d.rl.losses import Aggregation, answer_weights, log_ratios, masked_sum, policy_loss, value_loss
-from hybrid3d.rl.objective import PolicyObjective, Scored, sft_loss
+from hybrid3d.rl.objective import PolicyObjective, TokenScores, sft_loss
 
 CLIP = 0.2
 
@@ -43,8 +43,8 @@ def test_clipped_surrogate_by_hand(ratio: float, advantage: float, loss: float, 
     assert one_token(ratio, advantage) == pytest.approx((loss, gradient, clipped), abs=1e-12)
 
 
-def scored(logprobs: Tensor) -> Scored:
-    return Scored(logprobs, lambda: torch.zeros_like(logprobs))
+def scored(logprobs: Tensor) -> TokenScores:
+    return TokenScores(logprobs, lambda: torch.zeros_like(logprobs))
 
 
 def random_batch(rows: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -61,7 +61,7 @@ def random_batch(rows: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tens
 def test_values_and_stats_against_plain_python() -> None:
     logprobs, old, advantages, mask = random_batch(5, 9, seed=1)
     loss, stats = policy_loss(logprobs, old, advantages, mask, CLIP)
-    sums = {"ratio": 0.0, "clip_fraction": 0.0, "old_kl": 0.0}
+    sums = {"ratio": 0.0, "clip_fraction": 0.0, "approx_kl": 0.0}
     for b in range(5):
         advantage = advantages[b, 0].item()
         for t in range(9):
@@ -73,7 +73,7 @@ def test_values_and_stats_against_plain_python() -> None:
             assert loss[b, t].item() == pytest.approx(-min(ratio * advantage, clipped * advantage), abs=1e-12)
             sums["ratio"] += ratio
             sums["clip_fraction"] += (ratio > 1.2 and advantage > 0) or (ratio < 0.8 and advantage < 0)
-            sums["old_kl"] += ratio - 1 - math.log(ratio)
+            sums["approx_kl"] += ratio - 1 - math.log(ratio)
     assert sums["clip_fraction"] > 3
     assert {name: value.item() for name, value in stats.items()} == pytest.approx(sums, abs=1e-12)
     assert not any(value.requires_grad for value in stats.values())
@@ -246,7 +246,7 @@ def test_objective_by_hand() -> None:
         kl_coef=0.8,
         entropy_coef=0.1,
     )
-    losses, sums = objective(Scored(logprobs[1:], lambda: 4 * ones[1:]), slice(1, 2))
+    losses, sums = objective(TokenScores(logprobs[1:], lambda: 4 * ones[1:]), slice(1, 2))
     assert losses.tolist() == [[0.0, pytest.approx((-3 * 0.5 + 0.8 * 0.125 - 0.1 * 4) * 2)]]
     assert sums["entropy"] == 4
     assert sums["kl"] == pytest.approx(0.125)

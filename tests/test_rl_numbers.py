@@ -20,7 +20,7 @@ from hybrid3d.rl.advantages import (
 from hybrid3d.rl.correction import correction_weights
 from hybrid3d.rl.kl import KlController, token_kl
 from hybrid3d.rl.losses import answer_weights, policy_loss, value_loss
-from hybrid3d.rl.objective import PolicyObjective, Scored
+from hybrid3d.rl.objective import PolicyObjective, TokenScores
 
 NUMBERS = Path(__file__).resolve().parent / "numbers"
 TRL = json.loads((NUMBERS / "trl.json").read_text())
@@ -82,7 +82,7 @@ def loss_and_gradient(
     logprobs, entropies = batch["logprobs"].clone().requires_grad_(), batch["entropies"].clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for rows in parts:
-        scored = Scored(logprobs[rows], lambda rows=rows: entropies[rows])
+        scored = TokenScores(logprobs[rows], lambda rows=rows: entropies[rows])
         total = total + objective(scored, rows)[0].sum() / batch["mask"].sum()
     gradients = torch.autograd.grad(total, (logprobs, entropies), allow_unused=True)
     return total.detach(), gradients[0], torch.zeros_like(entropies) if gradients[1] is None else gradients[1]

@@ -42,7 +42,7 @@ def test_groups_that_teach_nothing_fill_up_where_they_were_drawn(rollouts: Any) 
     drawn = rollouts.draw(step=3, batch=7, further=1)
     assert [one.prompt for one in drawn.samples[::2]] == ["00", "01", "02", "12"]
     assert [one.prompt for one in drawn.samples[1::2]] == ["00", "01", "02", "12"]
-    assert (drawn.batches, drawn.dull, asked) == (2, 6, [7, 8])
+    assert (drawn.batches, drawn.zero_variance_groups, asked) == (2, 6, [7, 8])
     drawn = rollouts.draw(step=3, batch=7, further=5)
     assert [one.prompt for one in drawn.samples[::2]] == ["01", "12", "20", "21"]
     assert [one.prompt for one in rollouts.draw(step=3, batch=7).samples[::2]] == ["00", "01", "02", "03"]
@@ -64,8 +64,8 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     """Its references in the training data may be of any kind, and are not judged by."""
     asked: list[str] = []
     held = SimpleNamespace(
-        example=SimpleNamespace(prompt="", prompt_ids=(1,), answer="right"), tokens=[2], own=[True], logprobs=[-0.5],
-        failure="", said="",
+        example=SimpleNamespace(prompt="", prompt_ids=(1,), answer="right"), tokens=[2], loss_mask=[True],
+        logprobs=[-0.5], failure="", said="",
     )  # fmt: skip
 
     def score(items: list[tuple[str, str, str]]) -> Scores:
@@ -83,7 +83,7 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     assert asked == ["right"] * 8
     rollouts._recipe = replace(rollouts._recipe, reward=replace(rollouts._recipe.reward, model="judge"))
     drawn = rollouts.draw(step=0, batch=0)
-    assert ([one.reward for one in drawn.samples], drawn.dull) == ([0.0] * 8, 0)
+    assert ([one.reward for one in drawn.samples], drawn.zero_variance_groups) == ([0.0] * 8, 0)
     assert len(asked) == 8
     assert rollouts.evaluate(0).accuracy == 1.0
     assert len(asked) == 9

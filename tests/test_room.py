@@ -13,7 +13,7 @@ import pytest
 from commands import ROOT
 from hybrid3d.config import load_recipe
 from hybrid3d.run.run_folder import RunFolder
-from hybrid3d.storage.disk import LITTLE, Unwritten, free_bytes, is_of_files, why_unwritten
+from hybrid3d.storage.disk import LITTLE, CheckpointWriteError, free_bytes, is_of_files, why_unwritten
 
 FULL = Path("/dev/full")  # Linux: every write to it fails as on a full disk
 
@@ -63,7 +63,7 @@ def test_free_bytes_of_what_is_not_there_yet(tmp_path: Path) -> None:
 def test_records_on_a_full_disk(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.symlink_to(FULL)
-    with pytest.raises(Unwritten, match=f"no room for {folder.metrics}: [0-9]+ bytes are free"):
+    with pytest.raises(CheckpointWriteError, match=f"no room for {folder.metrics}: [0-9]+ bytes are free"):
         folder.add_metrics({"step": 0})
 
 

@@ -19,7 +19,7 @@ from hybrid3d.run import run_folder
 from hybrid3d.run.display import Display
 from hybrid3d.run.record import Record
 from hybrid3d.run.run_folder import RunFolder, checkpoint_folder
-from hybrid3d.storage.disk import Unwritten
+from hybrid3d.storage.disk import CheckpointWriteError
 from hybrid3d.storage.manifest import UnusableCheckpoint
 from hybrid3d.trainer import checkpoints as trainer_checkpoints
 from hybrid3d.trainer.checkpoints import Checkpoints
@@ -150,11 +150,12 @@ def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoints:
 
 
 class Together(RuntimeError):
-    alike = True
+    raised_on_all_ranks = True
 
 
 @pytest.mark.parametrize(
-    ("error", "finished"), [(None, 1), (Together(), 1), (RuntimeError(), 0), (Unwritten("full", alike=True), 0)]
+    ("error", "finished"),
+    [(None, 1), (Together(), 1), (RuntimeError(), 0), (CheckpointWriteError("full", raised_on_all_ranks=True), 0)],
 )
 def test_what_is_being_written_is_waited_for_where_all_ranks_are_there(
     checkpoints: Any, error: BaseException | None, finished: int
@@ -171,7 +172,7 @@ def test_a_checkpoint_that_its_owner_can_mend_is_not_set_aside(
     folder.mkdir(parents=True)
 
     def link(models: object, path: Path) -> None:
-        raise UnusableCheckpoint(f"{path}: a.distcp is a symbolic link", alike=True)
+        raise UnusableCheckpoint(f"{path}: a.distcp is a symbolic link", raised_on_all_ranks=True)
 
     monkeypatch.setattr(trainer_checkpoints.checkpoint, "load", link)
     monkeypatch.setattr(trainer_checkpoints, "_of_first", list)

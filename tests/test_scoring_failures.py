@@ -185,7 +185,7 @@ def test_a_run_ends_where_all_rewards_or_all_conversations_failed(rollouts: Any,
             f"{sum(failures.values())} of 8 rewards failed{where}: {kinds}; when all fail the run ends, whatever "
             "reward.max_failures allows: mend gsm8k, or raise reward.timeout_seconds"
         )
-        assert caught.value.alike
+        assert caught.value.raised_on_all_ranks
 
 
 def test_the_share_that_a_recipe_allows(rollouts: Any) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.rl.batch import Batch
-from hybrid3d.rl.objective import PolicyObjective, Scored
+from hybrid3d.rl.objective import PolicyObjective, TokenScores
 from hybrid3d.run.health import Guard
 from hybrid3d.train.trained import StepReport
 from hybrid3d.trainer.learner import Experience, Learner, shares_of
-from hybrid3d.trainer.metrics import Measured
+from hybrid3d.trainer.metrics import StepMetrics
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT, WIDTH, SAMPLES, MINIBATCHES = 2, 12, 16, 4
@@ -81,7 +81,7 @@ class Policy:
         samples = batch.tokens[:, 0]
         width = batch.tokens.shape[1]
         logprobs = self._logprobs[samples, :width].clone().requires_grad_()
-        losses, _ = loss(Scored(logprobs, lambda: torch.zeros_like(logprobs)), slice(None))
+        losses, _ = loss(TokenScores(logprobs, lambda: torch.zeros_like(logprobs)), slice(None))
         (gradient,) = torch.autograd.grad((losses * batch.response_mask).sum(), logprobs)
         gradient = torch.nn.functional.pad(gradient, (0, WIDTH - width)) / self._all_tokens[len(self.updates)]
         self.updates.append(dict(zip(samples.tolist(), gradient, strict=True)))
@@ -111,7 +111,7 @@ def updates_of(layout: str) -> list[dict[int, Tensor]]:
         width = batch.tokens.shape[1]
         mine = [values[share][:, :width] for values in (old, old, advantages)]
         known = Experience(batch, lengths, mine[0], mine[1], None, 0.0, advantages=mine[2])
-        learner.update(known, 0, Measured())
+        learner.update(known, 0, StepMetrics())
         for of_all, of_rank in zip(found, policy.updates, strict=True):
             of_all |= of_rank
     return found

@@ -55,11 +55,11 @@ def uneven(name: str, bucket_mib: float) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(work: Path) -> dict[str, Any]:
-    """The same seed twice: once with one bucket, once with buckets of a twentieth of a rank's share, and hidden."""
+    """The same seed twice: once with one bucket, once with buckets of a twentieth of a rank's share, and overlapped."""
     wide = json.loads(hybrid3d(work, "plan", *uneven("wide", 64), "--json"))
     narrow_mib = round(wide["memory"]["max_rollout_weights"] / 20 / 2**20, 3)
     narrow = json.loads(hybrid3d(work, "plan", *uneven("narrow", narrow_mib), "--json"))
-    hybrid3d(work, "train", *uneven("wide", 64), "sync.hidden=false")
+    hybrid3d(work, "train", *uneven("wide", 64), "sync.overlap=false")
     hybrid3d(work, "train", *uneven("narrow", narrow_mib), "sync.verify=always")
     return {"wide": wide, "narrow": narrow, "bucket_bytes": int(narrow_mib * 2**20)}
 
@@ -113,7 +113,7 @@ def test_a_hidden_sync_begins_while_weights_are_updated(work: Path, runs: dict[s
     for name, hides in (("wide", False), ("narrow", True)):
         assert all(0 < row["sync/exposed_seconds"] <= row["sync/seconds"] for row in read_rows(work / "runs" / name))
         logs = [(work / "runs" / name / f"logs/rank-{rank}.log").read_text() for rank in range(4)]
-        told = [re.findall(r"hidden sync: (\d+) of (\d+) received bytes", log) for log in logs]
+        told = [re.findall(r"overlapped sync: (\d+) of (\d+) received bytes", log) for log in logs]
         early = [(int(some), int(of)) for (some, of) in (one for of_rank in told for one in of_rank)]
         assert bool(early) == hides  # over gloo two buckets are started early, in which not every rank receives
         assert all(0 < some < of for some, of in early)
@@ -121,11 +121,11 @@ def test_a_hidden_sync_begins_while_weights_are_updated(work: Path, runs: dict[s
 
 @pytest.mark.slow
 def test_shared_memory_changes_nothing_but_what_is_copied(work: Path, runs: dict[str, Any]) -> None:
-    """On uneven stages: once hidden and with what memory both engines can share, once neither."""
+    """On uneven stages: once overlapped and with what memory both engines can share, once neither."""
     mib = runs["bucket_bytes"] / 2**20
     single = ["train.tp=1", "train.dp=2", "sync.verify=always"]
     hybrid3d(work, "train", *uneven("shared", mib), *single, "sync.share_storage=true", "rollout.sleep=false")
-    hybrid3d(work, "train", *uneven("copied", mib), *single, "sync.hidden=false")
+    hybrid3d(work, "train", *uneven("copied", mib), *single, "sync.overlap=false")
     shared, copied = (read_rows(work / "runs" / name) for name in ("shared", "copied"))
     where = "sync/shared_bytes", "sync/max_finalize_bytes"
     assert without(shared, *where) == without(copied, *where)

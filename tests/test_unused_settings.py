@@ -130,7 +130,7 @@ def test_of_the_critics_optimizer(tmp_path: Path) -> None:
         "algorithm.clip=0.1",
         "algorithm.clip_high=0.3",
         "algorithm.dual_clip=3",
-        "algorithm.aggregation=token",
+        "algorithm.loss_agg_mode=token",
         "algorithm.entropy_coef=0.1",
         "algorithm.gamma=0.9",
         "algorithm.lam=0.9",

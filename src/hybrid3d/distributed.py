@@ -22,7 +22,7 @@ __all__ = [
     "adopt_slurm",
     "first",
     "gather",
-    "gather_alike",
+    "gather_unique",
     "ident",
     "largest",
     "least",
@@ -79,7 +79,7 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def gather_alike(value: Any) -> list[tuple[list[int], Any]]:
+def gather_unique(value: Any) -> list[tuple[list[int], Any]]:
     """Every rank's value, each once, with the ranks that have it; on every rank.
 
     For what is large and mostly the same: it is sent as often as it differs.

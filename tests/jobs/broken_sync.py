@@ -66,12 +66,12 @@ class Flipping:
         return Flipped()
 
 
-def sync_with(sync: WeightSync, transport: object, number: int, hidden: bool = False) -> str:
+def sync_with(sync: WeightSync, transport: object, number: int, overlapped: bool = False) -> str:
     """How many tensors a sync had to mend, or what it failed of."""
     sync._executor._transport, before = transport, sync._executor._transport
     try:
         sync.begin(number)
-        if hidden:
+        if overlapped:
             sync.advance(0, last=True)
         return str(len(sync.finish().corrupted))
     except (CorruptSync, RuntimeError) as error:
@@ -106,7 +106,7 @@ def main() -> None:
     )
     runtime.initialize(train, seed=1)
     policy = Policy(json.loads((Path(checkpoint) / "config.json").read_text()), recipe, rank, trainable=False)
-    engine = RolloutEngine(recipe, rank, distributed.ident(), range(4))
+    engine = RolloutEngine(recipe, rank, distributed.run_id(), range(4))
     said = {"before": generate(engine)}
     sync = WeightSync(recipe, policy.weights, engine, rank)
     sync.run(0)
@@ -115,8 +115,8 @@ def main() -> None:
         said[what] = sync_with(sync, Flipping(sync.transport, times) if rank == 0 else sync.transport, 1)
         said[f"after {what}"] = generate(engine)
     flipping = Flipping(sync.transport, 1) if rank == 0 else sync.transport
-    said["hidden"] = sync_with(sync, flipping, 2, hidden=True)
-    said["after hidden"] = generate(engine)
+    said["overlapped"] = sync_with(sync, flipping, 2, overlapped=True)
+    said["after overlapped"] = generate(engine)
     said["whole again"] = sync_with(sync, sync.transport, 2)
     said["killed"] = sync_with(sync, Dying(sync.transport) if rank == 3 else sync.transport, 3)
     said["after killed"] = generate(engine)

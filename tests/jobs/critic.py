@@ -19,7 +19,7 @@ from hybrid3d.config import Train
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.batch import Rows
 from hybrid3d.train import checkpoint, runtime
-from hybrid3d.train.critic import Critic
+from hybrid3d.train.critic import ValueModel
 from hybrid3d.train.policy import Policy
 
 
@@ -30,17 +30,17 @@ def squared(returns: torch.Tensor) -> Any:
     return loss
 
 
-def critic_of(folder: str, train: Train, spec: dict[str, Any], trainable: bool = True) -> Critic:
+def critic_of(folder: str, train: Train, spec: dict[str, Any], trainable: bool = True) -> ValueModel:
     recipe = recipe_for(folder, train, spec, **spec["sft"])
-    return Critic(read_config(folder), recipe, dist.get_rank(), recipe.optimizer if trainable else None)
+    return ValueModel(read_config(folder), recipe, dist.get_rank(), recipe.optimizer if trainable else None)
 
 
-def value_step(critic: Critic, spec: dict[str, Any], dp: int) -> dict[str, Any]:
+def value_step(critic: ValueModel, spec: dict[str, Any], dp: int) -> dict[str, Any]:
     batch, mine = my_batch(critic, spec, dp)
     return report_of(critic, critic.train_step(batch, squared(spec["returns"][mine])))
 
 
-def values(critic: Critic, spec: dict[str, Any], dp: int) -> dict[str, Any]:
+def values(critic: ValueModel, spec: dict[str, Any], dp: int) -> dict[str, Any]:
     """This data-parallel rank's rows, without what padding holds."""
     batch, mine = my_batch(critic, spec, dp)
     found = critic.values(batch)
@@ -65,7 +65,7 @@ def one_layout(folders: dict[str, str], train: Train, spec: dict[str, Any], out:
     return found
 
 
-def both(folders: dict[str, str], train: Train, spec: dict[str, Any]) -> tuple[Policy, Critic]:
+def both(folders: dict[str, str], train: Train, spec: dict[str, Any]) -> tuple[Policy, ValueModel]:
     recipe = recipe_for(folders["start"], train, spec)
     return Policy(read_config(folders["start"]), recipe, dist.get_rank()), critic_of(folders["start"], train, spec)
 

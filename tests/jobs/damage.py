@@ -84,7 +84,11 @@ def outcome(read: Callable[[], Any]) -> dict[str, Any]:
     try:
         read()
     except BaseException as error:  # what PyTorch raises of checkpoints is no Exception
-        return {"raised": type(error).__name__, "said": str(error), "alike": getattr(error, "alike", False)}
+        return {
+            "raised": type(error).__name__,
+            "said": str(error),
+            "raised_on_all_ranks": getattr(error, "raised_on_all_ranks", False),
+        }
     return {"raised": None}
 
 

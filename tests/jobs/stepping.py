@@ -27,7 +27,7 @@ class AsAWhole:
     def __init__(self, optimizer):
         self._optimizer = optimizer
 
-    def step(self, ready, allows):
+    def step(self, ready, accepts_grad_norm):
         updated, norm, _ = self._optimizer.step()
         return updated, norm
 
@@ -40,21 +40,21 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(as_bytes(a.contiguous()), as_bytes(b.contiguous()))
 
 
-def put_away(policy: Policy, step: int) -> None:
+def offload(policy: Policy, step: int) -> None:
     """What it holds takes no memory until it is used again, and is then what it was."""
     held = {kind: [tensor.untyped_storage() for tensor in policy._held(kind)] for kind in OFFLOADS}
     assert [kind for kind in OFFLOADS if not held[kind]] in ([], ["optimizer"] if step == 0 else [])
     memories = [memory for of_kind in held.values() for memory in of_kind]
     before = [memory.nbytes() for memory in memories]
-    policy.put_away()
+    policy.offload()
     assert not any(memory.nbytes() for memory in memories)
     policy.logprobs(batch_of(policy, step))
     assert all(memory.nbytes() for memory in held["parameters"])
     assert not any(memory.nbytes() for memory in held["gradients"] + held["optimizer"])
-    policy.put_away()
-    policy.bring_back()
+    policy.offload()
+    policy.onload()
     assert [memory.nbytes() for memory in memories] == before
-    policy.put_away()
+    policy.offload()
 
 
 def batch_of(policy: Policy, step: int) -> Batch:
@@ -85,10 +85,10 @@ def prove(folder: str, layout: Train, dtype: str) -> None:
     assert sorted(set(of_part.values())) == list(range(parts))
     for step in range(3):
         before, at = snapshot(parted), []
-        refused = parted.train_step(batch_of(parted, step), sft_loss, allows=lambda norm: norm < 0)
+        refused = parted.train_step(batch_of(parted, step), sft_loss, accepts_grad_norm=lambda norm: norm < 0)
         assert not refused.updated
         assert all(same(tensor, before[name]) for name, tensor in snapshot(parted).items())
-        put_away(whole, step)
+        offload(whole, step)
         reports = [whole.train_step(batch_of(whole, step), sft_loss)]
         reports.append(
             parted.train_step(batch_of(parted, step), sft_loss, lambda part, last, at=at: at.append(snapshot(parted)))

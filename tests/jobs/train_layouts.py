@@ -24,7 +24,7 @@ from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import PolicyObjective, sft_loss
 from hybrid3d.train import checkpoint, runtime
 from hybrid3d.train.policy import Policy
-from hybrid3d.train.trained import StepReport, Trained
+from hybrid3d.train.trained import MegatronModel, StepReport
 
 FILE_BYTES = 300_000  # so that the tiny checkpoints are exported into several files
 
@@ -38,7 +38,7 @@ class Listening(Policy):
         return super()._per_token(logits, micro)
 
 
-def forget(policy: Trained) -> None:
+def forget(policy: MegatronModel) -> None:
     """Let go of a policy that was trained, and of the threads of its groups.
 
     Autograd nodes and Megatron's DDP keep each other alive in a way that Python does not see.
@@ -67,7 +67,7 @@ def my_batch(policy: Policy, spec: dict[str, Any], dp: int) -> tuple[Batch, slic
     return Batch.from_sequences(spec["sequences"][mine], spec["prompts"][mine], pad_id=0), mine
 
 
-def export(policy: Trained, source: str, out: Path) -> None:
+def export(policy: MegatronModel, source: str, out: Path) -> None:
     entries = shard_entries({n: (e.shape, e.dtype) for n, e in read_index(source).items()}, FILE_BYTES)
     if dist.get_rank() == 0:
         create_files(out, entries)

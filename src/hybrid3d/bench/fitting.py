@@ -15,7 +15,7 @@ from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.families import Config
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import ask
-from hybrid3d.planning.isolated import ask_apart
+from hybrid3d.planning.isolated import run_in_subprocess
 from hybrid3d.planning.traffic import planned
 
 PROCESS = 1_500_000_000  # of a rank with both engines' libraries, before there is a model; measured on a CPU
@@ -32,7 +32,7 @@ def check_room(recipe: Recipe, config: Config) -> None:
     if distributed.under_launcher() and distributed.rank() > 0:
         return
     write_model(recipe, config)
-    fullest, together = json.loads(ask_apart("hybrid3d.bench.fitting", recipe))
+    fullest, together = json.loads(run_in_subprocess("hybrid3d.bench.fitting", recipe))
     if torch.cuda.is_available():
         needed, free = fullest, torch.cuda.mem_get_info()[0]
     else:

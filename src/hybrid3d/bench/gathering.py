@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hybrid3d import distributed
 from hybrid3d.families import is_expert
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import Outline, natural
+from hybrid3d.reshard.classes import Signature, natural
 from hybrid3d.reshard.executor import Copies
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape, View, by_name, contiguous_stride
 from hybrid3d.reshard.memory import Memory, aligned, strided
@@ -45,7 +45,7 @@ class Peers:
     """
 
     rank: int
-    outlines: Sequence[Outline]
+    signatures: Sequence[Signature]
     shapes: Mapping[str, Shape]
     tp: Sequence[int]
     experts: Sequence[int]
@@ -53,11 +53,11 @@ class Peers:
 
     @classmethod
     def meet(
-        cls, outlines: Sequence[Outline], shapes: Mapping[str, Shape], groups: tuple[Group, Group, Group]
+        cls, signatures: Sequence[Signature], shapes: Mapping[str, Shape], groups: tuple[Group, Group, Group]
     ) -> Peers:
         """Every rank calls this together, with its groups over stages, TP ranks and experts."""
         stages, tp, experts = (dist.get_process_group_ranks(group) for group in groups)
-        return cls(dist.get_rank(), outlines, shapes, tp, experts, distributed.gather(stages))
+        return cls(dist.get_rank(), signatures, shapes, tp, experts, distributed.gather(stages))
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Gather:
     def _place(self, bucket: _Bucket, memory: Memory) -> None:
         step = aligned(bucket.nbytes)
         bucket.parts = [memory.flat(i * step, bucket.nbytes, torch.uint8) for i in range(len(bucket.ranks))]
-        bucket.own = bucket.parts[list(bucket.ranks).index(self._peers.rank)]
+        bucket.loss_mask = bucket.parts[list(bucket.ranks).index(self._peers.rank)]
 
     def _bind_unpacking(self, bucket: _Bucket, wants: Mapping[str, list[Piece]]) -> None:
         seen: set[tuple[str, Box]] = set()  # of several that hold the same, the first is read
@@ -151,7 +151,7 @@ class Gather:
     def _bind_packing(self, bucket: _Bucket, holds: Mapping[str, list[Piece]], source: Source) -> None:
         for piece in bucket.members[list(bucket.ranks).index(self._peers.rank)]:
             lies = next(p for p in holds[piece.name] if p.box.contains(piece.box))
-            bucket.packing.add(_view(bucket.own, piece), source.read(lies.part(piece.box)))
+            bucket.packing.add(_view(bucket.loss_mask, piece), source.read(lies.part(piece.box)))
 
     @torch.no_grad()
     def run(self) -> int:
@@ -176,11 +176,11 @@ class Gather:
         bucket, column = self._buckets[number], self._peers.columns[self._peers.rank]
         bucket.packing.run()
         if bucket.root != self._peers.rank:
-            self._transport.submit_recv(bucket.own, bucket.root, 2 * number)
+            self._transport.submit_recv(bucket.loss_mask, bucket.root, 2 * number)
         else:
             for other in column:
                 if other != self._peers.rank:
-                    self._transport.submit_send(bucket.own, other, 2 * number)
+                    self._transport.submit_send(bucket.loss_mask, other, 2 * number)
         return self._transport.run()
 
     def _exchange(self, number: int) -> Pending:
@@ -191,7 +191,7 @@ class Gather:
                 self._transport.submit_recv(part, other, 2 * number + 1)
         for other in bucket.ranks:
             if other != self._peers.rank:
-                self._transport.submit_send(bucket.own, other, 2 * number + 1)
+                self._transport.submit_send(bucket.loss_mask, other, 2 * number + 1)
         return self._transport.run()
 
     def _finish(self, bucket: _Bucket, gathered: Pending) -> None:
@@ -242,14 +242,14 @@ def _kinds(peers: Peers, column: Sequence[int]) -> list[dict[Kind, list[Piece]]]
     seen: set[str] = set()
     for rank in column:
         found: dict[Kind, list[Piece]] = defaultdict(list)
-        for boxes, names in peers.outlines[rank].items():
+        for boxes, names in peers.signatures[rank].items():
             for name in names:
                 for box, dtype in boxes if name not in seen else ():
                     over = "experts" if is_expert(name) else "" if box == Box.whole(peers.shapes[name]) else "tp"
                     found[layer_of(name), over, dtype].append(Piece(name, box, View("", 0, ()), dtype))
         for pieces in found.values():
             pieces.sort(key=lambda piece: (natural(piece.name), piece.box.start))
-        seen |= {name for names in peers.outlines[rank].values() for name in names}
+        seen |= {name for names in peers.signatures[rank].values() for name in names}
         of_ranks.append(found)
     return of_ranks
 

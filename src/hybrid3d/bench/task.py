@@ -17,7 +17,7 @@ from hybrid3d.bench.values import fill, wrong
 from hybrid3d.bench.wire import Wire, peers_bytes
 from hybrid3d.config import Recipe
 from hybrid3d.inputs.models import read_config
-from hybrid3d.reshard.classes import Outline
+from hybrid3d.reshard.classes import Signature
 from hybrid3d.reshard.executor import Executor
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.roles.weight_sync import WeightSync
@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 T = TypeVar("T")
 
 
-class Watched:
+class CheckedSink:
     """The memory that vLLM's weights are written into, without vLLM: opening and finalizing is timed apart.
 
     It looks at each layer, or at none, when all of it is written.
@@ -63,14 +63,14 @@ class Bench:
         say("building both engines")
         config = read_config(recipe.model.path)
         self._trained = megatron_weights(build_model(config, recipe.train, getattr(torch, recipe.model.dtype)), config)
-        self._engine = RolloutEngine(recipe, rank, distributed.ident(), slots)
+        self._engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
         say("planning")
         self._sync = sync = WeightSync(recipe, self._trained, self._engine, rank)
-        outlines = {r: outline for those, outline in sync.holders for r in those}
-        self._sink = Watched(sync.sink, _dtypes(outlines.values()))
+        signatures = {r: signature for those, signature in sync.holders for r in those}
+        self._sink = CheckedSink(sync.sink, _dtypes(signatures.values()))
         self._hybrid = Executor(sync.plan, sync.source, self._sink, sync.transport, device())
-        shapes = canonical_shapes(outlines.values())
-        peers = Peers.meet([outlines[r] for r in sorted(outlines)], shapes, gather_groups())
+        shapes = canonical_shapes(signatures.values())
+        peers = Peers.meet([signatures[r] for r in sorted(signatures)], shapes, gather_groups())
         ends = (self._trained.holdings, sync.source), (sync.sink.demand, self._sink)
         self._gather = Gather(peers, *ends, recipe.sync.bucket_bytes, sync.transport, device())
         self._wire = Wire(*peers_bytes(sync.plan), sync.plan.local_bytes, sync.transport, device())
@@ -180,10 +180,10 @@ def _means(of_ranks: Sequence[Mapping[str, float]], repeats: int) -> dict[str, f
     return {phase: sum(one[phase] for one in of_ranks) / len(of_ranks) / repeats for phase in of_ranks[0]}
 
 
-def _dtypes(outlines: Iterable[Outline]) -> dict[str, str]:
+def _dtypes(signatures: Iterable[Signature]) -> dict[str, str]:
     """By tensor, the dtype in which it is held."""
     found: dict[str, str] = {}
-    for outline in outlines:
-        for boxes, names in outline.items():
+    for signature in signatures:
+        for boxes, names in signature.items():
             found |= dict.fromkeys(names, boxes[0][1])
     return found

@@ -46,14 +46,14 @@ class Problem:
 
 def misfits(recipe: Recipe, model: ModelShape, device: Device | None) -> list[Problem]:
     """All ways in which a recipe does not fit a model; as `check_layout`, without values to offer."""
-    problems = [*_not_yet(recipe, model, device), *_train_layout(recipe, model)]
+    problems = [*_unsupported(recipe, model, device), *_train_layout(recipe, model)]
     ranks = None if problems else recipe.world_size
     problems += _rollout_layout(recipe, model, ranks)
     replicas = ranks // recipe.rollout.tp if ranks and recipe.rollout and not problems else None
     return [*problems, *_rollout_limits(recipe, model, device), *_batch(recipe, replicas)]
 
 
-def _not_yet(recipe: Recipe, model: ModelShape, device: Device | None) -> Iterator[Problem]:
+def _unsupported(recipe: Recipe, model: ModelShape, device: Device | None) -> Iterator[Problem]:
     """What the model does not have, and what this version does not run."""
     train, rollout = recipe.train, recipe.rollout
     if model.experts is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from hybrid3d.config.recipe import Recipe
-from hybrid3d.config.rules import contradictions
+from hybrid3d.config.rules import validate_recipe
 from hybrid3d.config.schema import RecipeError, apply_overrides, read_section, read_yaml
 
 
@@ -25,7 +25,7 @@ def read_recipe(raw: object, subject: str, problems: list[str]) -> Recipe:
     """A recipe from what its YAML says. RecipeError, about `subject`: the problems so far, and all that it has."""
     recipe = read_section(Recipe, raw, "", problems)
     if recipe is not None:
-        problems.extend(contradictions(recipe))
+        problems.extend(validate_recipe(recipe))
     if recipe is None or problems:
         raise RecipeError(subject, problems)
     return recipe

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hybrid3d.config.sections.learning import Optimizer
 
 
-def contradictions(recipe: Recipe) -> Iterator[str]:
+def validate_recipe(recipe: Recipe) -> Iterator[str]:
     """What contradicts itself within a recipe, whatever the model."""
     yield from unused_settings(recipe)
     if recipe.world_size > MAX_RANKS:

@@ -21,7 +21,7 @@ BY_TOKEN = ("ppo", "reinforce_pp")
 
 
 @dataclass(frozen=True)
-class Unused:
+class UnusedSetting:
     """Settings that are not read where a condition holds.
 
     Attributes:
@@ -57,91 +57,93 @@ def _is_builtin(recipe: Recipe) -> bool:
 
 
 _RL = (
-    *("samples_per_prompt", "epochs", "minibatches", "clip", "clip_high", "dual_clip", "aggregation", "entropy_coef"),
+    *("samples_per_prompt", "epochs", "minibatches", "clip", "clip_high", "dual_clip", "loss_agg_mode", "entropy_coef"),
     *("gamma", "lam", "dynamic_sampling"),
 )
 
 UNUSED = (
-    Unused("algorithm", _RL, _is_sft, _words("algorithm.name={name} learns the answers of the data")),
-    Unused("algorithm.kl", ("where",), _is_sft, _words("algorithm.name={name} measures no KL")),
-    Unused("algorithm.correction", ("kind",), _is_sft, _words("algorithm.name={name} has no rollout to correct for")),
-    Unused("run", ("eval_every",), _is_sft, _words("algorithm.name={name} evaluates nothing while it trains")),
-    Unused(
+    UnusedSetting("algorithm", _RL, _is_sft, _words("algorithm.name={name} learns the answers of the data")),
+    UnusedSetting("algorithm.kl", ("where",), _is_sft, _words("algorithm.name={name} measures no KL")),
+    UnusedSetting(
+        "algorithm.correction", ("kind",), _is_sft, _words("algorithm.name={name} has no rollout to correct for")
+    ),
+    UnusedSetting("run", ("eval_every",), _is_sft, _words("algorithm.name={name} evaluates nothing while it trains")),
+    UnusedSetting(
         "reward",
         ("name", "model", "shuffle", "workers", "timeout_seconds", "default", "max_failures", "overlong_buffer"),
         _never_generates,
         _words("algorithm.name={name} without `rollout` has no answers that could be scored"),
     ),
-    Unused(
+    UnusedSetting(
         "sync",
-        ("bucket_mib", "verify", "hidden", "share_storage"),
+        ("bucket_mib", "verify", "overlap", "share_storage"),
         _never_generates,
         _words("algorithm.name={name} without `rollout` never syncs"),
     ),
-    Unused(
+    UnusedSetting(
         "algorithm",
         ("gamma",),
         lambda recipe: recipe.algorithm.generates and recipe.algorithm.name not in BY_TOKEN,
         _words("algorithm.name={name} discounts nothing, as ppo and reinforce_pp do"),
     ),
-    Unused(
+    UnusedSetting(
         "algorithm",
         ("lam",),
         lambda recipe: recipe.algorithm.generates and not recipe.algorithm.critic,
         _words("algorithm.name={name} estimates no values, as ppo does"),
     ),
-    Unused(
+    UnusedSetting(
         "algorithm.kl",
         ("estimator", "target", "horizon"),
         lambda recipe: recipe.algorithm.kl.where == "none",
         _words("algorithm.kl.where=none measures no KL"),
     ),
-    Unused(
+    UnusedSetting(
         "algorithm.kl",
         ("horizon",),
         lambda recipe: recipe.algorithm.kl.where != "none" and recipe.algorithm.kl.target is None,
         _words("without algorithm.kl.target the coefficient is fixed"),
         ("algorithm.kl.target",),
     ),
-    Unused(
+    UnusedSetting(
         "algorithm.correction",
         ("low", "high"),
         lambda recipe: recipe.algorithm.correction.kind == "none",
         _words("algorithm.correction.kind=none corrects nothing"),
         ("algorithm.correction.kind",),
     ),
-    Unused(
+    UnusedSetting(
         "algorithm.correction",
         ("low",),
         lambda recipe: recipe.algorithm.correction.kind in ("truncate", "sequence_truncate"),
         _words("algorithm.correction.kind={kind} bounds ratios above only, by high"),
         ("algorithm.correction.kind",),
     ),
-    Unused(
+    UnusedSetting(
         "optimizer",
         ("min_lr",),
         lambda recipe: recipe.optimizer.schedule == "constant",
         _words("with optimizer.schedule=constant the rate never falls: set linear or cosine"),
     ),
-    Unused(
+    UnusedSetting(
         "critic.optimizer",
         ("min_lr",),
         lambda recipe: recipe.critic.optimizer is not None and recipe.critic.optimizer.schedule == "constant",
         _words("with critic.optimizer.schedule=constant the rate never falls: set linear or cosine"),
     ),
-    Unused(
+    UnusedSetting(
         "rollout",
         ("max_turns",),
         lambda recipe: recipe.rollout is not None and recipe.rollout.environment is None,
         _words("without rollout.environment an answer has one turn"),
     ),
-    Unused(
+    UnusedSetting(
         "reward",
         ("workers", "timeout_seconds"),
         lambda recipe: not _never_generates(recipe) and _is_builtin(recipe),
         lambda recipe: f"reward.name={recipe.reward.name} is computed without processes of its own",
     ),
-    Unused(
+    UnusedSetting(
         "reward",
         ("default", "max_failures"),
         lambda recipe: (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybrid3d.families.dense import HF, MEGATRON, TENSORS, check_decoder
-from hybrid3d.families.family import Experts, Family, Latents, RowMap, Same, Stacked
+from hybrid3d.families.family import Experts, Family, Latents, RowMap, Same, StackedTensors
 from hybrid3d.families.moe import check_experts, experts_of
 from hybrid3d.families.rope import rope_of
 from hybrid3d.families.values import Config, UnsupportedModel, need, refuse
@@ -26,7 +26,7 @@ LATENT_ATTENTION: dict[str, RowMap] = {
     },
 }
 SHARED_EXPERTS: dict[str, RowMap] = {
-    f"{MEGATRON}mlp.shared_experts.linear_fc1.weight": Stacked(
+    f"{MEGATRON}mlp.shared_experts.linear_fc1.weight": StackedTensors(
         (f"{HF}mlp.shared_experts.gate_proj.weight", f"{HF}mlp.shared_experts.up_proj.weight")
     ),
     f"{MEGATRON}mlp.shared_experts.linear_fc2.weight": Same(f"{HF}mlp.shared_experts.down_proj.weight"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybrid3d.families.family import Family, GroupedQKV, RowMap, Same, Stacked, Vocabulary
+from hybrid3d.families.family import Family, GroupedQKV, RowMap, Same, StackedTensors, Vocabulary
 from hybrid3d.families.values import Config, need, refuse
 
 HF = "model.layers.{layer}."
@@ -21,7 +21,7 @@ TENSORS: dict[str, RowMap] = {
     f"{MEGATRON}self_attention.linear_qkv.weight": _qkv("weight"),
     f"{MEGATRON}self_attention.linear_proj.weight": Same(f"{HF}self_attn.o_proj.weight"),
     f"{MEGATRON}mlp.linear_fc1.layer_norm_weight": Same(f"{HF}post_attention_layernorm.weight"),
-    f"{MEGATRON}mlp.linear_fc1.weight": Stacked((f"{HF}mlp.gate_proj.weight", f"{HF}mlp.up_proj.weight")),
+    f"{MEGATRON}mlp.linear_fc1.weight": StackedTensors((f"{HF}mlp.gate_proj.weight", f"{HF}mlp.up_proj.weight")),
     f"{MEGATRON}mlp.linear_fc2.weight": Same(f"{HF}mlp.down_proj.weight"),
     "decoder.final_layernorm.weight": Same("model.norm.weight"),
     "output_layer.weight": Vocabulary("lm_head.weight"),

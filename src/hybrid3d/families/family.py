@@ -58,7 +58,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Stacked:
+class StackedTensors:
     """Tensors of equal height, one above the other: fc1 is gate above up."""
 
     names: tuple[str, ...]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybrid3d.families.dense import HF, MEGATRON, QK_NORM, TENSORS, check_decoder
-from hybrid3d.families.family import Experts, Family, RowMap, Same, Stacked
+from hybrid3d.families.family import Experts, Family, RowMap, Same, StackedTensors
 from hybrid3d.families.values import Config, UnsupportedModel, need
 
 # The number of a routed expert in the name of a canonical tensor.
@@ -25,7 +25,9 @@ def experts_of(block: str, gate: str, up: str, down: str) -> dict[str, RowMap]:
     return {
         f"{MEGATRON}pre_mlp_layernorm.weight": Same(f"{HF}post_attention_layernorm.weight"),
         f"{MEGATRON}mlp.router.weight": Same(f"{HF}{block}.gate.weight"),
-        f"{MEGATRON}mlp.experts.experts.linear_fc1.weight": Stacked((f"{expert}{gate}.weight", f"{expert}{up}.weight")),
+        f"{MEGATRON}mlp.experts.experts.linear_fc1.weight": StackedTensors(
+            (f"{expert}{gate}.weight", f"{expert}{up}.weight")
+        ),
         f"{MEGATRON}mlp.experts.experts.linear_fc2.weight": Same(f"{expert}{down}.weight"),
     }
 

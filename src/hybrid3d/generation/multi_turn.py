@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
-from hybrid3d.rewards.environment_runner import Replier, Reply, check_environment
+from hybrid3d.rewards.environment_runner import EnvironmentRunner, Reply, check_environment
 from hybrid3d.rewards.environments import ends_in, stop_tokens
 from hybrid3d.rl.data import Example
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Conversation:
+class Trajectory:
     """An answer as it grows.
 
     Attributes:
@@ -35,7 +35,7 @@ class Conversation:
     example: Example
     seed: int | None
     tokens: list[int] = field(default_factory=list)
-    own: list[bool] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
     begin: int = 0
@@ -60,25 +60,25 @@ class Conversation:
 
     def write(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """The policy's next tokens."""
-        self._add(tokens, own=True)
+        self._add(tokens, loss_mask=True)
         self.logprobs += logprobs
         self.draws += 1
 
-    def hear(self, heard: Heard) -> None:
+    def hear(self, heard: TurnResult) -> None:
         """Words, which end the policy's turn; none, and it goes on within its turn; or the end."""
         self.over, self.failure, self.said = heard.over, heard.failure, heard.said
         if heard.tokens:
             self.turns += [heard.turn, heard.words]
-            self._add(heard.tokens, own=False)
+            self._add(heard.tokens, loss_mask=False)
             self.begin = len(self.tokens)
 
-    def _add(self, tokens: Sequence[int], own: bool) -> None:
+    def _add(self, tokens: Sequence[int], loss_mask: bool) -> None:
         self.tokens += tokens
-        self.own += [own] * len(tokens)
+        self.loss_mask += [loss_mask] * len(tokens)
 
 
 @dataclass(frozen=True)
-class Heard:
+class TurnResult:
     """How a conversation goes on, as the rank that leads its replica tells the others.
 
     `turn` is what the policy wrote, `words` and their `tokens` what came back.
@@ -92,7 +92,7 @@ class Heard:
     said: str = ""
 
 
-class Conversations:
+class MultiTurnRollout:
     """Holds conversations with the recipe's environment; without one they have one turn.
 
     Every rank makes one of these and calls `hold`, all together.
@@ -104,22 +104,22 @@ class Conversations:
         self._engine, self._tokenizer, self._end = engine, tokenizer, tokenizer.eos_token_id
         self._ends = {self._end, *engine.end_tokens}
         self._longest, self._max_replies = rollout.max_new_tokens, rollout.max_turns
-        self._replier: Replier | None = None
+        self._replier: EnvironmentRunner | None = None
         self._stops: tuple[str, ...] = ()
         if rollout.environment is not None:
-            self._replier = Replier(rollout.environment, reward.workers, reward.timeout_seconds)
+            self._replier = EnvironmentRunner(rollout.environment, reward.workers, reward.timeout_seconds)
             # A user's module says its stops; it runs in no rank, and to load it takes a process.
             told = check_environment(rollout.environment) if distributed.rank() == 0 else None
             self._stops = distributed.gather(told)[0]
         self._stop_tokens = stop_tokens(tokenizer, self._stops)
 
-    def hold(self, examples: Sequence[Example], seeds: Sequence[int] | None) -> list[Conversation]:
+    def hold(self, examples: Sequence[Example], seeds: Sequence[int] | None) -> list[Trajectory]:
         """One about each example, to its end; drawn with these seeds, or greedily.
 
         All replicas go on until the last of their conversations is over: engines that share experts step together.
         """
         greedy = seeds is None
-        held = [Conversation(e, seed) for e, seed in zip(examples, seeds or [None] * len(examples), strict=True)]
+        held = [Trajectory(e, seed) for e, seed in zip(examples, seeds or [None] * len(examples), strict=True)]
         going, anyone = held, True
         while anyone:
             completions = self._engine.generate(
@@ -140,7 +140,7 @@ class Conversations:
         if self._replier is not None:
             self._replier.close()
 
-    def _hear(self, replier: Replier, going: Sequence[Conversation]) -> bool:
+    def _hear(self, replier: EnvironmentRunner, going: Sequence[Trajectory]) -> bool:
         """Let the environment reply; whether any conversation of any replica goes on."""
         told = (self._engine.replica, self._heard(replier, going)) if self._engine.leads else None
         of_replicas = dict(filter(None, distributed.gather(told)))
@@ -148,7 +148,7 @@ class Conversations:
             one.hear(heard)
         return any(not heard.over for replica in of_replicas.values() for heard in replica)
 
-    def _heard(self, replier: Replier, going: Sequence[Conversation]) -> list[Heard]:
+    def _heard(self, replier: EnvironmentRunner, going: Sequence[Trajectory]) -> list[TurnResult]:
         """What each conversation goes on with."""
         turns = [self._text(one.tokens[one.begin :]) for one in going]
         asked = [number for number, one in enumerate(going) if self._asks(one, turns[number])]
@@ -159,23 +159,23 @@ class Conversations:
             for number, (one, turn) in enumerate(zip(going, turns, strict=True))
         ]
 
-    def _asks(self, one: Conversation, turn: str) -> bool:
+    def _asks(self, one: Trajectory, turn: str) -> bool:
         """Whether the policy has ended its turn: it may have run out of tokens, or paused where no stop is."""
         if one.replies >= self._max_replies or len(one.tokens) >= self._longest:
             return False
         last = one.tokens[-1]
         return last in self._ends or ends_in(turn, self._text([last]), self._stops)
 
-    def _next(self, one: Conversation, turn: str, reply: Reply) -> Heard:
+    def _next(self, one: Trajectory, turn: str, reply: Reply) -> TurnResult:
         """What follows; words after which the policy could not write one token are left out, and it is over."""
         room, last = self._longest - len(one.tokens), one.tokens[-1]
         if reply.words is None:
-            return Heard(over=True, failure=reply.failure, said=reply.said)
+            return TurnResult(over=True, failure=reply.failure, said=reply.said)
         tokens = tuple(self._tokenizer.encode(reply.words, add_special_tokens=False)) if reply.words else ()
         silent = not tokens and (last in self._ends or last not in self._stop_tokens)
         if silent or len(tokens) >= room:
-            return Heard(over=True)
-        return Heard(over=False, turn=turn, words=reply.words, tokens=tokens)
+            return TurnResult(over=True)
+        return TurnResult(over=False, turn=turn, words=reply.words, tokens=tokens)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))

@@ -10,8 +10,8 @@ from typing import Any
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.generation.engine import Engine
-from hybrid3d.generation.multi_turn import Conversation, Conversations
-from hybrid3d.generation.samples import Drawn, HeldOut, Sample
+from hybrid3d.generation.multi_turn import MultiTurnRollout, Trajectory
+from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.rewards.scorer import Scorer, Scores
 from hybrid3d.rl.data import PromptData
 
@@ -21,7 +21,7 @@ OF_ENVIRONMENT = "environment_"  # what kinds of failures begin with that are a 
 class FailedRewards(RuntimeError):
     """More rewards (and replies) of a step failed than the recipe allows, or all of them."""
 
-    alike = True  # every rank raises it: one of them is enough to tell
+    raised_on_all_ranks = True  # every rank raises it: one of them is enough to tell
 
 
 class Rollouts:
@@ -35,7 +35,7 @@ class Rollouts:
         self._recipe = recipe
         self._engine = engine
         self._tokenizer = tokenizer
-        self._conversations = Conversations(recipe, engine, tokenizer)
+        self._conversations = MultiTurnRollout(recipe, engine, tokenizer)
         self.train = train
         self.held_out = held_out
         reward = recipe.reward
@@ -46,7 +46,7 @@ class Rollouts:
         """Whether the reward by name is what is trained on; otherwise a reward model scores the samples later."""
         return self._recipe.reward.model is None
 
-    def draw(self, step: int, batch: int, further: int = 0) -> Drawn:
+    def draw(self, step: int, batch: int, further: int = 0) -> RolloutBatch:
         """The samples of a step.
 
         Groups of a prompt's samples whose rewards are all alike teach nothing: up to `further` batches of prompts are
@@ -66,21 +66,23 @@ class Rollouts:
         fillers: list[int] = []
         failures: Counter[str] = Counter()
         examples: dict[str, str] = {}
-        batches = dull = 0
+        batches = zero_variance = 0
         while len(found) < wanted and batches <= further:
             samples, scores = self._draw_batch(step, batch + batches)
             of_batch, said = _failed(scores)
             failures.update(of_batch)
             examples = said | examples
             for one in (samples[start : start + group] for start in range(0, len(samples), group)):
-                alike = self._scores_training and group > 1 and all(sample.reward == one[0].reward for sample in one)
-                (fillers if alike and further else found).append(len(groups))
+                uniform = self._scores_training and group > 1 and all(sample.reward == one[0].reward for sample in one)
+                (fillers if uniform and further else found).append(len(groups))
                 groups.append(one)
-                dull += alike
+                zero_variance += uniform
             batches += 1
         self._check(failures, examples, batches * wanted * group, self._recipe.reward.max_failures)
         chosen = sorted([*found, *fillers][:wanted])  # as drawn, so that no minibatch has fillers alone
-        return Drawn([sample for one in chosen for sample in groups[one]], batches, dull, dict(failures), examples)
+        return RolloutBatch(
+            [sample for one in chosen for sample in groups[one]], batches, zero_variance, dict(failures), examples
+        )
 
     def _check(
         self, failures: Mapping[str, int], examples: Mapping[str, str], samples: int, allowed: float, where: str = ""
@@ -113,7 +115,7 @@ class Rollouts:
         held = self._conversations.hold([example for example, _ in work], [s for _, s in work])
         return self._scored(held, weights, self._scores_training)
 
-    def evaluate(self, step: int) -> HeldOut:
+    def evaluate(self, step: int) -> EvalResult:
         """Answer the held-out problems greedily.
 
         Raises:
@@ -127,7 +129,7 @@ class Rollouts:
         failures, of_kinds = _failed(scores)
         self._check(failures, of_kinds, len(rewards), allowed=1.0, where=" on held-out problems")
         full = sum(reward == 1.0 for reward in rewards)
-        return HeldOut(full / len(rewards), sum(rewards) / len(rewards), failures, of_kinds)
+        return EvalResult(full / len(rewards), sum(rewards) / len(rewards), failures, of_kinds)
 
     def close(self) -> None:
         """End the processes that compute rewards and replies."""
@@ -135,7 +137,7 @@ class Rollouts:
         self._conversations.close()
 
     def _scored(
-        self, held: Sequence[Conversation], weights: int, by_name: bool = True
+        self, held: Sequence[Trajectory], weights: int, by_name: bool = True
     ) -> tuple[list[Sample], list[Scores]]:
         """Everyone's samples, and what the replicas' rewards say of themselves: one rank of each scores its own.
 
@@ -150,7 +152,7 @@ class Rollouts:
                 prompt=one.example.prompt,
                 prompt_ids=one.example.prompt_ids,
                 tokens=tuple(one.tokens),
-                own=tuple(one.own),
+                loss_mask=tuple(one.loss_mask),
                 logprobs=tuple(one.logprobs),
                 answer=answer,
                 reward=reward,

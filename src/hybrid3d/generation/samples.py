@@ -19,44 +19,44 @@ class Sample:
     prompt: str
     prompt_ids: tuple[int, ...]
     tokens: tuple[int, ...]
-    own: tuple[bool, ...]
+    loss_mask: tuple[bool, ...]
     logprobs: tuple[float, ...]
     answer: str
     reward: float
     weights: int
 
     @property
-    def own_tokens(self) -> int:
+    def num_loss_tokens(self) -> int:
         """How many of the tokens are the policy's."""
-        return sum(self.own)
+        return sum(self.loss_mask)
 
     @property
     def turns(self) -> int:
         """How often the policy had its say."""
-        return sum(mine and not before for before, mine in zip((False, *self.own), self.own, strict=False))
+        return sum(mine and not before for before, mine in zip((False, *self.loss_mask), self.loss_mask, strict=False))
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RolloutBatch:
     """The samples of a step, on every rank.
 
     Attributes:
         samples: `samples_per_prompt` in a row for each prompt.
         batches: of prompts that were drawn for them.
-        dull: groups whose rewards are all alike, over all that were drawn.
+        zero_variance_groups: groups whose rewards are all equal, over all that were drawn.
         failures: rewards that failed, and conversations that an environment failed in, by kind, over all that were
             drawn; `examples` has what one of each said.
     """
 
     samples: list[Sample]
     batches: int
-    dull: int
+    zero_variance_groups: int
     failures: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class EvalResult:
     """Greedy answers to the held-out problems.
 
     Attributes:

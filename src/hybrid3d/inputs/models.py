@@ -185,7 +185,7 @@ def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptDat
             answer=data.answer,
             chat_template=data.chat_template,
             overlong=data.overlong,
-            max_broken=data.max_broken,
+            max_invalid_fraction=data.max_invalid_fraction,
             max_prompt_tokens=limit,
             seed=recipe.run.seed,
         )

@@ -153,7 +153,7 @@ def check_folder(recipe: Recipe) -> None:
         RecipeError: something in it is of another kind than a run writes, or its recipe is another: each key that
             differs, with both values.
     """
-    from hybrid3d.run.live_settings import MAY_CHANGE
+    from hybrid3d.run.live_settings import MUTABLE_SETTINGS
 
     folder = RunFolder.of(recipe)
     folder.check()
@@ -166,7 +166,7 @@ def check_folder(recipe: Recipe) -> None:
     told = [f"  {key} is {_shown(now, key)}, the run began with {_shown(before, key)}" for key in keys]
     if len(told) > MOST_TOLD:
         told[MOST_TOLD:] = [f"  ... {len(told)} keys differ"]
-    changing = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)]
+    changing = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in MUTABLE_SETTINGS)]
     fix = "resume with the values that it began with"
     if changing:
         fix += f" and write what a run may change ({', '.join(changing)}) to {folder.control}"
@@ -201,13 +201,13 @@ def check_fit(recipe: Recipe) -> None:
         RecipeError: it does not fit; with the numbers, and the nearest layouts that do.
     """
     from hybrid3d.planning.hardware import hardware_of
-    from hybrid3d.planning.isolated import ask_apart
+    from hybrid3d.planning.isolated import run_in_subprocess
 
     weights = sum(math.prod(entry.shape) for entry in read_index(recipe.model.path).values()) * 4
     small = 100 * weights <= hardware_of(recipe.machine).memory
     if recipe.rollout is None or small or (distributed.under_launcher() and distributed.rank() > 0):
         return
-    misfit = json.loads(ask_apart("hybrid3d.planning.fitting", recipe))
+    misfit = json.loads(run_in_subprocess("hybrid3d.planning.fitting", recipe))
     if misfit is not None:
         raise RecipeError(*misfit)
 

@@ -41,7 +41,7 @@ CHECKS = (
 Record = Mapping[str, Any]
 
 
-class NotMet(RuntimeError):
+class RendezvousError(RuntimeError):
     """The ranks cannot start.
 
     Attributes:
@@ -84,16 +84,16 @@ def meet(record: Record, what: str = "ranks") -> dist.Store:
         store.add("read", 1)
     except dist.DistError as error:
         message = f"{one} 0 at {address()} ended before all {what} had come: see its output ({_short(error)})"
-        raise NotMet(message, 1) from error
+        raise RendezvousError(message, 1) from error
     if code:
-        raise NotMet(message, code, said=True)
+        raise RendezvousError(message, code, said=True)
     return store
 
 
 def report(mistake: str) -> None:
     """Have rank 0 say what is wrong on this rank alone. Rank 0 may be gone, with a mistake of its own."""
     _silence()
-    with suppress(NotMet):
+    with suppress(RendezvousError):
         meet({"mistake": mistake})
 
 
@@ -132,22 +132,22 @@ def _connect(what: str) -> dist.Store:
     try:
         host, port = launch_environment.master(what)
     except UserMistake as error:
-        raise NotMet(str(error), 2) from error
+        raise RendezvousError(str(error), 2) from error
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     wait = timedelta(seconds=patience())
     try:
         store = dist.TCPStore(host, port, None, hosts, wait, wait_for_workers=False)
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
-            raise NotMet(
+            raise RendezvousError(
                 f"port {port} is taken on {one} 0: set another MASTER_PORT, the same on all {what}", 2
             ) from error
         nobody = f"{one} {rank}: nobody answers at {address()} within {patience():g} s ({PATIENCE})"
         if hosts:
-            raise NotMet(
+            raise RendezvousError(
                 f"{nobody}, though {one} 0 itself listens: MASTER_ADDR must be an address of its host", 2
             ) from error
-        raise NotMet(f"{nobody}: has {one} 0 started? {CHECKS}", 1) from error
+        raise RendezvousError(f"{nobody}: has {one} 0 started? {CHECKS}", 1) from error
     store.set_timeout(timedelta(minutes=10))
     # torchrun's store outlives a restart of the ranks: they must not find what those before them have left.
     return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -176,7 +176,7 @@ def _answer(store: dist.Store, what: str) -> dist.Store:
     while store.add("read", 0) < arrived - 1 and time.monotonic() < end:
         time.sleep(0.05)
     if code:
-        raise NotMet(message, code)
+        raise RendezvousError(message, code)
     return store
 
 
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str]) -> int:
     except UserMistake as error:
         os.write(stderr, f"{visible(str(error))}\n".encode())
         return 2
-    except NotMet as error:
+    except RendezvousError as error:
         if not error.said:
             os.write(stderr, f"{error}\n".encode())
         return error.code

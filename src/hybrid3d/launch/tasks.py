@@ -19,7 +19,7 @@ from hybrid3d.families import Config
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rewards import sandbox
 from hybrid3d.run.heartbeat import enter_phase
-from hybrid3d.run.oom_recovery import Relief
+from hybrid3d.run.oom_recovery import OomRecovery
 from hybrid3d.run.run_folder import RunFolder, checkpoint_folder, draw_curves
 
 
@@ -40,7 +40,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
         folder.create(recipe)
         folder.add_event("kernels", in_use=in_use())
         print(in_use(), flush=True)  # to this rank's log
-    relief = distributed.first(Relief.of(folder))
+    relief = distributed.broadcast_object(OomRecovery.of(folder))
     with Display(recipe.name, recipe.run.steps, console) as display:
         record = Record(folder, rank, display)
         if rank == 0 and recipe.reward.name == "code":
@@ -110,7 +110,7 @@ def export(
     carried = [name for name in entries if is_untrained(name, policy.config)]
     launched = os.environ.get(UNFINISHED)  # our own launcher has made it, and removes it where a rank is killed
     with unfinished_folder(out) if rank == 0 and not launched else nullcontext(launched) as made:
-        unfinished = Path(distributed.first(str(made)))
+        unfinished = Path(distributed.broadcast_object(str(made)))
         if rank == 0:
             create_files(unfinished, entries)
             copy_companions(recipe.model.path, unfinished)

@@ -21,7 +21,7 @@ from hybrid3d.launch import rendezvous
 from hybrid3d.process import adopt_orphans, die_with, end_descendants, name_shared_memory, remove_shared_memory
 from hybrid3d.run import terminal
 from hybrid3d.run.heartbeat import Heartbeat
-from hybrid3d.run.oom_recovery import RanOut
+from hybrid3d.run.oom_recovery import OutOfMemoryRestart
 from hybrid3d.run.run_folder import RunFolder
 
 Task = Callable[[int, dist.Store, "Console | None"], None]
@@ -51,12 +51,12 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
     console = _redirect(folder.log_of(rank), speaks=rank == 0)
     try:
         store = rendezvous.meet(rendezvous.record_of(recipe))
-    except rendezvous.NotMet as error:
+    except rendezvous.RendezvousError as error:
         print(error)
         if not error.said and distributed.local_rank() == 0:
             _say(stderr, f"{recipe.name}: {error}")
         return error.code
-    name_shared_memory(distributed.ident())
+    name_shared_memory(distributed.run_id())
 
     def lost(other: int, said: str) -> None:
         """Another rank does not answer: tell why the run ends, and clean up, because this process ends too."""
@@ -69,7 +69,7 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
             told = True
         if not told:
             _say(stderr, last_words(folder, other, reason))
-        remove_shared_memory(distributed.ident())
+        remove_shared_memory(distributed.run_id())
 
     try:
         heartbeat = Heartbeat(store, rank, distributed.world_size(), lost)
@@ -83,27 +83,27 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
     # The boundary of the process: everything is reported, nothing goes on. SystemExit is no Exception, nor is what
     # PyTorch raises of checkpoints.
     except BaseException as error:
-        alike = getattr(error, "alike", False)
+        on_all_ranks = getattr(error, "raised_on_all_ranks", False)
         reason = {"rank": rank, "time": time.time(), "peer": _is_lost_peer(error), "reason": _one_line(error)}
-        if alike:
-            reason |= {"peer": False, "alike": True, "reason": str(error)}
-        reason["kind"] = "out_of_memory" if isinstance(error, RanOut) else "error"
+        if on_all_ranks:
+            reason |= {"peer": False, "on_all_ranks": True, "reason": str(error)}
+        reason["kind"] = "out_of_memory" if isinstance(error, OutOfMemoryRestart) else "error"
         told = _leave(folder.failure_of(rank), reason) and launched
-        if not told and not reason["peer"] and (rank == 0 or not alike):
+        if not told and not reason["peer"] and (rank == 0 or not on_all_ranks):
             _say(stderr, last_words(folder, rank, reason))
         try:
             with suppress(OSError):  # the disk of its log may be full
                 traceback.print_exception(error)
                 sys.stderr.flush()
             end_descendants()
-            remove_shared_memory(distributed.ident())
+            remove_shared_memory(distributed.run_id())
         finally:
             os._exit(1)  # communication threads may be waiting for ranks that are gone
 
 
 def last_words(folder: RunFolder, rank: int, reason: Mapping[str, Any]) -> str:
     """Why a run has ended, by the reason that a rank gave: its own, or one that all ranks came to together."""
-    if reason.get("alike"):
+    if reason.get("on_all_ranks"):
         return f"stopped: {reason['reason']}"
     return f"rank {rank} failed: {reason['reason']}\nits log: {folder.log_of(rank)}"
 

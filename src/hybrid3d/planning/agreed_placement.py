@@ -16,8 +16,8 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import ask
-from hybrid3d.planning.isolated import ASKING, AskingFailed, ask_apart
-from hybrid3d.reshard.classes import TensorClass, classes_of, groups_of, outline_of
+from hybrid3d.planning.isolated import ASKING, EngineQueryFailed, run_in_subprocess
+from hybrid3d.reshard.classes import TensorClass, classes_of, groups_of, signature_of
 from hybrid3d.reshard.layout import Demand, Holdings
 from hybrid3d.reshard.placement import Lacking, consecutive, lacking, place
 
@@ -38,8 +38,8 @@ def agree(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
         return tuple(consecutive(recipe.world_size).tolist())
     if distributed.rank() == 0:
         try:
-            store.set(_KEY, ask_apart("hybrid3d.planning.agreed_placement", recipe))
-        except AskingFailed as error:
+            store.set(_KEY, run_in_subprocess("hybrid3d.planning.agreed_placement", recipe))
+        except EngineQueryFailed as error:
             store.set(_KEY, json.dumps(str(error)))
     store.wait([_KEY], ASKING + timedelta(minutes=5))
     found = json.loads(store.get(_KEY))
@@ -51,12 +51,14 @@ def agree(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
 def choose(recipe: Recipe) -> list[int]:
     """The slot of each rank, from what both engines say."""
     sides = ask(recipe, read_config(recipe.model.path))
-    slots: list[int] = placed(recipe, sides.holdings, [one.demand for one in sides.slots], sides.times).slots.tolist()
+    slots: list[int] = choose_placement(
+        recipe, sides.holdings, [one.demand for one in sides.slots], sides.times
+    ).slots.tolist()
     return slots
 
 
 @dataclass(frozen=True)
-class Placed:
+class ChosenPlacement:
     """Where ranks generate: the slot of each, and what was counted to choose it."""
 
     slots: np.ndarray
@@ -69,9 +71,9 @@ class Placed:
         return [np.flatnonzero(self.slots % slots == slot).tolist() for slot in range(slots)]
 
 
-def placed(
+def choose_placement(
     recipe: Recipe, holdings: Mapping[int, Holdings], wanted: Sequence[Demand], times: Mapping[str, int] | None = None
-) -> Placed:
+) -> ChosenPlacement:
     """Place a recipe's ranks.
 
     Args:
@@ -82,11 +84,11 @@ def placed(
     world, per_node = recipe.world_size, recipe.machine.gpus_per_node
     groups = groups_of(holdings)
     holders = [ranks for ranks, _ in groups]
-    classes = classes_of([side for _, side in groups], [outline_of(one) for one in wanted], times)
+    classes = classes_of([side for _, side in groups], [signature_of(one) for one in wanted], times)
     lacks = lacking(classes, holders, len(wanted), world, per_node)
     chosen = recipe.rollout.placement == "overlap"
     slots = place(lacks, len(wanted), recipe.rollout.tp, per_node) if chosen else consecutive(world)
-    return Placed(slots, lacks, classes, holders)
+    return ChosenPlacement(slots, lacks, classes, holders)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from hybrid3d.reshard.classes import distinct, groups_of
 from hybrid3d.reshard.coverage import check_same_tensors
 from hybrid3d.reshard.layout import Holdings, Shape
 from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.rollout.probe import Asked, demand_of_slots
+from hybrid3d.rollout.probe import SlotDemand, demand_of_slots
 from hybrid3d.train.probe import expected_shapes, holdings_of_all, standing_layers
 
 Say = Callable[[str], None]
@@ -34,7 +34,7 @@ class Sides:
 
     shapes: Mapping[str, Shape]
     holdings: Mapping[int, Holdings]
-    slots: Sequence[Asked]
+    slots: Sequence[SlotDemand]
     times: Mapping[str, int]
     whole: bool
 

@@ -14,9 +14,9 @@ from hybrid3d.families import Config, family_of
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import Say
 from hybrid3d.planning.hardware import hardware_of
-from hybrid3d.planning.memory import Held, Memory, fullest, gb, held_of, memory_of
+from hybrid3d.planning.memory import HeldElements, Memory, fullest, gb, held_elements, memory_of
 from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.rollout.probe import Asked, demand_of_slots
+from hybrid3d.rollout.probe import SlotDemand, demand_of_slots
 from hybrid3d.train.probe import expected_shapes, holdings_of_all, standing_layers
 
 OFFERED = 3
@@ -70,7 +70,9 @@ def _changes(recipe: Recipe) -> Iterator[dict[str, object]]:
         single.append({"train.max_tokens_per_micro_batch": budget // 2})
     if budget is None and train.micro_batch_size > 1:
         single.append({"train.micro_batch_size": train.micro_batch_size // 2})
-    single += [{"rollout.memory_fraction": f} for f in (0.3, 0.4, 0.5, 0.6, 0.7) if f != rollout.memory_fraction]
+    single += [
+        {"rollout.gpu_memory_utilization": f} for f in (0.3, 0.4, 0.5, 0.6, 0.7) if f != rollout.gpu_memory_utilization
+    ]
     single += [{"rollout.tp": rollout.tp * n} for n in (2, 4)]
     single += [{"train.ep": train.ep * n} for n in (2, 4, 8)] if train.ep > 1 else []
     single += [{"train.pp": train.pp * 2, "train.dp": train.dp // 2}] if train.dp % 2 == 0 else []
@@ -98,8 +100,8 @@ class MemoryOf:
     def __init__(self, config: Config):
         self._config = config
         self._shapes = expected_shapes(config)
-        self._held: dict[Train, list[Held]] = {}
-        self._wanted: dict[tuple[int, int, bool], tuple[Asked, int]] = {}
+        self._held: dict[Train, list[HeldElements]] = {}
+        self._wanted: dict[tuple[int, int, bool], tuple[SlotDemand, int]] = {}
 
     def is_valid(self, recipe: Recipe) -> bool:
         family = family_of(self._config)
@@ -118,7 +120,7 @@ class MemoryOf:
             holdings = holdings_of_all(self._config, recipe, standing_layers(self._config, layout), first_only=True)
             stage_ranks = recipe.world_size // layout.pp
             firsts = [holdings[stage * stage_ranks] for stage in range(layout.pp)]
-            self._held[layout] = [held_of(first.pieces, times) for first in firsts]
+            self._held[layout] = [held_elements(first.pieces, times) for first in firsts]
         slots = rollout.tp, rollout.dp, rollout.expert_parallel
         if slots not in self._wanted:
             standing = standing_layers(self._config, Train())

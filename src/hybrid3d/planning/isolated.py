@@ -16,11 +16,11 @@ ASKING = timedelta(minutes=10)  # the largest models take a minute
 _OF_A_RANK = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 
 
-class AskingFailed(UserMistake):
+class EngineQueryFailed(UserMistake):
     """The process that asked has no answer: its last words, or how it ended."""
 
 
-def ask_apart(module: str, recipe: Recipe) -> str:
+def run_in_subprocess(module: str, recipe: Recipe) -> str:
     """What `python -m MODULE RECIPE.yaml ANSWER` writes into its answer.
 
     Raises:
@@ -36,9 +36,9 @@ def ask_apart(module: str, recipe: Recipe) -> str:
                 command, env=alone, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=ASKING.total_seconds()
             )
         except subprocess.TimeoutExpired:
-            raise AskingFailed(f"no answer within {ASKING}") from None
+            raise EngineQueryFailed(f"no answer within {ASKING}") from None
         sys.stderr.write(done.stderr)
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:]
-            raise AskingFailed("".join(last) if done.returncode > 0 else f"killed by signal {-done.returncode}")
+            raise EngineQueryFailed("".join(last) if done.returncode > 0 else f"killed by signal {-done.returncode}")
         return answer.read_text()

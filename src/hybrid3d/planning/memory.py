@@ -26,7 +26,7 @@ from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.families import Config, family_of, is_expert
 from hybrid3d.planning.hardware import Hardware
 from hybrid3d.reshard.layout import ITEMSIZE, Piece
-from hybrid3d.rollout.probe import Asked
+from hybrid3d.rollout.probe import SlotDemand
 from hybrid3d.train.probe import layers_of_stages
 
 FLOAT32 = 4
@@ -35,19 +35,19 @@ BATCHED_TOKENS, SEQUENCES = 16384, 1024
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldElements:
     """Elements that a rank holds: of routed experts, and of all else."""
 
     dense: int
     experts: int
 
 
-def held_of(pieces: Iterable[Piece], times: Callable[[str], int]) -> Held:
+def held_elements(pieces: Iterable[Piece], times: Callable[[str], int]) -> HeldElements:
     """What pieces add up to, where a tensor stands for `times` of them."""
     counts = {True: 0, False: 0}
     for piece in pieces:
         counts[is_expert(piece.name)] += piece.box.numel * times(piece.name)
-    return Held(dense=counts[False], experts=counts[True])
+    return HeldElements(dense=counts[False], experts=counts[True])
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Resident:
         """What stays through the whole step."""
         return self.weights + self.gradients + self.optimizer + self.reference
 
-    def put_away(self, offloads: Iterable[str]) -> int:
+    def offload(self, offloads: Iterable[str]) -> int:
         """What is not there while vLLM generates."""
         of_kind = {
             "parameters": self.weights + self.reference,
@@ -115,7 +115,7 @@ class Memory:
 
     @cached_property
     def generate(self) -> int:
-        return max(stage.always - stage.put_away(self.offloads) for stage in self.stages) + self.rollout
+        return max(stage.always - stage.offload(self.offloads) for stage in self.stages) + self.rollout
 
     @property
     def rollout(self) -> int:
@@ -159,8 +159,8 @@ def memory_of(
     recipe: Recipe,
     config: Config,
     hardware: Hardware,
-    held: Sequence[Held],
-    wanted: Asked,
+    held: Sequence[HeldElements],
+    wanted: SlotDemand,
     wanted_bytes: int,
 ) -> Memory:
     """Each phase's memory.
@@ -198,7 +198,7 @@ def memory_of(
     return Memory(
         stages=tuple(stages),
         capacity=int(hardware.memory),
-        fraction=rollout.memory_fraction,
+        fraction=rollout.gpu_memory_utilization,
         work_space=_work_space(shape, rollout.tp, itemsize),
         kv_bytes_per_token=sum(wanted.kv_bytes.values()),
         max_model_len=rollout.max_model_len,

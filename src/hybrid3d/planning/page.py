@@ -71,7 +71,7 @@ def _bytes(report: Report) -> Table:
 def _sentences(report: Report) -> Text:
     traffic, sync = report.traffic, report.sync
     received, bound = traffic.traffic.sum(), traffic.lower_bound.sum()
-    usual, chosen = report.moved_if(consecutive(report.recipe.world_size)), report.moved_if(traffic.placed.slots)
+    usual, chosen = report.moved_if(consecutive(report.recipe.world_size)), report.moved_if(traffic.placement.slots)
     return Text(
         f"coverage   exact: every wanted element arrives once, from a rank that holds it\n"
         f"received   {received:,} bytes; the lower bound is {bound:,}\n"

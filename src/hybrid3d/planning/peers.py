@@ -12,11 +12,11 @@ import numpy as np
 
 from hybrid3d.config import Recipe
 from hybrid3d.planning.hardware import Hardware
-from hybrid3d.planning.traffic import Planned
+from hybrid3d.planning.traffic import PlannedTraffic
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatherTraffic:
     """By rank, the bytes that it receives over the network and from its own node."""
 
     far: np.ndarray
@@ -31,7 +31,7 @@ class Gathered:
         return float(np.maximum(self.far / hardware.network, self.near / hardware.nvlink).max())
 
 
-def gathered(recipe: Recipe, traffic: Planned) -> Gathered:
+def gathered(recipe: Recipe, traffic: PlannedTraffic) -> GatherTraffic:
     """What ranks receive when they rebuild every tensor."""
     train, per_node = recipe.train, recipe.machine.gpus_per_node
     node = (np.arange(recipe.world_size) // per_node).reshape(train.pp, -1)
@@ -50,4 +50,4 @@ def gathered(recipe: Recipe, traffic: Planned) -> Gathered:
         outside = 1 - (inside - 1) / (group - 1) if group > 1 else 0
         far += outside * rest
         near += (1 - outside) * rest
-    return Gathered(far.reshape(-1).round().astype(np.int64), near.reshape(-1).round().astype(np.int64))
+    return GatherTraffic(far.reshape(-1).round().astype(np.int64), near.reshape(-1).round().astype(np.int64))

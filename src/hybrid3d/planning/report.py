@@ -13,9 +13,9 @@ from hybrid3d.planning.engine_queries import Say, ask
 from hybrid3d.planning.fitting import check_memory
 from hybrid3d.planning.hardware import Hardware, hardware_of
 from hybrid3d.planning.memory import Memory, fullest
-from hybrid3d.planning.peers import Gathered, gathered
+from hybrid3d.planning.peers import GatherTraffic, gathered
 from hybrid3d.planning.seconds import Prediction, over_network, predict
-from hybrid3d.planning.traffic import Planned, planned
+from hybrid3d.planning.traffic import PlannedTraffic, planned
 from hybrid3d.reshard.placement import consecutive
 
 
@@ -25,10 +25,10 @@ class Report:
 
     recipe: Recipe
     hardware: Hardware
-    traffic: Planned
+    traffic: PlannedTraffic
     sync: Prediction
     memory: Memory
-    gathered: Gathered
+    gathered: GatherTraffic
 
     @property
     def per_rank(self) -> dict[str, np.ndarray]:
@@ -45,7 +45,7 @@ class Report:
 
     def moved_if(self, slots: np.ndarray) -> dict[str, int]:
         """Bytes received, and over the network, where ranks have these slots."""
-        lacks = self.traffic.placed.lacks
+        lacks = self.traffic.placement.lacks
         within = slots % lacks.by_group.shape[1]
         return {"received_bytes": lacks.received(within), "network_bytes": lacks.over_network(within)}
 
@@ -71,7 +71,7 @@ class Report:
             "coverage": "exact",
             "buckets": traffic.buckets,
             "per_rank": {key: _spread(of_ranks) for key, of_ranks in ranks.items()},
-            "placement": self.moved_if(traffic.placed.slots) | {"consecutive": self.moved_if(usual)},
+            "placement": self.moved_if(traffic.placement.slots) | {"consecutive": self.moved_if(usual)},
             "seconds": {
                 "sync": self.sync.seconds,
                 "bottleneck": self.sync.bottleneck,

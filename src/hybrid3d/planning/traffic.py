@@ -12,17 +12,17 @@ import numpy as np
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import is_expert
-from hybrid3d.planning.agreed_placement import Placed, placed
+from hybrid3d.planning.agreed_placement import ChosenPlacement, choose_placement
 from hybrid3d.planning.engine_queries import Sides
 from hybrid3d.reshard.classes import distinct, groups_of, only
 from hybrid3d.reshard.coverage import check_coverage, check_routes, lower_bound
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings
 from hybrid3d.reshard.planner import PlanError, make_plan
-from hybrid3d.reshard.routes import Routed, route
+from hybrid3d.reshard.routes import RoutedClass, route
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedTraffic:
     """A recipe's sync, as far as it is known before ranks start.
 
     Attributes:
@@ -45,7 +45,7 @@ class Planned:
     lower_bound: np.ndarray
     model: int
     model_experts: int
-    placed: Placed
+    placement: ChosenPlacement
     finalize: int
     buckets: int | None
     staging: int
@@ -64,7 +64,7 @@ def _no_collector() -> Iterator[None]:
 
 
 @_no_collector()
-def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) -> Planned:
+def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) -> PlannedTraffic:
     """Place the ranks and route every tensor; all of it is checked.
 
     Args:
@@ -75,7 +75,7 @@ def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) ->
     """
     world, per_node = recipe.world_size, recipe.machine.gpus_per_node
     holdings, wanted = sides.holdings, [one.demand for one in sides.slots]
-    found = placed(recipe, holdings, wanted, sides.times)
+    found = choose_placement(recipe, holdings, wanted, sides.times)
     if slots is not None:
         found = replace(found, slots=np.array(slots))
     demand = {rank: wanted[slot % len(wanted)] for rank, slot in enumerate(found.slots)}
@@ -94,7 +94,7 @@ def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) ->
     plan = make_plan(holdings, demand, bucket, per_node) if sides.whole else {}
     check_coverage(plan, holdings, demand if plan else {})
     sizes = {name: math.prod(shape) * ITEMSIZE[recipe.model.dtype] for name, shape in sides.shapes.items()}
-    return Planned(
+    return PlannedTraffic(
         held=_nbytes(holdings, sides.times),
         held_experts=_nbytes(holdings, sides.times, is_expert),
         wanted=wanted_bytes,
@@ -103,14 +103,14 @@ def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) ->
         lower_bound=np.array([bound[rank] for rank in range(world)]),
         model=sum(sizes.values()),
         model_experts=sum(nbytes for name, nbytes in sizes.items() if is_expert(name)),
-        placed=found,
+        placement=found,
         finalize=max(one.finalize_bytes for one in sides.slots),
         buckets=max(len(part.buckets) for part in plan.values()) if plan else None,
         staging=max(sum(part.staging_bytes) for part in plan.values()) if plan else 2 * bucket,
     )
 
 
-def _routed(found: Placed, recipe: Recipe, slots: int) -> list[Routed]:
+def _routed(found: ChosenPlacement, recipe: Recipe, slots: int) -> list[RoutedClass]:
     routed = list(route(found.classes, found.holders, found.readers(slots), recipe.machine.gpus_per_node))
     for one in routed:
         for way in one.routes:
@@ -120,7 +120,7 @@ def _routed(found: Placed, recipe: Recipe, slots: int) -> list[Routed]:
     return routed
 
 
-def _traffic(routed: Sequence[Routed], world: int) -> tuple[np.ndarray, np.ndarray]:
+def _traffic(routed: Sequence[RoutedClass], world: int) -> tuple[np.ndarray, np.ndarray]:
     """Bytes by sender and receiver, and bytes that stay where they are."""
     traffic, local = np.zeros((world, world), np.int64), np.zeros(world, np.int64)
     for one in routed:

@@ -20,10 +20,10 @@ Side = TypeVar("Side", Holdings, Demand)
 Boxes = tuple[tuple[Box, str], ...]
 """What a side has of one tensor: boxes, each with its dtype."""
 
-Outline = Mapping[Boxes, tuple[str, ...]]
+Signature = Mapping[Boxes, tuple[str, ...]]
 """What others need to know of a side: of which tensors it has which boxes, not where they lie in its memory."""
 
-Group = tuple[Sequence[int], Outline]
+Group = tuple[Sequence[int], Signature]
 """Ranks that share a side."""
 
 
@@ -44,7 +44,7 @@ class TensorClass:
     wanted: Mapping[int, Boxes]
 
 
-def outline_of(side: Holdings | Demand) -> Outline:
+def signature_of(side: Holdings | Demand) -> Signature:
     """A side without the places where its pieces lie."""
     of_tensor: dict[str, list[tuple[Box, str]]] = defaultdict(list)
     for piece in side.pieces:
@@ -56,7 +56,7 @@ def outline_of(side: Holdings | Demand) -> Outline:
 
 
 def classes_of(
-    holders: Sequence[Outline], readers: Sequence[Outline], times: Mapping[str, int] | None = None
+    holders: Sequence[Signature], readers: Sequence[Signature], times: Mapping[str, int] | None = None
 ) -> list[TensorClass]:
     """All tensors that are wanted, by class, in the order of their first names.
 
@@ -87,7 +87,7 @@ _Found = tuple[tuple[int, int], ...]
 """Of a tensor: (group, number of the boxes that it has)."""
 
 
-def _by_name(sides: Sequence[Outline], known: dict[Boxes, int]) -> dict[str, _Found]:
+def _by_name(sides: Sequence[Signature], known: dict[Boxes, int]) -> dict[str, _Found]:
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for group, side in enumerate(sides):
         for boxes, names in side.items():
@@ -112,7 +112,7 @@ def distinct(sides: Mapping[int, Side]) -> list[tuple[list[int], Side]]:
 
 def groups_of(sides: Mapping[int, Side]) -> list[Group]:
     """The ranks that share a side, each group with the side's outline."""
-    return [(ranks, outline_of(side)) for ranks, side in distinct(sides)]
+    return [(ranks, signature_of(side)) for ranks, side in distinct(sides)]
 
 
 def only(sides: Mapping[int, Side], names: Iterable[str]) -> dict[int, Side]:

@@ -9,7 +9,7 @@ from hybrid3d.reshard.box import Box, volume
 from hybrid3d.reshard.classes import Group, distinct, groups_of
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, by_name
 from hybrid3d.reshard.planner import FILES, Plan, PlanError, RankPlan, Transfer
-from hybrid3d.reshard.routes import Route, Routed
+from hybrid3d.reshard.routes import Route, RoutedClass
 
 
 def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> None:
@@ -75,7 +75,7 @@ def check_same_tensors(holders: Iterable[Group], readers: Iterable[Group]) -> No
             raise PlanError(f"{len(names)} {problem}: {', '.join(sorted(names)[:20])}")
 
 
-def check_routes(routed: Iterable[Routed], holders: Iterable[Group], readers: Iterable[Group]) -> None:
+def check_routes(routed: Iterable[RoutedClass], holders: Iterable[Group], readers: Iterable[Group]) -> None:
     """What `check_coverage` says of every transfer, said of the first tensor of each class; others are not looked at.
 
     Raises:

@@ -22,7 +22,7 @@ from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Group, classes_of, groups_of
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece
 from hybrid3d.reshard.order import Order
-from hybrid3d.reshard.routes import Part, Route, Routed, route
+from hybrid3d.reshard.routes import Part, Route, RoutedClass, route
 from hybrid3d.reshard.stamp import layer_of
 
 FILES = -1
@@ -154,7 +154,7 @@ Plan = Mapping[int, RankPlan]
 """The parts of all ranks."""
 
 
-class Known:
+class LocalPieces:
     """Where boxes lie in the memory of the ranks of which that is known."""
 
     def __init__(self, holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]):
@@ -198,12 +198,16 @@ class Routes:
         names = (name for one in classes for name in one.names)
         self._order = Order(names, [rank for ranks, _ in readers for rank in ranks], _stages(holders))
 
-    def moves(self, rank: int, known: Known) -> list[tuple[int, Transfer]]:
+    def rank_transfers(self, rank: int, known: LocalPieces) -> list[tuple[int, Transfer]]:
         """The transfers in which a rank takes part, with their keys and in their order."""
-        found = [move for one in self.routed for way in one.routes for move in self._moves(rank, one, way, known)]
+        found = [
+            move for one in self.routed for way in one.routes for move in self._rank_transfers(rank, one, way, known)
+        ]
         return sorted(found, key=lambda move: move[0])
 
-    def _moves(self, rank: int, one: Routed, way: Route, known: Known) -> Iterator[tuple[int, Transfer]]:
+    def _rank_transfers(
+        self, rank: int, one: RoutedClass, way: Route, known: LocalPieces
+    ) -> Iterator[tuple[int, Transfer]]:
         reads = rank in way.readers
         sending = {p.source for parts in way.parts.values() for p in parts if p.source and rank in p.source.holders}
         if not reads and not sending:
@@ -222,44 +226,48 @@ class Routes:
                             key = self._order.key(name, reader, i)
                             yield key, _transfer(rank, reader, name, wanted, part, box, known)
 
-    def plan(self, rank: int, moves: Sequence[tuple[int, Transfer]], ends: Sequence[int]) -> RankPlan:
+    def plan(
+        self, rank: int, rank_transfers: Sequence[tuple[int, Transfer]], bucket_boundaries: Sequence[int]
+    ) -> RankPlan:
         """A rank's moves in buckets."""
-        keys = np.array([key for key, _ in moves], np.int64)
+        keys = np.array([key for key, _ in rank_transfers], np.int64)
         reads = rank in self._order
         tags: dict[tuple[int, int], int] = defaultdict(int)
         buckets = []
         at = 0
-        for number, (end, upto) in enumerate(zip(ends, np.searchsorted(keys, ends), strict=True)):
-            transfers = tuple(t for _, t in moves[at:upto])
+        for number, (end, upto) in enumerate(
+            zip(bucket_boundaries, np.searchsorted(keys, bucket_boundaries), strict=True)
+        ):
+            transfers = tuple(t for _, t in rank_transfers[at:upto])
             if transfers:
                 layer = self._order.layer(rank, end - 1) if reads else None
                 buckets.append(Bucket(number, layer, transfers, _messages(transfers, tags)))
             at = int(upto)
         return RankPlan(rank, tuple(buckets))
 
-    def ends(self, of_ranks: Iterable[Sequence[tuple[int, Transfer]]], agree: Agree = int) -> list[int]:
+    def bucket_boundaries(self, of_ranks: Iterable[Sequence[tuple[int, Transfer]]], agree: Agree = int) -> list[int]:
         """The keys at which buckets end: with every round, and before any rank would send and receive too much.
 
         Args:
             of_ranks: the moves of the ranks that are here.
             agree: with those that are not.
         """
-        loads = [_Load(moves) for moves in of_ranks]
-        ends, at = [], 0
+        loads = [_Load(rank_transfers) for rank_transfers in of_ranks]
+        bucket_boundaries, at = [], 0
         while at < self._order.end:
             whole = (at // self._order.round + 1) * self._order.round
             end = agree(min([whole, *(load.furthest(at, self.bucket_bytes) for load in loads)]))
             assert end > at, "a transfer is larger than a bucket"
-            ends.append(end)
+            bucket_boundaries.append(end)
             at = end
-        return ends
+        return bucket_boundaries
 
 
 class _Load:
     """What a rank sends plus receives, by key."""
 
-    def __init__(self, moves: Sequence[tuple[int, Transfer]]):
-        travelling = [(key, t.nbytes) for key, t in moves if not t.is_local]
+    def __init__(self, rank_transfers: Sequence[tuple[int, Transfer]]):
+        travelling = [(key, t.nbytes) for key, t in rank_transfers if not t.is_local]
         self._keys = np.array([key for key, _ in travelling], np.int64)
         self._upto = np.cumsum([0, *(nbytes for _, nbytes in travelling)])
 
@@ -282,10 +290,10 @@ def make_plan(
         PlanError: somebody wants what nobody holds.
     """
     routes = Routes(groups_of(holdings), groups_of(demand), bucket_bytes, ranks_per_node)
-    known = Known(holdings, demand)
-    moves = {rank: routes.moves(rank, known) for rank in sorted({*holdings, *demand})}
-    ends = routes.ends(moves.values())
-    return {rank: routes.plan(rank, of_rank, ends) for rank, of_rank in moves.items()}
+    known = LocalPieces(holdings, demand)
+    rank_transfers = {rank: routes.rank_transfers(rank, known) for rank in sorted({*holdings, *demand})}
+    bucket_boundaries = routes.bucket_boundaries(rank_transfers.values())
+    return {rank: routes.plan(rank, of_rank, bucket_boundaries) for rank, of_rank in rank_transfers.items()}
 
 
 def local_plan(rank: int, holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> RankPlan:
@@ -295,20 +303,20 @@ def local_plan(rank: int, holdings: Mapping[int, Holdings], demand: Mapping[int,
         PlanError: somebody wants what nobody holds.
     """
     routes = Routes(groups_of(holdings), groups_of(demand), bucket_bytes=0)
-    moves = routes.moves(rank, Known(holdings, demand))
-    return routes.plan(rank, moves, routes.ends([moves]))
+    rank_transfers = routes.rank_transfers(rank, LocalPieces(holdings, demand))
+    return routes.plan(rank, rank_transfers, routes.bucket_boundaries([rank_transfers]))
 
 
 def _stages(holders: Sequence[Group]) -> dict[int | None, int]:
     """By layer, the first rank that holds something of it: one for all layers of a stage."""
     found: dict[int | None, int] = {}
-    for of_group, outline in holders:
-        for layer in {layer_of(name) for names in outline.values() for name in names}:
+    for of_group, signature in holders:
+        for layer in {layer_of(name) for names in signature.values() for name in names}:
             found[layer] = min(*of_group, found.get(layer, of_group[0]))
     return found
 
 
-def _transfer(src: int, dst: int, name: str, wanted: Box, part: Part, box: Box, known: Known) -> Transfer:
+def _transfer(src: int, dst: int, name: str, wanted: Box, part: Part, box: Box, known: LocalPieces) -> Transfer:
     source, target = known.source(src, name, part.held, box), known.target(dst, name, wanted, box)
     return Transfer(src, dst, name, box, part.dtype, source, target)
 
@@ -352,7 +360,7 @@ def _messages(transfers: Iterable[Transfer], tags: dict[tuple[int, int], int]) -
     return tuple(found)
 
 
-def _check_all_held(routed: Iterable[Routed]) -> None:
+def _check_all_held(routed: Iterable[RoutedClass]) -> None:
     missing: dict[str, tuple[Box, tuple[int, ...]]] = {}
     for one in routed:
         for way in one.routes:

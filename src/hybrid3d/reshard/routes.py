@@ -79,7 +79,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Routed:
+class RoutedClass:
     """A class of tensors, and its routes.
 
     Attributes:
@@ -93,7 +93,7 @@ class Routed:
 
 def route(
     classes: Sequence[TensorClass], holders: Sequence[Ranks], readers: Sequence[Ranks], ranks_per_node: int
-) -> Iterator[Routed]:
+) -> Iterator[RoutedClass]:
     """Each class with its routes; what a class sends counts when the next ones choose.
 
     Args:
@@ -129,7 +129,7 @@ class _Router:
                     self._on_node[rank // ranks_per_node][box].append(rank)
         self._sources: dict[tuple[Box, int | None], Source] = {}
 
-    def routed(self, readers: Sequence[Ranks]) -> Routed:
+    def routed(self, readers: Sequence[Ranks]) -> RoutedClass:
         routes = []
         for group in self._tensors.wanted:
             alike: dict[tuple[int | None, int | None], list[int]] = defaultdict(list)
@@ -137,7 +137,7 @@ class _Router:
                 node = rank // self._per_node
                 alike[self._own.get(rank), node if node in self._on_node else None].append(rank)
             routes += [self._route(group, own, node, ranks) for (own, node), ranks in alike.items()]
-        return Routed(self._tensors, tuple(routes), tuple(self._sources.values()))
+        return RoutedClass(self._tensors, tuple(routes), tuple(self._sources.values()))
 
     def _route(self, group: int, own: int | None, node: int | None, ranks: list[int]) -> Route:
         parts: dict[Box, tuple[Part, ...]] = {}

@@ -17,7 +17,9 @@ def layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def stamped(pieces: Iterable[Piece], old: int, new: int, local: tuple[str, str] | None = None) -> Iterator[Piece]:
+def replicate_layer(
+    pieces: Iterable[Piece], old: int, new: int, local: tuple[str, str] | None = None
+) -> Iterator[Piece]:
     """Pieces of layer `old` as those of layer `new`.
 
     Args:

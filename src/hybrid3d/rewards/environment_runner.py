@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from hybrid3d.rewards.environments import ENVIRONMENTS, Environment, find_environment, stops_of
-from hybrid3d.rewards.pool_client import Pooled, try_out
+from hybrid3d.rewards.pool_client import ProcessPoolClient, try_out
 from hybrid3d.rewards.registry import load_function
 
 Conversed = tuple[tuple[str, ...], str, str]
@@ -26,7 +26,7 @@ class Reply:
     said: str = ""
 
 
-class Replier:
+class EnvironmentRunner:
     """Asks one environment in `workers` processes, which start with the first turn; a builtin one needs none.
 
     Raises:
@@ -36,7 +36,7 @@ class Replier:
     def __init__(self, spec: str, workers: int, timeout_seconds: float):
         target = find_environment(spec)
         self._function = cast(Environment, load_function(target)) if spec in ENVIRONMENTS else None
-        self._pool = Pooled(target, "reply", workers, timeout_seconds)
+        self._pool = ProcessPoolClient(target, "reply", workers, timeout_seconds)
 
     def reply(self, items: Sequence[Conversed]) -> list[Reply]:
         """To each conversation, in order."""

@@ -25,7 +25,7 @@ _SERVER = (
 )
 
 
-class Pooled:
+class ProcessPoolClient:
     """One function, `module:function`, in `workers` processes, which start with the first calls.
 
     Args:

@@ -1,7 +1,7 @@
 """Programs that nobody has read, run where they can do no harm, for a bounded time.
 
-Each is a Python process of its own (`sandbox_child.py` says what it gives up): isolated, with an empty environment and an
-empty folder, in a session that is killed as a whole. Limits of the kernel bound its memory, files and CPU seconds; a
+Each is a Python process of its own (`sandbox_child.py` says what it gives up): isolated, with an empty environment and
+an empty folder, in a session that is killed as a whole. Limits of the kernel bound its memory, files and CPU seconds; a
 filter of system calls (seccomp) refuses processes, sockets, files to write and signals to others; Landlock hides all
 files but Python's library. `protection` says which of the last two this machine has.
 """

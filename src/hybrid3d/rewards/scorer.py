@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from hybrid3d.rewards.pool_client import Pooled, try_out
+from hybrid3d.rewards.pool_client import ProcessPoolClient, try_out
 from hybrid3d.rewards.pool_worker import Item
 from hybrid3d.rewards.registry import find_reward, load_function
 
@@ -40,7 +40,7 @@ class Scorer:
     def __init__(self, spec: str, workers: int, timeout_seconds: float, default: float):
         reward = find_reward(spec)
         self._function = None if reward.pooled else load_function(reward.target)
-        self._pool = Pooled(reward.target, "reward", workers, timeout_seconds)
+        self._pool = ProcessPoolClient(reward.target, "reward", workers, timeout_seconds)
         self._default = default
 
     def __enter__(self) -> Scorer:

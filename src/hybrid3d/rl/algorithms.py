@@ -24,28 +24,28 @@ class Method:
             from it on, by GAE where there is a critic; else the KL is taken off the answer's reward or advantage, and
             all tokens of an answer have its advantage.
         normalised: over all tokens of a step, at last.
-        ratio, aggregation, clip, clip_high, dynamic_sampling: defaults of the recipe's settings.
+        ratio, loss_agg_mode, clip, clip_high, dynamic_sampling: defaults of the recipe's settings.
     """
 
     advantages: Callable[[Tensor, int, Tensor | None], Tensor]
     by_token: bool = False
     normalised: bool = False
     ratio: Ratio = "token"
-    aggregation: Aggregation = "token"
+    loss_agg_mode: Aggregation = "token"
     clip: float = 0.2
     clip_high: float | None = None
     dynamic_sampling: int = 0
 
 
 METHODS = {
-    # DeepSeekMath, arXiv 2402.03300, but with DAPO's mean over tokens (`aggregation: sequence` is the paper's)
+    # DeepSeekMath, arXiv 2402.03300, but with DAPO's mean over tokens (`loss_agg_mode: sequence` is the paper's)
     "grpo": Method(advantages=grpo_advantages),
     # arXiv 2503.20783
-    "dr_grpo": Method(advantages=centred_advantages, aggregation="constant"),
+    "dr_grpo": Method(advantages=centred_advantages, loss_agg_mode="constant"),
     # arXiv 2503.14476: clip-higher, dynamic sampling, token mean; its overlong penalty is `reward.overlong_buffer`
     "dapo": Method(advantages=grpo_advantages, clip_high=0.28, dynamic_sampling=3),
     # arXiv 2507.18071, clips of section 5.1
-    "gspo": Method(advantages=grpo_advantages, ratio="sequence", aggregation="sequence", clip=3e-4, clip_high=4e-4),
+    "gspo": Method(advantages=grpo_advantages, ratio="sequence", loss_agg_mode="sequence", clip=3e-4, clip_high=4e-4),
     # arXiv 2402.14740
     "rloo": Method(advantages=leave_one_out_advantages),
     # arXiv 2501.03262: REINFORCE++, and its variant with the mean of a prompt's answers as baseline

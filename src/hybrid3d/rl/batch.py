@@ -36,7 +36,7 @@ class Batch:
         sequences: Sequence[Sequence[int]],
         prompt_lengths: Sequence[int],
         *,
-        own: Sequence[Sequence[bool]] | None = None,
+        loss_mask: Sequence[Sequence[bool]] | None = None,
         pad_id: int,
     ) -> Batch:
         """Pad to the longest sequence. A prompt is 1 token or more.
@@ -55,11 +55,11 @@ class Batch:
         padded = [[*sequence, *[pad_id] * (width - len(sequence))] for sequence in sequences]
         position = torch.arange(width)
         mask = (position >= prompts[:, None]) & (position < lengths[:, None])
-        if own is not None:
-            counts, responses = [len(row) for row in own], (lengths - prompts).tolist()
+        if loss_mask is not None:
+            counts, responses = [len(row) for row in loss_mask], (lengths - prompts).tolist()
             if counts != responses:
                 raise ValueError(f"said of {counts} tokens whose they are, responses have {responses}")
-            mask[mask.clone()] = torch.tensor([mine for row in own for mine in row], dtype=torch.bool)
+            mask[mask.clone()] = torch.tensor([mine for row in loss_mask for mine in row], dtype=torch.bool)
         return cls(torch.tensor(padded, dtype=torch.int64), prompts, lengths, mask.float())
 
     def __len__(self) -> int:

@@ -32,7 +32,7 @@ BATCH_ROWS = 1024  # read at a time
 
 _NO_PARQUET = "not a readable parquet file, or one cut short"
 ROWS_NAMED = 3  # of those that are broken, in a message
-MOST_LEFT_OUT = 0.5  # of a file's rows, broken and overlong together, unless `max_broken` allows more
+MOST_LEFT_OUT = 0.5  # of a file's rows, broken and overlong together, unless `max_invalid_fraction` allows more
 
 Turn = dict[str, str]
 """A turn of a conversation: `role` and `content`."""
@@ -108,15 +108,15 @@ class PromptData:
         max_prompt_tokens: int,
         chat_template: bool = False,
         overlong: Literal["error", "drop", "truncate_left"] = "error",
-        max_broken: float = 0.01,
+        max_invalid_fraction: float = 0.01,
         seed: int = 1,
     ) -> PromptData:
         """Read the columns `prompt` and `answer` and tokenize every prompt; with `chat_template` it may be chat turns.
 
-        A row is broken where a text is null or blank, the prompt has no tokens or the template refuses it. Broken rows
-        are skipped, up to the share `max_broken` of all; more are a DataError. So is, with `overlong="error"`, a prompt
-        of more than `max_prompt_tokens`, which is what `max_model_len - max_new_tokens` leaves; and so it is where more
-        than half of the rows would be left out (or more than `max_broken`, if that is larger).
+        A row is invalid where a text is null or blank, the prompt has no tokens or the template refuses it. Invalid rows
+        are skipped, up to the share `max_invalid_fraction` of all; more are a DataError. So is, with `overlong="error"`,
+        a prompt of more than `max_prompt_tokens`, which is what `max_model_len - max_new_tokens` leaves; and so it is where more
+        than half of the rows would be left out (or more than `max_invalid_fraction`, if that is larger).
         """
         if chat_template and not tokenizer.chat_template:
             raise DataError("data.chat_template=true, but the tokenizer has no chat template: set it to false")
@@ -132,12 +132,12 @@ class PromptData:
                 examples.append(Example(row, *said, tuple(ids)))
             except _Broken as reason:
                 broken[row] = str(reason)
-        _check_broken(path, broken, len(questions), max_broken)
+        _check_broken(path, broken, len(questions), max_invalid_fraction)
         fitting, truncated = _fit(path, examples, max_prompt_tokens, overlong)
         skipped = {"broken": len(broken), "overlong": len(examples) - len(fitting)}
         if not fitting:
             raise DataError(f"{path}: no row can be used: {skipped['broken']} broken, {skipped['overlong']} too long")
-        _check_left_out(path, skipped, len(questions), max(MOST_LEFT_OUT, max_broken), max_prompt_tokens)
+        _check_left_out(path, skipped, len(questions), max(MOST_LEFT_OUT, max_invalid_fraction), max_prompt_tokens)
         left_out = {cause: count for cause, count in skipped.items() if count}
         return cls(tuple(fitting), seed, left_out, truncated, str(path))
 
@@ -313,9 +313,9 @@ def _check_broken(path: str | Path, broken: Mapping[int, str], rows: int, most: 
         first = [f"row {row} (from 0): {reason}" for row, reason in list(broken.items())[:ROWS_NAMED]]
         more = [f"and {len(broken) - ROWS_NAMED} more"] if len(broken) > ROWS_NAMED else []
         raise DataError(
-            f"{path}: {len(broken)} of {rows} rows are broken, and data.max_broken={most:g} allows "
+            f"{path}: {len(broken)} of {rows} rows are broken, and data.max_invalid_fraction={most:g} allows "
             f"{math.floor(most * rows)}: {'; '.join(first + more)}; "
-            "mend these rows, or raise data.max_broken"
+            "mend these rows, or raise data.max_invalid_fraction"
         )
 
 

@@ -25,11 +25,11 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), values, 0.0).sum()
 
 
-def answer_weights(aggregation: Aggregation, lengths: Tensor, longest: int) -> Tensor:
+def answer_weights(loss_agg_mode: Aggregation, lengths: Tensor, longest: int) -> Tensor:
     """What each answer's token losses are multiplied by, so that their mean over all tokens is the one asked for.
 
     Args:
-        aggregation: `token`, the mean over all tokens (DAPO, arXiv 2503.14476, equation 8); `sequence`, the mean of
+        loss_agg_mode: `token`, the mean over all tokens (DAPO, arXiv 2503.14476, equation 8); `sequence`, the mean of
             each answer's mean (GRPO, arXiv 2402.03300, equation 3); `constant`, the sum over answers x `longest`,
             whatever their lengths (Dr. GRPO, arXiv 2503.20783, section 3.2).
         lengths: [B], loss tokens of every answer of the update, over all ranks.
@@ -39,9 +39,9 @@ def answer_weights(aggregation: Aggregation, lengths: Tensor, longest: int) -> T
         [B]; zero for an answer without tokens.
     """
     per_answer = lengths.sum() / len(lengths)
-    if aggregation == "sequence":
+    if loss_agg_mode == "sequence":
         return torch.where(lengths > 0, per_answer / lengths.clamp(min=1), 0.0)
-    return torch.full(lengths.shape, float(per_answer) / longest if aggregation == "constant" else 1.0)
+    return torch.full(lengths.shape, float(per_answer) / longest if loss_agg_mode == "constant" else 1.0)
 
 
 def log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Ratio) -> Tensor:
@@ -86,7 +86,7 @@ def policy_loss(
     Returns:
         The loss at each token, [B, T], zero where `mask` is zero; and *sums over tokens*, detached scalars, which are
         added over parts and divided by the global token count as the loss is: `ratio`; `clip_fraction`, tokens at which
-        the clamp took the gradient away, and `dual_clip_fraction`, those at which the second did; `old_kl`, the k3
+        the clamp took the gradient away, and `dual_clip_fraction`, those at which the second did; `approx_kl`, the k3
         estimate (`kl.py`) of KL(old policy || policy).
     """
     if advantages.shape != logprobs.shape:
@@ -102,7 +102,7 @@ def policy_loss(
         stats = {
             "ratio": (ratio * mask).sum(),
             "clip_fraction": ((clipped < surrogate) * mask).sum(),
-            "old_kl": k3(plain).sum(),
+            "approx_kl": k3(plain).sum(),
         }
     if dual_clip is not None:
         floor = dual_clip * advantage

@@ -15,7 +15,7 @@ from hybrid3d.rl.losses import Ratio, policy_loss, value_loss
 
 
 @dataclass(frozen=True, eq=False)
-class Scored:
+class TokenScores:
     """What the policy says of a micro batch's tokens, [b, T]: log-probabilities and, when asked, entropies."""
 
     logprobs: Tensor
@@ -54,7 +54,7 @@ class PolicyObjective:
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
 
-    def __call__(self, scored: Scored, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, scored: TokenScores, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
         """A `TokenLoss` of a policy."""
         mask = self.mask[rows]
         losses, sums = policy_loss(
@@ -94,6 +94,6 @@ class ValueObjective:
         return value_loss(values, self.old[rows], self.returns[rows], self.mask[rows], self.clip)
 
 
-def sft_loss(scored: Scored, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
+def sft_loss(scored: TokenScores, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood of each token."""
     return -scored.logprobs, {}

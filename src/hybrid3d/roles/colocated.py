@@ -15,7 +15,7 @@ from hybrid3d.roles.weight_sync import SyncReport, WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.train import checkpoint
 from hybrid3d.train.policy import Policy
-from hybrid3d.train.stepping import Ready
+from hybrid3d.train.stepping import BucketHook
 
 
 class Colocated:
@@ -41,23 +41,23 @@ class Colocated:
         self.policy = Policy(self.config, recipe, rank, trainable)
         if weights_of is not None:
             checkpoint.load_weights({"policy": self.policy}, weights_of)
-        self.policy.put_away()  # vLLM takes its share of what is free when it starts
-        self.engine = RolloutEngine(recipe, rank, distributed.ident(), slots)
-        self._hidden = trainable and recipe.sync.hidden
+        self.policy.offload()  # vLLM takes its share of what is free when it starts
+        self.engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
+        self._hidden = trainable and recipe.sync.overlap
         parts = self.policy.parts if self._hidden else None
         self.sync = WeightSync(recipe, self.policy.weights, self.engine, rank, parts)
         train, held_out = read_data(recipe, self.config, self.tokenizer)
         self.rollouts = Rollouts(recipe, self.engine, self.tokenizer, train, held_out)
 
-    def bring_weights(self, number: int) -> SyncReport:
+    def sync_weights(self, number: int) -> SyncReport:
         """Bring the policy's weights, which have so many updates behind them, or end the bringing that has begun."""
-        if self.sync.under_way == number:
+        if self.sync.in_progress == number:
             return self.sync.finish()
-        self.policy.bring_back("parameters")
+        self.policy.onload("parameters")
         self.engine.wake("weights")
         return self.sync.run(number)
 
-    def bringing(self, number: int) -> Ready | None:
+    def overlap_hook(self, number: int) -> BucketHook | None:
         """What is called with each part of the policy as it is updated, so that it is on its way at once."""
         if not self._hidden:
             return None

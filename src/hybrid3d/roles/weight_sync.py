@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
-from hybrid3d.reshard.classes import outline_of
+from hybrid3d.reshard.classes import signature_of
 from hybrid3d.reshard.coverage import check_arrivals, check_same_tensors, lower_bound
 from hybrid3d.reshard.executor import Executor, Report, Tensors
-from hybrid3d.reshard.planner import Known, Routes
+from hybrid3d.reshard.planner import LocalPieces, Routes
 from hybrid3d.reshard.ready import ready_after
 from hybrid3d.reshard.sharing import sharable
 from hybrid3d.reshard.stamp import layer_of
@@ -81,16 +81,16 @@ class WeightSync:
         parts: Mapping[str, int] | None = None,
     ):
         held = trained.holdings
-        self.holders = holders = distributed.gather_alike(outline_of(held))
+        self.holders = holders = distributed.gather_unique(signature_of(held))
         self._engine = engine
         self._verify = recipe.sync.verify
         self.sink = engine.weights(canonical_shapes([side for _, side in holders]))
         wanted = self.sink.demand
-        readers = distributed.gather_alike(outline_of(wanted))
+        readers = distributed.gather_unique(signature_of(wanted))
         check_same_tensors(holders, readers)
         self._routes = Routes(holders, readers, recipe.sync.bucket_bytes, recipe.machine.gpus_per_node)
-        self._moves = self._routes.moves(rank, Known({rank: held}, {rank: wanted}))
-        self._ends = self._routes.ends([self._moves], distributed.least)
+        self._rank_transfers = self._routes.rank_transfers(rank, LocalPieces({rank: held}, {rank: wanted}))
+        self._bucket_boundaries = self._routes.ends([self._rank_transfers], distributed.all_reduce_min)
         self.lower_bound = lower_bound({rank: held}, {rank: wanted})[rank]
         self.transport = make_transport(device(), dist.new_group(list(range(recipe.world_size))))
         self._trained = trained.tensors
@@ -103,7 +103,7 @@ class WeightSync:
         self._bind()
         check_arrivals(self.plan, wanted)
         self._stream = SideStream()
-        self.under_way: int | None = None
+        self.in_progress: int | None = None
         self._told = False
 
     def adopt(self, recipe: Recipe) -> None:
@@ -112,10 +112,12 @@ class WeightSync:
 
     def _bind(self) -> None:
         """Every rank calls this together."""
-        self.plan = self._routes.plan(self._rank, self._moves, self._ends)
+        self.plan = self._routes.plan(self._rank, self._rank_transfers, self._bucket_boundaries)
         self.sink.prepare(self.plan.layers)
         self._executes = False
-        self._ready = ready_after(self.plan, self._of_name, len(self._ends), distributed.most, self._shared_parts)
+        self._ready = ready_after(
+            self.plan, self._of_name, len(self._bucket_boundaries), distributed.all_reduce_max, self._shared_parts
+        )
 
     def run(self, number: int) -> SyncReport:
         """Move the weights as they are now; every rank calls this together.
@@ -137,7 +139,7 @@ class WeightSync:
 
         Every rank then calls `advance` with each of its parts, and `finish`.
         """
-        self.under_way, self._began, self._exposed = number, time.perf_counter(), 0.0
+        self.in_progress, self._began, self._exposed = number, time.perf_counter(), 0.0
         self._received, self._hidden = self.transport.received_bytes, 0
         self._engine.updates = None
         if not self._executes:  # before the first sync what is trained may be out of its memory
@@ -164,7 +166,7 @@ class WeightSync:
     def _tell_hidden(self, received: int) -> None:
         """To this rank's log, once."""
         early = f"{self._hidden} of {received} received bytes"
-        print(f"hidden sync: {early} were on their way before the last weights were updated", flush=True)
+        print(f"overlapped sync: {early} were on their way before the last weights were updated", flush=True)
         self._told = True
 
     def finish(self) -> SyncReport:
@@ -185,7 +187,7 @@ class WeightSync:
             self._share()
         if self._hidden and not self._told:
             self._tell_hidden(done.received_bytes)
-        self._engine.updates, self.under_way = self.under_way, None
+        self._engine.updates, self.in_progress = self.in_progress, None
         return SyncReport(
             seconds=time.perf_counter() - self._began,
             exposed_seconds=self._exposed,
@@ -201,7 +203,7 @@ class WeightSync:
     def _share(self) -> None:
         """Lay vLLM's tensors into Megatron's memory, where they are the same bit for bit, and copy them no more."""
         live = self.sink.in_place()
-        arriving = [t for _, t in self._moves if t.dst == self._rank]
+        arriving = [t for _, t in self._rank_transfers if t.dst == self._rank]
         sizes = {name: tensor.numel() for name, tensor in live.items()}
         shared = set()
         for name, sharing in sharable(arriving, self.sink.demand, sizes).items():
@@ -215,7 +217,9 @@ class WeightSync:
             if t.target is not None and t.target.view.tensor in shared:
                 layer = layer_of(t.name)
                 self._shared_parts[layer] = max(self._of_name[t.name], self._shared_parts.get(layer, -1))
-        self._moves = [(k, t) for k, t in self._moves if t.target is None or t.target.view.tensor not in shared]
+        self._rank_transfers = [
+            (k, t) for k, t in self._rank_transfers if t.target is None or t.target.view.tensor not in shared
+        ]
         self._to_share = False
         self._bind()
 

@@ -128,7 +128,7 @@ class RolloutEngine:
         with external_rank(slots[rank], rollout), _placed(slots):
             self._llm = LLM(
                 **engine_settings(recipe),
-                gpu_memory_utilization=rollout.memory_fraction,
+                gpu_memory_utilization=rollout.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(rollout.kv_cache_gib * 2**30) if current_platform.is_cpu() else None,
                 enable_sleep_mode=self._sleeps,
                 logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included

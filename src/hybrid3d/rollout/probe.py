@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hybrid3d.config import Recipe
 from hybrid3d.families import EXPERT, Config, family_of
 from hybrid3d.reshard.layout import Demand, Piece, Shape
-from hybrid3d.reshard.stamp import layer_of, stamped
+from hybrid3d.reshard.stamp import layer_of, replicate_layer
 from hybrid3d.rollout import engine
 from hybrid3d.rollout.record import UnsupportedLoader
 from hybrid3d.rollout.weights import RolloutWeights
@@ -37,7 +37,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype  # isort: skip
 
 
 @dataclass(frozen=True)
-class Asked:
+class SlotDemand:
     """What a slot wants, and what else it takes.
 
     Attributes:
@@ -56,7 +56,7 @@ def demand_of_slots(
     shapes: Mapping[str, Shape],
     layers: Container[int] | None = None,
     first_only: bool = False,
-) -> list[Asked]:
+) -> list[SlotDemand]:
     """What each slot of an engine of the recipe's rollout layout wants of the canonical tensors.
 
     vLLM is asked about the shortest model that has a layer of each kind, and, where experts are dealt out, about one
@@ -89,7 +89,7 @@ def expert_shares(experts: int, slots: int) -> list[dict[int, int]]:
     return [{place: expert for expert, place in enumerate(found) if place >= 0} for found in maps]
 
 
-def _with_experts(asked: Asked, first: Asked, share: Mapping[int, int]) -> Asked:
+def _with_experts(asked: SlotDemand, first: SlotDemand, share: Mapping[int, int]) -> SlotDemand:
     """What was asked of a slot, with another share of the experts.
 
     Args:
@@ -113,11 +113,11 @@ def _with_experts(asked: Asked, first: Asked, share: Mapping[int, int]) -> Asked
     return replace(asked, demand=replace(asked.demand, pieces=tuple(pieces)))
 
 
-def demand_of(recipe: Recipe, shapes: Mapping[str, Shape], rank: int, layers: int | None = None) -> Asked:
+def demand_of(recipe: Recipe, shapes: Mapping[str, Shape], rank: int, layers: int | None = None) -> SlotDemand:
     """What a rank of one engine wants, as its whole share of the model says, or that of a model with so many layers."""
     with model_of_rank(recipe, rank, layers=layers) as (model, config):
         weights = RolloutWeights(model, config, shapes)
-        return Asked(weights.demand, weights.most_finalize_bytes, dict(_kv_bytes(config)))
+        return SlotDemand(weights.demand, weights.most_finalize_bytes, dict(_kv_bytes(config)))
 
 
 def _kv_bytes(config: VllmConfig) -> Iterator[tuple[int, int]]:
@@ -129,7 +129,7 @@ def _kv_bytes(config: VllmConfig) -> Iterator[tuple[int, int]]:
         yield layer, spec.page_size_bytes // spec.block_size
 
 
-def _over_layers(asked: Asked, kinds: Sequence[int], wanted: Container[int] | None) -> Asked:
+def _over_layers(asked: SlotDemand, kinds: Sequence[int], wanted: Container[int] | None) -> SlotDemand:
     """What was asked of one layer of each kind, for all layers, or for those wanted."""
     filled = [fill.view.tensor for fill in asked.demand.fills if layer_of(fill.view.tensor) is not None]
     if filled:
@@ -138,7 +138,7 @@ def _over_layers(asked: Asked, kinds: Sequence[int], wanted: Container[int] | No
     for piece in asked.demand.pieces:
         at[layer_of(piece.view.tensor)].append(piece)
     layers = [layer for layer in range(len(kinds)) if wanted is None or layer in wanted]
-    inside = [piece for layer in layers for piece in stamped(at[kinds[layer]], kinds[layer], layer)]
+    inside = [piece for layer in layers for piece in replicate_layer(at[kinds[layer]], kinds[layer], layer)]
     return replace(
         asked,
         demand=Demand((*inside, *at[None]), asked.demand.fills),

@@ -22,16 +22,16 @@ USUAL_AFTER = 5  # of them
 EXPLAINED_MISMATCH = {"float32": (0.05, 0.05), "bfloat16": (0.15, 0.4)}
 
 
-class GaveUp(RuntimeError):
+class TooManyInterventions(RuntimeError):
     """A run needed more help than its recipe allows."""
 
-    alike = True  # every rank raises it: one of them is enough to tell
+    raised_on_all_ranks = True  # every rank raises it: one of them is enough to tell
 
 
-class EnginesDisagree(RuntimeError):
+class EngineMismatch(RuntimeError):
     """Training and vLLM do not compute the same model."""
 
-    alike = True  # every rank raises it
+    raised_on_all_ranks = True  # every rank raises it
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ BOUNDS = (
     Bound("max_grad_norm", "train/grad_norm", "lower optimizer.lr or optimizer.clip_grad"),
     Bound("min_entropy", "train/entropy", "raise algorithm.entropy_coef or algorithm.clip_high"),
     Bound("max_mismatch_kl", "mismatch/kl", "set algorithm.correction.kind, or model.dtype of more digits"),
-    Bound("max_sync_share", "sync share", "raise sync.bucket_mib, set sync.hidden=true, or sync.verify=never"),
+    Bound("max_sync_share", "sync share", "raise sync.bucket_mib, set sync.overlap=true, or sync.verify=never"),
     Bound("max_memory_gb", "memory", "set train.recompute=full, or lower train.micro_batch_size"),
     Bound("min_tokens_per_second", "tokens_per_second", "look at time/* for the phase that has grown"),
 )
@@ -65,7 +65,7 @@ class Guard:
         self._record = record
         self._norms: dict[str, deque[float]] = {}
         self._outside: set[str] = set()
-        self._acts = 0
+        self._interventions = 0
         self._dtype = recipe.model.dtype
         self._engines_compared = False
         self.adopt(recipe)
@@ -79,13 +79,13 @@ class Guard:
     @property
     def progress(self) -> dict[str, Any]:
         """What a resumed run must know."""
-        return {"norms": {of: list(norms) for of, norms in self._norms.items()}, "acts": self._acts}
+        return {"norms": {of: list(norms) for of, norms in self._norms.items()}, "interventions": self._interventions}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
         self._norms = {of: deque(norms, maxlen=REMEMBERED) for of, norms in progress["norms"].items()}
-        self._acts = progress["acts"]
+        self._interventions = progress["interventions"]
 
-    def allows(self, norm: float, of: str = "policy") -> bool:
+    def accepts_grad_norm(self, norm: float, of: str = "policy") -> bool:
         """Whether a gradient of this norm may update the policy, or the critic.
 
         No spike is what is not even clipped: after steps that had little to teach the next would look like one.
@@ -133,9 +133,9 @@ class Guard:
         told = {"bound": bound, "dtype": self._dtype, "experts": experts, **numbers}
         self._record.event("engines_disagree", "" if stops else said, step=step, **told)
         if stops:
-            raise EnginesDisagree(said)
+            raise EngineMismatch(said)
 
-    def skipped(self, step: int, norm: float, of: str = "policy") -> None:
+    def record_skip(self, step: int, norm: float, of: str = "policy") -> None:
         """A gradient of the policy or the critic was not allowed: what is left of the step is left out.
 
         Raises:
@@ -145,7 +145,7 @@ class Guard:
         said = f"the {of}'s gradient has norm {norm:g}, which {why}: its batch is skipped"
         self._act(step, "batch_skipped", said, norm=str(norm), of=of)
 
-    def calm(self, step: int, kl: float, control: KlController, coef: float) -> None:
+    def freeze_kl_coef(self, step: int, kl: float, control: KlController, coef: float) -> None:
         """Where an adaptive coefficient cannot hold the KL any more, go back to the recipe's and leave it there.
 
         Raises:
@@ -174,7 +174,8 @@ class Guard:
             (self._outside.add if left else self._outside.discard)(bound.setting)
 
     def _act(self, step: int, event: str, said: str, **fields: Any) -> None:
-        self._acts += 1
-        self._record.event(event, f"step {step}: {said}", step=step, acts=self._acts, **fields)
-        if self._acts > self._settings.acts:
-            raise GaveUp(f"step {step}: {said}; more than guard.acts={self._settings.acts} such acts")
+        self._interventions += 1
+        self._record.event(event, f"step {step}: {said}", step=step, interventions=self._interventions, **fields)
+        if self._interventions > self._settings.max_interventions:
+            limit = f"guard.max_interventions={self._settings.max_interventions}"
+            raise TooManyInterventions(f"step {step}: {said}; more than {limit} interventions")

@@ -20,7 +20,7 @@ from hybrid3d.storage.user_files import MAX_TEXT_BYTES, UnreadableFile, read_byt
 if TYPE_CHECKING:
     from hybrid3d.run.record import Record
 
-MAY_CHANGE = (
+MUTABLE_SETTINGS = (
     "algorithm.clip",
     "algorithm.clip_high",
     "algorithm.dual_clip",
@@ -76,8 +76,8 @@ def changed(recipe: Recipe, settings: Settings, step: int) -> Recipe:
     problems, known = [], settings_of(recipe)
     for key in settings:
         section = key.rpartition(".")[0]
-        if not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE):
-            problems.append(f"{key}: cannot change during a run; what can: {', '.join(MAY_CHANGE)}")
+        if not any(fnmatchcase(key, pattern) for pattern in MUTABLE_SETTINGS):
+            problems.append(f"{key}: cannot change during a run; what can: {', '.join(MUTABLE_SETTINGS)}")
         elif section in known:
             problems.append(f"{key}: the recipe has no section {section}, and a run cannot begin one")
     if problems:
@@ -154,7 +154,7 @@ class Control:
 
     def before(self, step: int) -> Recipe:
         """The recipe for a step that is about to begin, once its users have it."""
-        self._apply(distributed.first((self._due(step) or None) if distributed.rank() == 0 else None) or {})
+        self._apply(distributed.broadcast_object((self._due(step) or None) if distributed.rank() == 0 else None) or {})
         return self.recipe
 
     def _apply(self, settings: Settings) -> None:

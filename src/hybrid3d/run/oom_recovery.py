@@ -16,22 +16,22 @@ from hybrid3d.config import OFFLOADS, Recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.run.run_folder import RunFolder
 
-ADVICE = "raise train.tp or train.pp, set train.recompute=full, or lower rollout.memory_fraction"
+ADVICE = "raise train.tp or train.pp, set train.recompute=full, or lower rollout.gpu_memory_utilization"
 
 
-class RanOut(RuntimeError):
+class OutOfMemoryRestart(RuntimeError):
     """A rank ran out of memory, and the run takes less when it is started again."""
 
 
 @dataclass(frozen=True)
-class Relief:
+class OomRecovery:
     """What a run has given up for memory: how often, and the settings that it holds to since."""
 
     count: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: RunFolder) -> Relief:
+    def of(cls, folder: RunFolder) -> OomRecovery:
         """What the folder says."""
         count, settings = 0, dict[str, Any]()
         while (path := folder.relief_of(count + 1)).exists():
@@ -50,10 +50,11 @@ class Relief:
         new, cause = smaller(recipe), (str(error) or type(error).__name__).splitlines()[0]
         if not new:
             return RuntimeError(f"{cause}: micro batches are as small as they can be: {ADVICE}")
-        if self.count >= recipe.guard.acts:
+        if self.count >= recipe.guard.max_interventions:
+            limit = recipe.guard.max_interventions
             return RuntimeError(
-                f"{cause}: memory has run out {self.count + 1} times, guard.acts={recipe.guard.acts} allows "
-                f"{recipe.guard.acts}: {ADVICE}"
+                f"{cause}: memory has run out {self.count + 1} times, guard.max_interventions={limit} allows {limit}: "
+                f"{ADVICE}"
             )
         old = {key: getattr(recipe.train, key.removeprefix("train.")) for key in new}
         told = {"rank": rank, "count": self.count + 1, "old": old, "new": new, "error": cause}
@@ -67,7 +68,7 @@ class Relief:
         finally:
             draft.unlink()
         changes = ", ".join(f"{key}={new[key]} in place of {old[key]}" for key in new)
-        return RanOut(f"{cause}: started again, the run goes on from its last checkpoint with {changes}")
+        return OutOfMemoryRestart(f"{cause}: started again, the run goes on from its last checkpoint with {changes}")
 
 
 def smaller(recipe: Recipe) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid3d.config import Recipe
-from hybrid3d.generation.samples import Drawn, HeldOut, Sample
+from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.rl.data import PromptData
 from hybrid3d.run.display import Display
 from hybrid3d.run.run_folder import RunFolder
@@ -62,10 +62,10 @@ class Record:
             self._constants |= {f"data/{name}_{key}": count for key, count in counts.items()}
             self.event("data", f"data.{name} {data}", split=name, file=data.path, **counts)
 
-    def failed(self, of: Drawn | HeldOut, step: int) -> None:
+    def failed(self, of: RolloutBatch | EvalResult, step: int) -> None:
         """Tell of rewards that failed, whose samples have the recipe's default, and of replies that did."""
         if of.failures:
-            held_out = isinstance(of, HeldOut)
+            held_out = isinstance(of, EvalResult)
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(of.failures.items()))
             where = "failed on held-out problems" if held_out else "failed"
             said = f"step {step}: {where}: {kinds}; such as: {next(iter(of.examples.values()))}"

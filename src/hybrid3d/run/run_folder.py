@@ -15,7 +15,7 @@ from typing import Any
 
 from hybrid3d.config import Recipe, RecipeError, recipe_to_yaml
 from hybrid3d.errors import UserMistake
-from hybrid3d.storage.disk import Unwritten, why_unwritten
+from hybrid3d.storage.disk import CheckpointWriteError, why_unwritten
 
 LOCK = ".lock"
 HELD_SECONDS = 100  # more than the lease that NFS gives, 90
@@ -200,7 +200,7 @@ def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         with open(path, "a") as out:
             out.writelines(json.dumps(row) + "\n" for row in rows)
     except OSError as error:
-        raise Unwritten(why_unwritten(path, error)) from error
+        raise CheckpointWriteError(why_unwritten(path, error)) from error
 
 
 def draw_curves(folder: RunFolder) -> None:

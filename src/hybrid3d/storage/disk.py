@@ -12,16 +12,16 @@ SAID = ("No space left on device", "Disk quota exceeded")  # errors lose their n
 LITTLE = 2**20  # bytes: where no more are free, a failure that gives no reason is put down to that
 
 
-class Unwritten(RuntimeError):
+class CheckpointWriteError(RuntimeError):
     """Something could not be written; the message says where, why, and how many bytes are free there.
 
     Attributes:
         alike: whether every rank raises it, so that one of them is enough to tell.
     """
 
-    def __init__(self, message: str, alike: bool = False):
+    def __init__(self, message: str, raised_on_all_ranks: bool = False):
         super().__init__(message)
-        self.alike = alike
+        self.raised_on_all_ranks = raised_on_all_ranks
 
 
 def free_bytes(path: Path) -> int:

@@ -32,9 +32,9 @@ class BrokenCheckpoint(UserMistake):
         alike: whether every rank raises it, so that one of them is enough to tell.
     """
 
-    def __init__(self, message: str, alike: bool = False):
+    def __init__(self, message: str, raised_on_all_ranks: bool = False):
         super().__init__(message)
-        self.alike = alike
+        self.raised_on_all_ranks = raised_on_all_ranks
 
 
 class UnusableCheckpoint(BrokenCheckpoint):

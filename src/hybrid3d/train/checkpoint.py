@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from hybrid3d.storage import manifest
 from hybrid3d.storage.manifest import PROGRESS, BrokenCheckpoint
 from hybrid3d.train.runtime import on_device
-from hybrid3d.train.trained import Trained
+from hybrid3d.train.trained import MegatronModel
 from hybrid3d.train.weights import METADATA
-from hybrid3d.train.writing import Writing
+from hybrid3d.train.writing import CheckpointWriter
 
 EXPERTS = "is_expert_parallel"  # by which Megatron tells groups of parameters apart, among others
 
@@ -32,11 +32,11 @@ OPTIMIZER_METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
 }
 
-Models = Mapping[str, Trained]
+Models = Mapping[str, MegatronModel]
 """The models of a run by name, which everything of theirs bears in front in a checkpoint."""
 
 
-def begin(models: Models, folder: Path, progress: Mapping[str, Any], beside: bool = False) -> Writing:
+def begin(models: Models, folder: Path, progress: Mapping[str, Any], beside: bool = False) -> CheckpointWriter:
     """Begin to write models, their optimizers and schedules, as `Writing` says.
 
     Args:
@@ -45,9 +45,9 @@ def begin(models: Models, folder: Path, progress: Mapping[str, Any], beside: boo
     """
     with on_device():
         for model in models.values():
-            model.bring_back("parameters", "optimizer")
+            model.onload("parameters", "optimizer")
             _make_optimizer_state(model)
-    return Writing(lambda: _of_all(models, partial(_state, is_loading=False)), folder, progress, beside)
+    return CheckpointWriter(lambda: _of_all(models, partial(_state, is_loading=False)), folder, progress, beside)
 
 
 def save(models: Models, folder: Path, progress: Mapping[str, Any]) -> None:
@@ -91,7 +91,7 @@ def check(folder: Path) -> None:
     first = next(filter(None, problems), None)
     if first is not None:
         kind, said = first
-        raise kind(said, alike=True)
+        raise kind(said, raised_on_all_ranks=True)
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def load(models: Models, folder: Path) -> dict[str, Any]:
     check(folder)
     with on_device(), _named(folder):
         for model in models.values():
-            model.bring_back()
+            model.onload()
             _make_optimizer_state(model)
         states = dist_checkpointing.load(_of_all(models, partial(_state, is_loading=True)), str(folder))
         for name, model in models.items():
@@ -146,7 +146,7 @@ def load_weights(models: Models, folder: Path) -> None:
             _load_model(model, states[name])
 
 
-def _of_all(models: Models, state_of: Callable[[Trained], dict[str, Any]]) -> dict[str, Any]:
+def _of_all(models: Models, state_of: Callable[[MegatronModel], dict[str, Any]]) -> dict[str, Any]:
     """By name, the state of each model, whose shards bear that name in front."""
     states = {name: state_of(model) for name, model in models.items()}
     for name, state in states.items():
@@ -154,11 +154,11 @@ def _of_all(models: Models, state_of: Callable[[Trained], dict[str, Any]]) -> di
     return states
 
 
-def _weights(model: Trained) -> dict[str, Any]:
+def _weights(model: MegatronModel) -> dict[str, Any]:
     return {f"model{n}": s.sharded_state_dict(metadata=dict(METADATA)) for n, s in enumerate(model.stages)}
 
 
-def _state(model: Trained, is_loading: bool) -> dict[str, Any]:
+def _state(model: MegatronModel, is_loading: bool) -> dict[str, Any]:
     weights = _weights(model)
     shards = weights["model0"] if len(weights) == 1 else weights
     settings: dict[str, Any] = dict(is_loading=is_loading, metadata=dict(OPTIMIZER_METADATA))
@@ -169,7 +169,7 @@ def _state(model: Trained, is_loading: bool) -> dict[str, Any]:
     return {**weights, **optimizers, "scheduler": model.scheduler.state_dict()}
 
 
-def _optimizers(model: Trained) -> list[tuple[str, Any]]:
+def _optimizers(model: MegatronModel) -> list[tuple[str, Any]]:
     """By name, those that have parameters: a stage without experts has one for them that Megatron cannot save."""
     chained = enumerate(model.optimizer.chained_optimizers)
     return [(f"optimizer{number}", one) for number, one in chained if getattr(one, "buffers", None)]
@@ -215,7 +215,7 @@ def _without_padding(optimizer: Any) -> Iterator[None]:
             buffer.param_index_map = places
 
 
-def _make_optimizer_state(model: Trained) -> None:
+def _make_optimizer_state(model: MegatronModel) -> None:
     """Adam has no state before its first step, and Megatron asks for it to save and to load.
 
     So a step is taken that changes nothing: without gradients, at no rate (which weight decay has too), not counted.
@@ -235,7 +235,7 @@ def _make_optimizer_state(model: Trained) -> None:
                 counted["step"] *= 0
 
 
-def _own_step_counts(model: Trained) -> None:
+def _own_step_counts(model: MegatronModel) -> None:
     """Give each parameter's Adam state its own step count: Megatron loads one tensor into all of them."""
     for optimizer in model.optimizer.chained_optimizers:
         for state in optimizer.optimizer.state.values():
@@ -243,6 +243,6 @@ def _own_step_counts(model: Trained) -> None:
                 state["step"] = state["step"].clone()
 
 
-def _load_model(model: Trained, state: dict[str, Any]) -> None:
+def _load_model(model: MegatronModel, state: dict[str, Any]) -> None:
     for number, stage in enumerate(model.stages):
         stage.load_state_dict(state[f"model{number}"])

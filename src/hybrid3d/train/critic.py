@@ -15,10 +15,10 @@ from hybrid3d.rl.batch import Batch
 from hybrid3d.train.micro import MicroBatch
 from hybrid3d.train.model import build_model
 from hybrid3d.train.runtime import device, on_device
-from hybrid3d.train.trained import Trained
+from hybrid3d.train.trained import MegatronModel
 
 
-class Critic(Trained):
+class ValueModel(MegatronModel):
     """A model with a value head in the train layout; `train_step` gives its loss values.
 
     The head comes from the checkpoint where that is a sequence classifier of one label (`score.weight` [1, hidden]),

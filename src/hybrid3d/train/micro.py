@@ -51,7 +51,7 @@ class MicroBatch:
         return output[torch.arange(len(self.lengths), device=output.device), self.lengths - 1]
 
 
-class Packed(MicroBatch):
+class PackedMicroBatch(MicroBatch):
     """b sequences of a batch one behind the other, and padding as one more: `tokens`, `positions`, `padded` are [1, N].
 
     What is aligned is 0 at padding too.
@@ -76,7 +76,7 @@ def in_rows(batch: Batch, rows: Rows, width: int) -> MicroBatch:
     return MicroBatch(rows, tokens, positions.expand_as(tokens), padded, lengths, batch.tokens.shape[1])
 
 
-def in_one_row(batch: Batch, rows: Rows, size: int) -> Packed:
+def in_one_row(batch: Batch, rows: Rows, size: int) -> PackedMicroBatch:
     """Sequences of a batch without their padding, `size` tokens together: what lacks is padded at the end."""
     lengths, width = batch.lengths[rows], batch.tokens.shape[1]
     at = torch.arange(width, device=lengths.device)
@@ -90,4 +90,4 @@ def in_one_row(batch: Batch, rows: Rows, size: int) -> Packed:
     packing = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(sizes), max_seqlen_kv=max(sizes)
     )
-    return Packed(rows, tokens[None], positions[None], padded[None], lengths, width, packing)
+    return PackedMicroBatch(rows, tokens[None], positions[None], padded[None], lengths, width, packing)

@@ -9,7 +9,7 @@ import torch
 from hybrid3d.train.runtime import ON_CUDA, synchronize
 
 
-class Offloaded:
+class OffloadedMemory:
     """The memory of tensors, from when this is made until `restore`; views of it, whoever has them, stay good.
 
     Megatron's own for the optimizer puts each parameter elsewhere, which in float32 tears it off the model's.

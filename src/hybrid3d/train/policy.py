@@ -11,14 +11,14 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
 from hybrid3d.rl.batch import Batch
-from hybrid3d.rl.objective import Scored
+from hybrid3d.rl.objective import TokenScores
 from hybrid3d.train.entropy import vocab_parallel_entropy
 from hybrid3d.train.micro import MicroBatch
 from hybrid3d.train.model import build_model
-from hybrid3d.train.trained import Trained
+from hybrid3d.train.trained import MegatronModel
 
 
-class Policy(Trained):
+class Policy(MegatronModel):
     """A language model in the train layout; `train_step` gives its loss what it says of tokens."""
 
     def __init__(self, config: Config, recipe: Recipe, rank: int, trainable: bool = True):
@@ -43,10 +43,10 @@ class Policy(Trained):
         """Log-probability of every token given those before it, [B, T]; None on ranks without the output layer."""
         return self._read(batch, lambda output, micro: self._per_token(output, micro).logprobs)
 
-    def _per_token(self, output: torch.Tensor, micro: MicroBatch) -> Scored:
+    def _per_token(self, output: torch.Tensor, micro: MicroBatch) -> TokenScores:
         """What logits [.., .., vocabulary / TP] say of the tokens, [b, T]; 0 at position 0."""
         scaled = partial(self._scaled, micro.before(output))  # the cross entropy works in what it is given
-        return Scored(
+        return TokenScores(
             micro.aligned(-vocab_parallel_cross_entropy(scaled(), micro.after)),
             lambda: micro.aligned(vocab_parallel_entropy(scaled())),
         )

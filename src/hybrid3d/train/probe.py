@@ -14,9 +14,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from hybrid3d.config import Recipe, Train
 from hybrid3d.families import Config, family_of
-from hybrid3d.reshard.classes import outline_of
+from hybrid3d.reshard.classes import signature_of
 from hybrid3d.reshard.layout import Holdings, Piece, Shape
-from hybrid3d.reshard.stamp import layer_of, stamped
+from hybrid3d.reshard.stamp import layer_of, replicate_layer
 from hybrid3d.train.model import build_model, transformer_config
 from hybrid3d.train.runtime import as_rank
 from hybrid3d.train.weights import canonical_shapes, megatron_weights
@@ -24,7 +24,7 @@ from hybrid3d.train.weights import canonical_shapes, megatron_weights
 
 def expected_shapes(config: Config) -> dict[str, Shape]:
     """Every canonical tensor that a checkpoint of this config must have, and its full shape."""
-    return canonical_shapes([outline_of(_stamped(config, Train(), torch.float32)[0])])
+    return canonical_shapes([signature_of(_replicate_layer(config, Train(), torch.float32)[0])])
 
 
 def holdings_of_all(
@@ -39,7 +39,7 @@ def holdings_of_all(
         layers: leave the others out.
         first_only: only of the first rank of each stage, and of those that hold the same.
     """
-    return _stamped(config, recipe.train, getattr(torch, recipe.model.dtype), layers, first_only)
+    return _replicate_layer(config, recipe.train, getattr(torch, recipe.model.dtype), layers, first_only)
 
 
 def standing_layers(config: Config, layout: Train) -> dict[int, int]:
@@ -60,7 +60,7 @@ def holdings_of(config: Config, layout: Train, rank: int, dtype: torch.dtype) ->
         return megatron_weights(build_model(config, layout, dtype, meta=True), config).holdings
 
 
-def _stamped(
+def _replicate_layer(
     config: Config,
     layout: Train,
     dtype: torch.dtype,
@@ -85,7 +85,7 @@ def _stamped(
                     if wanted is None or layer in wanted:
                         kind = kinds[layer]
                         local = f"stage0.decoder.layers.{kind}.", f"stage{chunk}.decoder.layers.{number}."
-                        pieces += stamped(first.layers[kind], kind, layer, local)
+                        pieces += replicate_layer(first.layers[kind], kind, layer, local)
                 pieces += [_in_chunk(piece, chunk) for end in outer for piece in end.after]
             found |= dict.fromkeys((stage * stage_ranks + rank for rank in ranks), Holdings(tuple(pieces)))
     return dict(sorted(found.items()))

@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 PARTS = 8  # about: each has this share of a rank's parameters at least
 
-Ready = Callable[[int, bool], None]
+BucketHook = Callable[[int, bool], None]
 """Called as soon as a part of this rank's parameters is updated and gathered: its number, and whether it is the last.
 
 Ranks of one stage have the same parts, those of other stages may have more or fewer.
@@ -46,7 +46,7 @@ class _FirstStage:
         return 0
 
 
-class SteppedInParts:
+class BucketedOptimizer:
     """The optimizers of a rank's modules (one per virtual stage), which step together, first layers first.
 
     Attributes:
@@ -69,7 +69,7 @@ class SteppedInParts:
     def __len__(self) -> int:
         return len(self._parts)
 
-    def step(self, ready: Ready, allows: Callable[[float], bool]) -> tuple[bool, float]:
+    def step(self, ready: BucketHook, accepts_grad_norm: Callable[[float], bool]) -> tuple[bool, float]:
         """The optimizer's own step, if a gradient of its norm is allowed.
 
         Returns:
@@ -82,7 +82,7 @@ class SteppedInParts:
             return norms[0]
 
         def step_with_ready_grads() -> bool:
-            if not allows(norms[0]):
+            if not accepts_grad_norm(norms[0]):
                 return False
             counts = [[_copied(group.get("step")) for group in one.optimizer.param_groups] for one in self._stepped]
             for number, (optimizer, group, params) in enumerate(self._parts):

@@ -27,9 +27,9 @@ from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.losses import masked_sum
 from hybrid3d.rl.objective import TokenLoss
 from hybrid3d.train.micro import MicroBatch, in_one_row, in_rows
-from hybrid3d.train.offload import Offloaded
+from hybrid3d.train.offload import OffloadedMemory
 from hybrid3d.train.runtime import device, on_device
-from hybrid3d.train.stepping import Ready, SteppedInParts, in_buckets, place_of
+from hybrid3d.train.stepping import BucketedOptimizer, BucketHook, in_buckets, place_of
 from hybrid3d.train.weights import MegatronWeights, megatron_weights
 
 DDP = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": False}
@@ -51,7 +51,7 @@ class StepReport:
     updated: bool
 
 
-class Trained:
+class MegatronModel:
     """A model of a checkpoint in the train layout. Every rank of the layout calls every method together.
 
     A subclass says what the output layer is, and by `_per_token` what is read from it.
@@ -85,7 +85,7 @@ class Trained:
         self.stages = stages
         self._layout = recipe.train
         self._trains = optimizer is not None
-        self._away: dict[str, Offloaded] = {}
+        self._away: dict[str, OffloadedMemory] = {}
         dtype = getattr(torch, recipe.model.dtype)
         self._modules: list[torch.nn.Module] = [
             Float16Module(stage.config, stage) if dtype is torch.bfloat16 else stage for stage in stages
@@ -99,7 +99,7 @@ class Trained:
             if optimizer is not None:
                 self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, dtype), self._modules)
                 self.scheduler = _scheduler(self.optimizer, optimizer, self._steps_of(recipe))
-                self._stepping = SteppedInParts(self.optimizer, self._modules)
+                self._stepping = BucketedOptimizer(self.optimizer, self._modules)
                 self._connect()
         self.has_output = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self.counts = self.has_output and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -135,14 +135,14 @@ class Trained:
         """How many of a run's steps train it."""
         return recipe.run.steps
 
-    def put_away(self) -> int:
+    def offload(self) -> int:
         """Free what only training needs and the recipe offloads, until it is used again; the bytes of it."""
         for kind in self._layout.offloads:
             if kind not in self._away:
-                self._away[kind] = Offloaded(self._held(kind), kept=kind != "gradients")
+                self._away[kind] = OffloadedMemory(self._held(kind), kept=kind != "gradients")
         return sum(one.nbytes for one in self._away.values())
 
-    def bring_back(self, *kinds: str) -> None:
+    def onload(self, *kinds: str) -> None:
         """Undo `put_away`, for these kinds of memory alone if any are named."""
         for kind in kinds or tuple(self._away):
             if kind in self._away:
@@ -165,8 +165,8 @@ class Trained:
         self,
         batch: Batch,
         token_loss: TokenLoss,
-        ready: Ready | None = None,
-        allows: Callable[[float], bool] = math.isfinite,
+        ready: BucketHook | None = None,
+        accepts_grad_norm: Callable[[float], bool] = math.isfinite,
     ) -> StepReport:
         """One update on the mean loss over every response token of every data-parallel rank's batch.
 
@@ -174,14 +174,14 @@ class Trained:
             ready: told of each part of the model as soon as it has its new values.
             allows: told the gradient's norm before anything is updated, whether to go on.
         """
-        self.bring_back()
+        self.onload()
         for module in self._modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         biases = [(bias, bias.clone()) for bias in self._expert_biases()]
         reports = self._run(batch, partial(self._loss, batch.to(device()), token_loss), forward_only=False)
         with on_device():
-            updated, grad_norm = self._stepping.step(ready or (lambda part, last: None), allows)
+            updated, grad_norm = self._stepping.step(ready or (lambda part, last: None), accepts_grad_norm)
         if not updated:
             for bias, before in biases:
                 bias.copy_(before)
@@ -230,7 +230,7 @@ class Trained:
 
     def _run(self, batch: Batch, close: Callable[..., Any], forward_only: bool) -> list[dict[str, torch.Tensor]]:
         """Drive the pipeline schedule over the micro batches, each closed with `close(micro batch, output)`."""
-        self.bring_back("parameters")
+        self.onload("parameters")
         micro_batches = self._micro_batches(batch.to(device()))
 
         def forward_step(of_step: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[torch.Tensor, Any]:

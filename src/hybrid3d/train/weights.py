@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from hybrid3d.families import Config, Family, UnsupportedModel, family_of
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import Outline
+from hybrid3d.reshard.classes import Signature
 from hybrid3d.reshard.layout import Demand, Fill, Holdings, Piece, View
 
 # Asks for the form in which a layer's number is part of the name and gate and up share one global tensor.
@@ -96,7 +96,7 @@ def _shards(stages: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor, Sha
                 yield f"stage{number}.{name}", entry.data, shard
 
 
-def canonical_shapes(sides: Iterable[Outline]) -> dict[str, tuple[int, ...]]:
+def canonical_shapes(sides: Iterable[Signature]) -> dict[str, tuple[int, ...]]:
     """Full shapes of the canonical tensors, from what all ranks hold (or one that holds all)."""
     shapes: dict[str, tuple[int, ...]] = {}
     for side in sides:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hybrid3d.process import die_with
 from hybrid3d.storage import manifest
-from hybrid3d.storage.disk import Unwritten, is_of_files, why_unwritten
+from hybrid3d.storage.disk import CheckpointWriteError, is_of_files, why_unwritten
 from hybrid3d.storage.manifest import PROGRESS
 from hybrid3d.train.runtime import on_device
 
@@ -37,7 +37,7 @@ PARTIAL = ".partial"  # ends the name of a folder that is being written, or remo
 Result = TypeVar("Result")
 
 
-class Writing:
+class CheckpointWriter:
     """One checkpoint. Every rank makes it, and calls its methods, together; another is begun when it is finished.
 
     Raises (when made, and by `finish`):
@@ -100,7 +100,7 @@ class Writing:
             # Of a file that this rank alone writes, while the others are in a collective: they end with it
             why = why_unwritten(self._unfinished, error)
             shutil.rmtree(self._unfinished, ignore_errors=True)
-            raise Unwritten(why) from error
+            raise CheckpointWriteError(why) from error
 
     def _write(self) -> None:
         """In a thread, which waits for the processes that write."""
@@ -168,7 +168,7 @@ def together(folder: Path, part: Callable[[], Result]) -> list[Result]:
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
-    raise Unwritten(first, alike=True) from cause
+    raise CheckpointWriteError(first, raised_on_all_ranks=True) from cause
 
 
 def _copied(shards: list[Any], originals: list[Any]) -> list[Any]:

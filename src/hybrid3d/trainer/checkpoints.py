@@ -13,11 +13,11 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.run.record import Record
 from hybrid3d.run.run_folder import checkpoint_folder, steps_in
-from hybrid3d.storage.disk import Unwritten, free_bytes
+from hybrid3d.storage.disk import CheckpointWriteError, free_bytes
 from hybrid3d.storage.manifest import BrokenCheckpoint, UnusableCheckpoint, bytes_in
 from hybrid3d.storage.mounts import MOUNTS, warning_of
 from hybrid3d.train import checkpoint
-from hybrid3d.train.writing import Writing, remove, remove_unfinished
+from hybrid3d.train.writing import CheckpointWriter, remove, remove_unfinished
 
 
 class Checkpoints:
@@ -27,7 +27,7 @@ class Checkpoints:
         self._run, self._replicas = recipe.run, recipe.train.dp
         self._models = models
         self._record = record
-        self._writing: Writing | None = None
+        self._writing: CheckpointWriter | None = None
         self._updates = 0  # behind the checkpoint that is being written
 
     def adopt(self, recipe: Recipe) -> None:
@@ -85,7 +85,7 @@ class Checkpoints:
             raise BrokenCheckpoint(
                 f"none of the {len(steps)} checkpoints in {folder.checkpoints} is whole: mend one and take .broken off "
                 "its name, or remove the run's folder to begin anew",
-                alike=True,
+                raised_on_all_ranks=True,
             )
         return None
 
@@ -115,7 +115,9 @@ class Checkpoints:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Wait for what is being written, unless a rank is not there to."""
-        if error is None or (getattr(error, "alike", False) and not isinstance(error, Unwritten)):
+        if error is None or (
+            getattr(error, "raised_on_all_ranks", False) and not isinstance(error, CheckpointWriteError)
+        ):
             self.close()
 
     def close(self) -> None:
@@ -146,8 +148,10 @@ class Checkpoints:
     def _telling(self, path: Path, updates: int) -> Iterator[None]:
         try:
             yield
-        except Unwritten as error:
-            with suppress(Unwritten):  # where there is no room for this line either, the error itself is what matters
+        except CheckpointWriteError as error:
+            with suppress(
+                CheckpointWriteError
+            ):  # where there is no room for this line either, the error itself is what matters
                 self._record.event("checkpoint_unwritten", step=updates, path=str(path), why=str(error))
             raise
 

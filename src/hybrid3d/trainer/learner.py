@@ -26,9 +26,9 @@ from hybrid3d.rl.losses import answer_weights
 from hybrid3d.rl.objective import PolicyObjective, ValueObjective
 from hybrid3d.run.health import Guard
 from hybrid3d.train.runtime import device
-from hybrid3d.train.stepping import Ready
+from hybrid3d.train.stepping import BucketHook
 from hybrid3d.train.trained import StepReport
-from hybrid3d.trainer.metrics import Measured
+from hybrid3d.trainer.metrics import StepMetrics
 from hybrid3d.trainer.models import Models
 
 Shares = list[list[int]]
@@ -132,7 +132,7 @@ class Learner:
         return int(progress["batch"])
 
     def experience(
-        self, samples: Sequence[Sample], step: int, measured: Measured
+        self, samples: Sequence[Sample], step: int, measured: StepMetrics
     ) -> tuple[Experience, list[Sample], dict[str, float]]:
         """What is known of this rank's share of a step's samples.
 
@@ -145,11 +145,11 @@ class Learner:
         shares = shares_of(self._recipe, lengths, self._recipe.algorithm.minibatches)
         mine = [samples[i] for i in shares[policy.data_parallel_rank]]
         sequences, prompts = [s.prompt_ids + s.tokens for s in mine], [len(s.prompt_ids) for s in mine]
-        batch = Batch.from_sequences(sequences, prompts, own=[s.own for s in mine], pad_id=self._pad_id)
+        batch = Batch.from_sequences(sequences, prompts, loss_mask=[s.loss_mask for s in mine], pad_id=self._pad_id)
         samples = self._judged(samples, batch, shares)
         known = Experience(
             batch=batch.to(device()),
-            lengths=torch.tensor([[samples[i].own_tokens for i in share] for share in shares]),
+            lengths=torch.tensor([[samples[i].num_loss_tokens for i in share] for share in shares]),
             rollout=batch.align([sample.logprobs for sample in mine]).to(device()),
             old=policy.logprobs(batch),
             reference=self._reference.logprobs(batch) if self._reference is not None else None,
@@ -163,7 +163,7 @@ class Learner:
             row |= {"train/answer_kl": float(answer_kl.mean()), "train/kl_coef": known.kl_coef}
             if self._trains_policy(step):
                 self.kl.observe(float(answer_kl.mean()), len(samples))
-            self._guard.calm(step, float(answer_kl.mean()), self.kl, self._recipe.algorithm.kl.coef)
+            self._guard.freeze_kl_coef(step, float(answer_kl.mean()), self.kl, self._recipe.algorithm.kl.coef)
             in_reward = self._recipe.algorithm.kl.where == "reward" and not self._method.by_token
             penalties = known.kl_coef * answer_kl if in_reward else penalties
         of_answers = self._method.advantages(scores, self._recipe.algorithm.samples_per_prompt, penalties)
@@ -174,7 +174,9 @@ class Learner:
             self._guard.compare_engines(step, measured.over_ranks(), self._policy.has_experts)
         return replace(known, advantages=advantages, returns=returns, correction=correction), samples, row
 
-    def update(self, known: Experience, step: int, measured: Measured, ready: Ready | None = None) -> dict[str, float]:
+    def update(
+        self, known: Experience, step: int, measured: StepMetrics, ready: BucketHook | None = None
+    ) -> dict[str, float]:
         """Update the policy, and the critic where there is one, `epochs` x `minibatches` times.
 
         Args:
@@ -188,18 +190,22 @@ class Learner:
             rows = self._minibatch(known, number % algorithm.minibatches)
             batch, tokens = known.batch[rows], int(known.lengths[:, rows].sum())
             if self._critic is not None:
-                allows = partial(self._guard.allows, of="critic")
-                report = self._critic.train_step(batch, self._value_objective(known, rows), allows=allows)
+                accepts_grad_norm = partial(self._guard.accepts_grad_norm, of="critic")
+                report = self._critic.train_step(
+                    batch, self._value_objective(known, rows), accepts_grad_norm=accepts_grad_norm
+                )
                 done["critic"].add(report, tokens)
                 if not report.updated:
-                    self._guard.skipped(step, report.grad_norm, of="critic")
+                    self._guard.record_skip(step, report.grad_norm, of="critic")
                     break
             if trains_policy:
                 ended = ready if number == updates - 1 else None
-                report = self._policy.train_step(batch, self._objective(known, rows), ended, self._guard.allows)
+                report = self._policy.train_step(
+                    batch, self._objective(known, rows), ended, self._guard.accepts_grad_norm
+                )
                 done["train"].add(report, tokens)
                 if not report.updated:
-                    self._guard.skipped(step, report.grad_norm)
+                    self._guard.record_skip(step, report.grad_norm)
                     break
         for model in self._trained:
             if trains_policy or model is not self._policy:
@@ -231,7 +237,7 @@ class Learner:
             return None
         lengths = known.lengths[:, rows]
         weights = answer_weights(
-            algorithm.aggregation or method.aggregation, lengths.flatten(), self._recipe.rollout.max_new_tokens
+            algorithm.loss_agg_mode or method.loss_agg_mode, lengths.flatten(), self._recipe.rollout.max_new_tokens
         ).reshape(lengths.shape)[self._policy.data_parallel_rank]
         clip = method.clip if algorithm.clip is None else algorithm.clip
         high = (
@@ -300,7 +306,7 @@ class Learner:
             advantages = None if advantages is None else moments.normalise(advantages, mask)
         return advantages, returns
 
-    def _correct(self, known: Experience, measured: Measured) -> Tensor | None:
+    def _correct(self, known: Experience, measured: StepMetrics) -> Tensor | None:
         """Tells how far vLLM and training disagree, and what each token's loss is multiplied by for it, if anything."""
         if known.old is None:
             return None

@@ -17,7 +17,7 @@ from hybrid3d.train.policy import Policy
 from hybrid3d.train.runtime import peak_memory
 from hybrid3d.trainer.checkpoints import Checkpoints
 from hybrid3d.trainer.learner import Learner, shares_of
-from hybrid3d.trainer.metrics import Clock, Measured, of_samples
+from hybrid3d.trainer.metrics import Clock, StepMetrics, of_samples
 from hybrid3d.trainer.models import Models
 
 
@@ -37,12 +37,12 @@ def train_rl(control: Control, record: Record, rank: int, slots: Sequence[int]) 
         batch = learner.restore(progress) if progress else 0
         while step <= control.recipe.run.steps:
             recipe = control.before(step)
-            clock, measured, row = Clock(), Measured(), {"step": step}
+            clock, measured, row = Clock(), StepMetrics(), {"step": step}
             with clock("sync"):
-                synced = run.bring_weights(step)
+                synced = run.sync_weights(step)
             record.corrupted(synced.corrupted, step)
             measured.add_sync(synced)
-            models.put_away()
+            models.offload()
             run.engine.wake("kv_cache")
             if step % recipe.run.eval_every == 0 or step == recipe.run.steps:
                 with clock("eval"):
@@ -57,11 +57,11 @@ def train_rl(control: Control, record: Record, rank: int, slots: Sequence[int]) 
             with clock("train"):
                 experience, samples, known = learner.experience(drawn.samples, step, measured)
                 if step < recipe.run.steps:
-                    row |= learner.update(experience, step, measured, run.bringing(step + 1))
+                    row |= learner.update(experience, step, measured, run.overlap_hook(step + 1))
             row |= known | of_samples(drawn, samples, recipe.rollout) | measured.over_ranks()
             row |= clock.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
             record.step(row, samples)
-            guard.watch(row, distributed.largest(peak_memory()) / 1e9)
+            guard.watch(row, distributed.all_reduce_max(peak_memory()) / 1e9)
             step += 1
             checkpoints.save_where_due(step, learner.progress(batch) | control.progress)
     run.close()
@@ -82,23 +82,23 @@ def train_sft(control: Control, record: Record, rank: int) -> None:
         if progress:
             guard.restore(progress["guard"])
         while step < (recipe := control.before(step)).run.steps:
-            clock, measured = Clock(), Measured()
+            clock, measured = Clock(), StepMetrics()
             examples = data.batch(step, recipe.sequences_per_step)
             pairs = [encode_pair(tokenizer, example, config["max_position_embeddings"]) for example in examples]
             shares = shares_of(recipe, [len(tokens) for tokens, _ in pairs])
             mine = [pairs[i] for i in shares[policy.data_parallel_rank]]
             batch = Batch.from_sequences([p[0] for p in mine], [p[1] for p in mine], pad_id=tokenizer.pad_token_id)
             with clock("train"):
-                report = policy.train_step(batch, sft_loss, allows=guard.allows)
+                report = policy.train_step(batch, sft_loss, accepts_grad_norm=guard.accepts_grad_norm)
                 policy.end_step()
             if not report.updated:
-                guard.skipped(step, report.grad_norm)
+                guard.record_skip(step, report.grad_norm)
             answered = sum(len(tokens) - prompt for tokens, prompt in pairs)
             if policy.counts:
                 measured.sums |= {f"train/{key}": value / answered for key, value in report.sums.items()}
             row = {"step": step, "train/grad_norm": report.grad_norm, "train/lr": report.lr} | measured.over_ranks()
             row |= clock.row(sum(len(tokens) for tokens, _ in pairs))
             record.step(row)
-            guard.watch(row, distributed.largest(peak_memory()) / 1e9)
+            guard.watch(row, distributed.all_reduce_max(peak_memory()) / 1e9)
             step += 1
             checkpoints.save_where_due(step, {"guard": guard.progress} | control.progress)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hybrid3d import distributed
 from hybrid3d.config import Rollout
-from hybrid3d.generation.samples import Drawn, Sample
+from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.roles.weight_sync import SyncReport
 from hybrid3d.run.heartbeat import enter_phase
 
@@ -36,7 +36,7 @@ class Clock:
 
 
 @dataclass
-class Measured:
+class StepMetrics:
     """One rank's part of a step's metrics: values that are added over ranks, and values of which the largest counts.
 
     Means are added too: of what is divided by all ranks' number already.
@@ -78,20 +78,20 @@ def _larger(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
-def of_samples(drawn: Drawn, samples: Sequence[Sample], rollout: Rollout) -> dict[str, float]:
+def of_samples(drawn: RolloutBatch, samples: Sequence[Sample], rollout: Rollout) -> dict[str, float]:
     """What can be said of a step's samples without a model; and of their turns, where there is an environment."""
     lengths = [len(sample.tokens) for sample in samples]
     turns: dict[str, float] = {}
     if rollout.environment is not None:
         turns["rollout/turns_mean"] = sum(sample.turns for sample in samples) / len(samples)
-        others = sum(lengths) - sum(sample.own_tokens for sample in samples)
+        others = sum(lengths) - sum(sample.num_loss_tokens for sample in samples)
         turns["rollout/environment_tokens_mean"] = others / len(samples)
     return turns | {
         "reward/mean": sum(sample.reward for sample in samples) / len(samples),
         "rollout/response_tokens_mean": sum(lengths) / len(lengths),
         "rollout/response_tokens_max": max(lengths),
-        "rollout/longest_share": sum(length >= rollout.max_new_tokens for length in lengths) / len(lengths),
+        "rollout/truncated_fraction": sum(length >= rollout.max_new_tokens for length in lengths) / len(lengths),
         "rollout/batches": drawn.batches,
-        "rollout/dull_groups": drawn.dull,
+        "rollout/zero_variance_groups": drawn.zero_variance_groups,
         "reward/failures": sum(drawn.failures.values()),
     }

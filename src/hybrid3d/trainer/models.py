@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from hybrid3d.config import Recipe
 from hybrid3d.inputs.models import read_config
-from hybrid3d.train.critic import Critic
+from hybrid3d.train.critic import ValueModel
 from hybrid3d.train.policy import Policy
-from hybrid3d.train.trained import Trained
+from hybrid3d.train.trained import MegatronModel
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Models:
 
     policy: Policy
     reference: Policy | None
-    critic: Critic | None
-    judge: Critic | None
+    critic: ValueModel | None
+    judge: ValueModel | None
 
     @classmethod
     def of(cls, recipe: Recipe, policy: Policy, rank: int) -> Models:
@@ -28,18 +28,18 @@ class Models:
         critic = judge = None
         if recipe.algorithm.critic:
             path = recipe.critic.path or recipe.model.path
-            critic = Critic(read_config(path), recipe, rank, recipe.critic.optimizer or recipe.optimizer, path)
+            critic = ValueModel(read_config(path), recipe, rank, recipe.critic.optimizer or recipe.optimizer, path)
         if recipe.reward.model is not None:
-            judge = Critic(read_config(recipe.reward.model), recipe, rank, path=recipe.reward.model)
+            judge = ValueModel(read_config(recipe.reward.model), recipe, rank, path=recipe.reward.model)
         return cls(policy, reference, critic, judge)
 
     @property
-    def trained(self) -> dict[str, Trained]:
+    def trained(self) -> dict[str, MegatronModel]:
         """What a checkpoint must have, by name."""
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
     @property
-    def _all(self) -> list[Trained]:
+    def _all(self) -> list[MegatronModel]:
         return [m for m in (self.policy, self.reference, self.critic, self.judge) if m is not None]
 
     def adopt(self, recipe: Recipe) -> None:
@@ -47,7 +47,7 @@ class Models:
         for model in self._all:
             model.adopt(recipe)
 
-    def put_away(self) -> None:
+    def offload(self) -> None:
         """Free what only training needs and the recipe offloads, while vLLM generates."""
         for model in self._all:
-            model.put_away()
+            model.offload()

@@ -98,7 +98,7 @@ class Rollout:
         max_new_tokens: tokens of an answer, those that an environment writes included.
         temperature: of sampling, and of training's log-probabilities. Held-out answers are greedy.
         placement: shards are dealt out so that they overlap most with what a rank holds, or in the order of ranks.
-        memory_fraction: of a GPU's memory, that vLLM may take.
+        gpu_memory_utilization: of a GPU's memory, that vLLM may take.
         kv_cache_gib: of an engine's KV cache on a CPU.
         sleep: vLLM gives a GPU's memory to training between its turns.
         environment: what replies to the policy within an answer: `calculator`, or a function of one's own as
@@ -113,7 +113,7 @@ class Rollout:
     max_new_tokens: Tokens
     temperature: Temperature = 1.0
     placement: Literal["overlap", "consecutive"] = "overlap"
-    memory_fraction: Fraction = 0.5
+    gpu_memory_utilization: Fraction = 0.5
     kv_cache_gib: Gibibytes = 1.0
     sleep: bool = True
     environment: Text | None = None
@@ -127,13 +127,13 @@ class Sync:
     Attributes:
         bucket_mib: MiB of a staging buffer.
         verify: which syncs are verified by checksums at both ends: `always`, `every-N` from the first on, or `never`.
-        hidden: a sync begins with the first weights that are updated, while the rest still is.
+        overlap: a sync begins with the first weights that are updated, while the rest still is.
         share_storage: vLLM's tensors lie in Megatron's memory, where layout and dtype are the same.
     """
 
     bucket_mib: Mebibytes = 64.0
     verify: Verified = "never"
-    hidden: bool = True
+    overlap: bool = True
     share_storage: bool = False
 
     @property

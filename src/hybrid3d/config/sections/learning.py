@@ -42,9 +42,9 @@ class Data:
         chat_template: prompts go through the tokenizer's.
         overlong: what becomes of a prompt that leaves no room for an answer: an error, its row is dropped, or it loses
             its beginning.
-        max_broken: share of a file's rows that may be null, blank or without tokens: they are skipped. Where these and
-            the rows that `overlong: drop` drops are more than half of the file (or than this share, if that is larger),
-            the file is refused.
+        max_invalid_fraction: share of a file's rows that may be null, blank or without tokens: they are skipped. Where
+            these and the rows that `overlong: drop` drops are more than half of the file (or than this share, if that is
+            larger), the file is refused.
     """
 
     train: FilePath
@@ -53,7 +53,7 @@ class Data:
     answer: Text = "answer"
     chat_template: bool = False
     overlong: Literal["error", "drop", "truncate_left"] = "error"
-    max_broken: Share = 0.01
+    max_invalid_fraction: Share = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class Algorithm:
         clip: how far below 1 the ratio of probabilities may be; said alone, also how far above.
         clip_high: how far above 1.
         dual_clip: bound of the ratio where an advantage is negative (arXiv 1912.09729, c); `null`: none.
-        aggregation: a loss is a mean over all tokens, a mean of answers' means, or a sum over what answers might have
+        loss_agg_mode: a loss is a mean over all tokens, a mean of answers' means, or a sum over what answers might have
             been long.
         entropy_coef: of the bonus for entropy.
         gamma: discount of what is to come, a token (`ppo`, `reinforce_pp`).
@@ -153,7 +153,7 @@ class Algorithm:
     clip: Fraction | None = None
     clip_high: Positive | None = None
     dual_clip: AboveOne | None = None
-    aggregation: Literal["token", "sequence", "constant"] | None = None
+    loss_agg_mode: Literal["token", "sequence", "constant"] | None = None
     entropy_coef: Coefficient = 0.0
     gamma: Share = 1.0
     lam: Share = 1.0
@@ -235,7 +235,7 @@ class Guard:
             (`docs/algorithms.md`): the run ends with exit code 1, it says so and goes on, or nobody looks.
         spike: a batch is skipped whose gradient's norm is over `clip_grad`, and so many times what is usual.
         kl_explosion: nats of an answer beyond which an adaptive coefficient of the KL becomes a fixed one.
-        acts: how often something is done about a fault; one more ends the run.
+        max_interventions: how often something is done about a fault; one more ends the run.
     """
 
     max_kl: Positive | None = None
@@ -249,7 +249,7 @@ class Guard:
     initial_mismatch: Literal["stop", "warn", "ignore"] = "stop"
     spike: AboveOne | None = None
     kl_explosion: Positive | None = None
-    acts: ExtraTimes = 3
+    max_interventions: ExtraTimes = 3
 
 
 @dataclass(frozen=True, kw_only=True)
