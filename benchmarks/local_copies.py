@@ -24,7 +24,7 @@ from hybrid3d.bench.scaling import Scale, scaled, write_model
 from hybrid3d.config import load_recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.agreed_placement import choose_placement
-from hybrid3d.planning.engine_queries import ask
+from hybrid3d.planning.engine_queries import query_engines
 from hybrid3d.reshard.executor import Executor, Tensors
 from hybrid3d.reshard.layout import Piece
 from hybrid3d.reshard.planner import RankPlan, make_plan
@@ -94,7 +94,7 @@ def main() -> None:
         original = load_recipe(options.recipe, overrides)
         recipe, config = scaled(replace(original, run=replace(original.run, dir=folder)), scale)
         write_model(recipe, config)
-        sides = ask(recipe, read_config(recipe.model.path))
+        sides = query_engines(recipe, read_config(recipe.model.path))
     wanted = [one.demand for one in sides.slots]
     slots = choose_placement(recipe, sides.holdings, wanted, sides.times).slots
     demand = {rank: wanted[slot % len(wanted)] for rank, slot in enumerate(slots)}

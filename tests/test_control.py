@@ -331,7 +331,7 @@ def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is(recipe: Recipe) -> 
 
 def test_a_rate_that_is_set_follows_the_schedule_that_there_was() -> None:
     """Four steps of warm-up, then half a cosine down to `min_lr` at step 12."""
-    from hybrid3d.train.trained import _scheduler, _set_rate
+    from hybrid3d.train.megatron_model import _scheduler, _set_rate
 
     before = Optimizer(lr=0.1, warmup_steps=4, schedule="cosine", min_lr=0.01)
     group: dict[str, Any] = {"params": [], "max_lr": 0.1, "min_lr": 0.01}

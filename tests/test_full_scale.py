@@ -111,7 +111,7 @@ def test_one_tensor_unlike_the_others_is_not_lost_among_them(
     monkeypatch.setattr(sides_module, "standing_layers", lambda config, layout: dict.fromkeys(range(61), 1))
     monkeypatch.setattr(sides_module, "holdings_of_all", lambda config, recipe, layers: spoiled)
     with pytest.raises(PlanError, match=LOST):
-        traffic.planned(recipe, sides_module.ask(recipe, config))
+        traffic.planned(recipe, sides_module.query_engines(recipe, config))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3"])
@@ -124,9 +124,9 @@ def test_a_plan_by_classes_has_the_numbers_of_the_whole_plan(
     experts = 2 if family != "qwen2" else 1
     recipe = recipe_of("deepseek-v3-671b", *layout, *changes, f"train.ep={experts}", "rollout.tp=2")
     config = config_of(recipe)
-    whole = traffic.planned(recipe, sides_module.ask(recipe, config))
+    whole = traffic.planned(recipe, sides_module.query_engines(recipe, config))
     monkeypatch.setattr(sides_module, "WHOLE_PLAN", 0)
-    by_class = traffic.planned(recipe, sides_module.ask(recipe, config))
+    by_class = traffic.planned(recipe, sides_module.query_engines(recipe, config))
     assert whole.buckets is not None
     assert by_class.buckets is None
     assert whole.staging <= by_class.staging

@@ -34,7 +34,7 @@ def test_a_class_that_has_lost_a_tensor_is_seen(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, config = recipe_for(tiny_checkpoint("qwen2"))
-    asked = engine_queries.ask(recipe, config)
+    asked = engine_queries.query_engines(recipe, config)
     real = agreed_placement.classes_of
 
     def fewer(*args: Any) -> list[Any]:

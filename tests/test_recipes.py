@@ -15,7 +15,7 @@ import pytest
 from commands import ROOT
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.checks import check_model
-from hybrid3d.planning.engine_queries import ask
+from hybrid3d.planning.engine_queries import query_engines
 from hybrid3d.planning.fitting import MemoryOf
 from hybrid3d.planning.hardware import hardware_of
 from hybrid3d.planning.peers import gathered
@@ -97,7 +97,7 @@ def test_deepseek_v3_is_hybridflow_s_table_2() -> None:
     """
     layers, batch = ["train.first_stage_layers=6", "train.last_stage_layers=5"], "algorithm.prompts_per_step=510"
     recipe = recipe_of("deepseek-v3-671b", "train.tp=8", "train.pp=12", "train.ep=8", "train.dp=1", *layers, batch)
-    plan = planned(recipe, ask(recipe, check_model(recipe, planned=True)))
+    plan = planned(recipe, query_engines(recipe, check_model(recipe, planned=True)))
     peers = gathered(recipe, plan)
     assert plan.model / 1e9 == pytest.approx(1342, abs=0.5)
     assert plan.model_experts / 1e9 == pytest.approx(1308, abs=0.5)
@@ -114,7 +114,7 @@ def test_wide_expert_parallelism_over_512_gpus_worked_by_hand() -> None:
     """EP128 over TP8: two experts of each of 58 layers; vLLM keeps shared experts, routers and latents whole there."""
     recipe = recipe_of("deepseek-v3-671b-wide-ep")
     assert recipe.world_size == 512
-    plan = planned(recipe, ask(recipe, check_model(recipe, planned=True)))
+    plan = planned(recipe, query_engines(recipe, check_model(recipe, planned=True)))
     expert = 58 * 3 * 7168 * 2048 * 2
     assert plan.model_experts == 256 * expert
     latents = 61 * 7168 * (1536 + 512 + 64) * 2

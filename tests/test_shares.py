@@ -14,7 +14,7 @@ from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import PolicyObjective, TokenScores
 from hybrid3d.run.health import Guard
-from hybrid3d.train.trained import StepReport
+from hybrid3d.train.megatron_model import StepReport
 from hybrid3d.trainer.learner import Experience, Learner, shares_of
 from hybrid3d.trainer.metrics import StepMetrics
 

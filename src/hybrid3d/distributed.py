@@ -1,4 +1,7 @@
-"""The processes of a run: who this rank is, the default process group, and small exchanges between ranks."""
+"""The processes of a run: this rank's number, the process group of all ranks, and collectives on Python objects.
+
+Every collective takes its process group as an argument, and every rank of that group calls it.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hybrid3d.launch_environment import RUN as IDENT
 from hybrid3d.launch_environment import adopt_slurm, local_rank, local_world_size, rank, under_launcher, world_size
-from hybrid3d.launch_environment import run as ident
+from hybrid3d.launch_environment import run as run_id
 
 __all__ = [
-    "IDENT",
     "adopt_slurm",
-    "first",
-    "gather",
+    "all_reduce_max",
+    "all_reduce_min",
+    "broadcast_object",
+    "gather_objects",
     "gather_unique",
-    "ident",
-    "largest",
-    "least",
     "local_rank",
     "local_world_size",
-    "most",
     "rank",
+    "run_id",
     "start",
     "under_launcher",
     "world_size",
@@ -55,11 +55,14 @@ class GlooOfOneLoop(dist.ProcessGroupGloo):
         super().__init__(store, rank, size, options)
 
 
-def start(store: dist.Store | None = None) -> None:
-    """Bind this rank to its GPU, where there is one, and build the default process group.
+def start(store: dist.Store | None = None) -> dist.ProcessGroup:
+    """Bind this rank to its GPU, where there is one, and create the default process group.
 
     Args:
-        store: through which the ranks have met already; without it they meet at MASTER_ADDR:MASTER_PORT.
+        store: the rendezvous store of the ranks; without it they rendezvous at MASTER_ADDR:MASTER_PORT.
+
+    Returns:
+        The group of all ranks.
     """
     distributed_c10d.ProcessGroupGloo = GlooOfOneLoop  # what `new_group` makes, whoever calls it
     cuda = torch.cuda.is_available()
@@ -70,60 +73,61 @@ def start(store: dist.Store | None = None) -> None:
     if store is not None:
         met = {"store": dist.PrefixStore("default", store), "rank": rank(), "world_size": world_size()}
     dist.init_process_group(backend, timeout=timedelta(minutes=10), **met)
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
-def gather(value: Any) -> list[Any]:
-    """Every rank's value, by rank, on every rank. For records, not for tensors."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return every rank's value, by rank in the group, on every rank. For records, not for tensors."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def gather_unique(value: Any) -> list[tuple[list[int], Any]]:
-    """Every rank's value, each once, with the ranks that have it; on every rank.
+def gather_unique(value: Any, group: dist.ProcessGroup) -> list[tuple[list[int], Any]]:
+    """Return each distinct value once, with the ranks in the group that have it, on every rank.
 
-    For what is large and mostly the same: it is sent as often as it differs.
+    For large values that are mostly equal: each distinct one is sent once.
     """
-    own = pickle.dumps(value)
-    having: dict[tuple[bytes, int], list[int]] = {}
-    for other, digest in enumerate(gather((hashlib.sha256(own).digest(), len(own)))):
-        having.setdefault(digest, []).append(other)
+    pickled = pickle.dumps(value)
+    ranks_of: dict[tuple[bytes, int], list[int]] = {}
+    for other, digest in enumerate(gather_objects((hashlib.sha256(pickled).digest(), len(pickled)), group)):
+        ranks_of.setdefault(digest, []).append(other)
     found = []
-    for (_, nbytes), those in having.items():
+    for (_, nbytes), ranks in ranks_of.items():
         buffer = torch.empty(nbytes, dtype=torch.uint8)
-        if those[0] == rank():
-            buffer = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        dist.broadcast(buffer, those[0])
-        found.append((those, pickle.loads(buffer.numpy().tobytes())))
+        if ranks[0] == group.rank():
+            buffer = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+        dist.broadcast(buffer, group=group, group_src=ranks[0])
+        found.append((ranks, pickle.loads(buffer.numpy().tobytes())))
     return found
 
 
-def first(value: Any) -> Any:
-    """Rank 0's value, on every rank; what the others give does not matter. For what is mostly None: then one number."""
-    data = pickle.dumps(value) if rank() == 0 and value is not None else b""
+def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
+    """Return the value of the group's first rank on every rank; the values of the others are ignored.
+
+    None costs one number, so this is cheap where there is rarely anything to send.
+    """
+    data = pickle.dumps(value) if group.rank() == 0 and value is not None else b""
     size = torch.tensor(len(data))
-    dist.broadcast(size, 0)
+    dist.broadcast(size, group=group, group_src=0)
     if not size:
         return None
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(buffer, 0)
+    dist.broadcast(buffer, group=group, group_src=0)
     return pickle.loads(buffer.numpy().tobytes())
 
 
-def least(number: int) -> int:
-    """The smallest of the numbers that ranks give, on every rank."""
+def all_reduce_min(number: int, group: dist.ProcessGroup) -> int:
+    """Return the smallest of the ranks' numbers on every rank."""
     tensor = torch.tensor(number)
-    dist.all_reduce(tensor, dist.ReduceOp.MIN)
+    dist.all_reduce(tensor, dist.ReduceOp.MIN, group=group)
     return int(tensor)
 
 
-def largest(number: int) -> int:
-    """Of the numbers that ranks give, on every rank."""
-    return most([number])[0]
-
-
-def most(numbers: Sequence[int]) -> list[int]:
-    """Of as many numbers as every rank gives, place by place the largest; on every rank."""
+def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """Return the element-wise maximum of the ranks' numbers on every rank; every rank gives as many."""
     tensor = torch.tensor(numbers, dtype=torch.int64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
     return tensor.tolist()

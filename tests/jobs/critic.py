@@ -19,7 +19,7 @@ from hybrid3d.config import Train
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.batch import Rows
 from hybrid3d.train import checkpoint, runtime
-from hybrid3d.train.critic import ValueModel
+from hybrid3d.train.value_model import ValueModel
 from hybrid3d.train.policy import Policy
 
 

@@ -24,7 +24,7 @@ from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import PolicyObjective, sft_loss
 from hybrid3d.train import checkpoint, runtime
 from hybrid3d.train.policy import Policy
-from hybrid3d.train.trained import MegatronModel, StepReport
+from hybrid3d.train.megatron_model import MegatronModel, StepReport
 
 FILE_BYTES = 300_000  # so that the tiny checkpoints are exported into several files
 

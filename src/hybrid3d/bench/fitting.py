@@ -14,7 +14,7 @@ from hybrid3d.bench.scaling import write_model
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.families import Config
 from hybrid3d.inputs.models import read_config
-from hybrid3d.planning.engine_queries import ask
+from hybrid3d.planning.engine_queries import query_engines
 from hybrid3d.planning.isolated import run_in_subprocess
 from hybrid3d.planning.traffic import planned
 
@@ -58,7 +58,7 @@ def _available() -> int:
 
 def room(recipe: Recipe) -> tuple[int, int]:
     """Bytes of the fullest rank, and of all: weights (vLLM's twice, as it packs them on a CPU) and buffers."""
-    found = planned(recipe, ask(recipe, read_config(recipe.model.path)))
+    found = planned(recipe, query_engines(recipe, read_config(recipe.model.path)))
     wire = found.traffic.sum(0) + found.traffic.sum(1) + 2 * found.local
     staging = 2 * found.staging + found.finalize + 4 * recipe.sync.bucket_bytes
     each = found.held + 2 * found.wanted + wire + staging

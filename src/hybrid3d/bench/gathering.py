@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from hybrid3d import distributed
+from hybrid3d.distributed import gather_objects
 from hybrid3d.families import is_expert
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Signature, natural
@@ -39,7 +39,7 @@ class Peers:
     """What a rank must know of the others.
 
     Attributes:
-        outlines: what each rank holds.
+        signatures: what each rank holds.
         tp, experts: the ranks over which this one's weights are brought together.
         columns: the ranks in each rank's place of every stage, in the order of the stages.
     """
@@ -53,11 +53,15 @@ class Peers:
 
     @classmethod
     def meet(
-        cls, signatures: Sequence[Signature], shapes: Mapping[str, Shape], groups: tuple[Group, Group, Group]
+        cls,
+        signatures: Sequence[Signature],
+        shapes: Mapping[str, Shape],
+        groups: tuple[Group, Group, Group],
+        everyone: Group,
     ) -> Peers:
-        """Every rank calls this together, with its groups over stages, TP ranks and experts."""
+        """Make this rank's, from its groups over stages, TP ranks and experts; all ranks call it together."""
         stages, tp, experts = (dist.get_process_group_ranks(group) for group in groups)
-        return cls(dist.get_rank(), signatures, shapes, tp, experts, distributed.gather(stages))
+        return cls(everyone.rank(), signatures, shapes, tp, experts, gather_objects(stages, everyone))
 
 
 @dataclass
@@ -68,7 +72,7 @@ class _Bucket:
         root: the rank of this rank's column that holds its part.
         ranks: whose parts are brought together; this one alone where each column has all.
         members: what each of these ranks holds, one piece behind the other, as it lies in that rank's part.
-        parts: their bytes, `own` among them.
+        parts: their bytes, `local` among them.
         nbytes: of the longest of them.
     """
 
@@ -78,7 +82,7 @@ class _Bucket:
     members: list[list[Piece]]
     opens: bool = False
     closes: bool = False
-    own: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    local: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     parts: list[torch.Tensor] = field(default_factory=list)
     packing: Copies = field(default_factory=Copies)
     unpacking: Copies = field(default_factory=Copies)
@@ -136,7 +140,7 @@ class Gather:
     def _place(self, bucket: _Bucket, memory: Memory) -> None:
         step = aligned(bucket.nbytes)
         bucket.parts = [memory.flat(i * step, bucket.nbytes, torch.uint8) for i in range(len(bucket.ranks))]
-        bucket.loss_mask = bucket.parts[list(bucket.ranks).index(self._peers.rank)]
+        bucket.local = bucket.parts[list(bucket.ranks).index(self._peers.rank)]
 
     def _bind_unpacking(self, bucket: _Bucket, wants: Mapping[str, list[Piece]]) -> None:
         seen: set[tuple[str, Box]] = set()  # of several that hold the same, the first is read
@@ -151,7 +155,7 @@ class Gather:
     def _bind_packing(self, bucket: _Bucket, holds: Mapping[str, list[Piece]], source: Source) -> None:
         for piece in bucket.members[list(bucket.ranks).index(self._peers.rank)]:
             lies = next(p for p in holds[piece.name] if p.box.contains(piece.box))
-            bucket.packing.add(_view(bucket.loss_mask, piece), source.read(lies.part(piece.box)))
+            bucket.packing.add(_view(bucket.local, piece), source.read(lies.part(piece.box)))
 
     @torch.no_grad()
     def run(self) -> int:
@@ -176,11 +180,11 @@ class Gather:
         bucket, column = self._buckets[number], self._peers.columns[self._peers.rank]
         bucket.packing.run()
         if bucket.root != self._peers.rank:
-            self._transport.submit_recv(bucket.loss_mask, bucket.root, 2 * number)
+            self._transport.submit_recv(bucket.local, bucket.root, 2 * number)
         else:
             for other in column:
                 if other != self._peers.rank:
-                    self._transport.submit_send(bucket.loss_mask, other, 2 * number)
+                    self._transport.submit_send(bucket.local, other, 2 * number)
         return self._transport.run()
 
     def _exchange(self, number: int) -> Pending:
@@ -191,7 +195,7 @@ class Gather:
                 self._transport.submit_recv(part, other, 2 * number + 1)
         for other in bucket.ranks:
             if other != self._peers.rank:
-                self._transport.submit_send(bucket.loss_mask, other, 2 * number + 1)
+                self._transport.submit_send(bucket.local, other, 2 * number + 1)
         return self._transport.run()
 
     def _finish(self, bucket: _Bucket, gathered: Pending) -> None:

@@ -20,7 +20,7 @@ from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.classes import Signature
 from hybrid3d.reshard.executor import Executor
 from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.roles.weight_sync import WeightSync
+from hybrid3d.roles.weight_sync import WeightSync, is_verified
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.rollout.weights import RolloutWeights
 from hybrid3d.train.model import build_model
@@ -59,18 +59,19 @@ class Bench:
     Every rank calls every method together.
     """
 
-    def __init__(self, recipe: Recipe, rank: int, slots: Sequence[int], say: Say):
+    def __init__(self, recipe: Recipe, group: dist.ProcessGroup, slots: Sequence[int], say: Say):
+        self._group = group
         say("building both engines")
         config = read_config(recipe.model.path)
         self._trained = megatron_weights(build_model(config, recipe.train, getattr(torch, recipe.model.dtype)), config)
-        self._engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
+        self._engine = RolloutEngine(recipe, group.rank(), distributed.run_id(), slots)
         say("planning")
-        self._sync = sync = WeightSync(recipe, self._trained, self._engine, rank)
+        self._sync = sync = WeightSync(recipe, group, self._trained, self._engine)
         signatures = {r: signature for those, signature in sync.holders for r in those}
         self._sink = CheckedSink(sync.sink, _dtypes(signatures.values()))
         self._hybrid = Executor(sync.plan, sync.source, self._sink, sync.transport, device())
         shapes = canonical_shapes(signatures.values())
-        peers = Peers.meet([signatures[r] for r in sorted(signatures)], shapes, gather_groups())
+        peers = Peers.meet([signatures[r] for r in sorted(signatures)], shapes, gather_groups(), group)
         ends = (self._trained.holdings, sync.source), (sync.sink.demand, self._sink)
         self._gather = Gather(peers, *ends, recipe.sync.bucket_bytes, sync.transport, device())
         self._wire = Wire(*peers_bytes(sync.plan), sync.plan.local_bytes, sync.transport, device())
@@ -83,7 +84,7 @@ class Bench:
             "wire": self._wire.run,
             "gather_wire": self._gather_wire.run,
             "finalize": lambda: self._whole(self._finalize),
-            "sync": lambda: self._add("sync", sync.run(0).phases),
+            "sync": lambda: self._add("sync", sync.run(0, is_verified(recipe.sync.verify, 0)).phases),
         }
 
     def _whole(self, run: Callable[[], T]) -> T:
@@ -108,11 +109,11 @@ class Bench:
     def seconds(self, method: str) -> float:
         """Of the slowest rank."""
         synchronize()
-        dist.barrier()
+        dist.barrier(self._group)
         start = time.perf_counter()
         self.methods[method]()
         synchronize()
-        return max(distributed.gather(time.perf_counter() - start))
+        return max(distributed.gather_objects(time.perf_counter() - start, self._group))
 
     def _finalize(self) -> None:
         """What vLLM does after loading, with nothing moved."""
@@ -141,20 +142,21 @@ class Bench:
             "gather_operations": self._gather.operations,
             "wire_operations": self._wire.operations,
         }
-        every = distributed.gather(found)
+        every = distributed.gather_objects(found, self._group)
         return {key: (max if key.startswith("max_") else sum)(one[key] for one in every) for key in found}
 
     def close(self) -> None:
         self._engine.close()
 
 
-def measure(recipe: Recipe, repeats: int, rank: int, slots: Sequence[int], say: Say) -> dict[str, Any]:
+def measure(recipe: Recipe, repeats: int, group: dist.ProcessGroup, slots: Sequence[int], say: Say) -> dict[str, Any]:
     """Each method's seconds, bytes, operations, memory, and whether it was bit-exact: the same on every rank."""
-    bench = Bench(recipe, rank, slots, say)
+    bench = Bench(recipe, group, slots, say)
     exact = {}
     for number, name in enumerate(("hybrid3d", "gather"), start=1):
         say(f"checking every bit of {name}")
-        exact[name] = sorted({tensor for wrong in distributed.gather(bench.wrong(name, number)) for tensor in wrong})
+        by_rank = distributed.gather_objects(bench.wrong(name, number), group)
+        exact[name] = sorted({tensor for wrong in by_rank for tensor in wrong})
     taken: dict[str, list[float]] = {name: [] for name in bench.methods}
     for turn in range(repeats + 1):  # the first is not counted
         say(f"run {turn} of {repeats}" if turn else "warming up")
@@ -162,7 +164,7 @@ def measure(recipe: Recipe, repeats: int, rank: int, slots: Sequence[int], say: 
             seconds.append(bench.seconds(name))
         if not turn:
             bench.phases = {method: defaultdict(float) for method in bench.phases}
-    phases = distributed.gather(bench.phases)
+    phases = distributed.gather_objects(bench.phases, group)
     numbers = bench.numbers()
     bench.close()
     return {

@@ -8,29 +8,50 @@ from typing import Protocol
 
 
 class StaleWeights(RuntimeError):
-    """Generating was refused: the engine's weights are older than allowed, or a sync was broken off."""
+    """The engine's weights are older than the version that was required, or a sync of them was interrupted."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A prompt, and how to sample an answer to it.
+
+    Attributes:
+        prompt_ids: token ids.
+        max_new_tokens: the answer has at most so many tokens.
+        stop_tokens: tokens that end the answer.
+        seed: of this request alone, so that a run repeats; None samples greedily.
+        temperature: of the distribution that is sampled; unused where greedy.
+    """
+
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    stop_tokens: Sequence[int]
+    seed: int | None = None
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer or a part of it.
+    """An answer to a request, or the next part of one.
 
     Attributes:
         tokens: the one that ended it included.
         logprobs: with which each token was sampled; empty for a greedy answer.
+        weight_version: of the weights that generated it.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    weight_version: int
 
 
 class Engine(Protocol):
     """One rank of a replica of the model that generates. All ranks of a replica call every method together.
 
     Attributes:
-        replica: which replica this rank belongs to.
+        replica: the number of the replica that this rank belongs to.
         replicas: how many there are.
-        leads: whether this rank speaks for its replica.
+        leads: whether this rank reports for its replica.
         end_tokens: the checkpoint's tokens that end an answer.
     """
 
@@ -41,17 +62,10 @@ class Engine(Protocol):
     @property
     def end_tokens(self) -> Sequence[int]: ...
 
-    def require(self, weights: int) -> int:
-        """The version of the engine's weights, at least this one. StaleWeights: they are older, or not whole."""
-        ...
+    def generate(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
+        """Return one completion for each request, by weights of this version or a later one.
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int] | None,
-        end_token: int,
-        stops: Sequence[int] = (),
-        longest: Sequence[int] | None = None,
-    ) -> list[Completion]:
-        """Sample one answer for each prompt (token ids) with a seed of its own; greedily where `seeds` is None."""
+        Raises:
+            StaleWeights: the engine's weights are older, or a sync of them was interrupted.
+        """
         ...

@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hybrid3d import distributed
+import torch.distributed as dist
+
 from hybrid3d.config import Recipe
+from hybrid3d.distributed import broadcast_object, gather_objects
+from hybrid3d.generation.engine import Completion, Engine, GenerationRequest
 from hybrid3d.rewards.environment_runner import EnvironmentRunner, Reply, check_environment
 from hybrid3d.rewards.environments import ends_in, stop_tokens
 from hybrid3d.rl.data import Example
-
-if TYPE_CHECKING:
-    from hybrid3d.generation.engine import Engine
 
 
 @dataclass
@@ -24,11 +24,12 @@ class Trajectory:
     Attributes:
         seed: of the first draw; None where it is greedy.
         tokens: the policy's and the environment's.
-        own: whether each is the policy's.
+        loss_mask: whether the policy generated each token.
         logprobs: with which vLLM drew the policy's; none where it is greedy.
         turns: texts, the policy's and the environment's in turn, without the policy's last.
         begin: where in `tokens` that one begins.
-        draws: how often vLLM was asked to go on.
+        requests: how many the engine has completed for it.
+        weight_version: of the weights that generated it.
         failure: the kind of failure that broke it off, and what was said of it.
     """
 
@@ -39,7 +40,8 @@ class Trajectory:
     logprobs: list[float] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
     begin: int = 0
-    draws: int = 0
+    requests: int = 0
+    weight_version: int = 0
     over: bool = False
     failure: str = ""
     said: str = ""
@@ -52,17 +54,18 @@ class Trajectory:
     def replies(self) -> int:
         return len(self.turns) // 2
 
-    def draw_seed(self) -> int | None:
-        """A seed of its own for each time that it goes on; the first is the answer's."""
-        if self.seed is None or self.draws == 0:
+    def request_seed(self) -> int | None:
+        """Return a seed of its own for each request; the first is the answer's seed."""
+        if self.seed is None or self.requests == 0:
             return self.seed
-        return int.from_bytes(hashlib.sha256(f"{self.seed}/{self.draws}".encode()).digest()[:4], "little")
+        return int.from_bytes(hashlib.sha256(f"{self.seed}/{self.requests}".encode()).digest()[:4], "little")
 
-    def write(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """The policy's next tokens."""
-        self._add(tokens, loss_mask=True)
-        self.logprobs += logprobs
-        self.draws += 1
+    def write(self, completion: Completion) -> None:
+        """Append the policy's next tokens."""
+        self._add(completion.tokens, loss_mask=True)
+        self.logprobs += completion.logprobs
+        self.weight_version = completion.weight_version
+        self.requests += 1
 
     def hear(self, heard: TurnResult) -> None:
         """Words, which end the policy's turn; none, and it goes on within its turn; or the end."""
@@ -95,11 +98,12 @@ class TurnResult:
 class MultiTurnRollout:
     """Holds conversations with the recipe's environment; without one they have one turn.
 
-    Every rank makes one of these and calls `hold`, all together.
+    Every rank of the group makes one of these and calls `run`, all together.
     """
 
-    def __init__(self, recipe: Recipe, engine: Engine, tokenizer: Any):
+    def __init__(self, recipe: Recipe, engine: Engine, tokenizer: Any, group: dist.ProcessGroup):
         rollout, reward = recipe.rollout, recipe.reward
+        self._group = group
         assert rollout is not None, "checked when the recipe was read"
         self._engine, self._tokenizer, self._end = engine, tokenizer, tokenizer.eos_token_id
         self._ends = {self._end, *engine.end_tokens}
@@ -109,28 +113,32 @@ class MultiTurnRollout:
         if rollout.environment is not None:
             self._replier = EnvironmentRunner(rollout.environment, reward.workers, reward.timeout_seconds)
             # A user's module says its stops; it runs in no rank, and to load it takes a process.
-            told = check_environment(rollout.environment) if distributed.rank() == 0 else None
-            self._stops = distributed.gather(told)[0]
+            told = check_environment(rollout.environment) if group.rank() == 0 else None
+            self._stops = broadcast_object(told, group) or ()
         self._stop_tokens = stop_tokens(tokenizer, self._stops)
 
-    def hold(self, examples: Sequence[Example], seeds: Sequence[int] | None) -> list[Trajectory]:
-        """One about each example, to its end; drawn with these seeds, or greedily.
+    def run(
+        self, examples: Sequence[Example], seeds: Sequence[int] | None, version: int, temperature: float = 1.0
+    ) -> list[Trajectory]:
+        """Generate an answer to each example, turn by turn: with these seeds at a temperature, or greedily.
+
+        Args:
+            version: the engine's weights must have this version or a later one.
 
         All replicas go on until the last of their conversations is over: engines that share experts step together.
         """
-        greedy = seeds is None
+        stop_tokens = [self._end, *self._stop_tokens]
         held = [Trajectory(e, seed) for e, seed in zip(examples, seeds or [None] * len(examples), strict=True)]
         going, anyone = held, True
         while anyone:
-            completions = self._engine.generate(
-                [one.context for one in going],
-                None if greedy else [one.draw_seed() for one in going],
-                self._end,
-                self._stop_tokens,
-                [self._longest - len(one.tokens) for one in going],
-            )
-            for one, completion in zip(going, completions, strict=True):
-                one.write(completion.tokens, completion.logprobs)
+            requests = [
+                GenerationRequest(
+                    one.context, self._longest - len(one.tokens), stop_tokens, one.request_seed(), temperature
+                )
+                for one in going
+            ]
+            for one, completion in zip(going, self._engine.generate(requests, version), strict=True):
+                one.write(completion)
             anyone = self._replier is not None and self._hear(self._replier, going)
             going = [one for one in going if not one.over]
         return held
@@ -143,7 +151,7 @@ class MultiTurnRollout:
     def _hear(self, replier: EnvironmentRunner, going: Sequence[Trajectory]) -> bool:
         """Let the environment reply; whether any conversation of any replica goes on."""
         told = (self._engine.replica, self._heard(replier, going)) if self._engine.leads else None
-        of_replicas = dict(filter(None, distributed.gather(told)))
+        of_replicas = dict(filter(None, gather_objects(told, self._group)))
         for one, heard in zip(going, of_replicas[self._engine.replica], strict=True):
             one.hear(heard)
         return any(not heard.over for replica in of_replicas.values() for heard in replica)

@@ -1,4 +1,4 @@
-"""Sampling and evaluation over all replicas: prompts are dealt out, answers and rewards are brought together."""
+"""Sampling and evaluation over all replicas: prompts are distributed to them, answers and rewards are gathered."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid3d import distributed
+import torch.distributed as dist
+
 from hybrid3d.config import Recipe
+from hybrid3d.distributed import gather_objects
 from hybrid3d.generation.engine import Engine
 from hybrid3d.generation.multi_turn import MultiTurnRollout, Trajectory
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
@@ -25,17 +27,30 @@ class FailedRewards(RuntimeError):
 
 
 class Rollouts:
-    """Draws samples with the weights that the engine has. Every rank calls every method together.
+    """Generates and scores samples over all replicas of the engine. Every rank calls every method together.
 
     Attributes:
         train, held_out: the prompts.
     """
 
-    def __init__(self, recipe: Recipe, engine: Engine, tokenizer: Any, train: PromptData, held_out: PromptData):
+    def __init__(
+        self,
+        recipe: Recipe,
+        engine: Engine,
+        tokenizer: Any,
+        train: PromptData,
+        held_out: PromptData,
+        group: dist.ProcessGroup,
+    ):
+        """
+        Args:
+            group: all ranks that generate; the results are the same on each.
+        """
         self._recipe = recipe
         self._engine = engine
         self._tokenizer = tokenizer
-        self._conversations = MultiTurnRollout(recipe, engine, tokenizer)
+        self._group = group
+        self._multi_turn = MultiTurnRollout(recipe, engine, tokenizer, group)
         self.train = train
         self.held_out = held_out
         reward = recipe.reward
@@ -46,18 +61,20 @@ class Rollouts:
         """Whether the reward by name is what is trained on; otherwise a reward model scores the samples later."""
         return self._recipe.reward.model is None
 
-    def draw(self, step: int, batch: int, further: int = 0) -> RolloutBatch:
-        """The samples of a step.
+    def generate_batch(self, version: int, batch: int, temperature: float, extra_batches: int = 0) -> RolloutBatch:
+        """Generate a step's samples.
 
-        Groups of a prompt's samples whose rewards are all alike teach nothing: up to `further` batches of prompts are
-        drawn for others in their place (DAPO, arXiv 2503.14476, section 3.2). What is then still missing, they fill up.
+        Groups of a prompt's samples with equal rewards have zero advantages: up to `extra_batches` further batches of
+        prompts are generated to replace them (DAPO, arXiv 2503.14476, section 3.2). Where they still do not suffice,
+        such groups fill the batch.
 
         Args:
-            step: whose weights the engine must have.
+            version: the engine's weights must have this version or a later one.
             batch: number of the first batch of prompts.
+            temperature: at which answers are sampled.
 
         Raises:
-            StaleWeights: the engine's weights are older than those of this step.
+            StaleWeights: the engine's weights are older, or a sync of them was interrupted.
             FailedRewards: more than `reward.max_failures` of the samples' rewards failed, or all of them.
         """
         wanted, group = self._recipe.algorithm.prompts_per_step, self._recipe.algorithm.samples_per_prompt
@@ -67,14 +84,14 @@ class Rollouts:
         failures: Counter[str] = Counter()
         examples: dict[str, str] = {}
         batches = zero_variance = 0
-        while len(found) < wanted and batches <= further:
-            samples, scores = self._draw_batch(step, batch + batches)
+        while len(found) < wanted and batches <= extra_batches:
+            samples, scores = self._generate_samples(version, batch + batches, temperature)
             of_batch, said = _failed(scores)
             failures.update(of_batch)
             examples = said | examples
             for one in (samples[start : start + group] for start in range(0, len(samples), group)):
                 uniform = self._scores_training and group > 1 and all(sample.reward == one[0].reward for sample in one)
-                (fillers if uniform and further else found).append(len(groups))
+                (fillers if uniform and extra_batches else found).append(len(groups))
                 groups.append(one)
                 zero_variance += uniform
             batches += 1
@@ -103,28 +120,31 @@ class Rollouts:
         fix = f"mend {blamed}, or raise reward.timeout_seconds"
         raise FailedRewards(f"{failed} of {samples} {what} failed{where}: {kinds}; {bound}: {fix}")
 
-    def _draw_batch(self, step: int, batch: int) -> tuple[list[Sample], list[Scores]]:
-        weights = self._engine.require(step)
+    def _generate_samples(self, version: int, batch: int, temperature: float) -> tuple[list[Sample], list[Scores]]:
         algorithm, run = self._recipe.algorithm, self._recipe.run
         examples = self.train.batch(batch, algorithm.prompts_per_step)
         work = [
             (example, request_seed(run.seed, batch, i, n))
-            for i, example in self._mine(list(enumerate(examples)))
+            for i, example in self._local(list(enumerate(examples)))
             for n in range(algorithm.samples_per_prompt)
         ]
-        held = self._conversations.hold([example for example, _ in work], [s for _, s in work])
-        return self._scored(held, weights, self._scores_training)
+        trajectories = self._multi_turn.run(
+            [example for example, _ in work], [s for _, s in work], version, temperature
+        )
+        return self._scored(trajectories, self._scores_training)
 
-    def evaluate(self, step: int) -> EvalResult:
-        """Answer the held-out problems greedily.
+    def evaluate(self, version: int) -> EvalResult:
+        """Answer the held-out problems greedily, and score the answers.
+
+        Args:
+            version: as for `generate_batch`.
 
         Raises:
-            StaleWeights: the engine's weights are older than those of this step.
+            StaleWeights: the engine's weights are older, or a sync of them was interrupted.
             FailedRewards: all of the rewards failed.
         """
-        weights = self._engine.require(step)
-        examples = self._mine(list(self.held_out.examples))
-        samples, scores = self._scored(self._conversations.hold(examples, None), weights)
+        examples = self._local(list(self.held_out.examples))
+        samples, scores = self._scored(self._multi_turn.run(examples, None, version))
         rewards = [sample.reward for sample in samples]
         failures, of_kinds = _failed(scores)
         self._check(failures, of_kinds, len(rewards), allowed=1.0, where=" on held-out problems")
@@ -134,14 +154,12 @@ class Rollouts:
     def close(self) -> None:
         """End the processes that compute rewards and replies."""
         self._scorer.close()
-        self._conversations.close()
+        self._multi_turn.close()
 
-    def _scored(
-        self, held: Sequence[Trajectory], weights: int, by_name: bool = True
-    ) -> tuple[list[Sample], list[Scores]]:
-        """Everyone's samples, and what the replicas' rewards say of themselves: one rank of each scores its own.
+    def _scored(self, held: Sequence[Trajectory], by_name: bool = True) -> tuple[list[Sample], list[Scores]]:
+        """Return all replicas' samples and scores; one rank of each replica scores its own.
 
-        Without `by_name` all rewards are 0, until the reward model's take their place.
+        Without `by_name` all rewards are 0, until the reward model's scores replace them.
         """
         held = held if self._engine.leads else []
         answers = [self._tokenizer.decode(one.tokens, skip_special_tokens=True) for one in held]
@@ -156,7 +174,7 @@ class Rollouts:
                 logprobs=tuple(one.logprobs),
                 answer=answer,
                 reward=reward,
-                weights=weights,
+                weight_version=one.weight_version,
             )
             for one, answer, reward in zip(held, answers, scores.rewards, strict=True)
         ]
@@ -165,14 +183,14 @@ class Rollouts:
         told = Scores([], failures | scores.failures, broken | scores.examples)
         return self._of_all_replicas(samples), self._of_all_replicas([told])
 
-    def _mine(self, items: list) -> list:
+    def _local(self, items: list) -> list:
         """This replica's consecutive share."""
         first, last = (len(items) * (self._engine.replica + i) // self._engine.replicas for i in (0, 1))
         return items[first:last]
 
     def _of_all_replicas(self, items: list) -> list:
         """Everyone's items, in the order in which they were dealt out: that of replicas, whichever ranks they are."""
-        shares = distributed.gather((self._engine.replica, items) if self._engine.leads else None)
+        shares = gather_objects((self._engine.replica, items) if self._engine.leads else None, self._group)
         return [item for _, share in sorted(filter(None, shares), key=lambda s: s[0]) for item in share]
 
 

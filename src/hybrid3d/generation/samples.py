@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from hybrid3d.config import Rollout
 
 
 @dataclass(frozen=True)
@@ -11,9 +14,9 @@ class Sample:
 
     Attributes:
         tokens: of the answer, what an environment wrote in it included.
-        own: whether each is the policy's.
-        logprobs: at which vLLM drew the policy's.
-        weights: the number of updates that the weights which it was drawn with have behind them.
+        loss_mask: whether the policy generated each token.
+        logprobs: of the policy's tokens, with which vLLM sampled them.
+        weight_version: of the weights that generated it: the number of updates behind them.
     """
 
     prompt: str
@@ -23,17 +26,17 @@ class Sample:
     logprobs: tuple[float, ...]
     answer: str
     reward: float
-    weights: int
+    weight_version: int
 
     @property
     def num_loss_tokens(self) -> int:
-        """How many of the tokens are the policy's."""
+        """How many tokens the policy generated."""
         return sum(self.loss_mask)
 
     @property
     def turns(self) -> int:
-        """How often the policy had its say."""
-        return sum(mine and not before for before, mine in zip((False, *self.loss_mask), self.loss_mask, strict=False))
+        """How many turns the policy had."""
+        return sum(now and not before for before, now in zip((False, *self.loss_mask), self.loss_mask, strict=False))
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,28 @@ class RolloutBatch:
     zero_variance_groups: int
     failures: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
+
+    def metrics(self, samples: Sequence[Sample], rollout: Rollout) -> dict[str, float]:
+        """Return the metrics of the samples' lengths, turns and rewards.
+
+        Args:
+            samples: these, with the rewards that training used.
+        """
+        lengths = [len(sample.tokens) for sample in samples]
+        turns: dict[str, float] = {}
+        if rollout.environment is not None:
+            turns["rollout/turns_mean"] = sum(sample.turns for sample in samples) / len(samples)
+            others = sum(lengths) - sum(sample.num_loss_tokens for sample in samples)
+            turns["rollout/environment_tokens_mean"] = others / len(samples)
+        return turns | {
+            "reward/mean": sum(sample.reward for sample in samples) / len(samples),
+            "rollout/response_tokens_mean": sum(lengths) / len(lengths),
+            "rollout/response_tokens_max": max(lengths),
+            "rollout/truncated_fraction": sum(length >= rollout.max_new_tokens for length in lengths) / len(lengths),
+            "rollout/batches": self.batches,
+            "rollout/zero_variance_groups": self.zero_variance_groups,
+            "reward/failures": sum(self.failures.values()),
+        }
 
 
 @dataclass(frozen=True)

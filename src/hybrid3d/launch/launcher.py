@@ -18,10 +18,10 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from hybrid3d import distributed
 from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.launch.machine_memory import total_memory
 from hybrid3d.launch.worker import last_words
+from hybrid3d.launch_environment import RUN, local_world_size
 from hybrid3d.process import nothing_left, shared_memory_of
 from hybrid3d.run.run_folder import RunFolder
 
@@ -58,7 +58,7 @@ def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Co
 def _run_once(arguments: list[str], world_size: int, folder: RunFolder) -> dict[int, Any]:
     """What the launcher saw of each rank that ended badly: `exitcode`, negative for a signal."""
     ident = f"hybrid3d-{uuid.uuid4().hex[:12]}"
-    os.environ[distributed.IDENT] = ident
+    os.environ[RUN] = ident
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -109,7 +109,7 @@ def check_node(recipe: Recipe) -> None:
 
     And as many must be here as the recipe is made for: which ranks share a node decides what crosses the network.
     """
-    gpus, here = torch.cuda.device_count(), distributed.local_world_size()
+    gpus, here = torch.cuda.device_count(), local_world_size()
     where = f"{here} ranks were started on {socket.gethostname()}"
     planned = recipe.machine.gpus_per_node
     if 0 < gpus < here:

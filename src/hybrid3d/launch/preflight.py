@@ -117,8 +117,8 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
     Raises:
         CheckpointError, UnsupportedModel, RecipeError: as in `check_run`.
     """
-    from hybrid3d.train.critic import language_model
     from hybrid3d.train.probe import expected_shapes
+    from hybrid3d.train.value_model import language_model
 
     config = language_model(read_config(path))
     family = family_of(config)

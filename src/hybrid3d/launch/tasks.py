@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,48 +24,76 @@ from hybrid3d.run.heartbeat import enter_phase
 from hybrid3d.run.oom_recovery import OomRecovery
 from hybrid3d.run.run_folder import RunFolder, checkpoint_folder, draw_curves
 
+if TYPE_CHECKING:
+    from hybrid3d.run.live_settings import LiveSettings
+    from hybrid3d.run.record import Record
+
+logger = logging.getLogger(__name__)
+
 
 def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, console: Console | None) -> None:
-    """Train to the end, resuming where the folder's last checkpoint stands."""
+    """Train to the last step, resuming from the folder's last checkpoint."""
     from hybrid3d.run.display import Display
     from hybrid3d.train import runtime
 
-    slots = _agree(recipe, store) if recipe.algorithm.generates else ()
-    distributed.start(store)
+    slots = _choose_placement(recipe, store) if recipe.algorithm.generates else ()
+    group = distributed.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
-    from hybrid3d.run.live_settings import Control
+    from hybrid3d.run.live_settings import LiveSettings
     from hybrid3d.run.record import Record
     from hybrid3d.train.kernels import in_use
-    from hybrid3d.trainer import loops
 
     if rank == 0:
         folder.create(recipe)
         folder.add_event("kernels", in_use=in_use())
-        print(in_use(), flush=True)  # to this rank's log
-    relief = distributed.broadcast_object(OomRecovery.of(folder))
+        logger.info("%s", in_use())
+    recovery = distributed.broadcast_object(OomRecovery.of(folder), group)
     with Display(recipe.name, recipe.run.steps, console) as display:
         record = Record(folder, rank, display)
         if rank == 0 and recipe.reward.name == "code":
             confined_by = sandbox.protection()
             record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
-        control = Control(recipe, record, relief.settings)
+        live = LiveSettings(recipe, record, recovery.settings, group)
+        loop = _train_rl if recipe.algorithm.generates else _train_sft
         try:
-            if recipe.algorithm.generates:
-                loops.train_rl(control, record, rank, slots)
-            else:
-                loops.train_sft(control, record, rank)
+            loop(live, record, group, slots)
         except torch.OutOfMemoryError as error:
-            raise relief.after(error, control.recipe, folder, rank) from error
+            raise recovery.after(error, live.recipe, folder, rank) from error
     if rank == 0:
         draw_curves(folder)
-        folder.add_event("end", step=control.recipe.run.steps)
+        folder.add_event("end", step=live.recipe.run.steps)
 
 
-def _agree(recipe: Recipe, store: dist.Store) -> Sequence[int]:
-    """Where each rank generates; vLLM is imported only by those that do."""
-    from hybrid3d.planning.agreed_placement import agree
+def _train_rl(live: LiveSettings, record: Record, group: dist.ProcessGroup, slots: Sequence[int]) -> None:
+    from hybrid3d.roles.colocated import Colocated
+    from hybrid3d.run.health import Guard
+    from hybrid3d.trainer.checkpoints import Checkpoints
+    from hybrid3d.trainer.rl import train_rl
 
-    return agree(recipe, store)
+    guard, recipe = Guard(record), live.recipe
+    roles = Colocated(recipe, group, slots, guard)
+    record.data(train=roles.rollouts.train, eval=roles.rollouts.held_out)
+    checkpoints = Checkpoints(roles.models.trained, recipe.train.dp, record, group)
+    train_rl(roles, live, guard, checkpoints, record, group)
+
+
+def _train_sft(live: LiveSettings, record: Record, group: dist.ProcessGroup, slots: Sequence[int]) -> None:
+    from hybrid3d.run.health import Guard
+    from hybrid3d.train.policy import Policy
+    from hybrid3d.trainer.checkpoints import Checkpoints
+    from hybrid3d.trainer.sft import train_sft
+
+    guard, recipe = Guard(record), live.recipe
+    policy = Policy(read_config(recipe.model.path), recipe, group.rank())
+    checkpoints = Checkpoints({"policy": policy}, recipe.train.dp, record, group)
+    train_sft(policy, live, guard, checkpoints, record, group)
+
+
+def _choose_placement(recipe: Recipe, store: dist.Store) -> Sequence[int]:
+    """Return the slot of each rank in the rollout layout; vLLM is imported only by ranks that generate."""
+    from hybrid3d.planning.agreed_placement import broadcast_placement
+
+    return broadcast_placement(recipe, store)
 
 
 def evaluate(
@@ -72,24 +102,24 @@ def evaluate(
     """Held-out accuracy of a checkpoint: greedy answers of vLLM with the checkpoint's weights."""
     from hybrid3d.train import runtime
 
-    slots = _agree(recipe, store)
-    distributed.start(store)
+    slots = _choose_placement(recipe, store)
+    group = distributed.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
     from hybrid3d.roles.colocated import Colocated
 
-    run = Colocated(recipe, rank, slots, weights_of=checkpoint_folder(folder, step))
+    roles = Colocated(recipe, group, slots, weights_of=checkpoint_folder(folder, step))
     enter_phase("eval")
-    run.sync.run(step)
+    roles.sync(step, recipe)
     if console is not None:
-        console.print(f"data.eval {run.rollouts.held_out}", highlight=False, markup=False, soft_wrap=True)
-    found = run.rollouts.evaluate(step)
+        console.print(f"data.eval {roles.rollouts.held_out}", highlight=False, markup=False, soft_wrap=True)
+    found = roles.evaluate(step, recipe)
     if console is not None:
-        problems, failed = len(run.rollouts.held_out.examples), sum(found.failures.values())
+        problems, failed = len(roles.rollouts.held_out.examples), sum(found.failures.values())
         console.print(f"step {step}: held-out accuracy {found.accuracy:.4f} of {problems} problems", highlight=False)
         if failed:
             said = f"{failed} rewards failed, such as: {next(iter(found.examples.values()))}"
             console.print(said, highlight=False, markup=False, soft_wrap=True)
-    run.close()
+    roles.close()
 
 
 def export(
@@ -101,25 +131,25 @@ def export(
     from hybrid3d.train import checkpoint, runtime
     from hybrid3d.train.policy import Policy
 
-    distributed.start(store)
+    group = distributed.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
     policy = Policy(read_config(recipe.model.path), recipe, rank, trainable=False)
-    checkpoint.load_weights({"policy": policy}, checkpoint_folder(folder, step))
+    checkpoint.load_weights({"policy": policy}, checkpoint_folder(folder, step), group)
     enter_phase("export")
     entries = export_entries(recipe.model.path, policy.config)
     carried = [name for name in entries if is_untrained(name, policy.config)]
     launched = os.environ.get(UNFINISHED)  # our own launcher has made it, and removes it where a rank is killed
     with unfinished_folder(out) if rank == 0 and not launched else nullcontext(launched) as made:
-        unfinished = Path(distributed.broadcast_object(str(made)))
+        unfinished = Path(distributed.broadcast_object(str(made), group))
         if rank == 0:
             create_files(unfinished, entries)
             copy_companions(recipe.model.path, unfinished)
-        dist.barrier()
-        holdings = dict(enumerate(distributed.gather(policy.weights.holdings)))
+        dist.barrier(group)
+        holdings = dict(enumerate(distributed.gather_objects(policy.weights.holdings, group)))
         export_files(unfinished, entries, holdings, policy.weights.tensors, rank, carried)
         if rank == 0:
             carry_files(recipe.model.path, unfinished, entries, carried)
-        dist.barrier()
+        dist.barrier(group)
         if rank == 0:
             os.rename(unfinished, os.path.realpath(out))  # an export that was interrupted never looks like a checkpoint
     if console is not None:
@@ -152,13 +182,13 @@ def bench(
         write_model(recipe, config)
         store.set("model", "written")
     store.wait(["model"])
-    slots = _agree(recipe, store)
-    distributed.start(store)
+    slots = _choose_placement(recipe, store)
+    group = distributed.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
     from hybrid3d.bench.task import measure
 
     say = console.print if console is not None and not as_json else lambda what: None
-    found = measure(recipe, repeats, rank, slots, say)
+    found = measure(recipe, repeats, group, slots, say)
     if rank == 0:
         numbers = report.numbers(recipe, said, found)
         report.write(folder, numbers)

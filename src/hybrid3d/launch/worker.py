@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -23,6 +24,8 @@ from hybrid3d.run import terminal
 from hybrid3d.run.heartbeat import Heartbeat
 from hybrid3d.run.oom_recovery import OutOfMemoryRestart
 from hybrid3d.run.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 Task = Callable[[int, dist.Store, "Console | None"], None]
 """A rank's work: given its number, a store that all ranks have met at, and a console where it is the one that speaks.
@@ -49,10 +52,11 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.logs / "nccl-rank-"))
     stderr = terminal.console(file=os.fdopen(os.dup(2), "w"))
     console = _redirect(folder.log_of(rank), speaks=rank == 0)
+    _log_as(rank)
     try:
         store = rendezvous.meet(rendezvous.record_of(recipe))
     except rendezvous.RendezvousError as error:
-        print(error)
+        logger.error("%s", error)
         if not error.said and distributed.local_rank() == 0:
             _say(stderr, f"{recipe.name}: {error}")
         return error.code
@@ -61,7 +65,7 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
     def lost(other: int, said: str) -> None:
         """Another rank does not answer: tell why the run ends, and clean up, because this process ends too."""
         with suppress(OSError):  # the disk of its log may be full
-            print(f"rank {other}: {said}", flush=True)
+            logger.error("rank %d: %s", other, said)
         reason = {"rank": other, "time": time.time(), "peer": False, "reason": said, "kind": "error"}
         try:
             told = _leave(folder.failure_of(other), reason, first=True) and launched
@@ -136,6 +140,15 @@ def _say(console: Console, message: str) -> None:
     console.print(message, style="red", highlight=False, markup=False, soft_wrap=True)
 
 
+def _log_as(rank: int) -> None:
+    """Have hybrid3d's loggers write to this rank's log, each line with the rank in it."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
+    package = logging.getLogger("hybrid3d")
+    package.handlers, package.propagate = [handler], False
+    package.setLevel(logging.INFO)
+
+
 def _redirect(log: Path, speaks: bool) -> Console | None:
     """Send stdout and stderr, those of C++ included, to the log; the rank that speaks keeps the terminal for itself."""
     kept = os.fdopen(os.dup(1), "w") if speaks else None
@@ -148,11 +161,23 @@ def _redirect(log: Path, speaks: bool) -> Console | None:
     return terminal.console(file=kept) if kept else None
 
 
+# What gloo, and NCCL through torch's ProcessGroupNCCL, say on a rank that has lost another
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "gloo/transport",
+    "ncclRemoteError",
+    "remote process exited",
+    "communicator was aborted",
+    "Watchdog caught collective operation timeout",
+)
+
+
 def _is_lost_peer(error: BaseException) -> bool:
-    text = str(error)
-    return isinstance(error, dist.DistError) or any(
-        sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "NCCL")
-    )
+    """Return whether an error is that of a rank that has lost another, and not the cause of the run's end."""
+    if isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError):
+        return True  # of the store or the network
+    return any(sign in str(error) for sign in LOST_PEER)  # NCCL's other errors are this rank's own
 
 
 def _one_line(error: BaseException) -> str:

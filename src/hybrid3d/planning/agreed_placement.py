@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hybrid3d import distributed
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.models import read_config
-from hybrid3d.planning.engine_queries import ask
+from hybrid3d.planning.engine_queries import query_engines
 from hybrid3d.planning.isolated import ASKING, EngineQueryFailed, run_in_subprocess
 from hybrid3d.reshard.classes import TensorClass, classes_of, groups_of, signature_of
 from hybrid3d.reshard.layout import Demand, Holdings
@@ -24,7 +24,7 @@ from hybrid3d.reshard.placement import Lacking, consecutive, lacking, place
 _KEY = "slots"
 
 
-def agree(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
+def broadcast_placement(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
     """The slot of each rank of a run, which rank 0 chooses before the default process group is there.
 
     Args:
@@ -50,7 +50,7 @@ def agree(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
 
 def choose(recipe: Recipe) -> list[int]:
     """The slot of each rank, from what both engines say."""
-    sides = ask(recipe, read_config(recipe.model.path))
+    sides = query_engines(recipe, read_config(recipe.model.path))
     slots: list[int] = choose_placement(
         recipe, sides.holdings, [one.demand for one in sides.slots], sides.times
     ).slots.tolist()

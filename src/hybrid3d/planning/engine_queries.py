@@ -39,7 +39,7 @@ class Sides:
     whole: bool
 
 
-def ask(recipe: Recipe, config: Config, say: Say = lambda what: None) -> Sides:
+def query_engines(recipe: Recipe, config: Config, say: Say = lambda what: None) -> Sides:
     """Ask Megatron about every rank and vLLM about every slot.
 
     Raises:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
-from hybrid3d.planning.engine_queries import Say, ask
+from hybrid3d.planning.engine_queries import Say, query_engines
 from hybrid3d.planning.fitting import check_memory
 from hybrid3d.planning.hardware import Hardware, hardware_of
 from hybrid3d.planning.memory import Memory, fullest
@@ -104,7 +104,7 @@ def report(recipe: Recipe, config: Config, say: Say = lambda what: None) -> Repo
         UnsupportedModel: an engine does with a tensor what cannot be planned.
     """
     memory = check_memory(recipe, config, say)
-    sides = ask(recipe, config, say)
+    sides = query_engines(recipe, config, say)
     say("placing ranks, planning, and checking that every wanted element arrives once")
     traffic, hardware = planned(recipe, sides), hardware_of(recipe.machine)
     sync = predict(traffic.traffic, traffic.local, hardware, recipe.machine.gpus_per_node)

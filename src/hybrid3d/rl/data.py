@@ -113,10 +113,11 @@ class PromptData:
     ) -> PromptData:
         """Read the columns `prompt` and `answer` and tokenize every prompt; with `chat_template` it may be chat turns.
 
-        A row is invalid where a text is null or blank, the prompt has no tokens or the template refuses it. Invalid rows
-        are skipped, up to the share `max_invalid_fraction` of all; more are a DataError. So is, with `overlong="error"`,
-        a prompt of more than `max_prompt_tokens`, which is what `max_model_len - max_new_tokens` leaves; and so it is where more
-        than half of the rows would be left out (or more than `max_invalid_fraction`, if that is larger).
+        A row is invalid where a text is null or blank, the prompt has no tokens or the template refuses it. Invalid
+        rows are skipped, up to the share `max_invalid_fraction` of all; more are a DataError. So is, with
+        `overlong="error"`, a prompt of more than `max_prompt_tokens`, which is what `max_model_len - max_new_tokens`
+        leaves; and so it is where more than half of the rows would be left out (or more than `max_invalid_fraction`,
+        if that is larger).
         """
         if chat_template and not tokenizer.chat_template:
             raise DataError("data.chat_template=true, but the tokenizer has no chat template: set it to false")

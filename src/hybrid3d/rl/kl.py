@@ -11,7 +11,7 @@ they punish a token that has become less likely too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -65,8 +65,36 @@ class KlController:
     target: float | None = None
     horizon: int = 10_000
 
+    def __post_init__(self) -> None:
+        self._configured = self.coef, self.target
+
+    def coef_under(self, coef: float) -> float:
+        """Return the coefficient that `configure` with this setting would leave, without applying it."""
+        return coef if coef != self._configured[0] else self.coef
+
+    def configure(self, coef: float, target: float | None) -> None:
+        """Apply the run's settings: one that has changed since it was applied last replaces the current value."""
+        coef_before, target_before = self._configured
+        if coef != coef_before:
+            self.coef = coef
+        if target != target_before:
+            self.target = target
+        self._configured = coef, target
+
+    def restore(self, state: Mapping[str, float | None], coef: float, target: float | None) -> None:
+        """Continue from a checkpoint's `state`, saved while these settings were in force."""
+        saved = state["coef"]
+        assert saved is not None
+        self.coef, self.target = saved, state["target"]
+        self._configured = coef, target
+
+    @property
+    def state(self) -> dict[str, float | None]:
+        """What a checkpoint saves, as JSON."""
+        return {"coef": self.coef, "target": self.target}
+
     def observe(self, kl: float, answers: int) -> None:
-        """A step's mean KL of an answer, over so many."""
+        """Move the coefficient by a step's mean KL of an answer, over this many answers."""
         if self.target is not None and not math.isnan(kl):  # which would stay in `coef` for good
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coef *= 1 + error * answers / self.horizon

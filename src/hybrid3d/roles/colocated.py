@@ -2,76 +2,134 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.generation.rollouts import Rollouts
+from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
-from hybrid3d.roles.weight_sync import SyncReport, WeightSync
+from hybrid3d.roles.learner import Experience, Learner
+from hybrid3d.roles.models import Models
+from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
 from hybrid3d.rollout.engine import RolloutEngine
+from hybrid3d.run.health import Guard
+from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.train import checkpoint
 from hybrid3d.train.policy import Policy
 from hybrid3d.train.stepping import BucketHook
 
 
 class Colocated:
-    """One rank's policy and rollout engine, and what runs between them.
+    """All `Roles` on every rank. It decides who has the memory when: calls in another order are refused by vLLM.
+
+    - From `sync` until generation, the trainer has its parameters and vLLM its weights, but no KV cache.
+    - While vLLM generates, the trainer's memory is offloaded as `train.offload_*` says.
+    - From `make_experience` on vLLM sleeps, until the last update wakes it for the sync that overlaps it.
 
     Attributes:
-        policy: the trained model.
-        engine: vLLM, in the same process.
-        sync: brings the policy's weights to the engine.
-        rollouts: draws samples and measures accuracy with the weights that the engine has.
-
-    `slots` has every rank's place in the rollout layout. With `weights_of`, a run's checkpoint, the policy has its
-    weights and cannot be trained.
-
-    Raises:
-        BrokenCheckpoint: `weights_of` is not what was written; on every rank, and before vLLM starts.
+        models: what is in the train layout; None where the run does not train.
+        rollouts: generates and evaluates with the weights that the engine has.
     """
 
-    def __init__(self, recipe: Recipe, rank: int, slots: Sequence[int], weights_of: Path | None = None):
-        trainable = weights_of is None
+    def __init__(
+        self,
+        recipe: Recipe,
+        group: dist.ProcessGroup,
+        slots: Sequence[int],
+        guard: Guard | None = None,
+        weights_of: Path | None = None,
+    ):
+        """
+        Args:
+            slots: every rank's place in the rollout layout.
+            guard: of the run; None for one that does not train.
+            weights_of: a checkpoint, whose weights the policy gets instead of those of `model.path`.
+
+        Raises:
+            BrokenCheckpoint: `weights_of` is not what was written; on every rank, and before vLLM starts.
+        """
+        self._group, rank = group, group.rank()
         self.config = read_config(recipe.model.path)
         self.tokenizer = read_tokenizer(recipe)
-        self.policy = Policy(self.config, recipe, rank, trainable)
+        self._policy = Policy(self.config, recipe, rank, trainable=guard is not None)
         if weights_of is not None:
-            checkpoint.load_weights({"policy": self.policy}, weights_of)
-        self.policy.offload()  # vLLM takes its share of what is free when it starts
-        self.engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
-        self._hidden = trainable and recipe.sync.overlap
-        parts = self.policy.parts if self._hidden else None
-        self.sync = WeightSync(recipe, self.policy.weights, self.engine, rank, parts)
+            checkpoint.load_weights({"policy": self._policy}, weights_of, group)
+        self._policy.offload(recipe.train)  # vLLM takes its share of what is free when it starts
+        self._engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
+        self._overlaps = guard is not None and recipe.sync.overlap
+        buckets = self._policy.optimizer_buckets if self._overlaps else None
+        self._sync = WeightSync(recipe, group, self._policy.weights, self._engine, buckets)
         train, held_out = read_data(recipe, self.config, self.tokenizer)
-        self.rollouts = Rollouts(recipe, self.engine, self.tokenizer, train, held_out)
+        self.rollouts = Rollouts(recipe, self._engine, self.tokenizer, train, held_out, group)
+        self.models: Models | None = None
+        self._generates = False
+        if guard is not None:
+            self._engine.sleep()
+            self.models = Models.of(recipe, self._policy, rank)
+            self._learner = Learner(recipe, self.models, guard, self.tokenizer.pad_token_id, group)
 
-    def sync_weights(self, number: int) -> SyncReport:
-        """Bring the policy's weights, which have so many updates behind them, or end the bringing that has begun."""
-        if self.sync.in_progress == number:
-            return self.sync.finish()
-        self.policy.onload("parameters")
-        self.engine.wake("weights")
-        return self.sync.run(number)
+    def sync(self, version: int, recipe: Recipe) -> SyncReport:
+        """Sync to this version; finish an overlapped sync if one is running."""
+        if self._sync.in_progress == version:
+            return self._sync.finish()
+        self._policy.onload("parameters")
+        self._engine.wake("weights")
+        return self._sync.run(version, is_verified(recipe.sync.verify, version))
 
-    def overlap_hook(self, number: int) -> BucketHook | None:
-        """What is called with each part of the policy as it is updated, so that it is on its way at once."""
-        if not self._hidden:
-            return None
+    def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
+        self._start_generating(recipe)
+        return self.rollouts.evaluate(version)
 
-        def ready(part: int, last: bool) -> None:
-            if part == 0:
-                self.engine.wake("weights")
-                self.sync.begin(number)
-            self.sync.advance(part, last)
+    def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
+        self._start_generating(recipe)
+        assert recipe.rollout is not None, "checked when the recipe was read"
+        extra = self._learner.extra_batches(recipe)
+        return self.rollouts.generate_batch(version, batch, recipe.rollout.temperature, extra)
 
-        return ready
+    def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
+        self._stop_generating()
+        return self._learner.make_experience(samples, step, recipe)
+
+    def update(self, experience: Experience, step: int, recipe: Recipe) -> StepMetrics:
+        return self._learner.update(experience, step, recipe, self._overlap_hook(step + 1, recipe))
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        return self._learner.progress
+
+    def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
+        self._learner.restore(progress, recipe)
 
     def close(self) -> None:
-        """Every rank calls this when it is done; the default process group is gone afterwards."""
-        dist.barrier()
+        dist.barrier(self._group)
         self.rollouts.close()
-        self.engine.close()
+        self._engine.close()
+
+    def _start_generating(self, recipe: Recipe) -> None:
+        if not self._generates:
+            (self.models or self._policy).offload(recipe.train)
+            self._engine.wake("kv_cache")
+            self._generates = True
+
+    def _stop_generating(self) -> None:
+        if self._generates:
+            self._engine.sleep()
+            self._generates = False
+
+    def _overlap_hook(self, version: int, recipe: Recipe) -> BucketHook | None:
+        """Return a hook that syncs each optimizer bucket of the last update; None if syncs do not overlap it."""
+        if not self._overlaps:
+            return None
+
+        def hook(bucket: int, last: bool) -> None:
+            if bucket == 0:
+                self._engine.wake("weights")
+                self._sync.begin(version, is_verified(recipe.sync.verify, version))
+            self._sync.bucket_ready(bucket, last)
+
+        return hook

@@ -26,7 +26,7 @@ from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from hybrid3d.generation.engine import Completion, StaleWeights
+from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rollout.weights import RolloutWeights
 
@@ -103,8 +103,7 @@ class RolloutEngine:
         replica: which replica of the model this rank belongs to.
         replicas: how many there are.
         leads: whether this rank speaks for its replica.
-        updates: how many updates the weights have behind them; None where they are no one's yet, or a sync has
-            not come to its end.
+        weight_version: of the engine's weights; None before the first sync, and while one has not finished.
     """
 
     def __init__(self, recipe: Recipe, rank: int, ident: str, slots: Sequence[int]):
@@ -119,9 +118,8 @@ class RolloutEngine:
         self.replica, within = divmod(slots[rank], rollout.tp)
         self.replicas = recipe.world_size // rollout.tp
         self.leads = within == 0
-        self.updates: int | None = None
-        self._temperature = rollout.temperature
-        self._max_new_tokens = rollout.max_new_tokens
+        self.weight_version: int | None = None
+        self._asleep: set[str] = set()
         self._sleeps = rollout.sleep and not current_platform.is_cpu()  # on a CPU there is nothing to gain
         if current_platform.is_cpu():
             _name_shared_memory(ident)
@@ -136,56 +134,37 @@ class RolloutEngine:
                 seed=recipe.run.seed,
             )
 
-    def adopt(self, recipe: Recipe) -> None:
-        """Draw at the temperature of this recipe."""
-        assert recipe.rollout is not None, "checked when the recipe was read"
-        self._temperature = recipe.rollout.temperature
-
     def weights(self, shapes: Mapping[str, Shape]) -> RolloutWeights:
         """What this rank wants of the canonical tensors of these shapes, and the sink that takes it."""
         runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
         return RolloutWeights(runner.model, runner.vllm_config, shapes)
 
-    def require(self, weights: int) -> int:
-        """The number of the weights that the engine has, which must be this at least.
+    def generate(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
+        """Return one completion for each request, by weights of this version or a later one.
 
         Raises:
-            StaleWeights: they are older, or not whole.
+            StaleWeights: the engine's weights are older, or a sync of them was interrupted.
         """
-        if self.updates is None:
-            raise StaleWeights("vLLM's weights are not whole: no sync has come to its end since they were last touched")
-        if self.updates < weights:
-            raise StaleWeights(f"vLLM's weights have {self.updates} updates behind them, {weights} are required")
-        return self.updates
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int] | None,
-        end_token: int,
-        stops: Sequence[int] = (),
-        longest: Sequence[int] | None = None,
-    ) -> list[Completion]:
-        """Draw one answer for each prompt (token ids) with its own seed, so that a run repeats.
-
-        Args:
-            seeds: None for greedy answers, of which nothing is drawn.
-            stops: tokens that end an answer too.
-            longest: tokens that each answer may have; None for the recipe's.
-        """
-        greedy = seeds is None
+        if self.weight_version is None:
+            raise StaleWeights("vLLM's weights are incomplete: no sync has finished since they were last changed")
+        if self.weight_version < version:
+            raise StaleWeights(f"vLLM's weights have version {self.weight_version}, and {version} is required")
         params = [
             SamplingParams(
-                temperature=0.0 if greedy else self._temperature,
-                seed=None if greedy else seeds[i],
-                max_tokens=longest[i] if longest else self._max_new_tokens,
-                stop_token_ids=[end_token, *stops],
-                logprobs=None if greedy else 0,
+                temperature=0.0 if request.seed is None else request.temperature,
+                seed=request.seed,
+                max_tokens=request.max_new_tokens,
+                stop_token_ids=list(request.stop_tokens),
+                logprobs=None if request.seed is None else 0,
                 detokenize=False,
             )
-            for i in range(len(prompts))
+            for request in requests
         ]
-        return [_completion(output.outputs[0]) for output in self._run(prompts, params)]
+        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
+        rng = torch.get_rng_state()
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        torch.set_rng_state(rng)  # the training side's random stream does not depend on what vLLM sampled
+        return [_completion(output.outputs[0], self.weight_version) for output in outputs]
 
     @property
     def end_tokens(self) -> Sequence[int]:
@@ -204,23 +183,17 @@ class RolloutEngine:
 
     def sleep(self) -> None:
         """Give the memory of weights and KV cache to the other engine."""
-        self.updates = None
+        self.weight_version = None
         if self._sleeps:
             self._llm.sleep(level=2)  # the weights are not kept: the next sync brings all of them
+            self._asleep = {"weights", "kv_cache"}
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        """Take memory back: that of the weights before a sync, that of the KV cache before generating."""
-        if self._sleeps:
+        """Take memory back, if it sleeps: of the weights before a sync, of the KV cache before generating."""
+        if what in self._asleep:
+            self._asleep.remove(what)
             torch.cuda.empty_cache()  # what training has freed, torch keeps from others
             self._llm.wake_up(tags=[what])
-
-    def _run(self, prompts: Sequence[Sequence[int]], params: list[SamplingParams]) -> list:
-        self.require(0)
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        rng = torch.get_rng_state()
-        outputs = self._llm.generate(requests, params, use_tqdm=False)
-        torch.set_rng_state(rng)  # the training side's random stream does not depend on what vLLM drew
-        return outputs
 
 
 def _name_shared_memory(ident: str) -> None:
@@ -238,7 +211,7 @@ def _name_shared_memory(ident: str) -> None:
     ExecutorWithExternalLauncher._distributed_args = named
 
 
-def _completion(output) -> Completion:
+def _completion(output: Any, version: int) -> Completion:
     steps = () if output.logprobs is None else zip(output.logprobs, output.token_ids, strict=True)
     logprobs = tuple(step[token].logprob for step, token in steps)
-    return Completion(tuple(output.token_ids), logprobs)
+    return Completion(tuple(output.token_ids), logprobs, version)

@@ -8,8 +8,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from hybrid3d.config import Recipe
-
 SHOWN = {
     "reward/mean": "reward {:.3f}",
     "eval/accuracy": "held-out {:.3f}",
@@ -51,16 +49,11 @@ class Display:
         if self._console is not None:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def adopt(self, recipe: Recipe) -> None:
-        """Show how many steps there are now."""
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, total=recipe.run.steps)
-
-    def show(self, row: Mapping[str, float]) -> None:
-        """The metrics of a step; what a step does not measure keeps its last value."""
+    def show(self, row: Mapping[str, float], steps: int) -> None:
+        """Show the metrics of a step, of this many steps; what a step does not measure keeps its last value."""
         self._last |= {key: row[key] for key in SHOWN if key in row}
         values = " · ".join(text.format(self._last[key]) for key, text in SHOWN.items() if key in self._last)
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=row["step"], values=values)
+            self._progress.update(self._task, total=steps, completed=row["step"], values=values)
         else:
             self.say(f"{self._name} step {int(row['step'])} · {values}")

@@ -59,53 +59,49 @@ BOUNDS = (
 
 
 class Guard:
-    """Every rank calls every method with the same numbers, and so comes to the same end."""
+    """Watches a run's gradients, KL and metrics, by the `guard` settings of the step's recipe.
 
-    def __init__(self, recipe: Recipe, record: Record):
+    Every rank calls every method with the same numbers, and so takes the same decision.
+    """
+
+    def __init__(self, record: Record):
         self._record = record
         self._norms: dict[str, deque[float]] = {}
         self._outside: set[str] = set()
         self._interventions = 0
-        self._dtype = recipe.model.dtype
         self._engines_compared = False
-        self.adopt(recipe)
-
-    def adopt(self, recipe: Recipe) -> None:
-        """Go on by the settings of this recipe."""
-        self._settings = recipe.guard
-        critic = recipe.critic.optimizer or recipe.optimizer
-        self._clipped_above = {"policy": recipe.optimizer.clip_grad, "critic": critic.clip_grad}
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What a resumed run must know."""
+        """What a checkpoint saves, as JSON."""
         return {"norms": {of: list(norms) for of, norms in self._norms.items()}, "interventions": self._interventions}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
         self._norms = {of: deque(norms, maxlen=REMEMBERED) for of, norms in progress["norms"].items()}
         self._interventions = progress["interventions"]
 
-    def accepts_grad_norm(self, norm: float, of: str = "policy") -> bool:
-        """Whether a gradient of this norm may update the policy, or the critic.
+    def accepts_grad_norm(self, norm: float, recipe: Recipe, of: str = "policy") -> bool:
+        """Return whether a gradient of this norm may update the policy, or the critic.
 
-        No spike is what is not even clipped: after steps that had little to teach the next would look like one.
+        It must be finite, and no more than `guard.spike` times the median of the last accepted norms. Norms up to
+        `clip_grad` are never spikes: after steps with hardly any gradient a usual one would look like a spike.
         """
         norms = self._norms.setdefault(of, deque(maxlen=REMEMBERED))
-        limit = math.inf
-        if self._settings.spike is not None and len(norms) >= USUAL_AFTER:
-            limit = max(self._settings.spike * statistics.median(norms), self._clipped_above[of])
+        limit, spike = math.inf, recipe.guard.spike
+        if spike is not None and len(norms) >= USUAL_AFTER:
+            critic = recipe.critic.optimizer if of == "critic" else None
+            limit = max(spike * statistics.median(norms), (critic or recipe.optimizer).clip_grad)
         good = math.isfinite(norm) and norm <= limit
         if good and norm > 0:
             norms.append(norm)
         return good
 
-    @property
-    def compares_engines(self) -> bool:
-        """Whether `compare_engines` still has to be called: once a process, also after a resume."""
-        return not self._engines_compared and self._settings.initial_mismatch != "ignore"
+    def must_compare_engines(self, recipe: Recipe) -> bool:
+        """Return whether `compare_engines` still has to be called: once per process, also after a resume."""
+        return not self._engines_compared and recipe.guard.initial_mismatch != "ignore"
 
-    def compare_engines(self, step: int, row: Mapping[str, float], experts: bool) -> None:
-        """Judge the first mismatch that this process measures, before anything is learned from its samples.
+    def compare_engines(self, step: int, row: Mapping[str, float], experts: bool, recipe: Recipe) -> None:
+        """Check the first mismatch of log-probabilities that this process measures, before the first update.
 
         Args:
             row: the metrics `mismatch/logprob_abs_mean`, `..._p99` and `..._max`, in nats, the same on every rank.
@@ -115,55 +111,56 @@ class Guard:
             EnginesDisagree: it is more than the dtype explains, and `guard.initial_mismatch` is `stop`.
         """
         self._engines_compared = True
-        mean, bound = row["mismatch/logprob_abs_mean"], EXPLAINED_MISMATCH[self._dtype][experts]
+        dtype = recipe.model.dtype
+        mean, bound = row["mismatch/logprob_abs_mean"], EXPLAINED_MISMATCH[dtype][experts]
         if mean <= bound:  # NaN is not
             return
-        stops = self._settings.initial_mismatch == "stop"
+        stops = recipe.guard.initial_mismatch == "stop"
         p99, largest = row["mismatch/logprob_abs_p99"], row["mismatch/logprob_abs_max"]
         said = (
             f"step {step}: training and vLLM do not compute the same model: their log-probabilities of the sampled "
             f"tokens differ by {mean:.4g} nats in the mean (p99 {p99:.4g}, largest {largest:.4g}), and "
-            f"model.dtype={self._dtype} explains at most {bound:g}{' in a model with experts' if experts else ''}. "
+            f"model.dtype={dtype} explains at most {bound:g}{' in a model with experts' if experts else ''}. "
             "Likely causes: a rope setting in the checkpoint's config.json that the two read differently "
             "(rope_parameters, rope_scaling, rope_theta); another temperature; weights that are not the same (set "
             "sync.verify=always); an operation that a dtype of fewer digits breaks (try model.dtype=float32). "
         )
         said += "guard.initial_mismatch=warn goes on all the same" if stops else "The run goes on all the same"
         numbers = {"mean": str(mean), "p99": str(p99), "max": str(largest)}
-        told = {"bound": bound, "dtype": self._dtype, "experts": experts, **numbers}
+        told = {"bound": bound, "dtype": dtype, "experts": experts, **numbers}
         self._record.event("engines_disagree", "" if stops else said, step=step, **told)
         if stops:
             raise EngineMismatch(said)
 
-    def record_skip(self, step: int, norm: float, of: str = "policy") -> None:
-        """A gradient of the policy or the critic was not allowed: what is left of the step is left out.
+    def record_skip(self, step: int, norm: float, recipe: Recipe, of: str = "policy") -> None:
+        """Record that a gradient of the policy or the critic was not accepted: the rest of the step is skipped.
 
         Raises:
-            GaveUp: it was one too many.
+            TooManyInterventions: more than `guard.max_interventions`.
         """
         why = "is not finite" if not math.isfinite(norm) else "is out of all proportion"
         said = f"the {of}'s gradient has norm {norm:g}, which {why}: its batch is skipped"
-        self._act(step, "batch_skipped", said, norm=str(norm), of=of)
+        self._intervene(step, "batch_skipped", said, recipe, norm=str(norm), of=of)
 
-    def freeze_kl_coef(self, step: int, kl: float, control: KlController, coef: float) -> None:
-        """Where an adaptive coefficient cannot hold the KL any more, go back to the recipe's and leave it there.
+    def freeze_kl_coef(self, step: int, kl: float, controller: KlController, recipe: Recipe) -> None:
+        """Set the coefficient to the recipe's and keep it there, where an adaptive one lets the KL explode.
 
         Raises:
-            GaveUp: as in `skipped`.
+            TooManyInterventions: more than `guard.max_interventions`.
         """
-        limit = self._settings.kl_explosion
-        if limit is not None and control.target is not None and not kl <= limit:
+        limit, coef = recipe.guard.kl_explosion, recipe.algorithm.kl.coef
+        if limit is not None and controller.target is not None and not kl <= limit:
             numbers = f"KL of an answer {kl:g} against guard.kl_explosion={limit:g}"
             said = f"{numbers}: its coefficient is {coef:g} from the next step on"
-            control.coef, control.target = coef, None
-            self._act(step, "kl_fixed", said, kl=str(kl))
+            controller.coef, controller.target = coef, None
+            self._intervene(step, "kl_fixed", said, recipe, kl=str(kl))
 
-    def watch(self, row: Mapping[str, float], memory_gb: float) -> None:
-        """Say which metrics of a step have left their bounds since the last, and what can be done."""
+    def watch(self, row: Mapping[str, float], memory_gb: float, recipe: Recipe) -> None:
+        """Report each metric that is outside of its bound and was not at the last step, and what can be done."""
         share = row.get("sync/exposed_seconds", 0.0) / row["time/step"]
         values = {**row, "sync share": share, "memory": memory_gb}
         for bound in BOUNDS:
-            limit, value = getattr(self._settings, bound.setting), values.get(bound.metric)
+            limit, value = getattr(recipe.guard, bound.setting), values.get(bound.metric)
             if limit is None or value is None:
                 continue
             left = bound.left(value, limit)
@@ -173,9 +170,9 @@ class Guard:
                 self._record.event("bound_left", said, step=step, metric=bound.metric, value=str(value), bound=limit)
             (self._outside.add if left else self._outside.discard)(bound.setting)
 
-    def _act(self, step: int, event: str, said: str, **fields: Any) -> None:
+    def _intervene(self, step: int, event: str, said: str, recipe: Recipe, **fields: Any) -> None:
         self._interventions += 1
         self._record.event(event, f"step {step}: {said}", step=step, interventions=self._interventions, **fields)
-        if self._interventions > self._settings.max_interventions:
-            limit = f"guard.max_interventions={self._settings.max_interventions}"
+        if self._interventions > recipe.guard.max_interventions:
+            limit = f"guard.max_interventions={recipe.guard.max_interventions}"
             raise TooManyInterventions(f"step {step}: {said}; more than {limit} interventions")

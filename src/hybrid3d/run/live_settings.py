@@ -8,11 +8,13 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from hybrid3d import distributed
+import torch.distributed as dist
+
 from hybrid3d.config import Recipe, RecipeError, read_recipe
 from hybrid3d.config.schema import dotted, parse, with_settings
+from hybrid3d.distributed import broadcast_object
 from hybrid3d.errors import UserMistake
 from hybrid3d.inputs.checks import check_model
 from hybrid3d.storage.user_files import MAX_TEXT_BYTES, UnreadableFile, read_bytes
@@ -47,12 +49,6 @@ SETTLING_TRIES = 20
 
 Settings = Mapping[str, Any]
 """Values by the dotted keys of a recipe."""
-
-
-class Adopts(Protocol):
-    """Who reads settings that may change."""
-
-    def adopt(self, recipe: Recipe) -> None: ...
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
@@ -114,31 +110,27 @@ def check_schedule(recipe: Recipe) -> None:
         raise RecipeError(recipe.name, problems)
 
 
-class Control:
-    """The settings in force, which change between steps. Every rank calls every method together.
+class LiveSettings:
+    """The settings of a run, which may change between steps. Every rank of the group calls every method together.
+
+    The group's first rank decides what changes and broadcasts it. From `control.yaml` it takes what has changed since
+    the file was read last: nothing is applied twice, and a schedule may change a setting that the file set earlier.
 
     Attributes:
-        recipe: with the settings in force.
-
-    Rank 0 decides what changes, and tells the others. Of `control.yaml` counts what stands there now and did not, or
-    otherwise, when it was read last: so nothing is applied twice, and a later schedule has its say.
+        recipe: the recipe with the settings in force.
     """
 
-    def __init__(self, recipe: Recipe, record: Record, held: Settings):
+    def __init__(self, recipe: Recipe, record: Record, held: Settings, group: dist.ProcessGroup):
         """
         Args:
             held: settings that neither a schedule nor the file can change.
         """
         self._first, self._record, self._held = recipe, record, held
+        self._group = group
         self._path = record.folder.control
-        self._users: tuple[Adopts, ...] = ()
         self._settings: dict[str, Any] = {}
         self._seen, self._file = "", dict[str, Any]()
         self.recipe = overlaid(recipe, held)
-
-    def serve(self, *users: Adopts) -> None:
-        """Whom to tell of changes."""
-        self._users = users
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -148,21 +140,20 @@ class Control:
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Go on with the settings that were in force; from the first step on, if there is no progress yet."""
         if progress:
-            mine = progress["control"]
-            self._seen, self._file = mine["seen"], mine["file"]
-            self._apply(mine["settings"])
+            saved = progress["control"]
+            self._seen, self._file = saved["seen"], saved["file"]
+            self._apply(saved["settings"])
 
-    def before(self, step: int) -> Recipe:
-        """The recipe for a step that is about to begin, once its users have it."""
-        self._apply(distributed.broadcast_object((self._due(step) or None) if distributed.rank() == 0 else None) or {})
+    def settings_for_step(self, step: int) -> Recipe:
+        """Return the recipe for a step that is about to begin."""
+        due = self._due(step) if self._group.rank() == 0 else {}
+        self._apply(broadcast_object(due or None, self._group) or {})
         return self.recipe
 
     def _apply(self, settings: Settings) -> None:
         if settings:
             self._settings |= settings
             self.recipe = overlaid(self._first, {**self._settings, **self._held})
-            for user in self._users:
-                user.adopt(self.recipe)
 
     def _due(self, step: int) -> dict[str, Any]:
         """What changes at a step: by the schedule and then by the file, each as a whole or not at all."""

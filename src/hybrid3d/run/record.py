@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid3d.config import Recipe
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.rl.data import PromptData
 from hybrid3d.run.display import Display
@@ -24,13 +23,9 @@ class Record:
         self._display = display
         self._constants: dict[str, float] = {}
 
-    def adopt(self, recipe: Recipe) -> None:
-        """Show the progress towards this recipe's last step."""
-        self._display.adopt(recipe)
-
-    def step(self, row: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
-        """A step's metrics, and some of its samples."""
-        self._display.show(row)
+    def step(self, row: Mapping[str, float], steps: int, samples: Sequence[Sample] = ()) -> None:
+        """Record a step's metrics, and some of its samples; the run has this many steps."""
+        self._display.show(row, steps)
         if self._speaks:
             row = {**row, **self._constants}
             self.folder.add_metrics({key: value if math.isfinite(value) else None for key, value in row.items()})
@@ -38,7 +33,7 @@ class Record:
             self.folder.add_samples(
                 {
                     "step": row["step"],
-                    "weights": s.weights,
+                    "weights": s.weight_version,
                     "prompt": s.prompt,
                     "answer": s.answer,
                     "reward": s.reward,

@@ -16,10 +16,11 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hybrid3d.distributed import gather_objects
 from hybrid3d.storage import manifest
 from hybrid3d.storage.manifest import PROGRESS, BrokenCheckpoint
+from hybrid3d.train.megatron_model import MegatronModel
 from hybrid3d.train.runtime import on_device
-from hybrid3d.train.trained import MegatronModel
 from hybrid3d.train.weights import METADATA
 from hybrid3d.train.writing import CheckpointWriter
 
@@ -36,59 +37,60 @@ Models = Mapping[str, MegatronModel]
 """The models of a run by name, which everything of theirs bears in front in a checkpoint."""
 
 
-def begin(models: Models, folder: Path, progress: Mapping[str, Any], beside: bool = False) -> CheckpointWriter:
-    """Begin to write models, their optimizers and schedules, as `Writing` says.
+def begin(
+    models: Models, folder: Path, progress: Mapping[str, Any], group: dist.ProcessGroup, beside: bool = False
+) -> CheckpointWriter:
+    """Begin to write models, their optimizers and schedules; the `CheckpointWriter` that is returned finishes it.
 
     Args:
         progress: what else a run must know to go on, as JSON.
+        group: the ranks that write it together.
         beside: training goes on meanwhile.
     """
     with on_device():
         for model in models.values():
             model.onload("parameters", "optimizer")
             _make_optimizer_state(model)
-    return CheckpointWriter(lambda: _of_all(models, partial(_state, is_loading=False)), folder, progress, beside)
+    state = partial(_of_all, models, partial(_state, is_loading=False))
+    return CheckpointWriter(state, folder, progress, beside, group)
 
 
-def save(models: Models, folder: Path, progress: Mapping[str, Any]) -> None:
-    """`begin`, and wait until it is done."""
-    begin(models, folder, progress).finish()
+def save(models: Models, folder: Path, progress: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+    """Write a checkpoint, and wait until it is finished."""
+    begin(models, folder, progress, group).finish()
 
 
-def bytes_expected(models: Models, ranks: int) -> int:
-    """About what a checkpoint takes: weights, and Adam's two moments and own weights in float32.
+def bytes_expected(models: Models, replicas: int, group: dist.ProcessGroup) -> int:
+    """Return about how many bytes a checkpoint takes: weights, and Adam's moments and main weights in float32.
 
     Args:
-        ranks: data-parallel ones, which all hold the same.
+        replicas: the data-parallel size; all replicas hold the same.
     """
     tensors = [tensor for model in models.values() for tensor in model.weights.tensors.values()]
-    mine = torch.tensor(sum(t.numel() * (t.element_size() + 12) for t in tensors))
-    dist.all_reduce(mine)
-    return int(mine) // ranks
+    local = torch.tensor(sum(t.numel() * (t.element_size() + 12) for t in tensors))
+    dist.all_reduce(local, group=group)
+    return int(local) // replicas
 
 
 class CheckpointUnloadable(RuntimeError):
     """A checkpoint is as it was written, but cannot be loaded: the message names it and what Megatron says."""
 
 
-def check(folder: Path) -> None:
-    """Hold a checkpoint against its list of files. Every rank calls this, reads its share, and learns the outcome.
+def check(folder: Path, group: dist.ProcessGroup) -> None:
+    """Check a checkpoint's files against its manifest: each rank reads its share, all ranks get the same outcome.
 
     Raises:
         BrokenCheckpoint: on every rank: what the first of them found wrong, with both numbers. An `UnusableCheckpoint`
             where nothing shows damage.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
     problem = None
     try:
-        if rank == 0:
+        if group.rank() == 0:
             manifest.check_sizes(folder)
-        manifest.check(folder, rank, world)
+        manifest.check(folder, group.rank(), group.size())
     except BrokenCheckpoint as error:
         problem = type(error), str(error)
-    problems: list[tuple[type[BrokenCheckpoint], str] | None] = [None] * world
-    dist.all_gather_object(problems, problem)
-    first = next(filter(None, problems), None)
+    first = next(filter(None, gather_objects(problem, group)), None)
     if first is not None:
         kind, said = first
         raise kind(said, raised_on_all_ranks=True)
@@ -104,7 +106,7 @@ def _named(folder: Path) -> Iterator[None]:
         raise CheckpointUnloadable(f"{folder} cannot be loaded: {type(failure).__name__}: {failure}") from error
 
 
-def load(models: Models, folder: Path) -> dict[str, Any]:
+def load(models: Models, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
     """Bring models, their optimizers and schedules to where they were when `folder` was saved.
 
     Returns:
@@ -114,7 +116,7 @@ def load(models: Models, folder: Path) -> dict[str, Any]:
         BrokenCheckpoint: on every rank, before anything is changed: the files are not what was written.
         CheckpointUnloadable: they are, and Megatron cannot load them into these models.
     """
-    check(folder)
+    check(folder, group)
     with on_device(), _named(folder):
         for model in models.values():
             model.onload()
@@ -128,18 +130,18 @@ def load(models: Models, folder: Path) -> dict[str, Any]:
             common = {key: value for key, value in state["optimizer0"].items() if key != "param_state"}
             saved = [group for one in _saved_optimizers(state) for group in one["param_groups"]]
             for key, optimizer in _optimizers(model):
-                own = {**common, **state[key]}
-                own["optimizer"] = {**own["optimizer"], "param_groups": _settings_of(optimizer, saved)}
-                optimizer.load_state_dict(own)
+                full = {**common, **state[key]}
+                full["optimizer"] = {**full["optimizer"], "param_groups": _settings_of(optimizer, saved)}
+                optimizer.load_state_dict(full)
             _own_step_counts(model)
             model.scheduler.load_state_dict(state["scheduler"])
     progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text())
     return progress
 
 
-def load_weights(models: Models, folder: Path) -> None:
-    """Bring only the weights: for models that are not trained, of those that `folder` has. Raises: as `load`."""
-    check(folder)
+def load_weights(models: Models, folder: Path, group: dist.ProcessGroup) -> None:
+    """Load only the weights, for models that are not trained, of those that `folder` has. Raises: as `load`."""
+    check(folder, group)
     with on_device(), _named(folder):
         states = dist_checkpointing.load(_of_all(models, _weights), str(folder))
         for name, model in models.items():

@@ -1,16 +1,39 @@
-"""Memory that only training needs, given up while vLLM generates."""
+"""Offload: memory that only training needs is freed while vLLM generates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from hybrid3d.train.runtime import ON_CUDA, synchronize
 
 
-class OffloadedMemory:
-    """The memory of tensors, from when this is made until `restore`; views of it, whoever has them, stay good.
+class OffloadableMemory:
+    """The memory of one model, by kind (`parameters`, `gradients`, `optimizer`): offloaded or in place."""
+
+    def __init__(self) -> None:
+        self._offloaded: dict[str, _OffloadedStorages] = {}
+
+    def offload(self, kinds: Mapping[str, Callable[[], Iterable[torch.Tensor]]]) -> int:
+        """Free the storages of the tensors of these kinds; return the bytes of all that is offloaded now.
+
+        What is in gradients need not come back: they are not copied to the host.
+        """
+        for kind, tensors in kinds.items():
+            if kind not in self._offloaded:
+                self._offloaded[kind] = _OffloadedStorages(tensors(), kept=kind != "gradients")
+        return sum(one.nbytes for one in self._offloaded.values())
+
+    def onload(self, *kinds: str) -> None:
+        """Undo `offload`, for these kinds alone if any are given."""
+        for kind in kinds or tuple(self._offloaded):
+            if kind in self._offloaded:
+                self._offloaded.pop(kind).restore()
+
+
+class _OffloadedStorages:
+    """Storages that are empty from when this is made until `restore`; views of them stay valid.
 
     Megatron's own for the optimizer puts each parameter elsewhere, which in float32 tears it off the model's.
 

@@ -1,7 +1,7 @@
-"""The optimizer's step a part of the model after another, so that one is in use while the next still steps.
+"""The optimizer's step, bucket by bucket, so that updated weights are in use while the next bucket still steps.
 
-Parts are the buckets of Megatron's DDP, by which its distributed optimizer shards its state and gathers what it has
-updated. What is computed is the same, bit for bit, as in one step.
+Buckets are those of Megatron's DDP, by which its distributed optimizer shards its state and gathers updated
+parameters. The result is bit for bit that of one step.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-PARTS = 8  # about: each has this share of a rank's parameters at least
+BUCKETS = 8  # about: each has at least this share of a rank's parameters
 
 BucketHook = Callable[[int, bool], None]
-"""Called as soon as a part of this rank's parameters is updated and gathered: its number, and whether it is the last.
+"""Called as soon as a bucket of this rank's parameters is updated and gathered: its number, and whether it is the last.
 
-Ranks of one stage have the same parts, those of other stages may have more or fewer.
+Ranks of one stage have the same buckets, those of other stages may have more or fewer.
 """
 
 
@@ -31,7 +31,7 @@ def in_buckets(modules: Sequence[torch.nn.Module], **settings: Any) -> list[Dist
         settings: of `DistributedDataParallelConfig`.
     """
     parameters = sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
-    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=-(-parameters // PARTS), **settings)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=-(-parameters // BUCKETS), **settings)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     groups.pp = _FirstStage()
     wrapped = [DistributedDataParallel(module.config, config, module, pg_collection=groups) for module in modules]
@@ -50,26 +50,26 @@ class BucketedOptimizer:
     """The optimizers of a rank's modules (one per virtual stage), which step together, first layers first.
 
     Attributes:
-        part_of: by `place_of` a parameter, the part that it is in. What is not in it is not stepped.
+        bucket_of: the bucket of each parameter, by `place_of`. Parameters that are not in it are not stepped.
     """
 
     def __init__(self, optimizer: ChainedOptimizer, modules: Sequence[DistributedDataParallel]):
         self._optimizer = optimizer
         self._stepped = [one for one in optimizer.chained_optimizers if not one.is_stub_optimizer]
         owner = {id(b): one for one in self._stepped for buffer in one.buffers for b in buffer.buckets}
-        self._parts: list[tuple[Any, Any, set[torch.nn.Parameter]]] = []
+        self._buckets: list[tuple[Any, Any, set[torch.nn.Parameter]]] = []
         for module in modules:
             for group in _first_layers_first(module.bucket_groups, module.expert_parallel_bucket_groups):
                 params = {param for bucket in group.buckets for param in bucket.params}
-                self._parts.append((owner[id(group.buckets[0])], group, params))
-        self.part_of: Mapping[tuple[int, int], int] = {
-            place_of(param): number for number, (_, _, params) in enumerate(self._parts) for param in params
+                self._buckets.append((owner[id(group.buckets[0])], group, params))
+        self.bucket_of: Mapping[tuple[int, int], int] = {
+            place_of(param): number for number, (_, _, params) in enumerate(self._buckets) for param in params
         }
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._buckets)
 
-    def step(self, ready: BucketHook, accepts_grad_norm: Callable[[float], bool]) -> tuple[bool, float]:
+    def step(self, hook: BucketHook, accepts_grad_norm: Callable[[float], bool]) -> tuple[bool, float]:
         """The optimizer's own step, if a gradient of its norm is allowed.
 
         Returns:
@@ -85,11 +85,11 @@ class BucketedOptimizer:
             if not accepts_grad_norm(norms[0]):
                 return False
             counts = [[_copied(group.get("step")) for group in one.optimizer.param_groups] for one in self._stepped]
-            for number, (optimizer, group, params) in enumerate(self._parts):
+            for number, (optimizer, group, params) in enumerate(self._buckets):
                 with _only(optimizer, params, counts[self._stepped.index(optimizer)]):
                     MixedPrecisionOptimizer.step_with_ready_grads(optimizer)
                 group.start_param_sync(force_sync=True)
-                ready(number, number == len(self._parts) - 1)
+                hook(number, number == len(self._buckets) - 1)
             return True
 
         # In place of the methods of its class
@@ -151,7 +151,7 @@ def only_groups(optimizer: torch.optim.Optimizer, mains: set[int], counts: Seque
         group["params"] = [main for main in group["params"] if id(main) in mains]
         if group["params"] and count is None:
             group.pop("step", None)
-        elif group["params"]:  # fused optimizers count by group: all parts of a step are the same step
+        elif group["params"]:  # fused optimizers count by group: all buckets of a step are the same step
             group["step"] = _copied(count)
     try:
         yield

@@ -24,6 +24,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hybrid3d.distributed import gather_objects
 from hybrid3d.process import die_with
 from hybrid3d.storage import manifest
 from hybrid3d.storage.disk import CheckpointWriteError, is_of_files, why_unwritten
@@ -41,42 +42,57 @@ class CheckpointWriter:
     """One checkpoint. Every rank makes it, and calls its methods, together; another is begun when it is finished.
 
     Raises (when made, and by `finish`):
-        Unwritten: there is no room, or the disk fails. Nothing half-written stays, what was there before does. Ranks
-            raise it together, or one does whose end the others notice.
+        CheckpointWriteError: there is no room, or the disk fails. Nothing half-written stays, what was there before
+            does. Ranks raise it together, or one does whose end the others notice.
     """
 
-    def __init__(self, state: Callable[[], Mapping[str, Any]], folder: Path, progress: Mapping[str, Any], beside: bool):
+    def __init__(
+        self,
+        state: Callable[[], Mapping[str, Any]],
+        folder: Path,
+        progress: Mapping[str, Any],
+        beside: bool,
+        group: dist.ProcessGroup,
+    ):
         """
         Args:
             state: makes what Megatron saves.
             folder: which appears under its name when it is complete.
             progress: what else a run must know to go on, as JSON.
             beside: training goes on meanwhile, so copies in the host's memory are written.
+            group: the ranks that write it together.
         """
         self.folder = folder
+        self._group = group
         self._unfinished = folder.with_name(folder.name + PARTIAL)
         self._own: dict[str, int] = {}
         self._failure: BaseException | None = None
-        together(self._unfinished, _by_first(self._make))
-        together(self._unfinished, partial(self._begin, state, beside))
+        self._together(self._by_first(self._make))
+        self._together(partial(self._begin, state, beside))
         told = json.dumps(dict(progress))
-        together(self._unfinished, _by_first(lambda: (self._unfinished / PROGRESS).write_text(told)))
+        self._together(self._by_first(lambda: (self._unfinished / PROGRESS).write_text(told)))
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._thread.start()
 
     def is_written(self) -> bool:
         """Whether all ranks have written their shards, so that `finish` need not wait."""
         left = torch.tensor(int(self._thread.is_alive()))
-        dist.all_reduce(left)
+        dist.all_reduce(left, group=self._group)
         return int(left) == 0
 
     def finish(self) -> None:
         """Wait until all is written, and give the folder its name."""
         self._thread.join()
-        together(self._unfinished, self._tell_failure)
-        together(self._unfinished, self._close)
-        shares = together(self._unfinished, self._sums)
-        together(self._unfinished, _by_first(partial(self._name, shares)))
+        self._together(self._tell_failure)
+        self._together(self._close)
+        shares = self._together(self._sums)
+        self._together(self._by_first(partial(self._name, shares)))
+
+    def _together(self, part: Callable[[], Result]) -> list[Result]:
+        return together(self._unfinished, part, self._group)
+
+    def _by_first(self, act: Callable[[], Any]) -> Callable[[], None]:
+        return lambda: act() if self._group.rank() == 0 else None
 
     def _make(self) -> None:
         shutil.rmtree(self._unfinished, ignore_errors=True)
@@ -122,7 +138,7 @@ class CheckpointWriter:
 
     def _sums(self) -> dict[str, int]:
         """Of the files that this rank has written, the CRCs that are not known yet, and those that are."""
-        mine = [name for name in manifest.names_in(self._unfinished) if _writer_of(name) == dist.get_rank()]
+        mine = [name for name in manifest.names_in(self._unfinished) if _writer_of(name) == self._group.rank()]
         return self._own | {n: manifest.crc_of(self._unfinished / n) for n in mine if n not in self._own}
 
     def _name(self, shares: list[dict[str, int]]) -> None:
@@ -149,25 +165,24 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def together(folder: Path, part: Callable[[], Result]) -> list[Result]:
-    """What each rank's part in writing a folder gives, by rank.
+def together(folder: Path, part: Callable[[], Result], group: dist.ProcessGroup) -> list[Result]:
+    """Do each rank's part in writing a folder; return what the parts return, by rank, on every rank.
 
     Raises:
-        Unwritten: on every rank, where the disk failed one; the folder is removed.
+        CheckpointWriteError: on every rank, where the disk failed one; the folder is removed.
     """
-    mine, why, cause = None, None, None
+    result, why, cause = None, None, None
     try:
-        mine = part()
+        result = part()
     except (OSError, CheckpointException) as error:
         why, cause = why_unwritten(folder, error), error
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (mine, why))
+    outcomes = gather_objects((result, why), group)
     first = next((why for _, why in outcomes if why), None)
     if first is None:
         return [given for given, _ in outcomes]
-    if dist.get_rank() == 0:
+    if group.rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    dist.barrier()
+    dist.barrier(group)
     raise CheckpointWriteError(first, raised_on_all_ranks=True) from cause
 
 
@@ -248,8 +263,3 @@ def _write_bucket(rank: int, transforms: list[Any], number: int, bucket: Any, to
 # Megatron's own waits without end for a writer that is killed. And what is written it tells to a process beside each
 # rank, which lives on after a rank that is killed: a queue within the rank, made for each checkpoint, is in its place.
 filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_by_processes)
-
-
-def _by_first(act: Callable[[], Any]) -> Callable[[], None]:
-    """What rank 0 alone does."""
-    return lambda: act() if dist.get_rank() == 0 else None

@@ -9,8 +9,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hybrid3d import distributed
-from hybrid3d.config import Recipe
+import torch.distributed as dist
+
+from hybrid3d.config import Run
+from hybrid3d.distributed import broadcast_object
 from hybrid3d.run.record import Record
 from hybrid3d.run.run_folder import checkpoint_folder, steps_in
 from hybrid3d.storage.disk import CheckpointWriteError, free_bytes
@@ -23,16 +25,18 @@ from hybrid3d.train.writing import CheckpointWriter, remove, remove_unfinished
 class Checkpoints:
     """Saves the models and the progress of a run, and finds the last that is whole. Every rank calls every method."""
 
-    def __init__(self, recipe: Recipe, models: checkpoint.Models, record: Record):
-        self._run, self._replicas = recipe.run, recipe.train.dp
-        self._models = models
+    def __init__(self, models: checkpoint.Models, replicas: int, record: Record, group: dist.ProcessGroup):
+        """
+        Args:
+            replicas: the data-parallel size, all of which have the same weights.
+            group: the ranks that have shards of the models.
+        """
+        self._models, self._replicas, self._group = models, replicas, group
         self._record = record
         self._writing: CheckpointWriter | None = None
         self._updates = 0  # behind the checkpoint that is being written
-
-    def adopt(self, recipe: Recipe) -> None:
-        """Go on by the settings of this recipe."""
-        self._run = recipe.run
+        self._keep_last: int | None = None
+        self._first_rank = group.rank() == 0
 
     def resume(self) -> tuple[int, dict[str, Any]]:
         """Bring the models to the folder's last whole checkpoint, if there is one; what is broken is set aside.
@@ -43,12 +47,12 @@ class Checkpoints:
         folder = self._record.folder
         updates, progress = 0, {}
         self._look_at_file_system()
-        if distributed.rank() == 0:
+        if self._first_rank:
             remove_unfinished(folder.checkpoints)
         loaded = self._load_last_whole()
         if loaded is not None:
             updates, progress = loaded
-        if distributed.rank() == 0:
+        if self._first_rank:
             folder.truncate(updates)
         said = f"resumed from {checkpoint_folder(folder, updates)}" if loaded is not None else ""
         self._record.event("start" if loaded is None else "resume", said, step=updates)
@@ -65,17 +69,17 @@ class Checkpoints:
             UnusableCheckpoint: the last cannot be used as it lies there, and shows no damage.
         """
         folder = self._record.folder
-        steps = _of_first(steps_in(folder))
+        steps = self._steps()
         for step in reversed(steps):
             path = checkpoint_folder(folder, step)
             try:
-                return step, checkpoint.load(self._models, path)
+                return step, checkpoint.load(self._models, path, self._group)
             except UnusableCheckpoint:  # it would be lost to the user who can mend it, if it were set aside
                 raise
             except BrokenCheckpoint as error:
                 why = str(error)
             aside = path.with_name(path.name + ".broken")
-            if distributed.rank() == 0:
+            if self._first_rank:
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
             then = "the one before is used" if step > steps[0] else "there is none before"
@@ -89,25 +93,26 @@ class Checkpoints:
             )
         return None
 
-    def save_where_due(self, updates: int, progress: Mapping[str, Any]) -> None:
-        """Write a checkpoint if the recipe wants one after so many updates, and drop those that it no longer keeps.
+    def save_if_due(self, updates: int, progress: Mapping[str, Any], run: Run) -> None:
+        """Write a checkpoint if the settings want one after so many updates, and remove those that they do not keep.
 
         One that is written beside training appears when it is complete, and is waited for when the next is due.
 
         Raises:
-            Unwritten: one did not come to its end.
+            CheckpointWriteError: one could not be written.
         """
+        self._keep_last = run.keep_last
         if self._writing is not None and self._writing.is_written():
             self.close()
-        every = self._run.checkpoint_every
-        if updates == self._run.steps or (every and updates < self._run.steps and updates % every == 0):
+        every = run.checkpoint_every
+        if updates == run.steps or (every and updates < run.steps and updates % every == 0):
             self.close()
             path = checkpoint_folder(self._record.folder, updates)
             self._look_at_room(path, updates)
             with self._telling(path, updates):
-                self._writing = checkpoint.begin(self._models, path, progress, self._run.async_checkpoints)
+                self._writing = checkpoint.begin(self._models, path, progress, self._group, run.async_checkpoints)
             self._updates = updates
-            if not self._run.async_checkpoints:
+            if not run.async_checkpoints:
                 self.close()
 
     def __enter__(self) -> Checkpoints:
@@ -124,7 +129,7 @@ class Checkpoints:
         """Wait for what is being written.
 
         Raises:
-            Unwritten: it did not come to its end.
+            CheckpointWriteError: it could not be written.
         """
         if self._writing is None:
             return
@@ -133,8 +138,8 @@ class Checkpoints:
             self._writing.finish()
         self._writing = None
         self._record.event("checkpoint", step=updates, path=str(path))
-        if self._run.keep_last and distributed.rank() == 0:
-            for step in steps_in(self._record.folder)[: -self._run.keep_last]:
+        if self._keep_last and self._first_rank:
+            for step in steps_in(self._record.folder)[: -self._keep_last]:
                 self._remove(checkpoint_folder(self._record.folder, step), step)
 
     def _remove(self, path: Path, step: int) -> None:
@@ -157,25 +162,23 @@ class Checkpoints:
 
     def _look_at_room(self, path: Path, updates: int) -> None:
         """Say beforehand that a checkpoint will hardly fit."""
-        before = _of_first(steps_in(self._record.folder))
+        before = self._steps()
         if before:
             wanted = bytes_in(checkpoint_folder(self._record.folder, before[-1]))
         else:
-            wanted = checkpoint.bytes_expected(self._models, self._replicas)
+            wanted = checkpoint.bytes_expected(self._models, self._replicas, self._group)
         free = free_bytes(path)
         if wanted > free:
             said = f"{path} will take about {wanted} bytes, and {free} are free: free some, or lower run.keep_last"
             self._record.event("disk_low", said, step=updates, path=str(path), wanted=wanted, free=free)
 
+    def _steps(self) -> list[int]:
+        """Return the steps that the first rank sees: on a shared file system others may see them later."""
+        return broadcast_object(steps_in(self._record.folder), self._group)
+
     def _look_at_file_system(self) -> None:
-        if distributed.rank() == 0 and MOUNTS.exists():
+        if self._first_rank and MOUNTS.exists():
             path = Path(os.path.realpath(self._record.folder.path))
             kind, said = warning_of(path, MOUNTS.read_text())
             if said:
                 self._record.event("file_system", said, type=kind, path=str(path))
-
-
-def _of_first(steps: list[int]) -> list[int]:
-    """What rank 0 sees: on a shared file system others may see it later."""
-    seen: list[int] = distributed.gather(steps)[0]
-    return seen

@@ -43,8 +43,8 @@ class Data:
         overlong: what becomes of a prompt that leaves no room for an answer: an error, its row is dropped, or it loses
             its beginning.
         max_invalid_fraction: share of a file's rows that may be null, blank or without tokens: they are skipped. Where
-            these and the rows that `overlong: drop` drops are more than half of the file (or than this share, if that is
-            larger), the file is refused.
+            these and the rows that `overlong: drop` drops are more than half of the file (or than this share, if that
+            is larger), the file is refused.
     """
 
     train: FilePath

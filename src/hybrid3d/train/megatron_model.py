@@ -18,16 +18,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model
 
-from hybrid3d.config import Optimizer, Recipe
+from hybrid3d.config import Optimizer, Recipe, Train
 from hybrid3d.families import Config, Family
 from hybrid3d.reshard.files import load_files
 from hybrid3d.reshard.layout import Demand
-from hybrid3d.rl.balance import balanced_shares, within_budget
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.losses import masked_sum
 from hybrid3d.rl.objective import TokenLoss
-from hybrid3d.train.micro import MicroBatch, in_one_row, in_rows
-from hybrid3d.train.offload import OffloadedMemory
+from hybrid3d.train.batching import micro_batches
+from hybrid3d.train.micro import MicroBatch
+from hybrid3d.train.offload import OffloadableMemory
 from hybrid3d.train.runtime import device, on_device
 from hybrid3d.train.stepping import BucketedOptimizer, BucketHook, in_buckets, place_of
 from hybrid3d.train.weights import MegatronWeights, megatron_weights
@@ -59,7 +59,8 @@ class MegatronModel:
     Attributes:
         stages: this rank's part of the model, one module per virtual pipeline stage.
         weights: this rank's weights as pieces of canonical tensors.
-        counts: whether this rank's sums count: one rank of each data-parallel replica has the output and speaks.
+        is_reporting_rank: whether this rank's sums count: one rank, with the output layer, of each
+            data-parallel replica.
     """
 
     def __init__(
@@ -83,9 +84,8 @@ class MegatronModel:
         """
         self.config = config
         self.stages = stages
-        self._layout = recipe.train
         self._trains = optimizer is not None
-        self._away: dict[str, OffloadedMemory] = {}
+        self._memory = OffloadableMemory()
         dtype = getattr(torch, recipe.model.dtype)
         self._modules: list[torch.nn.Module] = [
             Float16Module(stage.config, stage) if dtype is torch.bfloat16 else stage for stage in stages
@@ -102,10 +102,10 @@ class MegatronModel:
                 self._stepping = BucketedOptimizer(self.optimizer, self._modules)
                 self._connect()
         self.has_output = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        self.counts = self.has_output and parallel_state.get_tensor_model_parallel_rank() == 0
+        self.is_reporting_rank = self.has_output and parallel_state.get_tensor_model_parallel_rank() == 0
 
-    def _per_token(self, output: torch.Tensor, micro: MicroBatch) -> Any:
-        """What `train_step` gives its loss: [b, T], aligned as in `rl/batch.py`."""
+    def _per_token(self, output: torch.Tensor, micro: MicroBatch, recipe: Recipe) -> Any:
+        """Return what `train_step` gives its loss: [b, T], aligned as in `rl/batch.py`."""
         raise NotImplementedError
 
     @property
@@ -113,43 +113,32 @@ class MegatronModel:
         return int(parallel_state.get_data_parallel_rank())
 
     @property
-    def parts(self) -> Mapping[str, int]:
-        """By local tensor, the part of the model in which it is updated; what is not in it, no optimizer updates."""
-        part_of = self._stepping.part_of
+    def optimizer_buckets(self) -> Mapping[str, int]:
+        """The optimizer bucket of each local tensor, by name; tensors that no optimizer updates are not in it."""
+        bucket_of = self._stepping.bucket_of
         places = {name: place_of(tensor) for name, tensor in self.weights.tensors.items()}
-        found = {name: part_of[place] for name, place in places.items() if place in part_of}
+        found = {name: bucket_of[place] for name, place in places.items() if place in bucket_of}
         if len(set(found.values())) < len(self._stepping):
-            raise RuntimeError("a part of the optimizer's parameters is not among the weights that Megatron declares")
+            raise RuntimeError("a bucket of the optimizer has no parameter among the weights that Megatron declares")
         return found
 
-    def adopt(self, recipe: Recipe) -> None:
-        """Go on by settings of this recipe: what a micro batch is, and the rate, whose schedule keeps its steps."""
-        self._layout = recipe.train
-        if self._trains:
-            _set_rate(self.scheduler, self._optimizer_of(recipe))
-
-    def _optimizer_of(self, recipe: Recipe) -> Optimizer:
+    def _optimizer_settings(self, recipe: Recipe) -> Optimizer:
         return recipe.optimizer
 
     def _steps_of(self, recipe: Recipe) -> int:
-        """How many of a run's steps train it."""
+        """Return how many of a run's steps train it."""
         return recipe.run.steps
 
-    def offload(self) -> int:
-        """Free what only training needs and the recipe offloads, until it is used again; the bytes of it."""
-        for kind in self._layout.offloads:
-            if kind not in self._away:
-                self._away[kind] = OffloadedMemory(self._held(kind), kept=kind != "gradients")
-        return sum(one.nbytes for one in self._away.values())
+    def offload(self, train: Train) -> int:
+        """Free the memory that `train.offload_*` names until it is used again; return its bytes."""
+        return self._memory.offload({kind: partial(self._tensors_of, kind) for kind in train.offloads})
 
     def onload(self, *kinds: str) -> None:
-        """Undo `put_away`, for these kinds of memory alone if any are named."""
-        for kind in kinds or tuple(self._away):
-            if kind in self._away:
-                self._away.pop(kind).restore()
+        """Undo `offload`, for these kinds of memory alone if any are given."""
+        self._memory.onload(*kinds)
 
-    def _held(self, kind: str) -> list[torch.Tensor]:
-        """Tensors in whose memory is what `train.offload_*` of this kind means."""
+    def _tensors_of(self, kind: str) -> list[torch.Tensor]:
+        """Return the tensors in whose storage is what `train.offload_*` of this kind means."""
         parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
         if kind == "parameters":
             return parameters
@@ -158,30 +147,35 @@ class MegatronModel:
         if kind == "gradients":
             return [b.grad_data for module in self._modules for b in (*module.buffers, *module.expert_parallel_buffers)]
         of_model = {parameter.untyped_storage()._cdata for parameter in parameters}
-        held = [tensor for one in self.optimizer.chained_optimizers for tensor in _held_by(one.optimizer)]
-        return [tensor for tensor in held if tensor.untyped_storage()._cdata not in of_model]  # float32 trains itself
+        found = [tensor for one in self.optimizer.chained_optimizers for tensor in _tensors_in(one.optimizer)]
+        return [tensor for tensor in found if tensor.untyped_storage()._cdata not in of_model]  # float32 trains itself
 
     def train_step(
         self,
         batch: Batch,
         token_loss: TokenLoss,
-        ready: BucketHook | None = None,
+        recipe: Recipe,
+        bucket_hook: BucketHook | None = None,
         accepts_grad_norm: Callable[[float], bool] = math.isfinite,
     ) -> StepReport:
-        """One update on the mean loss over every response token of every data-parallel rank's batch.
+        """Update the model once, on the mean loss over every response token of every data-parallel rank's batch.
 
         Args:
-            ready: told of each part of the model as soon as it has its new values.
-            allows: told the gradient's norm before anything is updated, whether to go on.
+            recipe: the settings of this step: what a micro batch is, the learning rate.
+            bucket_hook: called with each optimizer bucket as soon as its parameters have their new values.
+            accepts_grad_norm: called with the gradient's norm before anything is updated; False skips the update.
         """
         self.onload()
+        _set_learning_rate(self.scheduler, self._optimizer_settings(recipe))
         for module in self._modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         biases = [(bias, bias.clone()) for bias in self._expert_biases()]
-        reports = self._run(batch, partial(self._loss, batch.to(device()), token_loss), forward_only=False)
+        reports = self._run(
+            batch, partial(self._loss, batch.to(device()), token_loss, recipe), recipe, forward_only=False
+        )
         with on_device():
-            updated, grad_norm = self._stepping.step(ready or (lambda part, last: None), accepts_grad_norm)
+            updated, grad_norm = self._stepping.step(bucket_hook or (lambda bucket, last: None), accepts_grad_norm)
         if not updated:
             for bias, before in biases:
                 bias.copy_(before)
@@ -201,8 +195,8 @@ class MegatronModel:
         """Go on in the schedules, which count steps of the run, however many updates one has."""
         self.scheduler.step(increment=1)
 
-    def _read(self, batch: Batch, read: Read) -> torch.Tensor | None:
-        """What is read from the output, a row a sequence; None on ranks without the output layer."""
+    def _read(self, batch: Batch, read: Read, recipe: Recipe) -> torch.Tensor | None:
+        """Return what `read` makes of the output, a row for each sequence; None on ranks without the output layer."""
         found: list[tuple[MicroBatch, torch.Tensor]] = []
 
         def keep(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -210,7 +204,7 @@ class MegatronModel:
             return output.new_zeros(()), {}  # Megatron divides what it gets in place
 
         with torch.no_grad():
-            self._run(batch, keep, forward_only=True)
+            self._run(batch, keep, recipe, forward_only=True)
         if not found:
             return None
         rows = found[0][1]
@@ -220,18 +214,22 @@ class MegatronModel:
         return whole
 
     def _loss(
-        self, batch: Batch, token_loss: TokenLoss, micro: MicroBatch, output: torch.Tensor
+        self, batch: Batch, token_loss: TokenLoss, recipe: Recipe, micro: MicroBatch, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Sum of the loss over a micro batch's tokens and their number: Megatron divides by the global number."""
-        losses, report = token_loss(self._per_token(output, micro), micro.rows)
+        losses, report = token_loss(self._per_token(output, micro, recipe), micro.rows)
         mask = batch.response_mask[micro.rows]
         total = masked_sum(losses, mask)
         return total, mask.sum().int(), {"loss": total.detach(), **report}
 
-    def _run(self, batch: Batch, close: Callable[..., Any], forward_only: bool) -> list[dict[str, torch.Tensor]]:
-        """Drive the pipeline schedule over the micro batches, each closed with `close(micro batch, output)`."""
+    def _run(
+        self, batch: Batch, close: Callable[..., Any], recipe: Recipe, forward_only: bool
+    ) -> list[dict[str, torch.Tensor]]:
+        """Run the pipeline schedule over the micro batches, each of which ends with `close(micro batch, output)`."""
         self.onload("parameters")
-        micro_batches = self._micro_batches(batch.to(device()))
+        multiple = recipe.train.tp if self.stages[0].config.sequence_parallel else 1  # a sequence is split over TP
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        micros = micro_batches(batch.to(device()), recipe.train, multiple, group)
 
         def forward_step(of_step: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(of_step)
@@ -242,48 +240,13 @@ class MegatronModel:
         with on_device():
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=[iter(micro_batches) for _ in self._modules]
-                if len(self._modules) > 1
-                else iter(micro_batches),
+                data_iterator=[iter(micros) for _ in self._modules] if len(self._modules) > 1 else iter(micros),
                 model=self._modules,
-                num_microbatches=len(micro_batches),
-                seq_length=micro_batches[0].tokens.shape[1],
-                micro_batch_size=micro_batches[0].tokens.shape[0],
+                num_microbatches=len(micros),
+                seq_length=micros[0].tokens.shape[1],
+                micro_batch_size=micros[0].tokens.shape[0],
                 forward_only=forward_only,
             )
-
-    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """A batch in micro batches, as many on every data-parallel rank."""
-        layout = self._layout
-        multiple = layout.tp if self.stages[0].config.sequence_parallel else 1  # a sequence is split over TP
-
-        def rounded(tokens: int) -> int:
-            return -(-tokens // multiple) * multiple
-
-        if not layout.packed and layout.max_tokens_per_micro_batch is None:
-            width, size = rounded(batch.tokens.shape[1]), layout.micro_batch_size
-            return [in_rows(batch, slice(start, start + size), width) for start in range(0, len(batch), size)]
-        dealt_out = self._dealt_out(batch)
-        if layout.packed:  # all of one size: what goes between pipeline stages has one shape
-            size = rounded(max(int(batch.lengths[rows].sum()) for rows in dealt_out))
-            return [in_one_row(batch, rows, size) for rows in dealt_out]
-        return [in_rows(batch, rows, rounded(int(batch.lengths[rows].max()))) for rows in dealt_out]
-
-    def _dealt_out(self, batch: Batch) -> list[torch.Tensor]:
-        """By their lengths: micro batches of like tokens, or of as many as fit the budget."""
-        layout, lengths = self._layout, batch.lengths.tolist()
-        budget = layout.max_tokens_per_micro_batch
-        if budget is None:
-            parts = balanced_shares(lengths, len(batch) // layout.micro_batch_size)
-        else:
-            count = len(within_budget(lengths, budget, packed=layout.packed))
-            most = torch.tensor(count, device=batch.tokens.device)
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
-            rounds = layout.pp if layout.vpp > 1 else 1  # interleaved stages take them in rounds of one per stage
-            least = -(-int(most) // rounds) * rounds
-            parts = within_budget(lengths, budget, packed=layout.packed, least=least)
-        return [torch.tensor(part, device=batch.tokens.device) for part in parts]
 
     def _padding(self, stage: torch.nn.Module, padded: torch.Tensor) -> torch.Tensor | None:
         """[b, T] padding as a stage takes it: only experts that are balanced by counting need to know.
@@ -295,7 +258,7 @@ class MegatronModel:
             return None
         if config.sequence_parallel and not get_attr_wrapped_model(stage, "pre_process"):
             rank = parallel_state.get_tensor_model_parallel_rank()
-            return padded.chunk(self._layout.tp, dim=1)[rank].contiguous()
+            return padded.chunk(parallel_state.get_tensor_model_parallel_world_size(), dim=1)[rank].contiguous()
         return padded
 
     def _connect(self) -> None:
@@ -307,7 +270,7 @@ class MegatronModel:
         self.stages[0].config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
 
-def _held_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """What it updates, and its own state where that is large: on the device of the former."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -332,8 +295,10 @@ def _optimizer_config(settings: Optimizer, dtype: torch.dtype) -> OptimizerConfi
     )
 
 
-def _set_rate(scheduler: OptimizerParamScheduler, settings: Optimizer) -> None:
-    """The rate of an update to come: what the schedule makes, at its step, of the settings' rate."""
+def _set_learning_rate(scheduler: OptimizerParamScheduler, settings: Optimizer) -> None:
+    """Have the schedule go on, from its current step, with the settings' learning rate, which may have changed."""
+    if scheduler.max_lr == settings.lr:
+        return
     scheduler.init_lr, scheduler.max_lr = settings.lr / (settings.warmup_steps + 1), settings.lr
     for group in scheduler.optimizer.param_groups:
         group["max_lr"] = settings.lr

@@ -12,10 +12,10 @@ from hybrid3d.config import Optimizer, Recipe
 from hybrid3d.families import VALUE_HEAD, Config, as_scorer, family_of
 from hybrid3d.reshard.files import CheckpointError, read_index
 from hybrid3d.rl.batch import Batch
+from hybrid3d.train.megatron_model import MegatronModel
 from hybrid3d.train.micro import MicroBatch
 from hybrid3d.train.model import build_model
 from hybrid3d.train.runtime import device, on_device
-from hybrid3d.train.trained import MegatronModel
 
 
 class ValueModel(MegatronModel):
@@ -65,21 +65,21 @@ class ValueModel(MegatronModel):
             fresh=() if head is not None else (VALUE_HEAD,),
         )
 
-    def _optimizer_of(self, recipe: Recipe) -> Optimizer:
+    def _optimizer_settings(self, recipe: Recipe) -> Optimizer:
         return recipe.critic.optimizer or recipe.optimizer
 
-    def values(self, batch: Batch) -> torch.Tensor | None:
-        """What is expected before each token is drawn, [B, T] float32; None on ranks without the output layer.
+    def values(self, batch: Batch, recipe: Recipe) -> torch.Tensor | None:
+        """Return the value before each token is sampled, [B, T] float32; None on ranks without the output layer.
 
         The value at a token is read where the one before it is, as its log-probability is; at position 0 it is 0.
         """
-        return self._read(batch, self._per_token)
+        return self._read(batch, lambda output, micro: self._per_token(output, micro, recipe), recipe)
 
-    def scores(self, batch: Batch) -> torch.Tensor | None:
-        """What a reward model says of each sequence at its last token, [B] float32; None as for `values`."""
-        return self._read(batch, lambda output, micro: micro.last(output).squeeze(-1))
+    def scores(self, batch: Batch, recipe: Recipe) -> torch.Tensor | None:
+        """Return a reward model's score of each sequence, at its last token, [B] float32; None as for `values`."""
+        return self._read(batch, lambda output, micro: micro.last(output).squeeze(-1), recipe)
 
-    def _per_token(self, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    def _per_token(self, output: torch.Tensor, micro: MicroBatch, recipe: Recipe) -> torch.Tensor:
         return micro.aligned(micro.before(output).squeeze(-1))
 
 

@@ -1,0 +1,344 @@
+"""The learner: experience from a step's samples, and the updates of the models by it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid3d.config import Recipe
+from hybrid3d.distributed import gather_objects
+from hybrid3d.generation.samples import Sample
+from hybrid3d.rewards.registry import overlong_penalty
+from hybrid3d.rl.advantages import Moments, gae, returns_to_go, token_rewards
+from hybrid3d.rl.algorithms import METHODS
+from hybrid3d.rl.batch import Batch
+from hybrid3d.rl.correction import correction_weights, mismatch
+from hybrid3d.rl.kl import KlController, token_kl
+from hybrid3d.rl.losses import answer_weights
+from hybrid3d.rl.objective import PolicyObjective, ValueObjective
+from hybrid3d.roles.models import Models
+from hybrid3d.roles.shares import Shares, shares_of
+from hybrid3d.run.health import Guard
+from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.train.megatron_model import StepReport
+from hybrid3d.train.runtime import device
+from hybrid3d.train.stepping import BucketHook
+
+
+@dataclass(frozen=True, eq=False)
+class Experience:
+    """What an update learns from: the samples of all ranks, and tensors [b, T] of this data-parallel rank's share.
+
+    Outputs of models are there only on ranks that have the output layer.
+
+    Attributes:
+        samples: of all ranks, with the rewards that training uses.
+        metrics: this rank's share of the step's metrics so far.
+        lengths: [data-parallel ranks, b], loss tokens of every answer.
+        rollout, old, reference: log-probabilities by vLLM, by the policy and by the reference policy.
+        kl_coef: of the KL to the reference.
+        answer_kl: the mean KL of an answer to the reference, nats; None without a reference.
+        values, returns: the critic's values, and what they should have been.
+        correction: weight of each token's loss for the mismatch of vLLM's and training's log-probabilities.
+    """
+
+    samples: list[Sample]
+    metrics: StepMetrics
+    batch: Batch
+    lengths: Tensor
+    rollout: Tensor
+    old: Tensor | None
+    reference: Tensor | None
+    kl_coef: float
+    answer_kl: float | None = None
+    values: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    correction: Tensor | None = None
+
+
+class _Updates:
+    """The reports of a model's updates within one step."""
+
+    def __init__(self) -> None:
+        self._sums: Counter[str] = Counter()
+        self._norms: list[float] = []
+        self._tokens = 0
+        self._lr = 0.0
+
+    def add(self, report: StepReport, tokens: int) -> None:
+        """Add an update on this many tokens of all ranks."""
+        self._sums.update(report.sums)
+        self._norms.append(report.grad_norm)
+        self._tokens += tokens
+        self._lr = report.lr
+
+    def metrics(self, group: str, reports: bool) -> StepMetrics:
+        """Return the metrics `<group>/*`; means over tokens on a rank that reports."""
+        found, norms = StepMetrics(), self._norms
+        if norms:
+            found.replicated = {f"{group}/lr": self._lr, f"{group}/grad_norm": sum(norms) / len(norms)}
+        if reports:
+            found.sums = {f"{group}/{key}": value / self._tokens for key, value in self._sums.items()}
+        return found
+
+
+class Learner:
+    """Makes experience of samples, and updates the models by it. Every rank of the group calls every method together.
+
+    Each method takes the recipe with the settings of its step.
+    """
+
+    def __init__(self, recipe: Recipe, models: Models, guard: Guard, pad_id: int, group: dist.ProcessGroup):
+        self._policy, self._reference = models.policy, models.reference
+        self._critic, self._reward_model = models.critic, models.reward_model
+        self._trained = models.trained.values()
+        self._guard, self._pad_id, self._group = guard, pad_id, group
+        self._method = METHODS[recipe.algorithm.name]
+        kl = recipe.algorithm.kl
+        self._kl = KlController(kl.coef, kl.target, kl.horizon)
+
+    def extra_batches(self, recipe: Recipe) -> int:
+        """Return the maximum number of extra prompt batches for dynamic sampling."""
+        setting = recipe.algorithm.dynamic_sampling
+        return (self._method.dynamic_sampling if self._reward_model is None else 0) if setting is None else setting
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint saves besides models, as JSON."""
+        return {"kl": self._kl.state, "guard": self._guard.progress}
+
+    def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
+        """Continue from a checkpoint's progress, saved while the settings of this recipe were in force."""
+        self._kl.restore(progress["kl"], recipe.algorithm.kl.coef, recipe.algorithm.kl.target)
+        self._guard.restore(progress["guard"])
+
+    def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
+        """Compute log-probabilities, values, advantages and corrections of this rank's share of a step's samples.
+
+        Raises:
+            EngineMismatch: at the first step, training and vLLM do not compute the same model.
+        """
+        policy, metrics = self._policy, StepMetrics()
+        lengths = [len(sample.prompt_ids) + len(sample.tokens) for sample in samples]
+        shares = shares_of(recipe, lengths, recipe.algorithm.minibatches)
+        local = [samples[i] for i in shares[policy.data_parallel_rank]]
+        sequences, prompts = [s.prompt_ids + s.tokens for s in local], [len(s.prompt_ids) for s in local]
+        batch = Batch.from_sequences(sequences, prompts, loss_mask=[s.loss_mask for s in local], pad_id=self._pad_id)
+        samples = self._scored_by_model(samples, batch, shares, recipe)
+        made = Experience(
+            samples=samples,
+            metrics=metrics,
+            batch=batch.to(device()),
+            lengths=torch.tensor([[samples[i].num_loss_tokens for i in share] for share in shares]),
+            rollout=batch.align([sample.logprobs for sample in local]).to(device()),
+            old=policy.logprobs(batch, recipe),
+            reference=self._reference.logprobs(batch, recipe) if self._reference is not None else None,
+            kl_coef=self._kl.coef_under(recipe.algorithm.kl.coef),
+            values=self._critic.values(batch, recipe) if self._critic is not None else None,
+        )
+        scores = self._scores(samples, step, recipe, metrics)
+        kl, penalties, mean_kl = _kl_to_reference(made, recipe), torch.zeros(len(samples)), None
+        if self._reference is not None:
+            answer_kl = torch.tensor(self._gather_by_sample(None if kl is None else kl.sum(1), shares))
+            mean_kl = float(answer_kl.mean())
+            metrics.replicated |= {"train/answer_kl": mean_kl, "train/kl_coef": made.kl_coef}
+            in_reward = recipe.algorithm.kl.where == "reward" and not self._method.by_token
+            penalties = made.kl_coef * answer_kl if in_reward else penalties
+        of_answers = self._method.advantages(scores, recipe.algorithm.samples_per_prompt, penalties)
+        local_of_answers = of_answers[shares[policy.data_parallel_rank]].to(device())
+        advantages, returns = self._advantages(made, local_of_answers, kl, recipe)
+        correction = self._correction(made, recipe, metrics)
+        if self._guard.must_compare_engines(recipe):
+            self._guard.compare_engines(step, metrics.reduce(self._group), policy.has_experts, recipe)
+        return replace(made, answer_kl=mean_kl, advantages=advantages, returns=returns, correction=correction)
+
+    def update(
+        self, experience: Experience, step: int, recipe: Recipe, bucket_hook: BucketHook | None = None
+    ) -> StepMetrics:
+        """Update the policy, and the critic where there is one, `epochs` x `minibatches` times.
+
+        The coefficient of the KL to the reference moves here, for the next step's experience.
+
+        Args:
+            bucket_hook: called with each optimizer bucket of the policy's last update.
+
+        Raises:
+            TooManyInterventions: a gradient was not accepted, or the KL exploded, once too often.
+        """
+        algorithm = recipe.algorithm
+        updates = algorithm.epochs * algorithm.minibatches
+        trains_policy = self._trains_policy(step, recipe)
+        self._move_kl_coef(experience, step, recipe, trains_policy)
+        done = {"critic": _Updates(), "train": _Updates()}
+        for number in range(updates):
+            rows = _minibatch(experience, number % algorithm.minibatches, algorithm.minibatches)
+            batch, tokens = experience.batch[rows], int(experience.lengths[:, rows].sum())
+            if self._critic is not None:
+                accepts = partial(self._guard.accepts_grad_norm, recipe=recipe, of="critic")
+                objective = _value_objective(experience, rows, recipe)
+                report = self._critic.train_step(batch, objective, recipe, accepts_grad_norm=accepts)
+                done["critic"].add(report, tokens)
+                if not report.updated:
+                    self._guard.record_skip(step, report.grad_norm, recipe, of="critic")
+                    break
+            if trains_policy:
+                hook = bucket_hook if number == updates - 1 else None
+                accepts = partial(self._guard.accepts_grad_norm, recipe=recipe)
+                objective = self._policy_objective(experience, rows, recipe)
+                report = self._policy.train_step(batch, objective, recipe, hook, accepts)
+                done["train"].add(report, tokens)
+                if not report.updated:
+                    self._guard.record_skip(step, report.grad_norm, recipe)
+                    break
+        for model in self._trained:
+            if trains_policy or model is not self._policy:
+                model.end_step()
+        metrics = StepMetrics()
+        for group, its in done.items():
+            metrics.update(its.metrics(group, self._policy.is_reporting_rank))
+        return metrics
+
+    def _move_kl_coef(self, experience: Experience, step: int, recipe: Recipe, trains_policy: bool) -> None:
+        kl = recipe.algorithm.kl
+        self._kl.configure(kl.coef, kl.target)
+        if experience.answer_kl is not None:
+            if trains_policy:
+                self._kl.observe(experience.answer_kl, len(experience.samples))
+            self._guard.freeze_kl_coef(step, experience.answer_kl, self._kl, recipe)
+
+    def _trains_policy(self, step: int, recipe: Recipe) -> bool:
+        return self._critic is None or step >= recipe.critic.warmup_steps
+
+    def _policy_objective(self, known: Experience, rows: slice, recipe: Recipe) -> PolicyObjective | None:
+        algorithm, method, mask = recipe.algorithm, self._method, known.batch.response_mask
+        if known.old is None or known.advantages is None:
+            return None
+        lengths = known.lengths[:, rows]
+        weights = answer_weights(
+            algorithm.loss_agg_mode or method.loss_agg_mode, lengths.flatten(), recipe.rollout.max_new_tokens
+        ).reshape(lengths.shape)[self._policy.data_parallel_rank]
+        clip = method.clip if algorithm.clip is None else algorithm.clip
+        high = (
+            algorithm.clip_high if algorithm.clip_high is not None or algorithm.clip is not None else method.clip_high
+        )
+
+        in_loss = known.reference is not None and algorithm.kl.where == "loss"
+        return PolicyObjective(
+            advantages=known.advantages[rows],
+            mask=mask[rows],
+            old=known.old[rows],
+            weights=weights.to(mask.device),
+            correction=None if known.correction is None else known.correction[rows],
+            clip=clip,
+            clip_high=high or clip,
+            dual_clip=algorithm.dual_clip,
+            ratio=method.ratio,
+            reference=known.reference[rows] if in_loss else None,
+            kl_estimator=algorithm.kl.estimated_by,
+            kl_coef=known.kl_coef,
+            entropy_coef=algorithm.entropy_coef,
+        )
+
+    def _scores(self, samples: Sequence[Sample], step: int, recipe: Recipe, metrics: StepMetrics) -> Tensor:
+        """Return [B], the rewards with the overlong penalty. `reward.shuffle`, a control, permutes the rewards."""
+        rewards = [sample.reward for sample in samples]
+        if recipe.reward.shuffle:
+            random.Random(f"{recipe.run.seed}/{step}").shuffle(rewards)
+        if not recipe.reward.overlong_buffer:
+            return torch.tensor(rewards)
+        longest, buffer = recipe.rollout.max_new_tokens, recipe.reward.overlong_buffer
+        penalties = [overlong_penalty(len(sample.tokens), longest, buffer) for sample in samples]
+        metrics.replicated["reward/overlong_penalty"] = sum(penalties) / len(penalties)
+        return torch.tensor(rewards) + torch.tensor(penalties)
+
+    def _advantages(
+        self, known: Experience, of_answers: Tensor, kl: Tensor | None, recipe: Recipe
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return advantages [b, T], and returns where there is a critic; None on ranks without the output layer.
+
+        Args:
+            of_answers: [b], of this rank's answers.
+            kl: [b, T], subtracted from the rewards of tokens, if the method does so.
+        """
+        algorithm, method, mask = recipe.algorithm, self._method, known.batch.response_mask
+        advantages = returns = None
+        if known.old is not None and method.by_token:
+            in_reward = kl is not None and algorithm.kl.where == "reward"
+            rewards = token_rewards(of_answers, known.kl_coef * kl if in_reward else torch.zeros_like(mask), mask)
+            if known.values is None:
+                advantages = returns_to_go(rewards, mask, algorithm.gamma)
+            else:
+                advantages, returns = gae(rewards, known.values, mask, algorithm.gamma, algorithm.lam)
+        elif known.old is not None:
+            advantages = of_answers[:, None] * mask
+        if method.normalised:
+            reports = advantages is not None and self._policy.is_reporting_rank
+            local = Moments.of(advantages, mask) if reports else Moments(0.0, 0.0, 0.0)
+            moments = Moments.over(gather_objects(local, self._group))
+            advantages = None if advantages is None else moments.normalise(advantages, mask)
+        return advantages, returns
+
+    def _correction(self, known: Experience, recipe: Recipe, metrics: StepMetrics) -> Tensor | None:
+        """Measure the mismatch of vLLM and training; return each token's weight that corrects for it, if any."""
+        if known.old is None:
+            return None
+        mask, setting = known.batch.response_mask, recipe.algorithm.correction
+        weights = None
+        if setting.kind != "none":
+            weights = correction_weights(setting.kind, known.old, known.rollout, mask, setting.low, setting.high)
+        if self._policy.is_reporting_rank:
+            found, divergence = mismatch(known.old, known.rollout, mask)
+            metrics.maxima |= {f"mismatch/logprob_abs_{name}": value for name, value in found.items()}
+            tokens = int(known.lengths.sum())
+            metrics.sums["mismatch/kl"] = divergence / tokens
+            gaps = torch.where(mask.bool(), known.old - known.rollout, 0.0).abs()
+            metrics.sums["mismatch/logprob_abs_mean"] = float(gaps.sum(dtype=torch.float64)) / tokens
+            if weights is not None:
+                metrics.sums["mismatch/weight"] = float(weights.sum()) / tokens
+        return weights
+
+    def _scored_by_model(self, samples: Sequence[Sample], batch: Batch, shares: Shares, recipe: Recipe) -> list[Sample]:
+        """Return the samples with the reward model's scores as rewards, where there is one."""
+        if self._reward_model is None:
+            return list(samples)
+        scores = self._gather_by_sample(self._reward_model.scores(batch, recipe), shares)
+        return [replace(sample, reward=score) for sample, score in zip(samples, scores, strict=True)]
+
+    def _gather_by_sample(self, values: Tensor | None, shares: Shares) -> list[float]:
+        """Return a number for every sample on every rank, from [b] for each rank's share, where the output layer is."""
+        reports = values is not None and self._policy.is_reporting_rank
+        local = (self._policy.data_parallel_rank, values.tolist()) if reports else None
+        told = gather_objects(local, self._group)
+        found: dict[int, float] = {}
+        for (_, numbers), share in zip(sorted(filter(None, told)), shares, strict=True):
+            found |= zip(share, numbers, strict=True)
+        return [found[i] for i in range(len(found))]
+
+
+def _minibatch(known: Experience, number: int, minibatches: int) -> slice:
+    """Return this rank's rows of a minibatch: `shares_of` puts each rank's parts of them one after the other."""
+    each = len(known.batch) // minibatches
+    return slice(number * each, (number + 1) * each)
+
+
+def _value_objective(known: Experience, rows: slice, recipe: Recipe) -> ValueObjective | None:
+    if known.returns is None or known.values is None:
+        return None
+    return ValueObjective(known.values[rows], known.returns[rows], known.batch.response_mask[rows], recipe.critic.clip)
+
+
+def _kl_to_reference(known: Experience, recipe: Recipe) -> Tensor | None:
+    """Return [b, T], by the policy before the update; None on ranks without the output layer."""
+    if known.old is None or known.reference is None:
+        return None
+    estimator = recipe.algorithm.kl.estimated_by
+    return token_kl(estimator, known.old, known.reference, known.batch.response_mask)

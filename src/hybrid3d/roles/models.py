@@ -1,0 +1,55 @@
+"""The models of a run in the train layout: the policy, its reference, the critic and the reward model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid3d.config import Recipe, Train
+from hybrid3d.inputs.models import read_config
+from hybrid3d.train.megatron_model import MegatronModel
+from hybrid3d.train.policy import Policy
+from hybrid3d.train.value_model import ValueModel
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models that a recipe needs; this rank has its shards of each.
+
+    Attributes:
+        policy: the language model that is trained.
+        reference: the policy as it was, for the KL.
+        critic: the value model of PPO, which is trained too.
+        reward_model: gives rewards in place of a function.
+    """
+
+    policy: Policy
+    reference: Policy | None
+    critic: ValueModel | None
+    reward_model: ValueModel | None
+
+    @classmethod
+    def of(cls, recipe: Recipe, policy: Policy, rank: int) -> Models:
+        """Build the models that the recipe needs beside the policy."""
+        refers = recipe.algorithm.kl.where != "none"
+        reference = Policy(policy.config, recipe, rank, trainable=False) if refers else None
+        critic = reward_model = None
+        if recipe.algorithm.critic:
+            path = recipe.critic.path or recipe.model.path
+            critic = ValueModel(read_config(path), recipe, rank, recipe.critic.optimizer or recipe.optimizer, path)
+        if recipe.reward.model is not None:
+            reward_model = ValueModel(read_config(recipe.reward.model), recipe, rank, path=recipe.reward.model)
+        return cls(policy, reference, critic, reward_model)
+
+    @property
+    def trained(self) -> dict[str, MegatronModel]:
+        """The models that checkpoints save, by name."""
+        return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+
+    @property
+    def _all(self) -> list[MegatronModel]:
+        return [m for m in (self.policy, self.reference, self.critic, self.reward_model) if m is not None]
+
+    def offload(self, train: Train) -> None:
+        """Free the memory that `train.offload_*` names; each model takes it back when it is used."""
+        for model in self._all:
+            model.offload(train)

@@ -1,0 +1,108 @@
+"""The roles of a run, and the order in which the training loop calls them. Imports no engine.
+
+A role is what a group of ranks does. The loop does not know whether the same ranks have several roles (`Colocated`)
+or each has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from hybrid3d.config import Recipe
+from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
+from hybrid3d.run.metrics import StepMetrics
+
+
+class Synced(Protocol):
+    """What a sync reports.
+
+    Attributes:
+        corrupted: tensors that had not landed as they were sent, and were sent again.
+    """
+
+    @property
+    def corrupted(self) -> tuple[str, ...]: ...
+
+    def metrics(self) -> StepMetrics:
+        """Return this rank's share of the metrics `sync/*`."""
+        ...
+
+
+class Experience(Protocol):
+    """What an update learns from.
+
+    Attributes:
+        samples: of all ranks, with the rewards that training uses.
+        metrics: this rank's share of the metrics that were measured while it was made.
+    """
+
+    @property
+    def samples(self) -> Sequence[Sample]: ...
+
+    @property
+    def metrics(self) -> StepMetrics: ...
+
+
+class Generator(Protocol):
+    """Generates with the weights of the last sync. Calls of a step, in this order, after `sync(version)`:
+
+    1. `evaluate(version)`, where an evaluation is due;
+    2. `generate_batch(version)`.
+    """
+
+    def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
+        """Answer the held-out problems greedily, with weights of this version."""
+        ...
+
+    def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
+        """Generate and score a step's samples, with weights of this version.
+
+        Args:
+            batch: number of the first batch of prompts.
+        """
+        ...
+
+
+class Trainer(Protocol):
+    """Learns from samples; a source of weights. Calls of step `v`, in this order, while the policy has version `v`:
+
+    1. `make_experience(samples, v)`;
+    2. `update(experience, v)`, but not at a run's last step. The policy then has version `v + 1`.
+    """
+
+    def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
+        """Compute what an update learns from."""
+        ...
+
+    def update(self, experience: Any, step: int, recipe: Recipe) -> StepMetrics:
+        """Update the models; return this rank's share of the metrics of the updates."""
+        ...
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint saves besides models, as JSON."""
+        ...
+
+    def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
+        """Continue from a checkpoint's progress."""
+        ...
+
+
+class Roles(Generator, Trainer, Protocol):
+    """All roles of a run as the loop sees them. Every rank makes every call, in this order, for each version `v`:
+
+    1. `sync(v)`;
+    2. the calls of `Generator`;
+    3. the calls of `Trainer`, which may begin the sync to `v + 1`.
+
+    `close` ends the run. Each call takes the recipe with the settings of its step.
+    """
+
+    def sync(self, version: int, recipe: Recipe) -> Synced:
+        """Sync the policy's weights, which have this version, to the generator."""
+        ...
+
+    def close(self) -> None:
+        """Shut the roles down; the process groups are gone afterwards."""
+        ...

@@ -1,0 +1,43 @@
+"""Which data-parallel rank learns from which sequences of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybrid3d.config import Recipe
+from hybrid3d.rl.balance import balanced_shares
+
+Shares = list[list[int]]
+"""By data-parallel rank, the numbers of its sequences."""
+
+
+def shares_of(recipe: Recipe, lengths: Sequence[int], minibatches: int = 1) -> Shares:
+    """Deal sequences to data-parallel ranks: consecutive ones where all are padded alike, else balanced in tokens.
+
+    The sequences are cut into minibatches in their order first, and each minibatch is dealt to all ranks. So the same
+    sequences are in an update whatever the number of ranks, packed or not.
+
+    Args:
+        lengths: of each sequence, in tokens.
+
+    Returns:
+        By rank, its part of the first minibatch, then of the second and so on, all of the same count.
+
+    Raises:
+        ValueError: the sequences do not divide into minibatches and ranks.
+    """
+    dp, count = recipe.train.dp, len(lengths)
+    if count % (minibatches * dp):
+        raise ValueError(f"{count} sequences do not divide into {minibatches} minibatches on {dp} data-parallel ranks")
+    balanced = recipe.train.packed or recipe.train.max_tokens_per_micro_batch is not None
+    of_all, each = count // minibatches, count // (minibatches * dp)
+    shares: Shares = [[] for _ in range(dp)]
+    for first in range(0, count, of_all):
+        dealt = (
+            balanced_shares(lengths[first : first + of_all], dp)
+            if balanced
+            else [range(rank * each, (rank + 1) * each) for rank in range(dp)]
+        )
+        for share, numbers in zip(shares, dealt, strict=True):
+            share += [first + i for i in numbers]
+    return shares

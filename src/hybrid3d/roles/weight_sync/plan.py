@@ -1,0 +1,81 @@
+"""The plan of a sync: the routes that all ranks agree on, and this rank's transfers by them, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch.distributed as dist
+
+from hybrid3d.config import Recipe
+from hybrid3d.distributed import all_reduce_max, all_reduce_min, gather_unique
+from hybrid3d.reshard.classes import signature_of
+from hybrid3d.reshard.coverage import check_arrivals, check_same_tensors, lower_bound
+from hybrid3d.reshard.layout import Demand, Holdings
+from hybrid3d.reshard.planner import LocalPieces, RankPlan, Routes, Transfer
+from hybrid3d.reshard.ready import ready_after
+from hybrid3d.roles.weight_sync.sharing import SharedStorage
+from hybrid3d.rollout.engine import RolloutEngine
+from hybrid3d.rollout.weights import RolloutWeights
+from hybrid3d.train.weights import MegatronWeights, canonical_shapes
+
+NOTHING_HELD, NOTHING_WANTED = Holdings(()), Demand((), ())
+
+
+class SyncPlan:
+    """What this rank sends, receives and copies in each sync. Every rank of the group makes it together.
+
+    Attributes:
+        holders: what each set of ranks holds.
+        sink: vLLM's weights on this rank; None on a rank without an engine.
+        lower_bound: the fewest bytes that this rank must receive, counted without the plan.
+        current: the plan; `drop` makes it anew.
+        ready: by bucket of the plan, the optimizer bucket after which every rank may start it.
+        bucket_of: by canonical tensor that this rank holds, the optimizer bucket that updates it; -1 for none.
+
+    Raises (when made):
+        PlanError: vLLM wants a tensor that Megatron does not hold, or one box twice.
+        UnsupportedLoader: vLLM's loader of this model cannot be replayed on shards.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        group: dist.ProcessGroup,
+        trained: MegatronWeights | None,
+        engine: RolloutEngine | None,
+        optimizer_buckets: Mapping[str, int],
+    ):
+        """
+        Args:
+            optimizer_buckets: the optimizer bucket of each of the trainer's local tensors.
+        """
+        self._group, self._rank = group, group.rank()
+        held = NOTHING_HELD if trained is None else trained.holdings
+        self.holders = gather_unique(signature_of(held), group)
+        shapes = canonical_shapes([signature for _, signature in self.holders])
+        self.sink: RolloutWeights | None = None if engine is None else engine.weights(shapes)
+        wanted = NOTHING_WANTED if self.sink is None else self.sink.demand
+        readers = gather_unique(signature_of(wanted), group)
+        check_same_tensors(self.holders, readers)
+        self._routes = Routes(self.holders, readers, recipe.sync.bucket_bytes, recipe.machine.gpus_per_node)
+        pieces = LocalPieces({self._rank: held}, {self._rank: wanted})
+        self.transfers: Sequence[tuple[int, Transfer]] = self._routes.rank_transfers(self._rank, pieces)
+        agree = partial(all_reduce_min, group=group)
+        self._boundaries = self._routes.bucket_boundaries([self.transfers], agree)
+        self.lower_bound = lower_bound({self._rank: held}, {self._rank: wanted})[self._rank]
+        self.bucket_of = {piece.name: optimizer_buckets.get(piece.view.tensor, -1) for piece in held.pieces}
+        self.current, self.ready = self._bind(SharedStorage())
+        check_arrivals(self.current, wanted)
+
+    def replan(self, transfers: Sequence[tuple[int, Transfer]], shared: SharedStorage) -> None:
+        """Plan anew with these transfers of this rank, without those of shared tensors. Every rank calls this."""
+        self.transfers = transfers
+        self.current, self.ready = self._bind(shared)
+
+    def _bind(self, shared: SharedStorage) -> tuple[RankPlan, list[int]]:
+        plan = self._routes.plan(self._rank, self.transfers, self._boundaries)
+        if self.sink is not None:
+            self.sink.prepare(plan.layers)
+        agree = partial(all_reduce_max, group=self._group)
+        return plan, ready_after(plan, self.bucket_of, len(self._boundaries), agree, shared.buckets)

@@ -1,0 +1,245 @@
+"""Weights of one version on their way from the train layout to the rollout layout, at once or bucket by bucket."""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from hybrid3d.config import Recipe
+from hybrid3d.reshard.executor import Executor, Report, Tensors
+from hybrid3d.reshard.protocols import Sink
+from hybrid3d.reshard.transport import make_transport
+from hybrid3d.roles.weight_sync.plan import SyncPlan
+from hybrid3d.roles.weight_sync.sharing import SharedStorage
+from hybrid3d.roles.weight_sync.verification import CorruptSync, corrupted_on_any, listed
+from hybrid3d.rollout.engine import RolloutEngine
+from hybrid3d.rollout.weights import RolloutWeights
+from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.train.runtime import SideStream, device, synchronize
+from hybrid3d.train.weights import MegatronWeights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One sync on this rank. Bytes are counted by the transport and by allocations, not read off the plan.
+
+    Attributes:
+        seconds: from its beginning to its end.
+        exposed_seconds: those of them in which this rank did nothing else.
+        received_bytes: that this rank received.
+        lower_bound_bytes: the fewest bytes that it must receive.
+        staging_bytes: of staging buffers.
+        finalize_bytes: that finalization took at most.
+        shared_bytes: of vLLM's tensors that alias Megatron's memory.
+        corrupted: tensors that, on some rank, had not landed as they were sent and were sent again.
+        phases: seconds by phase of the execution.
+    """
+
+    seconds: float
+    exposed_seconds: float
+    received_bytes: int
+    lower_bound_bytes: int
+    staging_bytes: int
+    finalize_bytes: int
+    shared_bytes: int
+    corrupted: tuple[str, ...] = ()
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+    def metrics(self) -> StepMetrics:
+        """Return this rank's share of the metrics `sync/*`."""
+        sums = {
+            "sync/received_bytes": self.received_bytes,
+            "sync/lower_bound_bytes": self.lower_bound_bytes,
+            "sync/shared_bytes": self.shared_bytes,
+        }
+        maxima = {
+            "sync/seconds": self.seconds,
+            "sync/exposed_seconds": self.exposed_seconds,
+            "sync/max_staging_bytes": self.staging_bytes,
+            "sync/max_finalize_bytes": self.finalize_bytes,
+        }
+        return StepMetrics(sums=dict(sums), maxima=dict(maxima))
+
+
+class WeightSync:
+    """Syncs the weights of a group of ranks, each of which has a source (Megatron), a sink (vLLM) or both.
+
+    Every rank of the group calls every method together: `run`, or `begin`, `bucket_ready` with each optimizer bucket
+    that the rank has, and `finish`. There is one for an engine: under `sync.share_storage` the engine's tensors alias
+    the trainer's memory from the first sync on.
+
+    Attributes:
+        plan: what this rank sends, receives and copies.
+        source, sink: the trained weights, and vLLM's.
+        in_progress: the version of a sync that has begun and not finished.
+
+    Raises (when made): as `SyncPlan`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        group: dist.ProcessGroup,
+        trained: MegatronWeights | None = None,
+        engine: RolloutEngine | None = None,
+        optimizer_buckets: Mapping[str, int] | None = None,
+    ):
+        """
+        Args:
+            group: the ranks of both layouts.
+            trained: this rank's weights, if it trains.
+            engine: this rank's engine, if it generates.
+            optimizer_buckets: needed by `bucket_ready`: the optimizer bucket of each of the trainer's local tensors.
+        """
+        self._group, self._engine = group, engine
+        self._plan = SyncPlan(recipe, group, trained, engine, optimizer_buckets or {})
+        self.holders, self.lower_bound = self._plan.holders, self._plan.lower_bound
+        self._trained = {} if trained is None else trained.tensors
+        self.source = Tensors(self._trained)
+        self.transport = make_transport(device(), dist.new_group(dist.get_process_group_ranks(group)))
+        self._shared = SharedStorage()
+        self._to_share = recipe.sync.share_storage
+        self._stream = SideStream()
+        self._executor: Executor | None = None
+        self.in_progress: int | None = None
+        self._reported_overlap = False
+
+    @property
+    def plan(self):
+        return self._plan.current
+
+    @property
+    def sink(self) -> RolloutWeights:
+        """vLLM's weights on this rank, which must have an engine."""
+        assert self._plan.sink is not None, "a rank without an engine has no sink"
+        return self._plan.sink
+
+    def run(self, version: int, verify: bool = False) -> SyncReport:
+        """Sync the weights as they are now; until it returns the engine refuses to generate.
+
+        Args:
+            version: of these weights: how many updates they have behind them.
+            verify: compare checksums of all boxes at both ends; where some differ, send everything again, once.
+
+        Raises:
+            CorruptSync: checksums differed twice.
+        """
+        self.begin(version, verify)
+        return self.finish()
+
+    def begin(self, version: int, verify: bool = False) -> None:
+        """Begin a sync of weights that are about to be updated, one optimizer bucket after another.
+
+        Every rank then calls `bucket_ready` with each of its buckets, and `finish`. Arguments: as for `run`.
+        """
+        self.in_progress, self._began, self._exposed = version, time.perf_counter(), 0.0
+        self._received_before, self._early_bytes = self.transport.received_bytes, 0
+        if self._engine is not None:
+            self._engine.weight_version = None
+        self._verifying = verify
+        self._shared.check()
+        if self._executor is None:  # not earlier: before the first sync the trainer may be offloaded
+            sink: Sink = Tensors({}) if self._plan.sink is None else self._plan.sink
+            self._executor = Executor(self._plan.current, self.source, sink, self.transport, device())
+        with self._on_side_stream():
+            if self._plan.sink is not None:
+                self._plan.sink.begin()
+            self._executor.begin(verify)
+
+    def bucket_ready(self, bucket: int, last: bool) -> None:
+        """Send what this rank's optimizer buckets up to this one allow, without waiting for it to arrive.
+
+        Args:
+            last: it was the last of this rank; others, which may have more, wait for all that this rank sends.
+        """
+        self._early_bytes = self.transport.received_bytes - self._received_before
+        with self._on_side_stream():
+            ready = self._plan.ready
+            self._executing.advance(len(ready) if last else bisect_right(ready, bucket))
+
+    def finish(self) -> SyncReport:
+        """Send what is left, wait for all of it, and verify it where `begin` was told to.
+
+        Raises:
+            CorruptSync: checksums differed twice.
+        """
+        with self._on_side_stream():
+            done = self._executing.finish()
+            if self._plan.sink is not None:
+                self._plan.sink.end()
+            corrupted = corrupted_on_any(done.wrong, self._group) if self._verifying else ()
+            if corrupted:
+                done = self._send_again(corrupted)
+            if self._engine is not None:
+                self._engine.reset_cache()
+            synchronize()
+        if self._to_share:
+            self._share()
+        self._report_overlap(done.received_bytes)
+        if self._engine is not None:
+            self._engine.weight_version = self.in_progress
+        self.in_progress = None
+        return SyncReport(
+            seconds=time.perf_counter() - self._began,
+            exposed_seconds=self._exposed,
+            received_bytes=done.received_bytes,
+            lower_bound_bytes=self.lower_bound,
+            staging_bytes=done.staging_bytes,
+            finalize_bytes=0 if self._plan.sink is None else self._plan.sink.finalize_bytes,
+            shared_bytes=self._shared.nbytes,
+            corrupted=corrupted,
+            phases=done.seconds,
+        )
+
+    @property
+    def _executing(self) -> Executor:
+        assert self._executor is not None, "a sync begins with `begin`"
+        return self._executor
+
+    def _share(self) -> None:
+        """Alias what both engines of a rank hold, and plan without it from the next sync on."""
+        transfers = self._plan.transfers
+        if self._plan.sink is not None and self._trained:
+            transfers = self._shared.share(
+                transfers, self._group.rank(), self._trained, self._plan.sink, self._plan.bucket_of
+            )
+        self._plan.replan(transfers, self._shared)
+        self._to_share, self._executor = False, None
+
+    def _send_again(self, corrupted: tuple[str, ...]) -> Report:
+        logger.warning("%d tensors have not landed as sent: %s; sent again", len(corrupted), listed(corrupted))
+        if self._plan.sink is not None:
+            self._plan.sink.begin()
+        done = self._executing.run(verify=True)
+        if self._plan.sink is not None:
+            self._plan.sink.end()
+        still = corrupted_on_any(done.wrong, self._group)
+        if still:
+            raise CorruptSync(still)
+        return done
+
+    def _report_overlap(self, received: int) -> None:
+        """Log once how much had arrived before the last optimizer bucket was updated."""
+        if self._early_bytes and not self._reported_overlap:
+            logger.info(
+                "overlapped sync: %d of %d received bytes were in flight before the last weights were updated",
+                self._early_bytes,
+                received,
+            )
+            self._reported_overlap = True
+
+    @contextmanager
+    def _on_side_stream(self) -> Iterator[None]:
+        """Run on the side stream; the time of this thread counts as exposed."""
+        start = time.perf_counter()
+        with self._stream.behind():
+            yield
+        self._exposed += time.perf_counter() - start

@@ -1,0 +1,35 @@
+"""Which syncs are verified, and what ranks do about tensors that have not landed as they were sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from hybrid3d.distributed import gather_objects
+
+LISTED = 5  # tensors that a message names
+
+
+class CorruptSync(RuntimeError):
+    """Tensors have not landed as they were sent, twice: memory or a link of a machine is broken."""
+
+    def __init__(self, tensors: Sequence[str]):
+        super().__init__(f"{len(tensors)} tensors have not landed as they were sent, twice: {listed(tensors)}")
+
+
+def is_verified(setting: str, version: int) -> bool:
+    """Return whether `sync.verify` (`always`, `every-N` or `never`) has the sync to this version verified."""
+    if setting.startswith("every-"):
+        return version % int(setting.removeprefix("every-")) == 0
+    return setting == "always"
+
+
+def corrupted_on_any(names: Sequence[str] | None, group: dist.ProcessGroup) -> tuple[str, ...]:
+    """Return the corrupted tensors of all ranks, sorted; the same on every rank."""
+    return tuple(sorted({name for of_rank in gather_objects(names, group) for name in of_rank or ()}))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, for a message."""
+    return ", ".join([*names[:LISTED], *(["..."] if len(names) > LISTED else [])])

@@ -1,0 +1,78 @@
+"""A step's metrics: measured on each rank, reduced over ranks to one row, and the seconds of its phases."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from hybrid3d.distributed import gather_objects
+from hybrid3d.run.heartbeat import enter_phase
+
+
+class PhaseTimer:
+    """Times the phases of one step, as `time/<phase>`, and the step without its evaluation, as `time/step`."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time a phase; a phase may be entered several times."""
+        enter_phase(phase)
+        start = time.perf_counter()
+        yield
+        self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
+
+    def row(self, tokens: int) -> dict[str, float]:
+        """Return the seconds of all phases, and the throughput of a step of this many tokens."""
+        step = time.perf_counter() - self._start - self._phases.get("eval", 0.0)
+        phases = {f"time/{phase}": seconds for phase, seconds in self._phases.items()}
+        return {**phases, "time/step": step, "tokens_per_second": tokens / step}
+
+
+@dataclass
+class StepMetrics:
+    """One rank's share of a step's metrics, by name.
+
+    Attributes:
+        sums: summed over ranks. A mean is a sum too: each rank divides by the number over all ranks.
+        maxima: reduced by the maximum over ranks.
+        replicated: equal on every rank.
+    """
+
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    replicated: dict[str, float] = field(default_factory=dict)
+
+    def add(self, key: str, value: float) -> None:
+        """Add `value` to the metric that is summed over ranks."""
+        self.sums[key] = self.sums.get(key, 0.0) + value
+
+    def update(self, other: StepMetrics) -> None:
+        """Take over another's metrics; where both have one, the other's."""
+        self.sums |= other.sums
+        self.maxima |= other.maxima
+        self.replicated |= other.replicated
+
+    def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
+        """Return all metrics reduced over the group's ranks, which may have different ones; the same on every rank."""
+        row: dict[str, float] = {}
+        for other in gather_objects((self.sums, self.maxima), group):
+            sums: Mapping[str, float]
+            sums, maxima = other
+            for key, value in sums.items():
+                row[key] = row.get(key, 0) + value
+            for key, value in maxima.items():
+                row[key] = _larger(row.get(key, value), value)
+        return row | self.replicated
+
+
+def _larger(a: float, b: float) -> float:
+    """Return the larger number, or NaN where either is (Python's `max` depends on their order)."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)

@@ -1,0 +1,47 @@
+"""Divides a data-parallel rank's batch into micro batches: as many on every rank, by rows or by tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from hybrid3d.config import Train
+from hybrid3d.rl.balance import balanced_shares, within_budget
+from hybrid3d.rl.batch import Batch
+from hybrid3d.train.micro import MicroBatch, in_one_row, in_rows
+
+
+def micro_batches(batch: Batch, train: Train, multiple: int, group: dist.ProcessGroup) -> list[MicroBatch]:
+    """Divide a batch into micro batches by `train.micro_batch_size` or `train.max_tokens_per_micro_batch`.
+
+    Args:
+        batch: on the device where it is used.
+        multiple: the padded length of a micro batch is a multiple of this: under sequence parallelism the TP size.
+        group: the data-parallel ranks, which all get the same number of micro batches.
+    """
+
+    def rounded(tokens: int) -> int:
+        return -(-tokens // multiple) * multiple
+
+    if not train.packed and train.max_tokens_per_micro_batch is None:
+        width, size = rounded(batch.tokens.shape[1]), train.micro_batch_size
+        return [in_rows(batch, slice(start, start + size), width) for start in range(0, len(batch), size)]
+    parts = _by_length(batch, train, group)
+    if train.packed:  # all of one size: what goes between pipeline stages has one shape
+        size = rounded(max(int(batch.lengths[rows].sum()) for rows in parts))
+        return [in_one_row(batch, rows, size) for rows in parts]
+    return [in_rows(batch, rows, rounded(int(batch.lengths[rows].max()))) for rows in parts]
+
+
+def _by_length(batch: Batch, train: Train, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return the rows of each micro batch: of about equal numbers of tokens, or as many as fit the budget."""
+    lengths, budget = batch.lengths.tolist(), train.max_tokens_per_micro_batch
+    if budget is None:
+        parts = balanced_shares(lengths, len(batch) // train.micro_batch_size)
+    else:
+        most = torch.tensor(len(within_budget(lengths, budget, packed=train.packed)), device=batch.tokens.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        rounds = train.pp if train.vpp > 1 else 1  # interleaved stages take them in rounds of one per stage
+        count = -(-int(most) // rounds) * rounds
+        parts = within_budget(lengths, budget, packed=train.packed, least=count)
+    return [torch.tensor(part, device=batch.tokens.device) for part in parts]

@@ -1,0 +1,58 @@
+"""The RL training loop: sync, generate, reward, log-probabilities and advantages, update; and again."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from hybrid3d.distributed import all_reduce_max
+from hybrid3d.roles.protocols import Roles
+from hybrid3d.run.health import Guard
+from hybrid3d.run.live_settings import LiveSettings
+from hybrid3d.run.metrics import PhaseTimer
+from hybrid3d.run.record import Record
+from hybrid3d.train.runtime import peak_memory
+from hybrid3d.trainer.checkpoints import Checkpoints
+
+
+def train_rl(
+    roles: Roles, live: LiveSettings, guard: Guard, checkpoints: Checkpoints, record: Record, group: dist.ProcessGroup
+) -> None:
+    """Train to the recipe's last step, from the last checkpoint of the run's folder.
+
+    Row s of the metrics belongs to policy version s; the last version is only evaluated.
+    """
+    with checkpoints:
+        step, progress = checkpoints.resume()
+        live.restore(progress)
+        batch = progress["batch"] if progress else 0
+        if progress:
+            roles.restore(progress, live.recipe)
+        while step <= live.recipe.run.steps:
+            recipe = live.settings_for_step(step)
+            timer, row = PhaseTimer(), dict[str, float](step=step)
+            with timer("sync"):
+                synced = roles.sync(step, recipe)
+            record.corrupted(synced.corrupted, step)
+            if step % recipe.run.eval_every == 0 or step == recipe.run.steps:
+                with timer("eval"):
+                    held_out = roles.evaluate(step, recipe)
+                record.failed(held_out, step)
+                row |= {"eval/accuracy": held_out.accuracy, "eval/reward": held_out.reward}
+            with timer("generate"):
+                generated = roles.generate_batch(step, batch, recipe)
+            batch += generated.batches
+            record.failed(generated, step)
+            with timer("train"):
+                experience = roles.make_experience(generated.samples, step, recipe)
+                metrics = experience.metrics
+                metrics.update(synced.metrics())
+                if step < recipe.run.steps:
+                    metrics.update(roles.update(experience, step, recipe))
+            samples = experience.samples
+            row |= generated.metrics(samples, recipe.rollout) | metrics.reduce(group)
+            row |= timer.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
+            record.step(row, recipe.run.steps, samples)
+            guard.watch(row, all_reduce_max([peak_memory()], group)[0] / 1e9, recipe)
+            step += 1
+            checkpoints.save_if_due(step, {"batch": batch} | roles.progress | live.progress, recipe.run)
+    roles.close()
