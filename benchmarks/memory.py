@@ -83,9 +83,9 @@ def measure(model: str, case: str) -> dict[str, float]:
     taken = []
     for _ in range(STEPS + 1):
         before = memory_now(peak=False)
-        timed("step", lambda: policy.train_step(batch, sft_loss))
+        timed("step", lambda: policy.train_step(batch, sft_loss, recipe))
         taken.append((memory_now(peak=True) - before) / MB)
-        given_up = timed("away", policy.offload) / MB
+        given_up = timed("away", lambda: policy.offload(recipe.train)) / MB
         timed("back", policy.onload)
     found = {"taken": taken, **seconds}  # the first of each warms up
     return {key: statistics.median(values[1:]) for key, values in found.items()} | {"given up": given_up}

@@ -86,9 +86,9 @@ def of_rank(model: str, layouts: list[str]) -> None:
             for _ in range(STEPS + 1):  # the first warms up
                 dist.barrier()
                 start = time.perf_counter()
-                policy.logprobs(batch)
-                policy.train_step(batch, sft_loss)
-                seconds.append(max(distributed.gather(time.perf_counter() - start)))
+                policy.logprobs(batch, recipe)
+                policy.train_step(batch, sft_loss, recipe)
+                seconds.append(max(distributed.gather_objects(time.perf_counter() - start, dist.group.WORLD)))
             rate = sum(sizes) / statistics.median(seconds[1:])
             first = first or rate
             if dist.get_rank() == 0:

@@ -73,13 +73,13 @@ def of_rank(path: str) -> None:
     config, rank = read_config(recipe.model.path), dist.get_rank()
     trained = megatron_weights(build_model(config, recipe.train, getattr(torch, recipe.model.dtype)), config)
     engine = RolloutEngine(recipe, rank, distributed.run_id(), list(range(recipe.world_size)))
-    sync = WeightSync(recipe, trained, engine, rank)
+    sync = WeightSync(recipe, dist.group.WORLD, trained, engine)
 
     def run() -> float:
         dist.barrier()
         start = time.perf_counter()
-        sync.run(*([0] if "number" in WeightSync.run.__annotations__ else []))
-        return max(distributed.gather(time.perf_counter() - start))
+        sync.run(0)
+        return max(distributed.gather_objects(time.perf_counter() - start, dist.group.WORLD))
 
     run()
     seconds = [run() for _ in range(RUNS)]
@@ -87,9 +87,9 @@ def of_rank(path: str) -> None:
     for _ in range(RUNS):
         dist.barrier()
         profile.enable()
-        sync.run(*([0] if "number" in WeightSync.run.__annotations__ else []))
+        sync.run(0)
         profile.disable()
-    every = distributed.gather(_shares(profile))
+    every = distributed.gather_objects(_shares(profile), dist.group.WORLD)
     if rank == 0:
         print(f"| {'what':30} | ms of a mean rank |\n|{'-' * 32}|{'-' * 19}|")
         for kind in every[0]:

@@ -101,7 +101,7 @@ def test_values_and_scores_equal_transformers(results: Results) -> None:
 def assert_reports(reports: list[Any], loss: float, norm: float) -> None:
     inputs = make_inputs()
     tokens = sum(len(row) - prompt for row, prompt in zip(inputs["sequences"], inputs["prompts"], strict=True))
-    total = sum(report["sums"]["loss"] for report in reports if report["counts"])
+    total = sum(report["sums"]["loss"] for report in reports if report["is_reporting_rank"])
     assert total / tokens == pytest.approx(loss, rel=1e-5)
     assert all(report["grad_norm"] == pytest.approx(norm, rel=1e-5) for report in reports)
 
@@ -136,7 +136,7 @@ def test_policy_and_critic_share_a_checkpoint(results: Results) -> None:
 
     def losses(what: str) -> list[float]:
         of_ranks = results.of("resume", what)
-        return [sum(rank[model]["sums"]["loss"] for rank in of_ranks if rank[model]["counts"]) for model in range(2)]
+        return [sum(rank[model]["sums"]["loss"] for rank in of_ranks if rank[model]["is_reporting_rank"]) for model in range(2)]
 
     assert losses("resumed") == pytest.approx(losses("went on"), rel=1e-5)
     went_on, resumed = results.of("resume", "went on")[0], results.of("resume", "resumed")[0]

@@ -231,9 +231,9 @@ def test_a_step_equals_plain_pytorch(results: Results, family: str, layout: str,
     means, norm, weights = true_step(source, results.checkpoints[family]["near"], kind)
     reports, inputs = results.of(family, layout, f"{kind}-{micro_batch}"), make_inputs()
     tokens = sum(len(row) - prompt for row, prompt in zip(inputs["sequences"], inputs["prompts"], strict=True))
-    assert sum(report["counts"] for report in reports) == LAYOUTS[layout].get("dp", 1)
+    assert sum(report["is_reporting_rank"] for report in reports) == LAYOUTS[layout].get("dp", 1)
     for key, mean in means.items():
-        total = sum(report["sums"][key] for report in reports if report["counts"])
+        total = sum(report["sums"][key] for report in reports if report["is_reporting_rank"])
         assert total / tokens == pytest.approx(mean, rel=1e-5), key
     for report in reports:
         assert report["grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -284,7 +284,7 @@ def test_a_checkpoint_loads_into_another_layout(results: Results, family: str, l
 
     def said(what: str) -> list[float]:
         ranks = results.of(family, "resume", what)
-        losses = [sum(rank[step]["sums"]["loss"] for rank in ranks if rank[step]["counts"]) for step in range(2)]
+        losses = [sum(rank[step]["sums"]["loss"] for rank in ranks if rank[step]["is_reporting_rank"]) for step in range(2)]
         return losses + [ranks[0][step][key] for step in range(2) for key in ("grad_norm", "lr")]
 
     assert said(f"resumed {layout}") == pytest.approx(said("went on"), rel=1e-5)

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
-from hybrid3d.generation.engine import StaleWeights
+from hybrid3d.generation.engine import GenerationRequest, StaleWeights
 from hybrid3d.roles.weight_sync import CorruptSync, WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.train import runtime
 from hybrid3d.train.policy import Policy
 
-PROMPT = [[5, 6, 7]]
+REQUESTS = [GenerationRequest([5, 6, 7], max_new_tokens=8, stop_tokens=[0], seed=1)]
 
 
 class Dying:
@@ -70,9 +70,9 @@ def sync_with(sync: WeightSync, transport: object, number: int, overlapped: bool
     """How many tensors a sync had to mend, or what it failed of."""
     sync._executor._transport, before = transport, sync._executor._transport
     try:
-        sync.begin(number)
+        sync.begin(number, verify=True)
         if overlapped:
-            sync.advance(0, last=True)
+            sync.bucket_ready(0, last=True)
         return str(len(sync.finish().corrupted))
     except (CorruptSync, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
@@ -83,7 +83,7 @@ def sync_with(sync: WeightSync, transport: object, number: int, overlapped: bool
 def generate(engine: RolloutEngine) -> str:
     """How many tokens came, or why none did."""
     try:
-        return str(len(engine.generate(PROMPT, [1], end_token=0)[0].tokens))
+        return str(len(engine.generate(REQUESTS, version=0)[0].tokens))
     except StaleWeights as refused:
         return str(refused)
 
@@ -91,7 +91,7 @@ def generate(engine: RolloutEngine) -> str:
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when it sees that a rank is gone: it must wait
     folder, checkpoint = Path(sys.argv[1]), sys.argv[2]
-    distributed.start()
+    group = distributed.start()
     rank, train = distributed.rank(), Train(tp=2, pp=2, micro_batch_size=1)
     recipe = Recipe(
         name="broken",
@@ -108,8 +108,8 @@ def main() -> None:
     policy = Policy(json.loads((Path(checkpoint) / "config.json").read_text()), recipe, rank, trainable=False)
     engine = RolloutEngine(recipe, rank, distributed.run_id(), range(4))
     said = {"before": generate(engine)}
-    sync = WeightSync(recipe, policy.weights, engine, rank)
-    sync.run(0)
+    sync = WeightSync(recipe, group, policy.weights, engine)
+    sync.run(0, verify=True)
     said["synced"] = generate(engine)
     for what, times in (("once", 1), ("always", 1 << 30)):
         said[what] = sync_with(sync, Flipping(sync.transport, times) if rank == 0 else sync.transport, 1)

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from train_layouts import export, forget, my_batch, recipe_for, report_of, sft_step
+from train_layouts import built, export, forget, my_batch, recipe_for, report_of, sft_step
 
 from hybrid3d import distributed
 from hybrid3d.config import Train
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.batch import Rows
 from hybrid3d.train import checkpoint, runtime
-from hybrid3d.train.value_model import ValueModel
 from hybrid3d.train.policy import Policy
+from hybrid3d.train.value_model import ValueModel
 
 
 def squared(returns: torch.Tensor) -> Any:
@@ -32,21 +32,24 @@ def squared(returns: torch.Tensor) -> Any:
 
 def critic_of(folder: str, train: Train, spec: dict[str, Any], trainable: bool = True) -> ValueModel:
     recipe = recipe_for(folder, train, spec, **spec["sft"])
-    return ValueModel(read_config(folder), recipe, dist.get_rank(), recipe.optimizer if trainable else None)
+    critic = ValueModel(read_config(folder), recipe, dist.get_rank(), recipe.optimizer if trainable else None)
+    critic.recipe = recipe  # which its methods take
+    return critic
 
 
 def value_step(critic: ValueModel, spec: dict[str, Any], dp: int) -> dict[str, Any]:
     batch, mine = my_batch(critic, spec, dp)
-    return report_of(critic, critic.train_step(batch, squared(spec["returns"][mine])))
+    return report_of(critic, critic.train_step(batch, squared(spec["returns"][mine]), critic.recipe))
 
 
 def values(critic: ValueModel, spec: dict[str, Any], dp: int) -> dict[str, Any]:
     """This data-parallel rank's rows, without what padding holds."""
     batch, mine = my_batch(critic, spec, dp)
-    found = critic.values(batch)
+    found = critic.values(batch, critic.recipe)
     if found is not None:
         found = found * (torch.arange(found.shape[1]) < batch.lengths[:, None])
-    return {"rows": mine, "values": found, "scores": critic.scores(batch), "has_output": critic.has_output}
+    scores = critic.scores(batch, critic.recipe)
+    return {"rows": mine, "values": found, "scores": scores, "has_output": critic.has_output}
 
 
 def one_layout(folders: dict[str, str], train: Train, spec: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -67,7 +70,7 @@ def one_layout(folders: dict[str, str], train: Train, spec: dict[str, Any], out:
 
 def both(folders: dict[str, str], train: Train, spec: dict[str, Any]) -> tuple[Policy, ValueModel]:
     recipe = recipe_for(folders["start"], train, spec)
-    return Policy(read_config(folders["start"]), recipe, dist.get_rank()), critic_of(folders["start"], train, spec)
+    return built(Policy, read_config(folders["start"]), recipe), critic_of(folders["start"], train, spec)
 
 
 def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -76,17 +79,17 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
     runtime.initialize(here, seed=1)
     policy, critic = both(folders, here, spec)
     sft_step(policy, spec, 1), value_step(critic, spec, 1)
-    checkpoint.save({"policy": policy, "critic": critic}, out, {})
+    checkpoint.save({"policy": policy, "critic": critic}, out, {}, dist.group.WORLD)
     found = {"went on": [sft_step(policy, spec, 1), value_step(critic, spec, 1)]}
     forget(policy), forget(critic)
     runtime.shutdown()
     runtime.initialize(there, seed=1)
     policy, critic = both(folders, there, spec)
-    checkpoint.load({"policy": policy, "critic": critic}, out)
+    checkpoint.load({"policy": policy, "critic": critic}, out, dist.group.WORLD)
     found["resumed"] = [sft_step(policy, spec, 2), value_step(critic, spec, 2)]
     forget(policy), forget(critic)
     frozen = critic_of(folders["start"], there, spec, trainable=False)
-    checkpoint.load_weights({"critic": frozen}, out)
+    checkpoint.load_weights({"critic": frozen}, out, dist.group.WORLD)
     found["frozen"] = values(frozen, spec, 2)
     runtime.shutdown()
     return found

@@ -108,7 +108,7 @@ def main(recipe_file: str, out: Path) -> None:
     config = read_config(recipe.model.path)
     policy = Policy(config, recipe, rank)
     models = {"policy": policy}
-    checkpoint.save(models, whole, {"told": 1})
+    checkpoint.save(models, whole, {"told": 1}, dist.group.WORLD)
     other = Policy(config, recipe, rank, trainable=False)  # loaded into it would show
     for model in (policy, other):
         for tensor in model.weights.tensors.values():
@@ -118,8 +118,8 @@ def main(recipe_file: str, out: Path) -> None:
     for file in sorted(path.name for path in whole.iterdir()):
         for how, damage in DAMAGES.items():
             readers = {
-                "load": lambda: checkpoint.load(models, damaged),
-                "load_weights": lambda: checkpoint.load_weights({"policy": other}, damaged),
+                "load": lambda: checkpoint.load(models, damaged, dist.group.WORLD),
+                "load_weights": lambda: checkpoint.load_weights({"policy": other}, damaged, dist.group.WORLD),
             }
             if rank == 0:
                 copy(whole, damaged)
@@ -132,7 +132,7 @@ def main(recipe_file: str, out: Path) -> None:
                 for name in was
             )
             if how in ("flipped in its middle", "a folder"):
-                checkpoints = Checkpoints(recipe, models, Record(folder, rank, Display("run", 1, None)))
+                checkpoints = Checkpoints(models, 1, Record(folder, rank, Display("run", 1, None)), dist.group.WORLD)
                 said["resume"] = {"raised": None, "step": checkpoints.resume()[0]}
                 for tensor in policy.weights.tensors.values():
                     tensor.data.add_(1)
@@ -144,7 +144,7 @@ def main(recipe_file: str, out: Path) -> None:
         cut(damaged / "__0_0.distcp")
         manifest.write(damaged, {name: manifest.crc_of(damaged / name) for name in manifest.names_in(damaged)})
     dist.barrier()
-    unloadable = outcome(lambda: checkpoint.load_weights({"policy": other}, damaged))
+    unloadable = outcome(lambda: checkpoint.load_weights({"policy": other}, damaged, dist.group.WORLD))
     (out / f"rank-{rank}.json").write_text(json.dumps({"damaged": found, "unloadable": unloadable}))
     dist.barrier()
     if rank == 0:

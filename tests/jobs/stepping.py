@@ -1,4 +1,4 @@
-"""One rank of a proof: the optimizer's step in parts is its step as a whole, and a part that is ready is final.
+"""One rank of a proof: the optimizer's step in buckets is its step as a whole, and a bucket that is ready is final.
 
 torchrun --nproc-per-node 4 stepping.py '{CHECKPOINT: [LAYOUT, ...], ...}'
 """
@@ -27,7 +27,7 @@ class AsAWhole:
     def __init__(self, optimizer):
         self._optimizer = optimizer
 
-    def step(self, ready, accepts_grad_norm):
+    def step(self, hook, accepts_grad_norm):
         updated, norm, _ = self._optimizer.step()
         return updated, norm
 
@@ -40,21 +40,21 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(as_bytes(a.contiguous()), as_bytes(b.contiguous()))
 
 
-def offload(policy: Policy, step: int) -> None:
+def offload(policy: Policy, recipe: Recipe, step: int) -> None:
     """What it holds takes no memory until it is used again, and is then what it was."""
-    held = {kind: [tensor.untyped_storage() for tensor in policy._held(kind)] for kind in OFFLOADS}
+    held = {kind: [tensor.untyped_storage() for tensor in policy._tensors_of(kind)] for kind in OFFLOADS}
     assert [kind for kind in OFFLOADS if not held[kind]] in ([], ["optimizer"] if step == 0 else [])
     memories = [memory for of_kind in held.values() for memory in of_kind]
     before = [memory.nbytes() for memory in memories]
-    policy.offload()
+    policy.offload(recipe.train)
     assert not any(memory.nbytes() for memory in memories)
-    policy.logprobs(batch_of(policy, step))
+    policy.logprobs(batch_of(policy, step), recipe)
     assert all(memory.nbytes() for memory in held["parameters"])
     assert not any(memory.nbytes() for memory in held["gradients"] + held["optimizer"])
-    policy.offload()
+    policy.offload(recipe.train)
     policy.onload()
     assert [memory.nbytes() for memory in memories] == before
-    policy.offload()
+    policy.offload(recipe.train)
 
 
 def batch_of(policy: Policy, step: int) -> Batch:
@@ -77,33 +77,33 @@ def prove(folder: str, layout: Train, dtype: str) -> None:
     runtime.initialize(layout, seed=1)
     config, rank = read_config(folder), dist.get_rank()
     offloaded = {f"offload_{kind}": True for kind in OFFLOADS}
-    whole = Policy(config, dataclasses.replace(recipe, train=dataclasses.replace(layout, **offloaded)), rank)
+    offloading = dataclasses.replace(recipe, train=dataclasses.replace(layout, **offloaded))
+    whole = Policy(config, offloading, rank)
     parted = Policy(config, recipe, rank)
     whole._stepping = AsAWhole(whole.optimizer)
-    of_part, parts = parted.parts, len(parted._stepping)
-    assert parts >= 4, f"only {parts} parts"
-    assert sorted(set(of_part.values())) == list(range(parts))
+    bucket_of, buckets = parted.optimizer_buckets, len(parted._stepping)
+    assert buckets >= 4, f"only {buckets} buckets"
+    assert sorted(set(bucket_of.values())) == list(range(buckets))
     for step in range(3):
         before, at = snapshot(parted), []
-        refused = parted.train_step(batch_of(parted, step), sft_loss, accepts_grad_norm=lambda norm: norm < 0)
+        refused = parted.train_step(batch_of(parted, step), sft_loss, recipe, accepts_grad_norm=lambda norm: norm < 0)
         assert not refused.updated
         assert all(same(tensor, before[name]) for name, tensor in snapshot(parted).items())
-        offload(whole, step)
-        reports = [whole.train_step(batch_of(whole, step), sft_loss)]
-        reports.append(
-            parted.train_step(batch_of(parted, step), sft_loss, lambda part, last, at=at: at.append(snapshot(parted)))
-        )
+        offload(whole, offloading, step)
+        reports = [whole.train_step(batch_of(whole, step), sft_loss, offloading)]
+        hook = lambda bucket, last, at=at: at.append(snapshot(parted))  # noqa: E731
+        reports.append(parted.train_step(batch_of(parted, step), sft_loss, recipe, hook))
         assert reports[0] == reports[1]
         after, truth = snapshot(parted), snapshot(whole)
         assert [name for name in truth if not same(after[name], truth[name])] == []
         assert any(not same(after[name], before[name]) for name in after)
-        assert len(at) == parts
-        still = [name for name in after if name not in of_part]
+        assert len(at) == buckets
+        still = [name for name in after if name not in bucket_of]
         assert all("expert_bias" in name for name in still), still
-        for part, seen in enumerate(at):
-            for name, of in of_part.items():
-                assert same(seen[name], (after if of <= part else before)[name]), f"{name} of part {of} at {part}"
-    layers = {name: of for name, of in of_part.items() if ".layers." in name and ".experts." not in name}
+        for bucket, seen in enumerate(at):
+            for name, of in bucket_of.items():
+                assert same(seen[name], (after if of <= bucket else before)[name]), f"{name} of bucket {of} at {bucket}"
+    layers = {name: of for name, of in bucket_of.items() if ".layers." in name and ".experts." not in name}
     order = sorted(layers, key=lambda name: (int(name[5:].split(".")[0]), int(name.split(".layers.")[1].split(".")[0])))
     assert [layers[name] for name in order] == sorted(layers.values()), "first layers are not first"
     runtime.shutdown()

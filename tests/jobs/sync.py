@@ -26,7 +26,7 @@ from hybrid3d.families import family_of
 from hybrid3d.reshard.files import load_files
 from hybrid3d.reshard.planner import Transfer
 from hybrid3d.rl.batch import Batch
-from hybrid3d.roles.weight_sync import WeightSync
+from hybrid3d.roles.weight_sync import WeightSync, is_verified
 from hybrid3d.rollout import engine as rollout_engine
 from hybrid3d.rollout import weights as rollout_weights
 from hybrid3d.train import runtime
@@ -70,7 +70,9 @@ class Engine(rollout_engine.RolloutEngine):
         params = rollout_engine.SamplingParams(
             max_tokens=4, temperature=0, logprobs=0, prompt_logprobs=0, detokenize=False, ignore_eos=True
         )
-        output = self._run([PROMPT], [params])[0]
+        rng = torch.get_rng_state()
+        output = self._llm.generate([{"prompt_token_ids": PROMPT}], [params], use_tqdm=False)[0]
+        torch.set_rng_state(rng)
         prompt = [output.prompt_logprobs[i][PROMPT[i]].logprob for i in range(1, len(PROMPT))]
         answer = output.outputs[0]
         drawn = [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
@@ -153,7 +155,7 @@ def fresh(recipe: Recipe, rank: int, folder: str, ident: str, slots: list[int]) 
         engine = Engine(recipe, rank, ident, slots)
     finally:
         base_loader.process_weights_after_loading, rollout_engine.LLM = process, real_llm
-    engine.updates = 0
+    engine.weight_version = 0
     return engine, before, engine.outputs(), engine.logprobs()
 
 
@@ -279,9 +281,9 @@ def bytes_of_box(parts: list[Transfer]) -> int:
     return sum(t.nbytes for t in parts) if whole == sum(t.box.numel for t in parts) else 0
 
 
-def mismatch(policy: Policy, engine: Engine) -> float | None:
+def mismatch(policy: Policy, recipe: Recipe, engine: Engine) -> float | None:
     """The largest difference between what the two engines say of the prompt's tokens."""
-    said = policy.logprobs(Batch.from_sequences([PROMPT], [1], pad_id=0))
+    said = policy.logprobs(Batch.from_sequences([PROMPT], [1], pad_id=0), recipe)
     theirs = engine.logprobs()[: len(PROMPT) - 1]
     return None if said is None else (said[0, 1:].double() - theirs).abs().max().item()
 
@@ -292,7 +294,7 @@ def prove(
     config = json.loads((Path(folders[0]) / "config.json").read_text())
     layouts = SPARSE_LAYOUTS if family_of(config).experts(config) else dense_layouts(rollout_tp)
     base = recipe_for(folders[0], layouts[0], rollout_tp, dtype, 64)
-    ident = f"{distributed.ident()}-{family}"
+    ident = f"{distributed.run_id()}-{family}"
     truths = [fresh(base, rank, folder, f"{ident}{i}", slots) for i, folder in enumerate(folders[1:])]
     engine, landed, results = Engine(base, rank, ident, slots), Landed(), []
     kept += [engine, *truths]  # an engine that is dropped takes the default process group with it
@@ -304,7 +306,7 @@ def prove(
         recipe = recipe_for(folders[0], layout, rollout_tp, dtype, small if last else 64, shares=not last)
         policy = Policy(config, recipe, rank, trainable=False)
         weights, before = policy.weights, engine.addresses()
-        sync = WeightSync(recipe, weights, engine, rank)
+        sync = WeightSync(recipe, dist.group.WORLD, weights, engine)
         result = {"family": family, "dtype": dtype, "train": vars(layout), "rollout_tp": rollout_tp, "rank": rank}
         result["recipe"], result["slots"] = recipe_to_yaml(recipe), slots
         result["last"] = last
@@ -315,18 +317,18 @@ def prove(
             load_files(folders[number % 3], weights.demand, weights.tensors, rank)
             landed.tensors.clear()
             with CountCollectives() as counted:
-                report = sync.run(number)
+                report = sync.run(number, is_verified(recipe.sync.verify, number))
             if number == 0 and not last:
                 before = engine.addresses()  # from the first sync on the engines share memory
             result |= {"report": vars(report), "c10d": counted.bytes}
             if number in (1, 2, 11):
                 result[f"sync{number}"] = compare(engine, landed, truths[number % 3 - 1])
-        result["mismatch"] = mismatch(policy, engine)
+        result["mismatch"] = mismatch(policy, recipe, engine)
         after = engine.addresses()
         result["moved"] = sorted(name for name in before if after.get(name) != before[name])
         transport = sync._executor._transport
         sync._executor._transport = CorruptTransport(transport)
-        sync.run(12)
+        sync.run(12, is_verified(recipe.sync.verify, 12))
         result["corrupted"] = compare(engine, landed, truths[-1])
         sync._executor._transport = transport
         results.append(result)
@@ -342,7 +344,7 @@ def main() -> None:
     for case in cases:
         family, _, folders = case.partition("=")
         results += prove(distributed.rank(), int(rollout_tp), dtype, slots, family, folders.split(","), kept)
-    everyone = [result for share in distributed.gather(results) for result in share]
+    everyone = [result for share in distributed.gather_objects(results, dist.group.WORLD) for result in share]
     if distributed.rank() == 0:
         Path(out).write_text(json.dumps(everyone))
     dist.barrier()

@@ -16,15 +16,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
-from hybrid3d.families import family_of
+from hybrid3d.families import Config, family_of
 from hybrid3d.inputs.export import copy_companions
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.files import create_files, export_files, read_index, shard_entries
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import PolicyObjective, sft_loss
 from hybrid3d.train import checkpoint, runtime
-from hybrid3d.train.policy import Policy
 from hybrid3d.train.megatron_model import MegatronModel, StepReport
+from hybrid3d.train.policy import Policy
 
 FILE_BYTES = 300_000  # so that the tiny checkpoints are exported into several files
 
@@ -60,6 +60,13 @@ def recipe_for(folder: str, train: Train, spec: dict[str, Any], **optimizer: flo
     )
 
 
+def built(kind: type[Policy], config: Config, recipe: Recipe, **options: Any) -> Policy:
+    """Build a policy that remembers the recipe which its methods take."""
+    policy = kind(config, recipe, dist.get_rank(), **options)
+    policy.recipe = recipe
+    return policy
+
+
 def my_batch(policy: Policy, spec: dict[str, Any], dp: int) -> tuple[Batch, slice]:
     """This data-parallel rank's rows, padded to its own longest, as the trainer does it."""
     each = len(spec["sequences"]) // dp
@@ -73,7 +80,7 @@ def export(policy: MegatronModel, source: str, out: Path) -> None:
         create_files(out, entries)
         copy_companions(source, out)
     dist.barrier()
-    holdings = dict(enumerate(distributed.gather(policy.weights.holdings)))
+    holdings = dict(enumerate(distributed.gather_objects(policy.weights.holdings, dist.group.WORLD)))
     export_files(out, entries, holdings, policy.weights.tensors, dist.get_rank())
     dist.barrier()
 
@@ -81,26 +88,31 @@ def export(policy: MegatronModel, source: str, out: Path) -> None:
 def forward(policy: Listening, spec: dict[str, Any]) -> dict[str, Any]:
     """Logits of long sequences and their log-probabilities: on ranks with the output layer, as they hold them."""
     batch = Batch.from_sequences(spec["long"], [1] * len(spec["long"]), pad_id=0)
-    logprobs = policy.logprobs(batch)
+    logprobs = policy.logprobs(batch, policy.recipe)
     logits = [policy.logits[start] for start in sorted(policy.logits)] if policy.has_output else []
     place = {"dp": policy.data_parallel_rank, "tp": runtime.parallel_state.get_tensor_model_parallel_rank()}
     return {**place, "logprobs": logprobs, "logits": torch.cat(logits) if logits else None}
 
 
 def report_of(policy: Policy, report: StepReport) -> dict[str, Any]:
-    return {"counts": policy.counts, "sums": report.sums, "grad_norm": report.grad_norm, "lr": report.lr}
+    return {
+        "is_reporting_rank": policy.is_reporting_rank,
+        "sums": report.sums,
+        "grad_norm": report.grad_norm,
+        "lr": report.lr,
+    }
 
 
 def sft_step(policy: Policy, spec: dict[str, Any], dp: int) -> dict[str, Any]:
     batch, _ = my_batch(policy, spec, dp)
-    report = report_of(policy, policy.train_step(batch, sft_loss))
+    report = report_of(policy, policy.train_step(batch, sft_loss, policy.recipe))
     policy.end_step()
     return report
 
 
 def grpo_step(policy: Policy, reference: Policy, spec: dict[str, Any], dp: int) -> dict[str, Any]:
     batch, mine = my_batch(policy, spec, dp)
-    old, ref = policy.logprobs(batch), reference.logprobs(batch)
+    old, ref = policy.logprobs(batch, policy.recipe), reference.logprobs(batch, reference.recipe)
     if old is not None:  # as if the policy had moved since it sampled, so that the clip is reached
         old = old + spec["noise"][mine, : old.shape[1]]
     loss = PolicyObjective(
@@ -113,25 +125,25 @@ def grpo_step(policy: Policy, reference: Policy, spec: dict[str, Any], dp: int) 
         reference=ref,
         kl_coef=spec["kl_coef"],
     )
-    return report_of(policy, policy.train_step(batch, loss))
+    return report_of(policy, policy.train_step(batch, loss, policy.recipe))
 
 
 def one_layout(family: str, name: str, spec: dict[str, Any], out: Path) -> dict[str, Any]:
     """All of one family in one layout. Exports go to `out`/loaded, sft-<micro batch> and grpo-<micro batch>."""
     folders, steps = spec["checkpoints"][family], spec["steps"][name]
     train = Train(**spec["layouts"][name], expert_bias_update_rate=spec["expert_bias_update_rate"])
-    rank, config, found = dist.get_rank(), read_config(folders["start"]), {}
+    config, found = read_config(folders["start"]), {}
     single = dataclasses.replace(train, micro_batch_size=1, max_tokens_per_micro_batch=None)
-    policy = Listening(config, recipe_for(folders["start"], single, spec), rank, trainable=False)
+    policy = built(Listening, config, recipe_for(folders["start"], single, spec), trainable=False)
     found["forward"] = forward(policy, spec)
     export(policy, folders["start"], out / "loaded")
     for kind, size in steps:
         sized = dataclasses.replace(train, micro_batch_size=size)
-        policy = Policy(config, recipe_for(folders["start"], sized, spec, **spec[kind]), rank)
+        policy = built(Policy, config, recipe_for(folders["start"], sized, spec, **spec[kind]))
         if kind == "sft":
             found[f"{kind}-{size}"] = sft_step(policy, spec, train.dp)
         else:
-            reference = Policy(config, recipe_for(folders["near"], sized, spec), rank, trainable=False)
+            reference = built(Policy, config, recipe_for(folders["near"], sized, spec), trainable=False)
             found[f"{kind}-{size}"] = grpo_step(policy, reference, spec, train.dp)
         export(policy, folders["start"], out / f"{kind}-{size}")
         forget(policy)
@@ -140,11 +152,11 @@ def one_layout(family: str, name: str, spec: dict[str, Any], out: Path) -> dict[
 
 def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str, Any]:
     """Save after two steps at TP2 x PP2 and go on; do the same from the checkpoint, there and in other layouts."""
-    rank, config, found = dist.get_rank(), read_config(folders["start"]), {}
+    config, found = read_config(folders["start"]), {}
     settings = dict(warmup_steps=2, schedule="linear")  # the schedule must be resumed too
 
     def started(train: Train, folder: str) -> Policy:
-        return Policy(config, recipe_for(folder, train, spec, **settings), rank)
+        return built(Policy, config, recipe_for(folder, train, spec, **settings))
 
     def two_steps(policy: Policy, dp: int) -> list[dict[str, Any]]:
         return [sft_step(policy, spec, dp) for _ in range(2)]
@@ -154,13 +166,13 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
     runtime.initialize(here, seed=1)
     policy = started(here, folders["start"])
     two_steps(policy, here.dp)
-    checkpoint.save({"policy": policy}, out / "checkpoint", {})
+    checkpoint.save({"policy": policy}, out / "checkpoint", {}, dist.group.WORLD)
     export(policy, folders["start"], out / "saved")
     found["went on"] = two_steps(policy, here.dp)
     export(policy, folders["start"], out / "went-on")
     forget(policy)
     policy = started(here, folders["other"])
-    checkpoint.load({"policy": policy}, out / "checkpoint")
+    checkpoint.load({"policy": policy}, out / "checkpoint", dist.group.WORLD)
     found["resumed"] = two_steps(policy, here.dp)
     export(policy, folders["start"], out / "resumed")
     forget(policy)
@@ -168,11 +180,11 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
     for name, layout in spec["elsewhere"].items():
         there = Train(**layout, micro_batch_size=4)
         runtime.initialize(there, seed=1)
-        policy = Policy(config, recipe_for(folders["other"], there, spec), rank, trainable=False)
-        checkpoint.load_weights({"policy": policy}, out / "checkpoint")
+        policy = built(Policy, config, recipe_for(folders["other"], there, spec), trainable=False)
+        checkpoint.load_weights({"policy": policy}, out / "checkpoint", dist.group.WORLD)
         export(policy, folders["start"], out / f"loaded-{name}")
         policy = started(there, folders["other"])
-        checkpoint.load({"policy": policy}, out / "checkpoint")
+        checkpoint.load({"policy": policy}, out / "checkpoint", dist.group.WORLD)
         found[f"resumed {name}"] = two_steps(policy, there.dp)
         export(policy, folders["start"], out / f"resumed-{name}")
         forget(policy)
