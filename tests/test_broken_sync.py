@@ -11,7 +11,7 @@ import pytest
 from run_ranks import RanksFailed, run_ranks
 
 JOB = Path(__file__).parent / "jobs" / "broken_sync.py"
-NOT_WHOLE = "vLLM's weights are not whole"
+NOT_WHOLE = "vLLM's weights are incomplete"
 
 
 @pytest.mark.engines

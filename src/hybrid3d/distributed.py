@@ -6,16 +6,15 @@ Every collective takes its process group as an argument, and every rank of that 
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from hybrid3d import patches
 from hybrid3d.launch_environment import adopt_slurm, local_rank, local_world_size, rank, under_launcher, world_size
 from hybrid3d.launch_environment import run as run_id
 
@@ -36,25 +35,6 @@ __all__ = [
 ]
 
 
-class GlooOfOneLoop(dist.ProcessGroupGloo):
-    """A gloo group that shares its threads for network events with all others of the process.
-
-    Each group would have its own, which wakes a hundred times a second though nothing happens; Megatron and vLLM make
-    thirty groups and more.
-    """
-
-    _devices: ClassVar[list[Any]] = []
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
-        if not self._devices:
-            interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-            self._devices += [self.create_device(interface=name) for name in interfaces]
-            self._devices += [] if interfaces else [self.create_default_device()]
-        options = self._Options()
-        options._devices, options._threads, options._timeout = self._devices, 2 * len(self._devices), timeout
-        super().__init__(store, rank, size, options)
-
-
 def start(store: dist.Store | None = None) -> dist.ProcessGroup:
     """Bind this rank to its GPU, where there is one, and create the default process group.
 
@@ -64,7 +44,7 @@ def start(store: dist.Store | None = None) -> dist.ProcessGroup:
     Returns:
         The group of all ranks.
     """
-    distributed_c10d.ProcessGroupGloo = GlooOfOneLoop  # what `new_group` makes, whoever calls it
+    patches.apply(patches.TORCH)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
-from hybrid3d.config import Recipe, Rollout
+from hybrid3d.config import Recipe
 
 # vLLM reads these at import. One process a rank, no engine process of its own, nothing fetched from outside.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -20,14 +18,12 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-import torch.distributed as dist
 from vllm import LLM, SamplingParams
-from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
-from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights
 from hybrid3d.reshard.layout import Shape
+from hybrid3d.rollout.patches import external_rank, groups_over_slots, name_shared_memory
 from hybrid3d.rollout.weights import RolloutWeights
 
 
@@ -66,36 +62,6 @@ def _override(config: Any, layers: int | None) -> Any:
     return config
 
 
-@contextlib.contextmanager
-def external_rank(slot: int, rollout: Rollout) -> Iterator[None]:
-    """Have vLLM take the slot for its rank: it derives from RANK which shard it compiles and caches graphs for.
-
-    Its data-parallel rank it derives as if its engine were alone in the world.
-    """
-    rank = slot if rollout.dp == 1 else slot % (rollout.tp * rollout.dp)
-    with mock.patch.dict(os.environ, RANK=str(rank)):
-        yield
-
-
-@contextlib.contextmanager
-def _placed(slots: Sequence[int]) -> Iterator[None]:
-    """Have vLLM build its groups over slots: it takes ranks for them, in their order.
-
-    torch numbers a group's members in the order of ranks unless it is told to keep the order given, which is vLLM's.
-    """
-    make_group, new_group = parallel_state.init_model_parallel_group, dist.new_group
-    rank_in = {slot: rank for rank, slot in enumerate(slots)}
-
-    def over_slots(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
-        return make_group([[rank_in[slot] for slot in group] for group in group_ranks], *args, **kwargs)
-
-    with (
-        mock.patch.object(parallel_state, "init_model_parallel_group", over_slots),
-        mock.patch.object(dist, "new_group", functools.partial(new_group, sort_ranks=False)),
-    ):
-        yield
-
-
 class RolloutEngine:
     """One rank's vLLM. Ranks of a replica call everything together, with the same arguments.
 
@@ -122,8 +88,8 @@ class RolloutEngine:
         self._asleep: set[str] = set()
         self._sleeps = rollout.sleep and not current_platform.is_cpu()  # on a CPU there is nothing to gain
         if current_platform.is_cpu():
-            _name_shared_memory(ident)
-        with external_rank(slots[rank], rollout), _placed(slots):
+            name_shared_memory(ident)
+        with external_rank(slots[rank], rollout), groups_over_slots(slots):
             self._llm = LLM(
                 **engine_settings(recipe),
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -194,21 +160,6 @@ class RolloutEngine:
             self._asleep.remove(what)
             torch.cuda.empty_cache()  # what training has freed, torch keeps from others
             self._llm.wake_up(tags=[what])
-
-
-def _name_shared_memory(ident: str) -> None:
-    """Have vLLM's CPU workers name their shared memory after this run.
-
-    They take the last part of their init method, which is the same for every run under an external launcher: two
-    runs would share segments, and stale ones of a run that died would stop the next.
-    """
-    init = ExecutorWithExternalLauncher._distributed_args
-
-    def named(self: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
-        method, rank, local_rank = init(self)
-        return f"{method}:{ident}", rank, local_rank
-
-    ExecutorWithExternalLauncher._distributed_args = named
 
 
 def _completion(output: Any, version: int) -> Completion:

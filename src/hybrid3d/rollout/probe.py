@@ -8,22 +8,18 @@ answered here.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import EXPERT, Config, family_of
 from hybrid3d.reshard.layout import Demand, Piece, Shape
 from hybrid3d.reshard.stamp import layer_of, replicate_layer
 from hybrid3d.rollout import engine
+from hybrid3d.rollout.patches import as_rank, external_rank
 from hybrid3d.rollout.record import UnsupportedLoader
 from hybrid3d.rollout.weights import RolloutWeights
 
@@ -31,7 +27,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vll
 from vllm.distributed import parallel_state  # isort: skip
 from vllm.engine.arg_utils import EngineArgs  # isort: skip
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # isort: skip
-from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager, determine_expert_map  # isort: skip
+from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map  # isort: skip
 from vllm.model_executor.model_loader.utils import initialize_model  # isort: skip
 from vllm.utils.torch_utils import set_default_torch_dtype  # isort: skip
 
@@ -158,7 +154,7 @@ def model_of_rank(
     """
     assert recipe.rollout is not None
     world = recipe.rollout.tp * recipe.rollout.dp
-    with _as_rank(rank, world), engine.external_rank(rank, recipe.rollout):
+    with as_rank(rank, world), external_rank(rank, recipe.rollout):
         config = EngineArgs(**engine.engine_settings(recipe, layers)).create_engine_config()
         with set_current_vllm_config(config):
             parallel_state.init_distributed_environment(world, rank, "env://", rank, backend="fake")
@@ -166,34 +162,3 @@ def model_of_rank(
             with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
                 model = initialize_model(vllm_config=config)
         yield model, config
-
-
-@contextlib.contextmanager
-def _as_rank(rank: int, world: int) -> Iterator[None]:
-    new_group, make_group = dist.new_group, parallel_state.init_model_parallel_group
-
-    def group_without_queue(*args: Any, **kwargs: Any) -> Any:
-        return make_group(*args, **{**kwargs, "use_message_queue_broadcaster": False, "use_device_communicator": False})
-
-    make_map = ExpertMapManager.__init__
-
-    def map_on_cpu(*args: Any, **kwargs: Any) -> None:
-        with torch.device("cpu"):  # loaders read from it which experts are theirs
-            make_map(*args, **kwargs)
-
-    hook = sys.excepthook  # torch puts another in front of it for each group
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    with (
-        mock.patch.object(dist, "new_group", lambda *a, **k: new_group(*a, **{**k, "backend": "fake"})),
-        mock.patch.object(parallel_state, "init_model_parallel_group", group_without_queue),
-        mock.patch.object(ExpertMapManager, "__init__", map_on_cpu),
-        mock.patch.object(parallel_state, "in_the_same_node_as", return_value=[True] * world),
-    ):
-        try:
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
-            parallel_state.destroy_distributed_environment()
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            sys.excepthook = hook

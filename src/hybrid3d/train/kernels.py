@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
-import torch
 from megatron.core import optimizer
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.moe import moe_utils
 
+from hybrid3d.patches import apply
+from hybrid3d.train import patches
 from hybrid3d.train.runtime import ON_CUDA
 
 USE_TE = ON_CUDA and HAVE_TE
@@ -44,26 +41,7 @@ def _named(package: str) -> str:
         return PACKAGES[package]
 
 
-def _do_without_te() -> None:
-    """Megatron imports stand-ins where there is no Transformer Engine, and then takes two of them for it."""
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # the router asks whether it is None
-    multi_latent_attention.HAVE_TE = False  # isinstance() of a stand-in raises
-
-
-def _keep_adam_steps() -> None:
-    """Torch's Adam counts its steps in a tensor per parameter, which Megatron saves and loads apart, then misses."""
-    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def set_states_but_steps(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
-        group, place = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
-        set_states(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_steps
-
-
 if not USE_TE:
-    _do_without_te()
+    apply(patches.WITHOUT_TRANSFORMER_ENGINE)
 if optimizer.USING_PYTORCH_OPTIMIZER:
-    _keep_adam_steps()
+    apply(patches.WITH_TORCH_ADAM)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,24 +10,23 @@ from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import TELinear
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from hybrid3d.config import Train
 from hybrid3d.families import Config, Family, family_of, head_dim, query_groups
+from hybrid3d.patches import apply
+from hybrid3d.train import patches
 from hybrid3d.train.kernels import FUSE_GRADIENTS, USE_TE
 from hybrid3d.train.runtime import ON_CUDA, device, on_device
+from hybrid3d.train.torch_layers import use_torch_layers
+
+apply(patches.MODEL)
 
 
 def build_model(config: Config, layout: Train, dtype: torch.dtype, meta: bool = False) -> list[GPTModel]:
@@ -136,7 +134,7 @@ def padded_vocabulary(config: Config, tp: int) -> int:
 def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | None) -> GPTModel:
     spec = get_gpt_decoder_block_spec(settings, USE_TE, normalization="RMSNorm", vp_stage=vp_stage)
     if not USE_TE:
-        _use_torch_modules(spec)
+        use_torch_layers(spec)
     rope = family_of(config).rope(config)
     model = GPTModel(
         settings,
@@ -151,9 +149,6 @@ def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | No
         vp_stage=vp_stage,
     )
     _mark_shards(model)
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            module._apply_expert_bias = partial(_count_tokens, module)
     if rope.llama3:  # GPTModel takes the factor alone and leaves the other constants at Llama 3.1's
         scaled = model.rotary_pos_emb._apply_scaling(model.rotary_pos_emb.inv_freq, **rope.llama3)
         model.rotary_pos_emb.inv_freq = scaled
@@ -177,86 +172,3 @@ def _mark_shards(model: GPTModel) -> None:
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
-
-
-def _count_tokens(router: TopKRouter, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-    """Count what balances experts: 0.16.1 lays a mask of tokens along the experts (NVIDIA/Megatron-LM#6111)."""
-    by_token = None if padding_mask is None else padding_mask.unsqueeze(-1)
-    TopKRouter._apply_expert_bias(router, routing_map, by_token)
-
-
-def _use_torch_modules(spec: TransformerBlockSubmodules) -> None:
-    """Put plain PyTorch norms and attention into Megatron's layer specs, where there is no Transformer Engine."""
-    spec.layer_norm = TorchRMSNorm
-    for layer in spec.layer_specs:
-        layer.submodules.input_layernorm = TorchRMSNorm
-        layer.submodules.pre_mlp_layernorm = TorchRMSNorm
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = TorchAttention
-        for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-            if getattr(attention, norm, IdentityOp) is not IdentityOp:
-                setattr(attention, norm, TorchRMSNorm)
-        if isinstance(attention, multi_latent_attention.MLASelfAttentionSubmodules):
-            attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
-    multi_latent_attention.TELinear = DuplicatedLinear  # only this one may be whole on every rank
-
-
-class TorchRMSNorm(torch.nn.RMSNorm):
-    """RMS norm with Megatron's constructor."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
-
-
-class DuplicatedLinear(torch.nn.Linear):
-    """A linear that is whole on every TP rank, as Transformer Engine makes those that compress keys and queries.
-
-    Megatron's own layer specs shard them instead, and lose the other ranks' part of the rotated keys' gradient.
-    """
-
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, bias: bool, **unused: Any):
-        super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return super().forward(hidden), None
-
-
-class TorchAttention(MegatronModule):
-    """Causal attention on `scaled_dot_product_attention`.
-
-    Megatron's local attention wants a materialized mask, cannot have fewer query groups than TP ranks, and knows no
-    values of another head dim than the keys'.
-    """
-
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any):
-        super().__init__(config=config)
-        self.softmax_scale = softmax_scale
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: Any,
-        packed_seq_params: PackedSeqParams | None = None,
-        **unused: Any,
-    ) -> torch.Tensor:
-        """[sequence, batch, heads or groups, head_dim] each, to [sequence, batch, heads * head_dim of the values].
-
-        Packed without [batch]. Each sequence then is a call of its own, which on CPU is twice as fast as one call on
-        padded sequences, and six times as one with a mask of blocks.
-        """
-        if packed_seq_params is None:
-            return self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value))).permute(2, 0, 1, 3).flatten(2)
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        sequences = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (query, key, value)), strict=True)
-        out = [self._attend(*(x[None] for x in qkv)).squeeze(0) for qkv in sequences]
-        return torch.cat(out, dim=1).transpose(0, 1).flatten(1)
-
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[batch, heads or groups, sequence, head_dim]."""
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
-        )

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hybrid3d.config import Train
-from hybrid3d.train import cpu
+from hybrid3d.patches import apply
+from hybrid3d.train import cpu, patches
 
 ON_CUDA = torch.cuda.is_available()
 if not ON_CUDA:
@@ -21,6 +22,8 @@ if not ON_CUDA:
 from megatron.core import parallel_state  # noqa: E402 (the CPU backend must be in place first)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
+if not ON_CUDA:
+    apply(patches.ON_CPU)
 logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
 

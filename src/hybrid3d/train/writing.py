@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import multiprocessing
 import os
-import queue
 import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hybrid3d.distributed import gather_objects
-from hybrid3d.process import die_with
+from hybrid3d.patches import apply
 from hybrid3d.storage import manifest
 from hybrid3d.storage.disk import CheckpointWriteError, is_of_files, why_unwritten
 from hybrid3d.storage.manifest import PROGRESS
+from hybrid3d.train import patches
 from hybrid3d.train.runtime import on_device
 
-BEGUN_SECONDS = 10  # in which a process that writes has begun
-BEGUN_TRIES = 6
 PARTIAL = ".partial"  # ends the name of a folder that is being written, or removed
+
+apply(patches.CHECKPOINT)
 
 Result = TypeVar("Result")
 
@@ -100,7 +95,7 @@ class CheckpointWriter:
 
     def _begin(self, state: Callable[[], Mapping[str, Any]], beside: bool) -> None:
         """Agree on who writes what, write what is small, and bring what this rank writes to the host."""
-        filesystem_async._results_queue = queue.Queue()  # nothing of a checkpoint that failed is left in it
+        patches.new_results_queue()  # without results of a checkpoint that failed
         try:
             with on_device():
                 request = dist_checkpointing.save(dict(state()), str(self._unfinished), async_sharded_save=True)
@@ -199,67 +194,3 @@ def _writer_of(name: str) -> int:
     """The rank that wrote a file: on a shared file system it may be the only one that sees it already."""
     of_shards = re.match(r"__(\d+)_", name)
     return int(of_shards[1]) if of_shards else 0
-
-
-def _by_processes(transforms: list[Any], msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
-    """Write each bucket, a file, by a forked process, so that training keeps the interpreter to itself.
-
-    The arguments are those of Megatron's, which it stands in for.
-    """
-    begun, written = [], {}
-    try:
-        for number, bucket in enumerate(buckets):
-            begun.append(_begun(transforms, number, bucket))
-        for number, (process, ours) in enumerate(begun):
-            try:
-                written[number] = ours.recv()
-            except (EOFError, OSError):  # killed before it spoke, or while it did
-                process.join()
-                file = buckets[number][0]
-                written[number] = OSError(f"the process that wrote {file} ended with code {process.exitcode}")
-    finally:
-        for process, ours in begun:
-            ours.close()  # whoever is still telling is not heard any more
-            process.join()
-    results.put(next((one for one in written.values() if isinstance(one, Exception)), written))
-
-
-def _begun(transforms: list[Any], number: int, bucket: Any) -> tuple[ForkProcess, Connection]:
-    """A process that writes a bucket, and where it tells what became of it.
-
-    The fork of a rank with threads may never come to its first line: a lock was another thread's when it was forked, as
-    in CPython 3.11 that of the list of threads (https://github.com/python/cpython/issues/112275). It has done nothing
-    yet, so another is begun.
-    """
-    context = multiprocessing.get_context("fork")
-    for _ in range(BEGUN_TRIES):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_write_bucket, args=(os.getpid(), transforms, number, bucket, theirs))
-        process.start()
-        theirs.close()
-        if ours.poll(BEGUN_SECONDS):
-            with suppress(EOFError, OSError):  # it has been killed, as whoever listens next will find
-                ours.recv()
-            return process, ours
-        process.kill()
-        process.join()
-        ours.close()
-    raise OSError(f"no process to write {bucket[0]} has begun in {BEGUN_TRIES} x {BEGUN_SECONDS} seconds")
-
-
-def _write_bucket(rank: int, transforms: list[Any], number: int, bucket: Any, told: Connection) -> None:
-    die_with(rank)  # in whose memory it is, that of a GPU too
-    told.send("begun")
-    gc.disable()  # garbage of the rank's own may lie on its GPU, which a fork must not touch
-    results, count = queue.Queue[Any](), queue.Queue[int]()
-    count.put(number)
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, results, count, True)
-    _, result = results.get()
-    if isinstance(result, Exception) and not isinstance(result, OSError):
-        result = OSError(f"{type(result).__name__}: {result}")  # what others raise may not survive the pipe
-    told.send(result)
-
-
-# Megatron's own waits without end for a writer that is killed. And what is written it tells to a process beside each
-# rank, which lives on after a rank that is killed: a queue within the rank, made for each checkpoint, is in its place.
-filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_by_processes)

@@ -1,0 +1,83 @@
+"""Changes of dependencies' code at run time: what a table of them says, and how they are applied.
+
+The tables: `train/patches.py` (Megatron-Core), `rollout/patches.py` (vLLM), and `TORCH` below.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute of a dependency that hybrid3d replaces.
+
+    Attributes:
+        target: dotted name of the attribute, from its module on.
+        package: the distribution that has it, pinned to the version for which the patch was written.
+        reason: why it is replaced.
+        test: the file of the test that fails without it.
+        replacement: called with the original, it returns what takes its place; None where a context manager named in
+            `reason` replaces it for a while.
+    """
+
+    target: str
+    package: str
+    reason: str
+    test: str
+    replacement: Callable[[Any], Any] | None = None
+
+    def resolve(self) -> tuple[Any, str]:
+        """Import the module of the target; return the object that has the attribute, and the attribute's name."""
+        *path, name = self.target.split(".")
+        for n in range(len(path), 0, -1):
+            try:
+                owner = importlib.import_module(".".join(path[:n]))
+            except ModuleNotFoundError:
+                continue
+            for attribute in path[n:]:
+                owner = getattr(owner, attribute)
+            return owner, name
+        raise ModuleNotFoundError(self.target)
+
+
+def apply(patches: Iterable[Patch]) -> None:
+    """Replace the targets of these patches for the rest of the process; call it once."""
+    for patch in patches:
+        if patch.replacement is not None:
+            owner, name = patch.resolve()
+            setattr(owner, name, patch.replacement(getattr(owner, name, None)))
+
+
+class GlooSharingThreads(dist.ProcessGroupGloo):
+    """A gloo group that shares its threads for network events with all others of the process."""
+
+    _devices: ClassVar[list[Any]] = []
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+        if not self._devices:
+            interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            self._devices += [self.create_device(interface=name) for name in interfaces]
+            self._devices += [] if interfaces else [self.create_default_device()]
+        options = self._Options()
+        options._devices, options._threads, options._timeout = self._devices, 2 * len(self._devices), timeout
+        super().__init__(store, rank, size, options)
+
+
+TORCH = (
+    Patch(
+        "torch.distributed.distributed_c10d.ProcessGroupGloo",
+        "torch==2.13.0",
+        "Each group has threads of its own, which wake a hundred times a second though nothing happens; Megatron and "
+        "vLLM make thirty groups and more.",
+        "tests/test_ranks.py",
+        lambda original: GlooSharingThreads,
+    ),
+)
