@@ -32,10 +32,10 @@ FILE_BYTES = 300_000  # so that the tiny checkpoints are exported into several f
 class Listening(Policy):
     """A policy that keeps the logits of its micro batches, each of one sequence."""
 
-    def _per_token(self, logits, micro):
+    def _per_token(self, logits, micro, recipe):
         (row,) = torch.arange(2)[micro.rows].tolist()
         self.logits = {**getattr(self, "logits", {}), row: logits.detach().clone()}
-        return super()._per_token(logits, micro)
+        return super()._per_token(logits, micro, recipe)
 
 
 def forget(policy: MegatronModel) -> None:
