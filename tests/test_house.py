@@ -1,9 +1,11 @@
 """The house rules a machine can hold: who may import whom, how long code may be, one version per pin."""
 
 import ast
+import importlib.util
 import re
+import subprocess
+import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -12,31 +14,50 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "hybrid3d"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
+SPEC = importlib.util.spec_from_file_location("structure", ROOT / "docs" / "structure.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+structure = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(structure)
+
+MAX_ROOMS = 25
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
 
-# What a part of hybrid3d may import of hybrid3d. A part is the first name below src/hybrid3d. A part that is not
-# listed may import everything but the command line; the command line may import everything.
+# What each room of hybrid3d (a package or a module directly below src/hybrid3d) may import of the others, bottom first.
+# A room imports only rooms above its own line, so there is no circle.
 MAY_IMPORT = {
-    "mistakes": set(),
-    "launch_environment": {"mistakes"},
-    "terminal": {"mistakes"},
-    "user_files": {"mistakes"},
-    "reshard": {"reshard", "mistakes", "user_files"},
-    "families": {"families", "mistakes"},
-    "rl": {"rl", "mistakes", "user_files", "lifetime"},
-    "schema": {"schema", "mistakes", "user_files"},
-    "sections": {"sections", "schema"},
-    "shape": {"shape", "layout_rules", "schema", "config", "families", "user_files", "mistakes"},
-    "layout_rules": {"layout_rules", "schema", "config", "shape"},
-    "contradictions": {"config", "schema", "unused_settings"},
-    "unused_settings": {"config"},
-    "config": {"config", "sections", "contradictions", "schema", "shape", "reshard", "families"},
-    "lifetime": {"launch_environment"},
-    "train": {"train", "reshard", "families", "config", "rl", "lifetime", "mistakes", "user_files"},
-    "rollout": {"rollout", "reshard", "families", "config"},
+    "errors": set(),
+    "patches": set(),
+    "launch_environment": {"errors"},
+    "storage": {"errors"},
+    "families": {"errors"},
+    "process": {"launch_environment"},
+    "distributed": {"launch_environment", "patches"},
+    "reshard": {"errors", "storage"},
+    "rl": {"errors", "storage"},
+    "config": {"errors", "storage", "families"},
+    "rewards": {"errors", "process"},
+    "inputs": {"storage", "families", "reshard", "rl", "config"},
+    "generation": {"distributed", "rl", "config", "rewards"},
+    "train": {"patches", "storage", "families", "process", "distributed", "reshard", "rl", "config"},
+    "rollout": {"patches", "families", "reshard", "config", "generation"},
+    "run": {
+        *("errors", "launch_environment", "storage", "process", "distributed", "rl", "config", "inputs", "generation"),
+    },
+    "planning": {"errors", "families", "distributed", "reshard", "config", "inputs", "train", "rollout"},
+    "roles": {
+        *("distributed", "reshard", "rl", "config", "rewards", "inputs", "generation", "train", "rollout", "run"),
+    },
+    "trainer": {"storage", "distributed", "rl", "config", "inputs", "train", "run", "roles"},
+    "bench": {"families", "distributed", "reshard", "config", "inputs", "train", "rollout", "run", "planning", "roles"},
+    "launch": {
+        *("errors", "launch_environment", "storage", "families", "process", "distributed", "reshard", "rl", "config"),
+        *("rewards", "inputs", "run", "planning", "train", "roles", "trainer", "bench"),
+    },
+    "cli": {"errors", "launch_environment", "config", "inputs", "run", "planning", "bench", "launch"},
+    "__main__": {"cli"},
 }
-COMMAND_LINE = {"cli", "__main__"}
 
 # Who may import a third party's package: a pattern that the part's name must match whole.
 ONLY_IN = {
@@ -44,44 +65,24 @@ ONLY_IN = {
     "transformer_engine": "train",
     "apex": "train",
     "vllm": "rollout",
-    "ray": "launch.*|ray_launcher",
-    "torch": "(?!families$).*",  # families are data
+    "ray": "roles|launch",
+    "torch": "(?!(families|storage|errors|launch_environment)$).*",
 }
-
-
-def imported(source: str, path: PurePosixPath) -> Iterator[tuple[int, str]]:
-    """Yield (line, absolute dotted name) of every import in the file at `path`, which is relative to the package.
-
-    Imports inside functions and under TYPE_CHECKING count, and so does importlib.import_module("a.literal.name").
-    """
-    package = ["hybrid3d", *path.parent.parts]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            base = base + ([node.module] if node.module else [])
-            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in ("import_module", "__import__"):
-                yield node.lineno, str(node.args[0].value)
 
 
 def forbidden(source: str, path: PurePosixPath) -> list[str]:
     """Say what the file at `path` (relative to the package) imports against the rules above."""
-    part = path.parts[0].removesuffix(".py")
-    allowed = MAY_IMPORT.get(part)
+    room = structure.room_of(path)
     found = []
-    for line, name in imported(source, path):
+    for line, name in structure.imported(source, path):
         top, _, rest = name.partition(".")
         target = rest.partition(".")[0]
-        if top == "hybrid3d" and part not in COMMAND_LINE:
-            wrong = target in COMMAND_LINE if allowed is None else target not in allowed
+        if top == "hybrid3d":  # names of the package itself, such as its version, anyone may import
+            wrong = not target or (target in MAY_IMPORT and target not in MAY_IMPORT[room] | {room})
         else:
-            wrong = top in ONLY_IN and not re.fullmatch(ONLY_IN[top], part)
+            wrong = top in ONLY_IN and not re.fullmatch(ONLY_IN[top], room)
         if wrong:
-            found.append(f"{path}:{line}: {part} may not import {f'{top}.{target}' if target else top}")
+            found.append(f"{path}:{line}: {room} may not import {f'{top}.{target}' if target else top}")
     return list(dict.fromkeys(found))  # one line for `from x import a, b`
 
 
@@ -91,8 +92,40 @@ def relative(file: Path) -> PurePosixPath:
 
 def test_imports_run_one_way() -> None:
     assert FILES, f"no Python file under {PACKAGE}"
-    found = [line for file in FILES for line in forbidden(file.read_text(), relative(file))]
+    found = [line for file in FILES for line in forbidden(file.read_text(), relative(file)) if file.parent != PACKAGE]
+    found += [line for file in PACKAGE.glob("[!_]*.py") for line in forbidden(file.read_text(), relative(file))]
     assert not found, "\n".join(found)
+
+
+def test_the_table_has_every_room_and_no_circle() -> None:
+    assert sorted(MAY_IMPORT) == sorted(structure.rooms())
+    assert len(MAY_IMPORT) <= MAX_ROOMS
+    lines = list(MAY_IMPORT)
+    for room, targets in MAY_IMPORT.items():
+        assert targets <= set(lines[: lines.index(room)]), f"{room} imports what is not above it"
+    structure.floors(structure.rooms())
+
+
+def test_nothing_is_allowed_that_nobody_needs() -> None:
+    assert {room: sorted(targets) for room, targets in structure.rooms().items()} == {
+        room: sorted(targets) for room, targets in MAY_IMPORT.items()
+    }
+
+
+@pytest.mark.parametrize("room", ["run", "generation", "rewards", "inputs", "reshard", "config", "rl"])
+def test_no_engine_is_reached_from(room: str) -> None:
+    assert not structure.reachable(structure.rooms(), room) & {"train", "rollout"}
+
+
+@pytest.mark.processes
+def test_a_supervised_run_imports_no_rollout_engine() -> None:
+    code = "import sys; from hybrid3d.trainer import sft; print('vllm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_the_picture_is_that_of_the_code() -> None:
+    assert structure.PICTURE.read_text() == structure.picture(structure.rooms()), "run python docs/structure.py"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +133,7 @@ def test_imports_run_one_way() -> None:
     [
         ("rollout/engine.py", "import megatron.core"),
         ("reshard/planner.py", "from megatron.core import parallel_state"),
-        ("trainer.py", "def f():\n    import vllm"),
+        ("trainer/rl.py", "def f():\n    import vllm"),
         ("train/model.py", "from vllm.config import VllmConfig"),
         ("train/model.py", "import ray"),
         ("rl/data.py", "import importlib\nimportlib.import_module('ray.data')"),
@@ -115,16 +148,16 @@ def test_imports_run_one_way() -> None:
         ("reshard/deep/er.py", "from ...rl import losses"),
         ("reshard/__init__.py", "from ..families import qwen2"),
         ("rl/losses.py", "import hybrid3d.config"),
-        ("config.py", "from hybrid3d.train import runtime"),
-        ("config.py", "from .trainer import Trainer"),
+        ("config/load.py", "from hybrid3d.train import runtime"),
+        ("config/load.py", "from ..trainer import rl"),
         ("train/policy.py", "from ..rollout.engine import Engine"),
-        ("train/policy.py", "if TYPE_CHECKING:\n    from hybrid3d.trainer.loops import Trainer"),
+        ("train/policy.py", "if TYPE_CHECKING:\n    from hybrid3d.trainer.rl import train_rl"),
         ("rollout/engine.py", "from hybrid3d import train"),
         ("rollout/engine.py", "from hybrid3d.rewards.registry import gsm8k"),
         ("rollout/engine.py", "class A:\n    async def f(self):\n        from .. import cli"),
-        ("trainer.py", "from .cli import main"),
-        ("launch.py", "import hybrid3d.cli"),
-        ("schema.py", "from hybrid3d.config import Recipe, load_recipe"),
+        ("trainer/rl.py", "from ..cli import main"),
+        ("launch/tasks.py", "import hybrid3d.cli"),
+        ("errors.py", "from hybrid3d.config import Recipe, load_recipe"),
     ],
 )
 def test_the_checker_catches(path: str, source: str) -> None:
@@ -139,10 +172,10 @@ def test_the_checker_catches(path: str, source: str) -> None:
         ("reshard/executor.py", "import torch\nfrom .box import Box\nfrom hybrid3d.reshard import planner"),
         ("reshard/__init__.py", "from .box import Box"),
         ("families/__init__.py", "from .qwen2 import QWEN2\nimport dataclasses"),
-        ("trainer.py", "from . import train, rollout, rl, config\nfrom hybrid3d import __version__"),
-        ("launch_ray.py", "import ray"),
+        ("trainer/rl.py", "from hybrid3d import train, rl, config\nfrom hybrid3d import __version__"),
         ("launch/ray.py", "import ray"),
-        ("cli.py", "from hybrid3d import config, trainer\nfrom . import cli"),
+        ("roles/split.py", "import ray"),
+        ("cli.py", "from hybrid3d import config, launch\nfrom . import cli"),
         ("rl/data.py", "import rayon, vllmish, torchdata"),
     ],
 )
