@@ -34,7 +34,7 @@ OPTIMIZER_METADATA = {
 }
 
 Models = Mapping[str, MegatronModel]
-"""The models of a run by name, which everything of theirs bears in front in a checkpoint."""
+"""The models of a run by name; in a checkpoint all keys of a model begin with its name."""
 
 
 def begin(
@@ -80,8 +80,8 @@ def check(folder: Path, group: dist.ProcessGroup) -> None:
     """Check a checkpoint's files against its manifest: each rank reads its share, all ranks get the same outcome.
 
     Raises:
-        BrokenCheckpoint: on every rank: what the first of them found wrong, with both numbers. An `UnusableCheckpoint`
-            where nothing shows damage.
+        BrokenCheckpoint: on every rank: the first problem found, with both numbers. An `UnusableCheckpoint` where
+            nothing shows damage.
     """
     problem = None
     try:
@@ -98,7 +98,7 @@ def check(folder: Path, group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """Name the checkpoint in what PyTorch raises while it reads one, which is no `Exception`, and lists all ranks."""
+    """Raise CheckpointUnloadable, with the checkpoint's name, for PyTorch's error, which is no `Exception`."""
     try:
         yield
     except CheckpointException as error:
@@ -107,7 +107,7 @@ def _named(folder: Path) -> Iterator[None]:
 
 
 def load(models: Models, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Bring models, their optimizers and schedules to where they were when `folder` was saved.
+    """Load models, their optimizers and schedules from a checkpoint.
 
     Returns:
         The progress that was saved with them.
@@ -149,7 +149,7 @@ def load_weights(models: Models, folder: Path, group: dist.ProcessGroup) -> None
 
 
 def _of_all(models: Models, state_of: Callable[[MegatronModel], dict[str, Any]]) -> dict[str, Any]:
-    """By name, the state of each model, whose shards bear that name in front."""
+    """Return each model's state by its name, with which the keys of its shards begin."""
     states = {name: state_of(model) for name, model in models.items()}
     for name, state in states.items():
         add_prefix_for_sharding(state, f"{name}.")
@@ -172,18 +172,18 @@ def _state(model: MegatronModel, is_loading: bool) -> dict[str, Any]:
 
 
 def _optimizers(model: MegatronModel) -> list[tuple[str, Any]]:
-    """By name, those that have parameters: a stage without experts has one for them that Megatron cannot save."""
+    """Return the optimizers with parameters, by name: Megatron cannot save that for experts on a stage without any."""
     chained = enumerate(model.optimizer.chained_optimizers)
     return [(f"optimizer{number}", one) for number, one in chained if getattr(one, "buffers", None)]
 
 
 def _saved_optimizers(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a checkpoint has of optimizers besides their parameters' state."""
+    """Return the optimizers' part of a checkpoint's state, without that of parameters."""
     return [part["optimizer"] for key, part in state.items() if key.startswith("optimizer") and "optimizer" in part]
 
 
 def _settings_of(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The saved settings of an optimizer's groups, whether or not their experts counted as parallel when saved."""
+    """Return the saved settings of an optimizer's groups, whether or not experts were parallel when they were saved."""
     keys = [key for key in param_group_identifier_keys if key != EXPERTS]
 
     def kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -195,7 +195,7 @@ def _settings_of(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> list[dic
 
 @contextmanager
 def _without_padding(optimizer: Any) -> Iterator[None]:
-    """Have each parameter's place in a buffer not count what pads the buckets before its own.
+    """Compute each parameter's position in a buffer without the padding of earlier buckets.
 
     Megatron's distributed optimizer gathers its state without that padding, but looks the parameters up with it: of
     buckets that need padding it would save all but the first shifted.
@@ -218,7 +218,7 @@ def _without_padding(optimizer: Any) -> Iterator[None]:
 
 
 def _make_optimizer_state(model: MegatronModel) -> None:
-    """Adam has no state before its first step, and Megatron asks for it to save and to load.
+    """Create the state of Adam, which it does not have before its first step; Megatron saves and loads it.
 
     So a step is taken that changes nothing: without gradients, at no rate (which weight decay has too), not counted.
     """

@@ -1,4 +1,4 @@
-"""The entropy of a distribution over a vocabulary that tensor-parallel ranks share."""
+"""The entropy of a distribution over a vocabulary that is sharded over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 
 
 def vocab_parallel_entropy(logits: torch.Tensor) -> torch.Tensor:
-    """[..., vocabulary / TP] logits, where -inf is no part of the distribution, to entropies [...] in nats."""
+    """Return the entropies [...], in nats, of logits [..., vocabulary / TP]; -inf is outside of the distribution."""
     return _Entropy.apply(logits)
 
 

@@ -1,4 +1,4 @@
-"""Whose kernels train: on a GPU Transformer Engine's and Apex's, where they are installed; else PyTorch's."""
+"""Which kernels are used in training: Transformer Engine's and Apex's on a GPU with them installed, else PyTorch's."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hybrid3d.train import patches
 from hybrid3d.train.runtime import ON_CUDA
 
 USE_TE = ON_CUDA and HAVE_TE
-# Megatron's own linears (the output layer, or all without Transformer Engine) have a kernel of Apex's for this, and it
-# is one setting for them and for Transformer Engine's.
+# Megatron's own linears (the output layer, or all without Transformer Engine) need a kernel of Apex for this; there is
+# one setting for them and for those of Transformer Engine.
 FUSE_GRADIENTS = ON_CUDA and layers._grad_accum_fusion_available
 
 PACKAGES = {"transformer_engine": "Transformer Engine", "apex": "Apex", "torch": "torch"}
 
 
 def in_use() -> str:
-    """One line for the log: what computes the layers, updates the weights and adds up gradients, with versions."""
+    """Return one line for the log: the packages of the layers, the optimizer and gradient sums, with versions."""
     device = "" if USE_TE else " (CUDA)" if ON_CUDA else " (CPU)"
     adam = optimizer.Adam  # Megatron's choice among the three
     parts = [
@@ -34,7 +34,7 @@ def in_use() -> str:
 
 
 def _named(package: str) -> str:
-    """A package's name and version, where it says one."""
+    """Return a package's name and, where it is known, its version."""
     try:
         return f"{PACKAGES[package]} {version(package)}"
     except PackageNotFoundError:

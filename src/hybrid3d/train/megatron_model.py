@@ -1,4 +1,4 @@
-"""A model in the train layout: Megatron's schedules, DDP and distributed optimizer around its stages."""
+"""A model in the train layout: Megatron's pipeline schedules, DDP and distributed optimizer around its stages."""
 
 from __future__ import annotations
 
@@ -35,14 +35,18 @@ from hybrid3d.train.weights import MegatronWeights, megatron_weights
 DDP = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": False}
 
 Read = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-"""From what the last stage puts out for a micro batch of b sequences: a tensor with b rows."""
+"""From the last stage's output for a micro batch of b sequences: a tensor with b rows."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one training step did. The sums are over this rank's tokens, and empty where it has no output layer.
+    """The result of one update.
 
-    Where the gradient was not allowed, nothing is `updated`.
+    Attributes:
+        sums: over this rank's tokens; empty on ranks without the output layer.
+        grad_norm: before clipping.
+        lr: the learning rate of the update.
+        updated: False where the gradient's norm was not accepted: then nothing has changed.
     """
 
     sums: dict[str, float]
@@ -52,9 +56,9 @@ class StepReport:
 
 
 class MegatronModel:
-    """A model of a checkpoint in the train layout. Every rank of the layout calls every method together.
+    """A model in the train layout, with weights from a checkpoint. Every rank calls every method together.
 
-    A subclass says what the output layer is, and by `_per_token` what is read from it.
+    A subclass builds the stages with their output layer, and its `_per_token` reads the output for the loss.
 
     Attributes:
         stages: this rank's part of the model, one module per virtual pipeline stage.
@@ -78,9 +82,9 @@ class MegatronModel:
         """
         Args:
             path: the checkpoint that the weights come from.
-            optimizer: None for a model that stays as it is.
+            optimizer: None for a model that is not trained.
             family: whose tables name the weights; None is the config's.
-            fresh: canonical tensors that are left as they were built.
+            fresh: canonical tensors that keep their initial values.
         """
         self.config = config
         self.stages = stages
@@ -187,12 +191,12 @@ class MegatronModel:
         return StepReport(sums, grad_norm, lr, updated)
 
     def _expert_biases(self) -> list[torch.Tensor]:
-        """What balances experts by counting tokens: moved with the gradients, not by the optimizer."""
+        """Return the biases that balance experts: updated with the gradients, not by the optimizer."""
         buffers = [named for stage in self.stages for named in stage.named_buffers()]
         return [buffer for name, buffer in buffers if name.endswith(".expert_bias")]
 
     def end_step(self) -> None:
-        """Go on in the schedules, which count steps of the run, however many updates one has."""
+        """Advance the learning rate schedule, which counts steps of the run, not updates."""
         self.scheduler.step(increment=1)
 
     def _read(self, batch: Batch, read: Read, recipe: Recipe) -> torch.Tensor | None:
@@ -216,7 +220,7 @@ class MegatronModel:
     def _loss(
         self, batch: Batch, token_loss: TokenLoss, recipe: Recipe, micro: MicroBatch, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Sum of the loss over a micro batch's tokens and their number: Megatron divides by the global number."""
+        """Return the loss summed over a micro batch's tokens, and their number, by which Megatron divides globally."""
         losses, report = token_loss(self._per_token(output, micro, recipe), micro.rows)
         mask = batch.response_mask[micro.rows]
         total = masked_sum(losses, mask)
@@ -249,9 +253,9 @@ class MegatronModel:
             )
 
     def _padding(self, stage: torch.nn.Module, padded: torch.Tensor) -> torch.Tensor | None:
-        """[b, T] padding as a stage takes it: only experts that are balanced by counting need to know.
+        """Return the padding mask [b, T] for a stage; None unless experts are balanced by counting tokens.
 
-        Where a sequence is split over TP, Megatron splits the mask too, on the first stage alone.
+        Where a sequence is split over TP, Megatron splits the mask too, but only on the first stage.
         """
         config = self.stages[0].config
         if not config.moe_router_enable_expert_bias:
@@ -262,7 +266,7 @@ class MegatronModel:
         return padded
 
     def _connect(self) -> None:
-        """Tell the schedules what closes a step: reduction over ranks, and the scale of the loss."""
+        """Set the functions that Megatron's schedules call: gradient reduction and the scale of the loss."""
         for stage in self.stages:
             stage.config.finalize_model_grads_func = finalize_model_grads
             stage.config.grad_scale_func = self.optimizer.scale_loss
@@ -271,7 +275,7 @@ class MegatronModel:
 
 
 def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """What it updates, and its own state where that is large: on the device of the former."""
+    """Yield the parameters of an optimizer, and its state of their shapes."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield parameter

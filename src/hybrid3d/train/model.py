@@ -30,13 +30,13 @@ apply(patches.MODEL)
 
 
 def build_model(config: Config, layout: Train, dtype: torch.dtype, meta: bool = False) -> list[GPTModel]:
-    """This rank's part of the model: one module per virtual pipeline stage, weights not set.
+    """Build this rank's part of the model: one module per virtual pipeline stage, weights not set.
 
     Args:
         config: the checkpoint's `config.json`.
         layout: the train layout, whose groups are initialized.
         dtype: of the parameters.
-        meta: allocate nothing; for asking only.
+        meta: allocate nothing; for queries.
     """
     settings = transformer_config(config, layout, dtype)
     settings.init_model_with_meta_device = meta  # Transformer Engine's layers name their device themselves
@@ -46,7 +46,7 @@ def build_model(config: Config, layout: Train, dtype: torch.dtype, meta: bool = 
 
 
 def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's settings: of the model, of its experts and latents where it has them, of the layout, of the device."""
+    """Return Megatron's settings for the model, with its experts and latent attention, the layout and the device."""
     family = family_of(config)
     model: dict[str, Any] = dict(
         num_layers=config["num_hidden_layers"],
@@ -67,7 +67,7 @@ def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> Tra
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         num_layers_in_first_pipeline_stage=layout.first_stage_layers,
         num_layers_in_last_pipeline_stage=layout.last_stage_layers,
-        # Interleaved, two stages send to each other in both directions, which a batch of sends would mix up.
+        # Interleaved, two stages send to each other in both directions, which batched sends would confuse.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
         context_parallel_size=layout.cp,
@@ -85,7 +85,7 @@ def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> Tra
         bias_dropout_fusion=False,
     )
     if layout.max_tokens_per_micro_batch is not None and not layout.packed:
-        # Stages tell each other the shape of each micro batch, which Megatron wants no other dispatcher for.
+        # Stages exchange the shape of each micro batch, which Megatron supports with this dispatcher only.
         run |= dict(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
     if layout.recompute == "full":
         run |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -122,12 +122,12 @@ def _experts(config: Config, family: Family, layout: Train) -> dict[str, Any]:
         moe_router_load_balancing_type="none",
         moe_router_bias_update_rate=layout.expert_bias_update_rate,
         moe_grouped_gemm=USE_TE,
-        sequence_parallel=layout.tp > 1,  # Megatron trains experts under tensor parallelism in no other way
+        sequence_parallel=layout.tp > 1,  # Megatron requires it for experts under tensor parallelism
     )
 
 
 def padded_vocabulary(config: Config, tp: int) -> int:
-    """Megatron shards the vocabulary evenly, so it is padded to a multiple of TP, and no further."""
+    """Return the vocabulary size padded to a multiple of TP, because Megatron shards it evenly."""
     return math.ceil(config["vocab_size"] / tp) * tp
 
 
@@ -149,14 +149,14 @@ def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | No
         vp_stage=vp_stage,
     )
     _mark_shards(model)
-    if rope.llama3:  # GPTModel takes the factor alone and leaves the other constants at Llama 3.1's
+    if rope.llama3:  # GPTModel takes the factor only, and has Llama 3.1's other constants
         scaled = model.rotary_pos_emb._apply_scaling(model.rotary_pos_emb.inv_freq, **rope.llama3)
         model.rotary_pos_emb.inv_freq = scaled
     return model
 
 
 def _mark_shards(model: GPTModel) -> None:
-    """Mark sharded weights as Megatron does where it initializes them, which here a checkpoint does; and experts.
+    """Mark sharded weights and experts as Megatron does where it initializes them, which a checkpoint does here.
 
     Without the first mark a gradient norm counts the shard of TP rank 0 alone, and clips by it. Experts are reduced
     over data-parallel groups of their own; Megatron marks them at EP > 1 only, though those groups differ wherever

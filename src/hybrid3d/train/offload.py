@@ -35,17 +35,17 @@ class OffloadableMemory:
 class _OffloadedStorages:
     """Storages that are empty from when this is made until `restore`; views of them stay valid.
 
-    Megatron's own for the optimizer puts each parameter elsewhere, which in float32 tears it off the model's.
+    Megatron's own offload of the optimizer moves each parameter to other memory, which in float32 is the model's too.
 
     Attributes:
-        nbytes: of it.
+        nbytes: of the storages.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], kept: bool = True):
         """
         Args:
-            tensors: of which several may lie in one memory, which goes as a whole.
-            kept: False where what is in it need not come back.
+            tensors: several may share a storage, which is offloaded as a whole.
+            kept: False where the contents need not come back.
         """
         memories = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values()
         self._memories = [(memory, memory.nbytes()) for memory in memories]
@@ -56,7 +56,7 @@ class _OffloadedStorages:
             memory.resize_(0)
 
     def restore(self) -> None:
-        """Back as it was, but that what was not kept may be anything."""
+        """Allocate the storages again, with their contents where they were kept."""
         for (memory, nbytes), copy in zip(self._memories, self._copies, strict=True):
             memory.resize_(nbytes)
             if copy is not None:

@@ -1,4 +1,4 @@
-"""The policy: log-probabilities of tokens under the distribution that is sampled from."""
+"""The policy: a language model whose log-probabilities are those of the distribution that vLLM samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybrid3d.train.model import build_model
 
 
 class Policy(MegatronModel):
-    """A language model in the train layout; `train_step` gives its loss what it says of tokens."""
+    """A language model in the train layout; `train_step` calls the loss with `TokenScores`."""
 
     def __init__(self, config: Config, recipe: Recipe, rank: int, trainable: bool = True):
         stages = build_model(config, recipe.train, getattr(torch, recipe.model.dtype))
@@ -28,7 +28,7 @@ class Policy(MegatronModel):
 
     @property
     def has_experts(self) -> bool:
-        """Whether tokens are sent to experts, so that rounding may send one elsewhere."""
+        """Whether tokens are routed to experts, so that rounding may route one to another expert."""
         return self.stages[0].config.num_moe_experts is not None
 
     def _steps_of(self, recipe: Recipe) -> int:

@@ -1,4 +1,4 @@
-"""Ask Megatron about a run that does not run: any rank of any world, on meta, in this one process."""
+"""Query Megatron about ranks of a run that has not started: any rank of any world, on meta, in this process."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ from hybrid3d.train.weights import canonical_shapes, megatron_weights
 
 
 def expected_shapes(config: Config) -> dict[str, Shape]:
-    """Every canonical tensor that a checkpoint of this config must have, and its full shape."""
-    return canonical_shapes([signature_of(_replicate_layer(config, Train(), torch.float32)[0])])
+    """Return the full shape of every canonical tensor that a checkpoint of this config must have."""
+    return canonical_shapes([signature_of(_holdings_by_layer(config, Train(), torch.float32)[0])])
 
 
 def holdings_of_all(
     config: Config, recipe: Recipe, layers: Container[int] | None = None, first_only: bool = False
 ) -> dict[int, Holdings]:
-    """What each rank of the recipe's train layout holds; ranks that hold the same share one object.
+    """Return what each rank of the recipe's train layout holds; ranks with equal holdings share one object.
 
-    Megatron is asked about a layer of each kind, and which layers each stage has; `holdings_of` would say the same of
-    each rank, and takes minutes for hundreds of them.
+    Megatron is queried about one layer of each kind, and about the layers of each stage. `holdings_of` returns the
+    same for one rank, and takes minutes for hundreds of ranks.
 
     Args:
-        layers: leave the others out.
-        first_only: only of the first rank of each stage, and of those that hold the same.
+        layers: only these.
+        first_only: only the first rank of each stage, and those with holdings equal to its.
     """
-    return _replicate_layer(config, recipe.train, getattr(torch, recipe.model.dtype), layers, first_only)
+    return _holdings_by_layer(config, recipe.train, getattr(torch, recipe.model.dtype), layers, first_only)
 
 
 def standing_layers(config: Config, layout: Train) -> dict[int, int]:
-    """The first layer of each kind in every stage's every chunk, and how many layers there it stands for."""
+    """Return the first layer of each kind in each chunk of each stage, and how many layers there it represents."""
     kinds = family_of(config).kinds(config)
     stages = layers_of_stages(config, layout)
-    alike: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    by_kind: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for stage, chunks in enumerate(stages):
         for chunk, layers in enumerate(chunks):
             for layer in layers:
-                alike[stage, chunk, kinds[layer]].append(layer)
-    return {layers[0]: len(layers) for layers in alike.values()}
+                by_kind[stage, chunk, kinds[layer]].append(layer)
+    return {layers[0]: len(layers) for layers in by_kind.values()}
 
 
 def holdings_of(config: Config, layout: Train, rank: int, dtype: torch.dtype) -> Holdings:
-    """What a rank of a train layout holds, as its whole share of the model says."""
+    """Return what a rank of a train layout holds, from its full share of the model."""
     with as_rank(rank, layout, layout.tp * layout.pp * layout.cp * layout.dp):
         return megatron_weights(build_model(config, layout, dtype, meta=True), config).holdings
 
 
-def _replicate_layer(
+def _holdings_by_layer(
     config: Config,
     layout: Train,
     dtype: torch.dtype,
@@ -71,10 +71,12 @@ def _replicate_layer(
     kinds = family_of(config).kinds(config)
     stages = layers_of_stages(config, layout)
     found: dict[int, Holdings] = {}
-    ask_last = functools.cache(lambda rank: _ask_last(config, layout, rank, dtype, max(kinds) + 1))
-    for ranks in _ranks_alike(layout)[: 1 if first_only else None]:
-        first = _ask_first(config, layout, ranks[0], dtype, layers=max(kinds) + 1)
-        last = ask_last(ranks[0] % layout.tp)  # outside of layers TP alone shards, and Megatron's ranks count it first
+    query_last_stage = functools.cache(lambda rank: _query_last_stage(config, layout, rank, dtype, max(kinds) + 1))
+    for ranks in _equal_ranks(layout)[: 1 if first_only else None]:
+        first = _query_first_stage(config, layout, ranks[0], dtype, layers=max(kinds) + 1)
+        last = query_last_stage(
+            ranks[0] % layout.tp
+        )  # outside of layers TP alone shards, and Megatron's ranks count it first
         for stage, chunks in enumerate(stages):
             pieces: list[Piece] = []
             for chunk, layers in enumerate(chunks):
@@ -91,8 +93,8 @@ def _replicate_layer(
     return dict(sorted(found.items()))
 
 
-def _ranks_alike(layout: Train) -> list[list[int]]:
-    """The ranks of a stage that hold the same: those whose places in Megatron's TP, ETP and EP groups are the same."""
+def _equal_ranks(layout: Train) -> list[list[int]]:
+    """Return the sets of a stage's ranks with equal holdings: equal places in the TP, ETP and EP groups."""
     size = layout.tp * layout.cp * layout.dp
     order = "tp-cp-ep-dp-pp"  # the default of `initialize_model_parallel`, which is not told another
     experts = RankGenerator(layout.etp, layout.ep, size // (layout.etp * layout.ep), 1, 1, order)
@@ -102,14 +104,14 @@ def _ranks_alike(layout: Train) -> list[list[int]]:
         for group in groups:
             for i, rank in enumerate(group):
                 place[rank].append(i)
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    by_place: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in range(size):
-        alike[tuple(place[rank])].append(rank)
-    return list(alike.values())
+        by_place[tuple(place[rank])].append(rank)
+    return list(by_place.values())
 
 
 def layers_of_stages(config: Config, layout: Train) -> list[list[range]]:
-    """The layers of each stage's chunks, as Megatron deals them out."""
+    """Return the layers of each stage's chunks, as Megatron assigns them."""
     settings = transformer_config(config, layout, torch.float32)
 
     def layers(stage: int, chunk: int | None) -> range:
@@ -122,7 +124,7 @@ def layers_of_stages(config: Config, layout: Train) -> list[list[range]]:
 
 @dataclass(frozen=True)
 class _End:
-    """What a rank of the first or the last stage holds in front of its layers, in each, and behind them."""
+    """What a rank of the first or the last stage holds before its layers, in each layer, and after them."""
 
     before: list[Piece]
     layers: dict[int, list[Piece]]
@@ -139,8 +141,8 @@ class _End:
         return cls(outside[0], layers, outside[1])
 
 
-def _ask_first(config: Config, layout: Train, rank: int, dtype: torch.dtype, layers: int) -> _End:
-    """What the `rank`-th of a stage's ranks would hold of the first stage, if that had `layers`."""
+def _query_first_stage(config: Config, layout: Train, rank: int, dtype: torch.dtype, layers: int) -> _End:
+    """Return what the `rank`-th rank of a stage would hold of a first stage of `layers` layers."""
     plain = replace(layout, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
     if layout.pp == 1:  # the first stage has all that the last would have
         return _End.of(holdings_of({**config, "num_hidden_layers": layers}, plain, rank, dtype))
@@ -148,8 +150,8 @@ def _ask_first(config: Config, layout: Train, rank: int, dtype: torch.dtype, lay
     return _End.of(holdings_of({**config, "num_hidden_layers": layers + 1}, plain, rank, dtype))
 
 
-def _ask_last(config: Config, layout: Train, rank: int, dtype: torch.dtype, layers: int) -> _End:
-    """What the `rank`-th of a stage's ranks would hold of the last stage, behind `layers`; nothing where one is all."""
+def _query_last_stage(config: Config, layout: Train, rank: int, dtype: torch.dtype, layers: int) -> _End:
+    """Return what the `rank`-th rank of a stage would hold of the last stage after `layers`; nothing at PP1."""
     if layout.pp == 1:
         return _End([], {}, [])
     plain = replace(layout, pp=2, vpp=1, first_stage_layers=layers, last_stage_layers=None)

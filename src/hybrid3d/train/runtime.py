@@ -1,4 +1,4 @@
-"""Where Megatron runs: the device, the process groups of a train layout, and any rank of any world on one CPU."""
+"""What Megatron runs on: the device, the process groups of a train layout, or any rank of any world on one CPU."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
+    """Return the device of this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if ON_CUDA else torch.device("cpu")
 
 
 def synchronize() -> None:
-    """Wait for what this rank's GPU has been given, so that a clock tells the truth."""
+    """Wait until this rank's GPU is idle, before the time is taken; nothing without a GPU."""
     if ON_CUDA:
         torch.cuda.synchronize()
 
 
 def peak_memory() -> int:
-    """Bytes that torch has held on this rank's GPU at most or, without one, that the process has."""
+    """Return the most bytes that torch reserved on this rank's GPU or, without one, the process's peak memory."""
     if ON_CUDA:
         return torch.cuda.max_memory_reserved()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class SideStream:
-    """A GPU's stream beside the current one; without a GPU there is none, and everything runs in its order."""
+    """A CUDA stream beside the current one; without a GPU everything runs in order."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if ON_CUDA else None
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
-        """Launch on it, behind what the current stream has been given so far."""
+        """Launch on the side stream, after what the current stream has so far."""
         if self._stream is None:
             yield
             return
@@ -63,10 +63,10 @@ class SideStream:
 
 
 def on_device(meta: bool = False) -> contextlib.AbstractContextManager[object]:
-    """The context in which Megatron's code runs: CUDA is answered by the CPU where there is none.
+    """Return the context in which Megatron's code runs: without CUDA, tensors for it are made on the CPU.
 
     Args:
-        meta: allocate nothing on a GPU either; for asking only.
+        meta: allocate nothing on a GPU either; for queries.
     """
     if ON_CUDA:
         return cpu.cuda_means(cpu.META) if meta else contextlib.nullcontext()
@@ -95,7 +95,7 @@ def initialize(layout: Train, seed: int, gloo: bool = True) -> None:
 
 
 def shutdown() -> None:
-    """End Megatron's groups; the default group stays. Every rank calls this together.
+    """Destroy Megatron's groups; the default group stays. Every rank calls this together.
 
     Megatron itself only forgets most of them, and each gloo group keeps threads that poll.
     """
@@ -108,7 +108,7 @@ def shutdown() -> None:
 
 @contextlib.contextmanager
 def as_rank(rank: int, layout: Train, world_size: int) -> Iterator[None]:
-    """Be one rank of a world that does not exist: models can be built on meta and asked, nothing can be sent.
+    """Act as one rank of a world that does not exist: models can be built on meta, nothing can be sent.
 
     Raises:
         RuntimeError: this process has a default group already.
@@ -127,7 +127,7 @@ def as_rank(rank: int, layout: Train, world_size: int) -> Iterator[None]:
 
 
 def gather_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's groups over which all stages', all TP ranks' and all experts' weights can be brought together."""
+    """Return this rank's groups over which weights of all stages, TP ranks and experts can be gathered."""
     return (
         parallel_state.get_pipeline_model_parallel_group(),
         parallel_state.get_tensor_model_parallel_group(),

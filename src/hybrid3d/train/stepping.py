@@ -25,7 +25,7 @@ Ranks of one stage have the same buckets, those of other stages may have more or
 
 
 def in_buckets(modules: Sequence[torch.nn.Module], **settings: Any) -> list[DistributedDataParallel]:
-    """Megatron's DDP in buckets, of which it makes none after the first stage, or where reductions do not overlap.
+    """Wrap modules in Megatron's DDP with buckets on every stage; it makes them on the first stage only.
 
     Args:
         settings: of `DistributedDataParallelConfig`.
@@ -40,7 +40,7 @@ def in_buckets(modules: Sequence[torch.nn.Module], **settings: Any) -> list[Dist
 
 
 class _FirstStage:
-    """What DDP asks of the pipeline's group."""
+    """The part of a pipeline group that DDP uses, as on the first stage."""
 
     def rank(self) -> int:
         return 0
@@ -70,10 +70,14 @@ class BucketedOptimizer:
         return len(self._buckets)
 
     def step(self, hook: BucketHook, accepts_grad_norm: Callable[[float], bool]) -> tuple[bool, float]:
-        """The optimizer's own step, if a gradient of its norm is allowed.
+        """Step the optimizer bucket by bucket, if the gradient's norm is accepted.
+
+        Args:
+            hook: called after each bucket.
+            accepts_grad_norm: called with the norm before anything is updated.
 
         Returns:
-            Whether anything was updated, and the norm of the gradient.
+            Whether the parameters were updated, and the norm of the gradient.
         """
         norms: list[float] = []
 
@@ -102,12 +106,12 @@ class BucketedOptimizer:
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor begins: in which memory, wherever that is now, and how many elements into it."""
+    """Return a key of where a tensor begins: its storage, wherever that is now, and the offset in elements."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 def _first_layers_first(*kinds: Sequence[Any]) -> Iterator[Any]:
-    """Groups of buckets, which Megatron fills from the last layer on, those of all kinds at about the same layers."""
+    """Yield groups of buckets, first layers first; Megatron fills them from the last layer on, for each kind."""
     found = [
         (-(i + 1) / len(groups), kind, group) for kind, groups in enumerate(kinds) for i, group in enumerate(groups)
     ]
@@ -116,10 +120,10 @@ def _first_layers_first(*kinds: Sequence[Any]) -> Iterator[Any]:
 
 @contextmanager
 def _only(optimizer: Any, params: set[torch.nn.Parameter], counts: Sequence[Any]) -> Iterator[None]:
-    """Have a distributed optimizer know of these model parameters alone.
+    """Restrict a distributed optimizer to these model parameters.
 
     Args:
-        counts: of the steps behind each group, where the optimizer counts by group.
+        counts: the step count of each group, where the optimizer counts by group.
     """
     kept: dict[str, list[list[Any]]] = {}
     mains: set[int] = set()
@@ -145,7 +149,7 @@ def _only(optimizer: Any, params: set[torch.nn.Parameter], counts: Sequence[Any]
 
 @contextmanager
 def only_groups(optimizer: torch.optim.Optimizer, mains: set[int], counts: Sequence[Any]) -> Iterator[None]:
-    """Have an optimizer know of these parameters (by id) alone; `counts` as in `_only`."""
+    """Restrict an optimizer to these parameters (by id); `counts` as for `_only`."""
     kept = [group["params"] for group in optimizer.param_groups]
     for group, count in zip(optimizer.param_groups, counts, strict=True):
         group["params"] = [main for main in group["params"] if id(main) in mains]

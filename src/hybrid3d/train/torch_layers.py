@@ -37,9 +37,9 @@ class TorchRMSNorm(torch.nn.RMSNorm):
 
 
 class DuplicatedLinear(torch.nn.Linear):
-    """A linear that is whole on every TP rank, as Transformer Engine makes those that compress keys and queries.
+    """A linear that is whole on every TP rank, as Transformer Engine's that compress keys and queries.
 
-    Megatron's own layer specs shard them instead, and lose the other ranks' part of the rotated keys' gradient.
+    Megatron's own layer specs shard them, and lose the other ranks' part of the rotated keys' gradient.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, bias: bool, **unused: Any):
@@ -53,8 +53,8 @@ class DuplicatedLinear(torch.nn.Linear):
 class TorchAttention(MegatronModule):
     """Causal attention on `scaled_dot_product_attention`.
 
-    Megatron's local attention wants a materialized mask, cannot have fewer query groups than TP ranks, and knows no
-    values of another head dim than the keys'.
+    Megatron's local attention needs a materialized mask, cannot have fewer query groups than TP ranks, and needs values
+    with the head dim of the keys.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any):
@@ -70,10 +70,10 @@ class TorchAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **unused: Any,
     ) -> torch.Tensor:
-        """[sequence, batch, heads or groups, head_dim] each, to [sequence, batch, heads * head_dim of the values].
+        """Attend, [sequence, batch, heads or groups, head_dim] each; return [sequence, batch, heads * head_dim].
 
-        Packed without [batch]. Each sequence then is a call of its own, which on CPU is twice as fast as one call on
-        padded sequences, and six times as one with a mask of blocks.
+        Packed sequences have no batch dim. Each sequence is then one call, which on CPU is twice as fast as one call
+        on padded sequences, and six times as fast as one with a block mask.
         """
         if packed_seq_params is None:
             return self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value))).permute(2, 0, 1, 3).flatten(2)

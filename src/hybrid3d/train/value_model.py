@@ -1,4 +1,4 @@
-"""Models with one number a token in place of a vocabulary: the critic that PPO trains, and a frozen reward model."""
+"""Models with one number per token in place of logits: the critic that PPO trains, and a frozen reward model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hybrid3d.train.runtime import device, on_device
 
 
 class ValueModel(MegatronModel):
-    """A model with a value head in the train layout; `train_step` gives its loss values.
+    """A model with a value head in the train layout; `train_step` calls the loss with values.
 
-    The head comes from the checkpoint where that is a sequence classifier of one label (`score.weight` [1, hidden]),
-    and starts at zero where that is a language model.
+    The head is loaded from a sequence classifier's checkpoint with one label (`score.weight` [1, hidden]); for that of
+    a language model it starts at zero.
 
     Raises (when made):
         CheckpointError: the checkpoint's head is of another shape.
@@ -39,8 +39,8 @@ class ValueModel(MegatronModel):
         """
         Args:
             config: of the checkpoint: a language model's, or a sequence classifier's.
-            optimizer: its own; None for a model that stays as it is.
-            path: the checkpoint; None is the policy's.
+            optimizer: its settings; None for a model that is not trained.
+            path: the checkpoint; None for the policy's.
         """
         path = path or recipe.model.path
         config, head = language_model(config), read_index(path).get(VALUE_HEAD)
@@ -71,7 +71,7 @@ class ValueModel(MegatronModel):
     def values(self, batch: Batch, recipe: Recipe) -> torch.Tensor | None:
         """Return the value before each token is sampled, [B, T] float32; None on ranks without the output layer.
 
-        The value at a token is read where the one before it is, as its log-probability is; at position 0 it is 0.
+        The value at a token is read at the position before it, as its log-probability is; at position 0 it is 0.
         """
         return self._read(batch, lambda output, micro: self._per_token(output, micro, recipe), recipe)
 
@@ -84,16 +84,16 @@ class ValueModel(MegatronModel):
 
 
 def language_model(config: Config) -> Config:
-    """A checkpoint's config as that of the language model whose layers it has, with a head of its own."""
+    """Return a checkpoint's config as that of the language model with the same layers and an untied head."""
     names = [name.replace("ForSequenceClassification", "ForCausalLM") for name in config.get("architectures") or []]
     return {**config, "architectures": names, "tie_word_embeddings": False}
 
 
 class ValueHead(torch.nn.Module):
-    """One number a token, float32, in the place of Megatron's output layer and with its signature.
+    """One float32 number per token, in place of Megatron's output layer and with its signature.
 
-    It is whole on every TP rank. Each computes all of its gradient, or under sequence parallelism that of its own
-    tokens, which Megatron adds up for parameters marked so; the gradient of the hidden states is added up for none.
+    It is whole on every TP rank. Each rank computes all of its gradient or, under sequence parallelism, that of its own
+    tokens, which Megatron sums for parameters marked so; the gradient of the hidden states is not summed.
     """
 
     def __init__(self, config: TransformerConfig):
@@ -103,7 +103,7 @@ class ValueHead(torch.nn.Module):
         self._gathers = config.sequence_parallel
 
     def forward(self, hidden: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
-        """[T' or, under sequence parallelism, T' / TP, b, hidden] to [T', b, 1]."""
+        """Map [T' (under sequence parallelism T' / TP), b, hidden] to [T', b, 1]."""
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
         if self._gathers:  # numbers, not hidden states
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)

@@ -1,4 +1,4 @@
-"""Megatron's weights as pieces: what this rank holds, said by its own `sharded_state_dict()`."""
+"""Megatron's weights as pieces: what this rank holds, read from its own `sharded_state_dict()`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Signature
 from hybrid3d.reshard.layout import Demand, Fill, Holdings, Piece, View
 
-# Asks for the form in which a layer's number is part of the name and gate and up share one global tensor.
+# Selects the form in which a layer's number is part of the name, and gate and up are one global tensor.
 METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 
 
 @dataclass(frozen=True)
 class MegatronWeights:
-    """One rank's weights: live tensors by local name, the pieces that lie in them, and rows that are only padding."""
+    """One rank's weights: live tensors by local name, the pieces in them, and rows that are only padding."""
 
     tensors: Mapping[str, torch.Tensor]
     pieces: tuple[Piece, ...]
@@ -32,18 +32,18 @@ class MegatronWeights:
 
     @property
     def demand(self) -> Demand:
-        """What a load must bring: everything, replicas included."""
+        """What a load must write: everything, replicas included."""
         return Demand(self.pieces, self.padding)
 
 
 def megatron_weights(stages: Sequence[GPTModel], config: Config, family: Family | None = None) -> MegatronWeights:
-    """Ask a rank's model (one module per virtual pipeline stage) what it holds.
+    """Return what a rank's model (one module per virtual pipeline stage) holds, by its own account.
 
     Args:
         family: whose table names the weights; None is the config's.
 
     Raises:
-        UnsupportedModel: Megatron declares a tensor that the family's table does not claim.
+        UnsupportedModel: Megatron declares a tensor that is not in the family's table.
     """
     family = family or family_of(config)
     tensors: dict[str, torch.Tensor] = {}
@@ -76,13 +76,13 @@ def megatron_weights(stages: Sequence[GPTModel], config: Config, family: Family 
     if unclaimed:
         names = ", ".join(sorted(set(unclaimed))[:20])
         raise UnsupportedModel(
-            f"{len(set(unclaimed))} tensors of Megatron's are in no table of {family.architecture}: {names}"
+            f"{len(set(unclaimed))} tensors of Megatron are not in the table of {family.architecture}: {names}"
         )
     return MegatronWeights(tensors, tuple(pieces), tuple(padding))
 
 
 def _shards(stages: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor, ShardedTensor]]:
-    """(local name, the live parameter or buffer, a shard whose data is a view of it) for all that a rank holds."""
+    """Yield (local name, live parameter or buffer, a shard whose data is a view of it) for all that a rank holds."""
     for number, stage in enumerate(stages):
         for name, entry in stage.sharded_state_dict(metadata=dict(METADATA)).items():
             if isinstance(entry, ShardedObject):  # Transformer Engine's scales of FP8, of which there are none
@@ -91,16 +91,16 @@ def _shards(stages: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor, Sha
             for shard in built if isinstance(built, list) else [built]:
                 if shard.data.untyped_storage()._cdata != entry.data.untyped_storage()._cdata:
                     raise UnsupportedModel(
-                        f"{shard.key}: Megatron says what it holds of a copy, not of the live tensor"
+                        f"{shard.key}: Megatron's sharded_state_dict() returns a copy, not the live tensor"
                     )
                 yield f"stage{number}.{name}", entry.data, shard
 
 
-def canonical_shapes(sides: Iterable[Signature]) -> dict[str, tuple[int, ...]]:
-    """Full shapes of the canonical tensors, from what all ranks hold (or one that holds all)."""
+def canonical_shapes(signatures: Iterable[Signature]) -> dict[str, tuple[int, ...]]:
+    """Return the full shapes of the canonical tensors that these signatures hold together."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for side in sides:
-        for boxes, names in side.items():
+    for signature in signatures:
+        for boxes, names in signature.items():
             for name in names:
                 for box, _ in boxes:
                     shapes[name] = tuple(map(max, shapes.get(name, box.stop), box.stop))

@@ -70,13 +70,13 @@ class CheckpointWriter:
         self._thread.start()
 
     def is_written(self) -> bool:
-        """Whether all ranks have written their shards, so that `finish` need not wait."""
+        """Return whether all ranks have written their shards, so that `finish` does not wait."""
         left = torch.tensor(int(self._thread.is_alive()))
         dist.all_reduce(left, group=self._group)
         return int(left) == 0
 
     def finish(self) -> None:
-        """Wait until all is written, and give the folder its name."""
+        """Wait until everything is written, and rename the folder to its final name."""
         self._thread.join()
         self._together(self._tell_failure)
         self._together(self._close)
@@ -94,7 +94,7 @@ class CheckpointWriter:
         self._unfinished.mkdir(parents=True)
 
     def _begin(self, state: Callable[[], Mapping[str, Any]], beside: bool) -> None:
-        """Agree on who writes what, write what is small, and bring what this rank writes to the host."""
+        """Plan with all ranks who writes what, write small objects, and copy this rank's shards to the host."""
         patches.new_results_queue()  # without results of a checkpoint that failed
         try:
             with on_device():
@@ -114,7 +114,7 @@ class CheckpointWriter:
             raise CheckpointWriteError(why) from error
 
     def _write(self) -> None:
-        """In a thread, which waits for the processes that write."""
+        """Write this rank's shards; runs in a thread, which waits for the processes that write."""
         try:
             if self._request.async_fn is not None:
                 self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
@@ -132,7 +132,7 @@ class CheckpointWriter:
                 finalize()
 
     def _sums(self) -> dict[str, int]:
-        """Of the files that this rank has written, the CRCs that are not known yet, and those that are."""
+        """Return the CRC-32 of each file that this rank has written, by name."""
         mine = [name for name in manifest.names_in(self._unfinished) if _writer_of(name) == self._group.rank()]
         return self._own | {n: manifest.crc_of(self._unfinished / n) for n in mine if n not in self._own}
 
@@ -146,7 +146,7 @@ class CheckpointWriter:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, if it is there, under another name: what is half gone does not look whole."""
+    """Remove a checkpoint if it is there; it is renamed first, so that a partial one never looks complete."""
     if folder.exists():
         going = folder.with_name(folder.name + ".old" + PARTIAL)
         shutil.rmtree(going, ignore_errors=True)
@@ -155,7 +155,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a run that was killed was just writing or removing in a folder of checkpoints."""
+    """Remove what a killed run was writing or removing in a folder of checkpoints."""
     for path in folder.glob(f"*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -182,7 +182,7 @@ def together(folder: Path, part: Callable[[], Result], group: dist.ProcessGroup)
 
 
 def _copied(shards: list[Any], originals: list[Any]) -> list[Any]:
-    """Shards as they are now: without a GPU, what was brought to the host is what is trained."""
+    """Return copies of shards on the host: without a GPU they are the tensors that are trained."""
     held = {id(tensor) for _, _, (_, tensors) in originals for _, tensor in tensors}
     return [
         (file, key, (data, [(item, tensor.clone() if id(tensor) in held else tensor) for item, tensor in tensors]))
@@ -191,6 +191,6 @@ def _copied(shards: list[Any], originals: list[Any]) -> list[Any]:
 
 
 def _writer_of(name: str) -> int:
-    """The rank that wrote a file: on a shared file system it may be the only one that sees it already."""
+    """Return the rank that wrote a file: on a shared file system others may not see it yet."""
     of_shards = re.match(r"__(\d+)_", name)
     return int(of_shards[1]) if of_shards else 0
