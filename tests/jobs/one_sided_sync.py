@@ -1,0 +1,118 @@
+"""One rank of a sync between ranks of which one only trains, one only generates, and one does both.
+
+    torchrun --nproc-per-node 3 one_sided_sync.py FOLDER
+
+Each rank writes FOLDER/<rank>.json: what landed after two syncs, the report, and the engine's versions.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybrid3d import distributed
+from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Run, Sync, Train
+from hybrid3d.reshard.box import Box
+from hybrid3d.reshard.executor import Tensors
+from hybrid3d.reshard.layout import Demand, Piece, View
+from hybrid3d.roles.weight_sync import WeightSync
+from hybrid3d.train.weights import MegatronWeights
+
+SHAPE = 12, 4  # of each of the tensors, of which one is in no layer
+NAMES = ["model.layers.0.weight", "model.layers.1.weight", "model.norm.weight"]
+HELD = {0: (0, 8), 1: (8, 4)}  # by rank that trains: first row, rows
+WANTED = {1: (4, 8), 2: (0, 12)}  # by rank that generates
+
+
+def pieces(first: int, rows: int) -> tuple[Piece, ...]:
+    view = (SHAPE[1], 1)
+    return tuple(Piece(name, Box((first, 0), (rows, SHAPE[1])), View(name, 0, view), "float32") for name in NAMES)
+
+
+class Landing(Tensors):
+    """A sink of plain tensors, with what the session of a sync asks of vLLM's weights."""
+
+    finalize_bytes = 0
+
+    def __init__(self, first: int, rows: int):
+        self.demand = Demand(pieces(first, rows))
+        self.tensors = {name: torch.full((rows, SHAPE[1]), torch.nan) for name in NAMES}
+        super().__init__(self.tensors)
+
+    def prepare(self, layers: list) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Engine:
+    """What a sync asks of an engine."""
+
+    weight_version: int | None = None
+
+    def __init__(self, sink: Landing):
+        self.sink, self.resets = sink, 0
+
+    def weights(self, shapes: dict) -> Landing:
+        assert shapes == dict.fromkeys(NAMES, SHAPE)
+        return self.sink
+
+    def reset_cache(self) -> None:
+        self.resets += 1
+
+
+def values(name: str, version: int) -> torch.Tensor:
+    """The whole canonical tensor of a version."""
+    count = SHAPE[0] * SHAPE[1]
+    return (torch.arange(count) + 1000.0 * NAMES.index(name) + 100_000 * version).reshape(SHAPE)
+
+
+def main(folder: Path) -> None:
+    group = distributed.start()
+    rank = group.rank()
+    recipe = Recipe(
+        name="one-sided",
+        model=Model(path="-"),
+        train=Train(),
+        sync=Sync(bucket_mib=64 / 2**20),
+        data=Data(train="-", eval="-"),
+        algorithm=Algorithm(name="grpo", prompts_per_step=1),
+        optimizer=Optimizer(lr=0.0),
+        run=Run(steps=1),
+    )
+    trained = engine = None
+    if rank in HELD:
+        tensors = {name: torch.empty(HELD[rank][1], SHAPE[1]) for name in NAMES}
+        trained = MegatronWeights(tensors, pieces(*HELD[rank]), ())
+    if rank in WANTED:
+        engine = Engine(Landing(*WANTED[rank]))
+    sync = WeightSync(recipe, group, trained, engine, dict.fromkeys(NAMES, 0) if trained else None)
+    said: dict = {"lower_bound": sync.lower_bound}
+    for version in (7, 8):
+        if trained is not None:
+            first, rows = HELD[rank]
+            for name, tensor in trained.tensors.items():
+                tensor.copy_(values(name, version)[first : first + rows])
+        if version == 7:
+            report = sync.run(version, verify=True)
+        else:  # as beside an update: a rank that does not train has no bucket to report
+            sync.begin(version, verify=True)
+            if trained is not None:
+                sync.bucket_ready(0, last=True)
+            report = sync.finish()
+        if engine is not None:
+            first, rows = WANTED[rank]
+            wrong = [n for n in NAMES if not engine.sink.tensors[n].equal(values(n, version)[first : first + rows])]
+            said[f"wrong {version}"], said[f"version {version}"] = wrong, engine.weight_version
+        said[f"received {version}"], said[f"corrupted {version}"] = report.received_bytes, report.corrupted
+    said["resets"] = None if engine is None else engine.resets
+    (folder / f"{rank}.json").write_text(json.dumps(said))
+    dist.barrier(group)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
