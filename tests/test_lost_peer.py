@@ -13,13 +13,11 @@ LOST = [
     dist.DistNetworkError("The client socket has failed to connect to any network address of (node-1, 29500)."),
     dist.DistStoreError("wait timeout after 600000ms, keys: /default/1"),
     dist.DistBackendError(
-        "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error, NCCL version 2.28\n"
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error, NCCL version 2\n"
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
     ),
     dist.DistBackendError("NCCL communicator was aborted on rank 3."),
-    RuntimeError(
-        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8, OpType=ALLREDUCE) ran for 600000 ms"
-    ),
+    RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8, OpType=ALLREDUCE) ran for 600 s"),
 ]
 OWN = [
     dist.DistBackendError(
