@@ -28,8 +28,8 @@ distributed.ident Routes.moves Routes.ends RoutedClass.ways engine_queries.ask a
 Rollout.memory_fraction Algorithm.aggregation Data.max_broken
 """.split()
 MODULES = """
-trained critic relief control guard sync scoring_server scoring_worker sandboxed pooled room sides placing apart experience
-measure resuming trainer.loops mistakes ranks lifetime
+trained critic relief control guard sync scoring_server scoring_worker sandboxed pooled room sides placing apart
+experience measure resuming trainer.loops mistakes ranks lifetime
 """.split()
 SETTINGS_AND_METRICS = """
 sync.hidden rollout.memory_fraction algorithm.aggregation data.max_broken guard.acts dull_groups longest_share old_kl
