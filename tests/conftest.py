@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from checkpoints import make_checkpoint
 
@@ -37,3 +38,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with patch.object(sys, "argv", [str(script), str(folder)]), redirect_stdout(StringIO()):
         runpy.run_path(str(script), run_name="__main__")  # in this process, which has to import the same anyway
     return folder
+
+
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    """A process group of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()

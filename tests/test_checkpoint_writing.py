@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +15,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from hybrid3d.launch import worker
 from hybrid3d.launch.launcher import first_cause
 from hybrid3d.launch.worker import last_words
 from hybrid3d.run.run_folder import RunFolder
 from hybrid3d.storage.disk import CheckpointWriteError
-from hybrid3d.train import checkpoint, writing
+from hybrid3d.train import checkpoint, patches, writing
 
 pytestmark = pytest.mark.processes
 
@@ -35,30 +35,23 @@ def what_is_said(folder: RunFolder, failures: dict[int, Any]) -> str:
 FULL = Path("/dev/full")  # Linux: every write to it fails as on a full disk
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.skipif(not FULL.exists(), reason="only Linux has /dev/full")
-def test_a_part_that_fails_ends_all_and_leaves_nothing(world: None, tmp_path: Path) -> None:
+def test_a_part_that_fails_ends_all_and_leaves_nothing(alone: dist.ProcessGroup, tmp_path: Path) -> None:
     folder, before = tmp_path / "step-000004.partial", tmp_path / "step-000002"
     for path in (folder, before):
         path.mkdir()
         (path / "a").write_text("a")
-    assert writing.together(folder, lambda: 5) == [5]
+    assert writing.together(folder, lambda: 5, alone) == [5]
     with pytest.raises(CheckpointWriteError, match=f"no room for {folder}: [0-9]+ bytes are free") as caught:
-        writing.together(folder, lambda: FULL.write_text("x"))
+        writing.together(folder, lambda: FULL.write_text("x"), alone)
     assert caught.value.raised_on_all_ranks
     assert not folder.exists()
     assert (before / "a").read_text() == "a"
 
 
-def test_what_is_no_fault_of_the_disk_stays_what_it_is(world: None, tmp_path: Path) -> None:
+def test_what_is_no_fault_of_the_disk_stays_what_it_is(alone: dist.ProcessGroup, tmp_path: Path) -> None:
     with pytest.raises(KeyError):
-        writing.together(tmp_path, lambda: {}["x"])
+        writing.together(tmp_path, lambda: {}["x"], alone)
     assert tmp_path.exists()
 
 
@@ -113,7 +106,7 @@ def killed(*_: Any) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_writer_that_is_killed(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_is_killed(alone: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checkpoint has no end, but ends; the next is written."""
     tensor = torch.arange(6.0)
 
@@ -121,10 +114,10 @@ def test_a_writer_that_is_killed(world: None, tmp_path: Path, monkeypatch: pytes
         return {"a": ShardedTensor.from_rank_offsets("a", tensor)}
 
     def write(step: int) -> None:
-        writing.CheckpointWriter(state, tmp_path / f"step-{step}", {}, beside=True).finish()
+        writing.CheckpointWriter(state, tmp_path / f"step-{step}", {}, beside=True, group=alone).finish()
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing.filesystem_async.FileSystemWriterAsync, "write_preloaded_data", killed)
+        patch.setattr(FileSystemWriterAsync, "write_preloaded_data", killed)
         with pytest.raises(CheckpointWriteError, match="ended with code -9"):
             write(1)
     write(2)
@@ -133,7 +126,7 @@ def test_a_writer_that_is_killed(world: None, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.timeout(60)
-def test_a_writer_that_never_begins(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_never_begins(alone: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a fork may not, of a process with threads: another is begun, or the checkpoint has no end."""
     forked, tensor = tmp_path / "forked", torch.arange(6.0)
 
@@ -145,16 +138,16 @@ def test_a_writer_that_never_begins(world: None, tmp_path: Path, monkeypatch: py
     def state() -> dict[str, ShardedTensor]:
         return {"a": ShardedTensor.from_rank_offsets("a", tensor)}
 
-    monkeypatch.setattr(writing, "BEGUN_SECONDS", 1)
-    monkeypatch.setattr(writing, "die_with", stuck_at_first)
-    writing.CheckpointWriter(state, tmp_path / "step-1", {}, beside=True).finish()
+    monkeypatch.setattr(patches, "START_SECONDS", 1)
+    monkeypatch.setattr(patches, "die_with", stuck_at_first)
+    writing.CheckpointWriter(state, tmp_path / "step-1", {}, beside=True, group=alone).finish()
     assert dist_checkpointing.load(state(), str(tmp_path / "step-1"))["a"].equal(tensor)
     with pytest.raises(ProcessLookupError):
         os.kill(int(forked.read_text()), 0)
-    monkeypatch.setattr(writing, "BEGUN_TRIES", 2)
-    monkeypatch.setattr(writing, "die_with", lambda rank: time.sleep(60))
-    with pytest.raises(CheckpointWriteError, match="has begun in 2 x 1 seconds"):
-        writing.CheckpointWriter(state, tmp_path / "step-2", {}, beside=False).finish()
+    monkeypatch.setattr(patches, "START_TRIES", 2)
+    monkeypatch.setattr(patches, "die_with", lambda rank: time.sleep(60))
+    with pytest.raises(CheckpointWriteError, match="has started in 2 x 1 seconds"):
+        writing.CheckpointWriter(state, tmp_path / "step-2", {}, beside=False, group=alone).finish()
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-1"]
 
 

@@ -12,18 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 from hybrid3d.config import OFFLOADS, Optimizer, Recipe, RecipeError, load_recipe, recipe_to_yaml
 from hybrid3d.launch.launcher import first_cause
 from hybrid3d.launch.worker import last_words
-from hybrid3d.run import live_settings as control_module
-from hybrid3d.run.health import Guard
-from hybrid3d.run.live_settings import MUTABLE_SETTINGS, Control, changed, check_schedule, settings_of
+from hybrid3d.rl.kl import KlController
+from hybrid3d.run import live_settings
+from hybrid3d.run.live_settings import MUTABLE_SETTINGS, LiveSettings, changed, check_schedule, settings_of
 from hybrid3d.run.oom_recovery import OomRecovery, OutOfMemoryRestart, smaller
 from hybrid3d.run.run_folder import RunFolder
-from hybrid3d.trainer.learner import Learner
-from hybrid3d.trainer.models import Models
 from run_ranks import ROOT
 
 DEMO = ROOT / "recipes" / "demo-cpu.yaml"
@@ -49,33 +48,16 @@ class Said:
         return taken
 
 
-class Follower:
-    """Remembers the last recipe that it was told of."""
-
-    recipe: Recipe | None = None
-
-    def adopt(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+Begin = Callable[..., tuple[LiveSettings, Said]]
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is rank 0, and there are no others."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(control_module.ranks, "first", lambda value: value)
-    monkeypatch.setattr(control_module, "SETTLING_SECONDS", 0)
+def begin(alone: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
+    monkeypatch.setattr(live_settings, "SETTLING_SECONDS", 0)
 
-
-Begin = Callable[..., tuple[Control, Said, Follower]]
-
-
-@pytest.fixture
-def begin(alone: None, tmp_path: Path) -> Begin:
-    def made(recipe: Recipe, **held: Any) -> tuple[Control, Said, Follower]:
-        said, follower = Said(tmp_path), Follower()
-        control = Control(recipe, said, {f"train.{key}": value for key, value in held.items()})  # type: ignore[arg-type]
-        control.serve(follower)
-        return control, said, follower
+    def made(recipe: Recipe, **held: Any) -> tuple[LiveSettings, Said]:
+        said, settings = Said(tmp_path), {f"train.{key}": value for key, value in held.items()}
+        return LiveSettings(recipe, said, settings, alone), said  # type: ignore[arg-type]
 
     return made
 
@@ -188,19 +170,18 @@ def test_a_schedule_is_checked_before_anything_starts(recipe: Recipe) -> None:
 
 
 def test_each_change_is_applied_at_its_step_and_recorded(recipe: Recipe, begin: Begin) -> None:
-    control, said, follower = begin(scheduled(recipe, {2: {"optimizer.lr": 1e-5}}))
-    assert control.before(0) == control.before(1) == control.recipe
-    assert follower.recipe is None
+    live, said = begin(scheduled(recipe, {2: {"optimizer.lr": 1e-5}}))
+    assert live.settings_for_step(0) == live.settings_for_step(1) == live.recipe
     said.folder.control.write_text("algorithm:\n  kl: {coef: 0.5}\nrun.eval_every: 5\n")  # eval_every is 5 already
-    now = control.before(2)
+    now = live.settings_for_step(2)
     assert (now.optimizer.lr, now.algorithm.kl.coef) == (1e-5, 0.5)
-    assert follower.recipe is now
+    assert live.recipe is now
     assert said.take() == [
         {"event": "setting_changed", "step": 2, "key": "optimizer.lr", "old": 2e-4, "new": 1e-5, "by": "schedule"},
         {"event": "setting_changed", "step": 2}
         | {"key": "algorithm.kl.coef", "old": 0.001, "new": 0.5, "by": "control.yaml"},
     ]
-    assert control.before(3) is now
+    assert live.settings_for_step(3) is now
     assert said.take() == []
 
 
@@ -217,23 +198,22 @@ def test_each_change_is_applied_at_its_step_and_recorded(recipe: Recipe, begin: 
     ],
 )
 def test_a_refused_file_changes_nothing_and_is_told_once(recipe: Recipe, begin: Begin, text: str, why: str) -> None:
-    control, said, follower = begin(recipe)
+    live, said = begin(recipe)
     said.folder.control.write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert control.before(5) == recipe
-    control.before(6)
+    assert live.settings_for_step(5) == recipe
+    live.settings_for_step(6)
     [event] = said.take()
     assert (event["event"], event["step"], event["by"]) == ("control_refused", 5, "control.yaml")
     assert event["why"].startswith(why)
-    assert follower.recipe is None
     said.folder.control.write_text("optimizer.lr: 1")  # mended: what was refused with the rest is applied
-    assert control.before(7).optimizer.lr == 1
+    assert live.settings_for_step(7).optimizer.lr == 1
 
 
 def test_a_file_that_cannot_be_read_is_told_once(recipe: Recipe, begin: Begin) -> None:
-    control, said, _ = begin(recipe)
+    live, said = begin(recipe)
     said.folder.control.mkdir()
-    control.before(1)
-    control.before(2)
+    live.settings_for_step(1)
+    live.settings_for_step(2)
     assert [(e["step"], e["why"]) for e in said.take()] == [
         (1, "cannot be read: it is a directory, and a regular file is expected")
     ]
@@ -243,95 +223,99 @@ def test_a_file_that_is_being_written_is_not_believed(
     recipe: Recipe, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as it changes: what an editor had written of a number is a number too."""
-    control, said, _ = begin(recipe)
+    live, said = begin(recipe)
     drafts = ["optimizer.lr: 1", "optimizer.lr: 1.0e-", "optimizer.lr: 1.0e-6"]
     said.folder.control.write_text("")
-    monkeypatch.setattr(
-        control_module.time, "sleep", lambda _: drafts and said.folder.control.write_text(drafts.pop(0))
-    )
-    assert control.before(1).optimizer.lr == 1e-6
+    monkeypatch.setattr(live_settings.time, "sleep", lambda _: drafts and said.folder.control.write_text(drafts.pop(0)))
+    assert live.settings_for_step(1).optimizer.lr == 1e-6
     assert [event["new"] for event in said.take()] == [1e-6]
-    monkeypatch.setattr(control_module.time, "sleep", lambda _: pytest.fail("it has been read"))
-    assert control.before(2).optimizer.lr == 1e-6
+    monkeypatch.setattr(live_settings.time, "sleep", lambda _: pytest.fail("it has been read"))
+    assert live.settings_for_step(2).optimizer.lr == 1e-6
 
 
 def test_what_stands_there_unchanged_does_not_come_back(recipe: Recipe, begin: Begin) -> None:
     """Over a schedule that has come since; until it is edited."""
-    control, said, _ = begin(scheduled(recipe, {2: {"optimizer.lr": 1e-5}}))
+    live, said = begin(scheduled(recipe, {2: {"optimizer.lr": 1e-5}}))
     said.folder.control.write_text("optimizer.lr: 0.5\n# nothing else\n")
-    assert control.before(1).optimizer.lr == 0.5
-    assert control.before(2).optimizer.lr == 1e-5
+    assert live.settings_for_step(1).optimizer.lr == 0.5
+    assert live.settings_for_step(2).optimizer.lr == 1e-5
     said.folder.control.write_text("optimizer.lr: 0.5\nsync.verify: always\n")
-    now = control.before(3)
+    now = live.settings_for_step(3)
     assert (now.optimizer.lr, now.sync.verify) == (1e-5, "always")
     said.folder.control.unlink()
-    assert control.before(4) is now
+    assert live.settings_for_step(4) is now
     said.folder.control.write_text("# empty")
-    assert control.before(5) is now
+    assert live.settings_for_step(5) is now
     said.folder.control.write_text("optimizer.lr: 0.5")
-    assert control.before(6).optimizer.lr == 0.5
+    assert live.settings_for_step(6).optimizer.lr == 0.5
 
 
 def test_a_resumed_run_goes_on_with_the_same_settings(recipe: Recipe, begin: Begin) -> None:
     schedule = {2: {"optimizer.lr": 1e-5}, 4: {"algorithm.entropy_coef": 0.1}}
-    control, said, _ = begin(scheduled(recipe, schedule))
+    live, said = begin(scheduled(recipe, schedule))
     said.folder.control.write_text("optimizer.lr: 0.5\nguard.spike: 9\n")
     for step in range(4):
-        control.before(step)
-    saved = json.loads(json.dumps(control.progress))
-    again, said, follower = begin(scheduled(recipe, schedule))
+        live.settings_for_step(step)
+    saved = json.loads(json.dumps(live.progress))
+    again, said = begin(scheduled(recipe, schedule))
     again.restore(saved)
-    assert follower.recipe == again.recipe == control.recipe
+    assert again.recipe == live.recipe
     assert (again.recipe.optimizer.lr, again.recipe.guard.spike) == (1e-5, 9.0)
-    assert again.before(4) == control.before(4)
+    assert again.settings_for_step(4) == live.settings_for_step(4)
     assert [event["key"] for event in said.take()] == ["algorithm.entropy_coef"]
 
 
 def test_a_schedule_may_fall_out_with_what_was_edited(recipe: Recipe, begin: Begin) -> None:
-    control, said, _ = begin(scheduled(recipe, {2: {"algorithm.kl.target": 1.0}}))
+    live, said = begin(scheduled(recipe, {2: {"algorithm.kl.target": 1.0}}))
     said.folder.control.write_text("algorithm.kl.coef: 0")
-    now = control.before(1)
-    assert control.before(2) is now
+    now = live.settings_for_step(1)
+    assert live.settings_for_step(2) is now
     assert [(e["event"], e.get("by")) for e in said.take()][1:] == [("control_refused", "schedule")]
 
 
 def test_what_memory_has_taken_is_held(recipe: Recipe, begin: Begin) -> None:
     schedule = {1: {"train.micro_batch_size": 64, "optimizer.lr": 1e-5}}
-    control, said, _ = begin(scheduled(recipe, schedule), micro_batch_size=16, offload_optimizer=True)
+    live, said = begin(scheduled(recipe, schedule), micro_batch_size=16, offload_optimizer=True)
     said.folder.control.write_text("train.micro_batch_size: 128\nsync.verify: always")
     for step in (0, 1):
-        now = control.before(step)
+        now = live.settings_for_step(step)
     assert (now.train.micro_batch_size, now.train.offloads) == (16, ("optimizer",))
     assert (now.sync.verify, now.optimizer.lr) == ("always", 1e-5)
     refused = [(e["step"], e["why"]) for e in said.take() if e["event"] == "control_refused"]
     assert refused == [(step, "train.micro_batch_size: held at 16 since memory ran out") for step in (0, 1)]
-    assert control.progress["control"]["settings"].keys() == {"sync.verify", "optimizer.lr"}
+    assert live.progress["control"]["settings"].keys() == {"sync.verify", "optimizer.lr"}
 
 
 def test_what_is_held_must_be_a_setting_too(recipe: Recipe, begin: Begin) -> None:
     """Or a checkpoint could not be written, which has what the file said, as JSON."""
-    control, said, _ = begin(recipe, micro_batch_size=16)
+    live, said = begin(recipe, micro_batch_size=16)
     said.folder.control.write_text("train.micro_batch_size: 2024-01-01\nsync.verify: always")
-    assert control.before(0).sync.verify == "never"
+    assert live.settings_for_step(0).sync.verify == "never"
     (refused,) = (e["why"] for e in said.take())
     assert refused.startswith("train.micro_batch_size: expected an integer")
-    json.dumps(control.progress)
+    json.dumps(live.progress)
 
 
-def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is(recipe: Recipe) -> None:
+def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is() -> None:
     """But for one that is set."""
-    models = Models(None, None, None, None)  # type: ignore[arg-type]
-    learner = Learner(recipe, models, Guard(recipe, None), 0)  # type: ignore[arg-type]
-    learner.kl.coef = 0.7
-    learner.adopt(changed(recipe, {"algorithm.entropy_coef": 0.1, "algorithm.kl.target": 2}, 1))
-    assert (learner.kl.coef, learner.kl.target) == (0.7, 2.0)
-    learner.adopt(changed(recipe, {"algorithm.kl.coef": 0.2}, 1))
-    assert (learner.kl.coef, learner.kl.target) == (0.2, None)
+    kl = KlController(0.001, target=1.0)
+    kl.coef = 0.7
+    assert kl.coef_under(0.001) == 0.7
+    kl.configure(0.001, 2.0)
+    assert (kl.coef, kl.target) == (0.7, 2.0)
+    assert kl.coef_under(0.2) == 0.2
+    assert kl.coef == 0.7, "asking moves nothing"
+    kl.configure(0.2, None)
+    assert (kl.coef, kl.target) == (0.2, None)
+    resumed = KlController(0.001, target=1.0)
+    resumed.restore(json.loads(json.dumps(kl.state)) | {"coef": 0.9}, 0.2, None)
+    resumed.configure(0.2, None)
+    assert (resumed.coef, resumed.target) == (0.9, None), "settings that were in force are not applied again"
 
 
 def test_a_rate_that_is_set_follows_the_schedule_that_there_was() -> None:
     """Four steps of warm-up, then half a cosine down to `min_lr` at step 12."""
-    from hybrid3d.train.megatron_model import _scheduler, _set_rate
+    from hybrid3d.train.megatron_model import _scheduler, _set_learning_rate
 
     before = Optimizer(lr=0.1, warmup_steps=4, schedule="cosine", min_lr=0.01)
     group: dict[str, Any] = {"params": [], "max_lr": 0.1, "min_lr": 0.01}
@@ -345,7 +329,7 @@ def test_a_rate_that_is_set_follows_the_schedule_that_there_was() -> None:
     for step in range(12):
         lr = 0.1 if step < 3 else 0.4 if step < 7 else 0.02
         if step in (3, 7):
-            _set_rate(scheduler, replace(before, lr=lr))
+            _set_learning_rate(scheduler, replace(before, lr=lr))
         assert group["lr"] == pytest.approx(expected(lr, step), rel=1e-12)
         scheduler.step(increment=1)
 
@@ -386,7 +370,7 @@ def test_memory_runs_out_again_and_again(recipe: Recipe, tmp_path: Path) -> None
     folder = RunFolder(tmp_path)
     for size, offloads in ((32, ()), (16, OFFLOADS), (8, OFFLOADS)):
         relief = OomRecovery.of(folder)
-        now = control_module.overlaid(recipe, relief.settings)
+        now = live_settings.overlaid(recipe, relief.settings)
         assert (now.train.micro_batch_size, now.train.offloads) == (2 * size, offloads)
         for rank in (2, 3):  # two ranks run out together: once is enough
             error = relief.after(OUT, now, folder, rank)
@@ -395,7 +379,7 @@ def test_memory_runs_out_again_and_again(recipe: Recipe, tmp_path: Path) -> None
     relief = OomRecovery.of(folder)
     held = {"train.micro_batch_size": 8} | {f"train.{key}": True for key in ALL_AWAY}
     assert (relief.count, relief.settings) == (3, held)
-    last = relief.after(OUT, control_module.overlaid(recipe, relief.settings), folder, 2)
+    last = relief.after(OUT, live_settings.overlaid(recipe, relief.settings), folder, 2)
     assert not isinstance(last, OutOfMemoryRestart)
     assert str(last).startswith(
         "CUDA out of memory.: memory has run out 4 times, guard.max_interventions=3 allows 3: raise train.tp"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from hybrid3d import distributed
 from hybrid3d.config import load_recipe
 from hybrid3d.generation import multi_turn
+from hybrid3d.generation.engine import Completion, GenerationRequest
 from hybrid3d.generation.multi_turn import MultiTurnRollout, Trajectory, TurnResult
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import Example
@@ -63,20 +63,22 @@ class Author:
         self.texts = list(texts)
         self.asked: list[list[tuple[str, int | None, int]]] = []
 
-    def generate(self, prompts: Any, seeds: Any, end: int, stops: Sequence[int], longest: Sequence[int]) -> list[Any]:
+    def generate(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
         self.asked.append([])
         completions = []
-        for i, prompt in enumerate(prompts):
+        for request in requests:
+            prompt, stops, longest = request.prompt_ids, request.stop_tokens, request.max_new_tokens
             assert tuple(prompt[:2]) == PROMPT
+            assert (version, request.temperature) == (7, 0.5)
             context = "".join("|" if token == END else LETTERS[token] for token in prompt[3:])
-            self.asked[-1].append((context, None if seeds is None else seeds[i], longest[i]))
+            self.asked[-1].append((context, request.seed, longest))
             rest = [END if letter == "|" else LETTERS.index(letter) for letter in self.texts[prompt[2] - 1]]
             count = next(
-                n for n, token in enumerate(rest, 1) if token in (end, *self.end_tokens, *stops) or n == longest[i]
+                n for n, token in enumerate(rest, 1) if token in (END, *self.end_tokens, *stops) or n == longest
             )
             self.texts[prompt[2] - 1] = self.texts[prompt[2] - 1][count:]
-            logprobs = () if seeds is None else tuple(-float(token) for token in rest[:count])
-            completions.append(SimpleNamespace(tokens=tuple(rest[:count]), logprobs=logprobs))
+            logprobs = () if request.seed is None else tuple(-float(token) for token in rest[:count])
+            completions.append(Completion(tuple(rest[:count]), logprobs, version))
         return completions
 
 
@@ -84,12 +86,10 @@ Talk = Callable[..., tuple[list[Trajectory], Author]]
 
 
 @pytest.fixture
-def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
+def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: dist.ProcessGroup) -> Talk:
     """`talk(texts, environment=..., max_new_tokens=...)`: the conversations in which the policy writes these texts."""
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(distributed, "gather", lambda value: [value])
 
     def held(
         *texts: str, environment: str = "mine:echo", longest: int = 99, turns: int = 8, greedy: bool = False
@@ -99,11 +99,11 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
             [f"rollout.environment={environment}", f"rollout.max_new_tokens={longest}", f"rollout.max_turns={turns}"],
         )
         author: Any = Author(*texts)
-        conversations = MultiTurnRollout(recipe, author, Tokenizer())
+        conversations = MultiTurnRollout(recipe, author, Tokenizer(), alone)
         examples = [Example(i, f"p{i}", f"r{i}", (*PROMPT, i + 1)) for i in range(len(texts))]
         try:
             seeds = None if greedy else [100 + i for i in range(len(texts))]
-            return conversations.hold(examples, seeds), author
+            return conversations.run(examples, seeds, 7, 0.5), author
         finally:
             conversations.close()
 
@@ -190,9 +190,8 @@ def test_a_failure_ends_its_conversation_only(talk: Talk) -> None:
 def test_a_replica_that_is_done_goes_on_stepping_with_the_others(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [[TurnResult(over=False)], [TurnResult(over=False)], [TurnResult(over=True)]]
     monkeypatch.setattr(multi_turn, "check_environment", lambda spec: ("=",))
-    monkeypatch.setattr(
-        distributed, "gather", lambda value: [value, None, (1, others.pop(0))] if value[0] == 0 else [value]
-    )
+    gathered = lambda value, group: [value, None, (1, others.pop(0))]  # noqa: E731
+    monkeypatch.setattr(multi_turn, "gather_objects", gathered)
     (one,), author = talk("a|", environment="calculator")
     assert shown(one) == ("a|", "^^")
     assert [len(of_round) for of_round in author.asked] == [1, 0, 0]

@@ -104,8 +104,8 @@ def test_counts_go_to_the_terminal_the_events_and_every_row(write: Write, tokeni
     folder, shown = RunFolder(tmp_path), StringIO()
     record = Record(folder, 0, Display("run", 2, Console(file=shown, width=500)))
     record.data(train=train, eval=held_out)
-    record.step({"step": 0, "reward/mean": 0.5})
-    record.step({"step": 1, "reward/mean": 0.6})
+    record.step({"step": 0, "reward/mean": 0.5}, steps=2)
+    record.step({"step": 1, "reward/mean": 0.6}, steps=2)
     assert shown.getvalue().splitlines()[:2] == [
         f"data.train {tmp_path}/train.parquet: 6 of 10 rows are used; left out: 1 broken, 3 overlong",
         f"data.eval {tmp_path}/eval.parquet: all 4 rows are used",

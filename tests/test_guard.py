@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from hybrid3d.config import Guard as Settings
-from hybrid3d.config import load_recipe
+from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.rl.kl import KlController
 from hybrid3d.run.health import USUAL_AFTER, Guard, TooManyInterventions
 from hybrid3d.run.record import Record
 
 
-class TurnResult:
+class Events:
     """In a record's place, it keeps the events."""
 
     def __init__(self) -> None:
@@ -31,9 +32,20 @@ class TurnResult:
 RECIPE = load_recipe(Path(__file__).parent.parent / "recipes/demo-cpu.yaml", ["optimizer.clip_grad=0.5"])
 
 
-def guard_of(**settings: Any) -> tuple[Guard, TurnResult]:
-    heard = TurnResult()
-    return Guard(replace(RECIPE, guard=Settings(**settings)), cast(Record, heard)), heard
+def guard_of(**settings: Any) -> tuple[Watched, Events]:
+    events, recipe = Events(), replace(RECIPE, guard=Settings(**settings))
+    return Watched(Guard(cast(Record, events)), recipe), events
+
+
+class Watched:
+    """A guard, called with one recipe."""
+
+    def __init__(self, guard: Guard, recipe: Recipe):
+        self._guard, self.recipe = guard, recipe
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._guard, name)
+        return partial(found, recipe=self.recipe) if callable(found) and name != "restore" else found
 
 
 def test_what_is_not_finite_is_never_allowed() -> None:
@@ -65,13 +77,13 @@ def test_steps_that_teach_nothing_make_no_spike_of_the_next() -> None:
 
 def test_the_critics_norms_are_its_own() -> None:
     guard, _ = guard_of(spike=2.0)
-    assert all(guard.accepts_grad_norm(1.0) and guard.accepts_grad_norm(100.0, "critic") for _ in range(USUAL_AFTER))
+    assert all(guard.accepts_grad_norm(1.0) and guard.accepts_grad_norm(100.0, of="critic") for _ in range(USUAL_AFTER))
     resumed, _ = guard_of(spike=2.0)
     resumed.restore(guard.progress)
     for one in (guard, resumed):
         assert not one.accepts_grad_norm(100.0)
-        assert one.accepts_grad_norm(150.0, "critic")
-        assert not one.accepts_grad_norm(250.0, "critic")
+        assert one.accepts_grad_norm(150.0, of="critic")
+        assert not one.accepts_grad_norm(250.0, of="critic")
 
 
 def test_a_resumed_guard_goes_on() -> None:
@@ -86,7 +98,7 @@ def test_a_resumed_guard_goes_on() -> None:
 
 
 def test_one_act_too_many() -> None:
-    guard, heard = guard_of(max_interventions=1)
+    guard, events = guard_of(max_interventions=1)
     guard.record_skip(3, math.nan)
     message = (
         r"^step 4: the critic's gradient has norm 50, which is out of all proportion: its batch is skipped; "
@@ -94,7 +106,7 @@ def test_one_act_too_many() -> None:
     )
     with pytest.raises(TooManyInterventions, match=message):
         guard.record_skip(4, 50.0, of="critic")
-    assert [(name, e["step"], e["interventions"], e["norm"], e["of"]) for name, e in heard.events] == [
+    assert [(name, e["step"], e["interventions"], e["norm"], e["of"]) for name, e in events.events] == [
         ("batch_skipped", 3, 1, "nan", "policy"),
         ("batch_skipped", 4, 2, "50.0", "critic"),
     ]
@@ -102,23 +114,24 @@ def test_one_act_too_many() -> None:
 
 @pytest.mark.parametrize("kl", [10.1, math.inf, math.nan])
 def test_a_kl_that_explodes_fixes_its_coefficient(kl: float) -> None:
-    guard, heard = guard_of(kl_explosion=10.0)
+    guard, events = guard_of(kl_explosion=10.0)
+    guard.recipe = replace(guard.recipe, algorithm=replace(RECIPE.algorithm, kl=replace(RECIPE.algorithm.kl, coef=0.1)))
     control = KlController(coef=0.5, target=1.0)
-    guard.freeze_kl_coef(7, 10.0, control, coef=0.1)
+    guard.freeze_kl_coef(7, 10.0, control)
     assert (control.coef, control.target) == (0.5, 1.0)
-    guard.freeze_kl_coef(8, kl, control, coef=0.1)
+    guard.freeze_kl_coef(8, kl, control)
     assert (control.coef, control.target) == (0.1, None)
     control.observe(50.0, answers=100)
-    guard.freeze_kl_coef(9, kl, control, coef=0.1)  # once is enough
+    guard.freeze_kl_coef(9, kl, control)  # once is enough
     assert control.coef == 0.1
-    assert [name for name, _ in heard.events] == ["kl_fixed"]
+    assert [name for name, _ in events.events] == ["kl_fixed"]
 
 
 def test_a_bound_is_told_when_it_is_left_and_not_while_it_stays_so() -> None:
-    guard, heard = guard_of(max_grad_norm=2.0, min_entropy=0.5)
+    guard, events = guard_of(max_grad_norm=2.0, min_entropy=0.5)
     times = {"sync/exposed_seconds": 0.1, "time/step": 1.0}
     for step, (norm, entropy) in enumerate([(1.0, 0.6), (3.0, 0.6), (4.0, 0.4), (2.0, 0.4), (math.nan, 0.5)]):
         guard.watch({"step": step, "train/grad_norm": norm, "train/entropy": entropy, **times}, memory_gb=1.0)
-    told = [(e["step"], e["metric"]) for _, e in heard.events]
+    told = [(e["step"], e["metric"]) for _, e in events.events]
     assert told == [(1, "train/grad_norm"), (2, "train/entropy"), (4, "train/grad_norm")]
-    assert heard.said[0].startswith("step 1: train/grad_norm 3 against guard.max_grad_norm=2: lower optimizer.lr")
+    assert events.said[0].startswith("step 1: train/grad_norm 3 against guard.max_grad_norm=2: lower optimizer.lr")

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 from hybrid3d.config import load_recipe
-from hybrid3d.run import live_settings as control_module
-from hybrid3d.run.live_settings import Control
+from hybrid3d.run import live_settings
+from hybrid3d.run.live_settings import LiveSettings
 from run_ranks import ROOT
 
 TEXTS: dict[str, str | bytes] = {
@@ -99,21 +100,21 @@ class Said:
 
 
 @pytest.fixture
-def control(tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Control:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(control_module.distributed, "first", lambda value: value)
-    monkeypatch.setattr(control_module, "SETTLING_SECONDS", 0)
+def control(
+    alone: dist.ProcessGroup, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> LiveSettings:
+    monkeypatch.setattr(live_settings, "SETTLING_SECONDS", 0)
     recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", [f"model.path={tiny_checkpoint('qwen2')}"])
-    return Control(recipe, Said(tmp_path), {})  # type: ignore[arg-type]
+    return LiveSettings(recipe, Said(tmp_path), {}, alone)  # type: ignore[arg-type]
 
 
-def goes_on(control: Control) -> list[dict[str, Any]]:
+def goes_on(control: LiveSettings) -> list[dict[str, Any]]:
     """Two steps with what stands there, and one with a good file: what was told at the first."""
     said, path = control._record, control._record.folder.control
     before, began = control.recipe, time.monotonic()
-    assert control.before(1) == before
+    assert control.settings_for_step(1) == before
     told, said.events = said.events, []
-    assert control.before(2) == before
+    assert control.settings_for_step(2) == before
     assert said.events == []  # once is enough
     assert time.monotonic() - began < 20
     json.loads(json.dumps(control.progress))
@@ -121,14 +122,14 @@ def goes_on(control: Control) -> list[dict[str, Any]]:
         path.rmdir()
     path.unlink(missing_ok=True)
     path.write_text("run.eval_every: 7")
-    assert control.before(3).run.eval_every == 7
+    assert control.settings_for_step(3).run.eval_every == 7
     path.unlink()
     said.events = []
     return told
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_file_that_is_refused(name: str, control: Control) -> None:
+def test_a_file_that_is_refused(name: str, control: LiveSettings) -> None:
     text = TEXTS[name]
     control._record.folder.control.write_bytes(text if isinstance(text, bytes) else text.encode())
     (told,) = goes_on(control)
@@ -137,7 +138,7 @@ def test_a_file_that_is_refused(name: str, control: Control) -> None:
     assert len(told["why"]) < 2000
 
 
-def test_what_is_no_file(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_file(control: LiveSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     path = control._record.folder.control
     makers: dict[str, Callable[[], object]] = {
         "a directory": path.mkdir,
@@ -155,7 +156,7 @@ def test_what_is_no_file(control: Control, monkeypatch: pytest.MonkeyPatch) -> N
         assert "a socket" in told["why"]
 
 
-def test_damaged_files(control: Control) -> None:
+def test_damaged_files(control: LiveSettings) -> None:
     """A good file with bytes changed, cut out or doubled: it is taken or refused, and nothing else comes of it."""
     good = yaml.safe_dump({"optimizer": {"lr": 3e-4}, "algorithm": {"kl": {"coef": 0.01}}, "run": {"eval_every": 3}})
     dice, path = random.Random(1), control._record.folder.control
@@ -167,5 +168,5 @@ def test_damaged_files(control: Control) -> None:
                 dice.choices(b"\0\xff\xc3:{}[]&*!|>%@`'\"#- \n\t9ae.", k=dice.randint(0, 4))
             )
         path.write_bytes(bytes(content))
-        control.before(1)
+        control.settings_for_step(1)
         json.dumps(control.progress)

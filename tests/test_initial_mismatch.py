@@ -19,15 +19,15 @@ from hybrid3d.config import load_recipe
 from hybrid3d.run.health import EXPLAINED_MISMATCH, EngineMismatch, Guard
 from hybrid3d.run.record import Record
 from run_ranks import environment
-from test_guard import TurnResult
+from test_guard import Events, Watched
 
 # ---- the guard alone
 
 
-def guard_of(dtype: str = "float32", **settings: Any) -> tuple[Guard, TurnResult]:
-    heard = TurnResult()
+def guard_of(dtype: str = "float32", **settings: Any) -> tuple[Watched, Events]:
+    events = Events()
     recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", [f"model.dtype={dtype}"])
-    return Guard(replace(recipe, guard=Settings(**settings)), cast(Record, heard)), heard
+    return Watched(Guard(cast(Record, events)), replace(recipe, guard=Settings(**settings))), events
 
 
 def row(mean: float) -> dict[str, float]:
@@ -39,21 +39,21 @@ def row(mean: float) -> dict[str, float]:
 def test_the_bound_is_the_dtypes(dtype: str, experts: bool) -> None:
     bound = EXPLAINED_MISMATCH[dtype][experts]
     for mean in (0.0, bound):
-        guard, heard = guard_of(dtype)
-        guard.compare_engines(0, row(mean), experts)
-        assert heard.events == []
-        assert not guard.compares_engines  # once a process
+        guard, events = guard_of(dtype)
+        guard.compare_engines(0, row(mean), experts=experts)
+        assert events.events == []
+        assert not guard.must_compare_engines()  # once a process
     for mean in (bound * 1.001, math.inf, math.nan):
-        guard, heard = guard_of(dtype)
+        guard, events = guard_of(dtype)
         with pytest.raises(EngineMismatch) as caught:
-            guard.compare_engines(7, row(mean), experts)
+            guard.compare_engines(7, row(mean), experts=experts)
         assert caught.value.raised_on_all_ranks
         said = str(caught.value)
-        assert heard.said == [""]  # the error says it
+        assert events.said == [""]  # the error says it
         assert "step 7: training and vLLM do not compute the same model: " in said
         assert f"differ by {mean:.4g} nats in the mean (p99 1.5, largest 8.2)" in said
         assert f"model.dtype={dtype} explains at most {bound:g}" in said
-        ((event, fields),) = heard.events
+        ((event, fields),) = events.events
         assert (event, fields["step"], fields["mean"], fields["bound"]) == ("engines_disagree", 7, str(mean), bound)
 
 
@@ -72,13 +72,13 @@ def test_the_bounds_leave_room_for_what_sound_engines_differ_by(dtype: str, expe
 
 
 def test_a_run_may_go_on_all_the_same() -> None:
-    guard, heard = guard_of(initial_mismatch="warn")
+    guard, events = guard_of(initial_mismatch="warn")
     guard.compare_engines(0, row(3.0), experts=True)
-    assert [event for event, _ in heard.events] == ["engines_disagree"]
-    assert heard.said[0].startswith("step 0: training and vLLM do not compute the same model")
-    assert heard.said[0].endswith("The run goes on all the same")
-    guard, heard = guard_of(initial_mismatch="ignore")
-    assert not guard.compares_engines
+    assert [event for event, _ in events.events] == ["engines_disagree"]
+    assert events.said[0].startswith("step 0: training and vLLM do not compute the same model")
+    assert events.said[0].endswith("The run goes on all the same")
+    guard, events = guard_of(initial_mismatch="ignore")
+    assert not guard.must_compare_engines()
 
 
 def test_a_resumed_run_is_judged_again() -> None:
@@ -86,7 +86,7 @@ def test_a_resumed_run_is_judged_again() -> None:
     guard.compare_engines(0, row(0.0), experts=False)
     resumed, _ = guard_of()
     resumed.restore(guard.progress)
-    assert resumed.compares_engines
+    assert resumed.must_compare_engines()
 
 
 # ---- real runs

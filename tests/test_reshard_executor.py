@@ -3,6 +3,7 @@
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -413,10 +414,11 @@ def test_a_copy_needs_both_of_its_ends() -> None:
 
 
 def own_part(world: World, rank: int, agree: Callable[[int], int], bucket: int) -> RankPlan:
-    """A rank's part as `WeightSync` makes it: of its own pieces, and of the outlines of all."""
+    """A rank's part as `WeightSync` makes it: of its own pieces, and of the signatures of all."""
     held, wanted = world.holdings[rank], world.demand[rank]
     if dist.is_initialized():
-        holders, readers = (distributed.gather_unique(signature_of(side)) for side in (held, wanted))
+        everyone = dist.group.WORLD
+        holders, readers = (distributed.gather_unique(signature_of(side), everyone) for side in (held, wanted))
     else:
         sides = (world.holdings, world.demand)
         holders, readers = ([([r], signature_of(side)) for r, side in of.items()] for of in sides)
@@ -434,14 +436,21 @@ def test_fill_writes_its_view_alone() -> None:
 def gloo_rank(rank: int, folder: Path) -> None:
     """One of four processes: it makes its own part, and two syncs over gloo are compared with the truth."""
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("RANK", str(rank))
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4)
-        assert distributed.gather_unique({"odd": rank % 2}) == [([0, 2], {"odd": 0}), ([1, 3], {"odd": 1})]
-        assert [distributed.all_reduce_min(n) for n in (10 - rank, 1 << 40, rank)] == [7, 1 << 40, 0]
-        assert distributed.all_reduce_max([rank, -rank, -1]) == [3, 0, -1]
-        world = large_world()
-        plan = own_part(world, rank, distributed.all_reduce_min, 300_000)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4)
+    everyone = dist.group.WORLD
+    assert distributed.gather_objects(rank * 2, everyone) == [0, 2, 4, 6]
+    assert distributed.gather_unique({"odd": rank % 2}, everyone) == [([0, 2], {"odd": 0}), ([1, 3], {"odd": 1})]
+    assert [distributed.broadcast_object(value, everyone) for value in (None, [rank])] == [None, [0]]
+    smallest = partial(distributed.all_reduce_min, group=everyone)
+    assert [smallest(n) for n in (10 - rank, 1 << 40, rank)] == [7, 1 << 40, 0]
+    assert distributed.all_reduce_max([rank, -rank, -1], everyone) == [3, 0, -1]
+    pairs = [dist.new_group(ranks) for ranks in ([0, 2], [3, 1])]  # ranks of a group count within it
+    pair = pairs[rank % 2]
+    assert distributed.gather_unique(rank, pair) == [([0], rank % 2), ([1], rank % 2 + 2)]
+    assert distributed.broadcast_object(rank, pair) == rank % 2
+    assert smallest(rank) == 0
+    world = large_world()
+    plan = own_part(world, rank, smallest, 300_000)
     check_arrivals(plan, world.demand[rank])
     whole = make_plan(world.holdings, world.demand, 300_000)[rank]
     said = [[[(t.name, t.box, t.src, t.dst) for t in b.transfers] for b in part.buckets] for part in (plan, whole)]

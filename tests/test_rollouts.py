@@ -16,7 +16,7 @@ from run_ranks import ROOT
 
 
 def sample(prompt: str, reward: float) -> Sample:
-    return Sample(prompt, (1,), (2,), (True,), (-0.5,), "", reward, weights=0)
+    return Sample(prompt, (1,), (2,), (True,), (-0.5,), "", reward, weight_version=0)
 
 
 @pytest.fixture
@@ -29,32 +29,34 @@ def rollouts() -> Any:
 
 
 def test_groups_that_teach_nothing_fill_up_where_they_were_drawn(rollouts: Any) -> None:
-    """`+` a group whose rewards differ, `-` one whose do not: all of the former, the first of the latter, as drawn."""
+    """`+` a group whose rewards differ, `-` one whose do not: all of the former, the first of the latter, as made."""
     batches = ["-+--", "--+-", "++++"]
     asked: list[int] = []
 
-    def draw_batch(step: int, batch: int) -> tuple[list[Sample], list[Scores]]:
+    def generate_samples(version: int, batch: int, temperature: float) -> tuple[list[Sample], list[Scores]]:
+        assert (version, temperature) == (3, 0.7)
         asked.append(batch)
         groups = enumerate(batches[batch - 7])
         return [sample(f"{batch - 7}{i}", n * (kind == "+")) for i, kind in groups for n in (0, 1)], []
 
-    rollouts._draw_batch = draw_batch
-    drawn = rollouts.draw(step=3, batch=7, further=1)
-    assert [one.prompt for one in drawn.samples[::2]] == ["00", "01", "02", "12"]
-    assert [one.prompt for one in drawn.samples[1::2]] == ["00", "01", "02", "12"]
-    assert (drawn.batches, drawn.zero_variance_groups, asked) == (2, 6, [7, 8])
-    drawn = rollouts.draw(step=3, batch=7, further=5)
-    assert [one.prompt for one in drawn.samples[::2]] == ["01", "12", "20", "21"]
-    assert [one.prompt for one in rollouts.draw(step=3, batch=7).samples[::2]] == ["00", "01", "02", "03"]
+    rollouts._generate_samples = generate_samples
+    made = rollouts.generate_batch(version=3, batch=7, temperature=0.7, extra_batches=1)
+    assert [one.prompt for one in made.samples[::2]] == ["00", "01", "02", "12"]
+    assert [one.prompt for one in made.samples[1::2]] == ["00", "01", "02", "12"]
+    assert (made.batches, made.zero_variance_groups, asked) == (2, 6, [7, 8])
+    made = rollouts.generate_batch(version=3, batch=7, temperature=0.7, extra_batches=5)
+    assert [one.prompt for one in made.samples[::2]] == ["01", "12", "20", "21"]
+    made = rollouts.generate_batch(version=3, batch=7, temperature=0.7)
+    assert [one.prompt for one in made.samples[::2]] == ["00", "01", "02", "03"]
 
 
 def test_held_out_answers(rollouts: Any) -> None:
     """Full reward is 1, and what fails is told."""
-    rollouts._engine = SimpleNamespace(require=lambda step: step, replica=0, replicas=1)
+    rollouts._engine = SimpleNamespace(replica=0, replicas=1)
     rollouts.held_out = SimpleNamespace(examples=(None,) * 4)
-    rollouts._conversations = SimpleNamespace(hold=lambda examples, seeds: examples)
+    rollouts._multi_turn = SimpleNamespace(run=lambda examples, seeds, version: examples)
     scores = [Scores([], {"timeout": 1}, {"timeout": "first"}), Scores([], {"timeout": 2}, {"timeout": "second"})]
-    rollouts._scored = lambda held, weights: ([sample("", reward) for reward in (1.0, 1.1, 0.5, 0.0)], scores)
+    rollouts._scored = lambda held: ([sample("", reward) for reward in (1.0, 1.1, 0.5, 0.0)], scores)
     found = rollouts.evaluate(0)
     assert (found.accuracy, found.reward) == (0.25, pytest.approx(0.65))
     assert (found.failures, found.examples) == ({"timeout": 3}, {"timeout": "first"})
@@ -65,25 +67,25 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     asked: list[str] = []
     held = SimpleNamespace(
         example=SimpleNamespace(prompt="", prompt_ids=(1,), answer="right"), tokens=[2], loss_mask=[True],
-        logprobs=[-0.5], failure="", said="",
+        logprobs=[-0.5], failure="", said="", weight_version=0,
     )  # fmt: skip
 
     def score(items: list[tuple[str, str, str]]) -> Scores:
         asked.extend(reference for _, reference, _ in items)
         return Scores([1.0] * len(items))
 
-    rollouts._engine = SimpleNamespace(require=lambda step: step, replica=0, replicas=1, leads=True)
+    rollouts._engine = SimpleNamespace(replica=0, replicas=1, leads=True)
     rollouts._tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
     rollouts._scorer = SimpleNamespace(score=score)
     rollouts.train = SimpleNamespace(batch=lambda batch, prompts: [None] * prompts)
     rollouts.held_out = SimpleNamespace(examples=[None])
-    rollouts._conversations = SimpleNamespace(hold=lambda examples, seeds: [held] * len(examples))
+    rollouts._multi_turn = SimpleNamespace(run=lambda examples, seeds, version, *_: [held] * len(examples))
     rollouts._of_all_replicas = list
-    assert [one.reward for one in rollouts.draw(step=0, batch=0).samples] == [1.0] * 8
+    assert [one.reward for one in rollouts.generate_batch(0, 0, temperature=1.0).samples] == [1.0] * 8
     assert asked == ["right"] * 8
     rollouts._recipe = replace(rollouts._recipe, reward=replace(rollouts._recipe.reward, model="judge"))
-    drawn = rollouts.draw(step=0, batch=0)
-    assert ([one.reward for one in drawn.samples], drawn.zero_variance_groups) == ([0.0] * 8, 0)
+    made = rollouts.generate_batch(0, 0, temperature=1.0)
+    assert ([one.reward for one in made.samples], made.zero_variance_groups) == ([0.0] * 8, 0)
     assert len(asked) == 8
     assert rollouts.evaluate(0).accuracy == 1.0
     assert len(asked) == 9

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from rich.console import Console
 
-from hybrid3d import distributed
 from hybrid3d.config import RecipeError, load_recipe
 from hybrid3d.run import run_folder
 from hybrid3d.run.display import Display
@@ -131,7 +131,7 @@ def test_what_a_reward_says_is_no_markup(tmp_path: Path) -> None:
 
 
 class Written:
-    """In the place of a `Writing`."""
+    """Stands for a `CheckpointWriter`."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -142,11 +142,8 @@ class Written:
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoints:
-    monkeypatch.setenv("RANK", "0")
-    assert distributed.rank() == 0
-    recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", ["run.keep_last=1"])
-    return Checkpoints(recipe, {}, Record(RunFolder(tmp_path), 0, Display("run", 1, None)))
+def checkpoints(tmp_path: Path, alone: dist.ProcessGroup) -> Checkpoints:
+    return Checkpoints({}, 1, Record(RunFolder(tmp_path), 0, Display("run", 1, None)), alone)
 
 
 class Together(RuntimeError):
@@ -171,11 +168,10 @@ def test_a_checkpoint_that_its_owner_can_mend_is_not_set_aside(
     folder = checkpoint_folder(checkpoints._record.folder, 1)
     folder.mkdir(parents=True)
 
-    def link(models: object, path: Path) -> None:
+    def link(models: object, path: Path, group: object) -> None:
         raise UnusableCheckpoint(f"{path}: a.distcp is a symbolic link", raised_on_all_ranks=True)
 
     monkeypatch.setattr(trainer_checkpoints.checkpoint, "load", link)
-    monkeypatch.setattr(trainer_checkpoints, "_of_first", list)
     with pytest.raises(UnusableCheckpoint, match="symbolic link"):
         checkpoints._load_last_whole()
     assert folder.exists()
@@ -190,7 +186,7 @@ def test_a_checkpoint_that_stays_is_told_and_stops_nothing(checkpoints: Any, mon
         raise OSError(39, "Directory not empty", str(path))
 
     monkeypatch.setattr(trainer_checkpoints, "remove", busy)
-    checkpoints._writing = Written(checkpoint_folder(folder, 2))
+    checkpoints._writing, checkpoints._keep_last = Written(checkpoint_folder(folder, 2)), 1
     checkpoints.close()
     events = [json.loads(line) for line in folder.events.read_text().splitlines()]
     assert [(e["event"], e["step"]) for e in events] == [("checkpoint", 0), ("checkpoint_left", 1)]

@@ -139,7 +139,7 @@ def test_batched_rewards_that_are_no_sequence() -> None:
 
 
 def sample(reward: float) -> Sample:
-    return Sample("", (1,), (2,), (True,), (-0.5,), "", reward, weights=0)
+    return Sample("", (1,), (2,), (True,), (-0.5,), "", reward, weight_version=0)
 
 
 @pytest.fixture
@@ -148,21 +148,21 @@ def rollouts() -> Any:
     made = object.__new__(Rollouts)
     settings = ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2", "train.micro_batch_size=4"]
     made._recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", settings)
-    made._engine = SimpleNamespace(require=lambda step: step, replica=0, replicas=1)
+    made._engine = SimpleNamespace(replica=0, replicas=1)
     made.held_out = SimpleNamespace(examples=(None,) * 8)
-    made._conversations = SimpleNamespace(hold=lambda examples, seeds: examples)
+    made._multi_turn = SimpleNamespace(run=lambda examples, seeds, version: examples)
     return made
 
 
 def of_step(rollouts: Any, **failures: int) -> None:
     scores = [Scores([], failures, {kind: f"an example of {kind}" for kind in failures})]
-    rollouts._draw_batch = lambda step, batch: ([sample(0.0)] * 8, scores)
-    rollouts.draw(step=0, batch=0)
+    rollouts._generate_samples = lambda version, batch, temperature: ([sample(0.0)] * 8, scores)
+    rollouts.generate_batch(version=0, batch=0, temperature=1.0)
 
 
 def of_held_out(rollouts: Any, **failures: int) -> None:
     scores = [Scores([], failures, {kind: f"an example of {kind}" for kind in failures})]
-    rollouts._scored = lambda held, weights: ([sample(0.0)] * 8, scores)
+    rollouts._scored = lambda held: ([sample(0.0)] * 8, scores)
     rollouts.evaluate(0)
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import PolicyObjective, TokenScores
+from hybrid3d.roles.learner import Experience, Learner
+from hybrid3d.roles.shares import shares_of
 from hybrid3d.run.health import Guard
+from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.train.megatron_model import StepReport
-from hybrid3d.trainer.learner import Experience, Learner, shares_of
-from hybrid3d.trainer.metrics import StepMetrics
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT, WIDTH, SAMPLES, MINIBATCHES = 2, 12, 16, 4
@@ -71,13 +72,13 @@ def test_what_does_not_divide_is_refused_with_the_numbers() -> None:
 class Policy:
     """One data-parallel rank's policy, which keeps every update's gradient by sample. Its log-probabilities stay."""
 
-    counts = True
+    is_reporting_rank = True
 
     def __init__(self, rank: int, all_tokens: list[int], logprobs: Tensor):
         self.data_parallel_rank, self._all_tokens, self._logprobs = rank, all_tokens, logprobs
         self.updates: list[dict[int, Tensor]] = []
 
-    def train_step(self, batch: Batch, loss: PolicyObjective, *_: Any) -> StepReport:
+    def train_step(self, batch: Batch, loss: PolicyObjective, recipe: Recipe, *_: Any) -> StepReport:
         samples = batch.tokens[:, 0]
         width = batch.tokens.shape[1]
         logprobs = self._logprobs[samples, :width].clone().requires_grad_()
@@ -105,13 +106,15 @@ def updates_of(layout: str) -> list[dict[int, Tensor]]:
     found: list[dict[int, Tensor]] = [{} for _ in range(MINIBATCHES)]
     for rank, share in enumerate(shares):
         policy = Policy(rank, tokens, now)
-        models = SimpleNamespace(policy=policy, reference=None, critic=None, judge=None, trained={"policy": policy})
-        learner = Learner(recipe, models, Guard(recipe, None), 0)  # type: ignore[arg-type]
+        models = SimpleNamespace(
+            policy=policy, reference=None, critic=None, reward_model=None, trained={"policy": policy}
+        )
+        learner = Learner(recipe, models, Guard(None), 0, None)  # type: ignore[arg-type]
         batch = Batch.from_sequences([[i] * (PROMPT + ANSWERS[i]) for i in share], [PROMPT] * len(share), pad_id=0)
         width = batch.tokens.shape[1]
-        mine = [values[share][:, :width] for values in (old, old, advantages)]
-        known = Experience(batch, lengths, mine[0], mine[1], None, 0.0, advantages=mine[2])
-        learner.update(known, 0, StepMetrics())
+        rollout, before, of_share = [values[share][:, :width] for values in (old, old, advantages)]
+        experience = Experience([], StepMetrics(), batch, lengths, rollout, before, None, 0.0, advantages=of_share)
+        learner.update(experience, 0, recipe)
         for of_all, of_rank in zip(found, policy.updates, strict=True):
             of_all |= of_rank
     return found
