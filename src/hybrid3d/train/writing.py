@@ -60,7 +60,7 @@ class CheckpointWriter:
         self.folder = folder
         self._group = group
         self._unfinished = folder.with_name(folder.name + PARTIAL)
-        self._own: dict[str, int] = {}
+        self._crcs: dict[str, int] = {}
         self._failure: BaseException | None = None
         self._together(self._by_first(self._make))
         self._together(partial(self._begin, state, beside))
@@ -118,7 +118,7 @@ class CheckpointWriter:
         try:
             if self._request.async_fn is not None:
                 self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
-            self._own = self._sums()
+            self._crcs = self._sums()
         except BaseException as error:  # told by `finish`
             self._failure = error
 
@@ -133,8 +133,8 @@ class CheckpointWriter:
 
     def _sums(self) -> dict[str, int]:
         """Return the CRC-32 of each file that this rank has written, by name."""
-        mine = [name for name in manifest.names_in(self._unfinished) if _writer_of(name) == self._group.rank()]
-        return self._own | {n: manifest.crc_of(self._unfinished / n) for n in mine if n not in self._own}
+        local = [name for name in manifest.names_in(self._unfinished) if _writer_of(name) == self._group.rank()]
+        return self._crcs | {n: manifest.crc_of(self._unfinished / n) for n in local if n not in self._crcs}
 
     def _name(self, shares: list[dict[str, int]]) -> None:
         manifest.write(self._unfinished, {name: crc for share in shares for name, crc in share.items()})
