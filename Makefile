@@ -39,7 +39,7 @@ $(DEMO_STAMP): requirements/demo.txt $(STAMP)
 test: lint ## lint, and every test but the slow ones (what CI runs)
 	$(BIN)/pytest -m "not slow" --durations=40
 
-test-fast: $(STAMP) ## the tests that start neither engines nor ranks nor other processes: 90 s
+test-fast: $(STAMP) ## the tests that start no processes and import no engine: 60 s
 	$(BIN)/pytest -m "not slow and not engines and not processes"
 
 test-all: lint $(DEMO_STAMP) ## lint, and every test

@@ -48,6 +48,7 @@ def room_of(path: PurePosixPath) -> str:
     return path.parts[0].removesuffix(".py")
 
 
+@cache
 def rooms() -> Graph:
     """Return all rooms but the package's own `__init__`, with what they import of each other."""
     files = {file: PurePosixPath(file.relative_to(PACKAGE).as_posix()) for file in sorted(PACKAGE.rglob("*.py"))}

@@ -1,7 +1,8 @@
-"""Fixtures that several test modules share. Nothing here imports an engine while tests are collected."""
+"""Fixtures that several test modules share; and no engine is imported where no test needs one."""
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,23 @@ import torch.distributed as dist
 from checkpoints import make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
+ENGINES = ("megatron.core", "vllm")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files all of whose tests need an engine, which they import, where such tests are deselected."""
+    needs = re.compile(r"^pytestmark = .*pytest\.mark\.engines\b", re.MULTILINE)
+    if "not engines" in config.option.markexpr and collection_path.suffix == ".py":
+        return True if needs.search(collection_path.read_text()) else None
+    return None
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run of the tests without engines if one was imported all the same."""
+    imported = [name for name in ENGINES if name in sys.modules]
+    if imported and "not engines" in session.config.option.markexpr and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\na test that is not marked `engines` has imported {', '.join(imported)}")
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ from hybrid3d.bench.scaling import Scale, scaled
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.inputs.models import read_config
 
+pytestmark = pytest.mark.engines
+
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 

@@ -24,7 +24,7 @@ from hybrid3d.run.run_folder import RunFolder
 from hybrid3d.storage.disk import CheckpointWriteError
 from hybrid3d.train import checkpoint, patches, writing
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.engines, pytest.mark.processes]
 
 
 def what_is_said(folder: RunFolder, failures: dict[int, Any]) -> str:

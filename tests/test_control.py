@@ -313,6 +313,7 @@ def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is() -> None:
     assert (resumed.coef, resumed.target) == (0.9, None), "settings that were in force are not applied again"
 
 
+@pytest.mark.engines
 def test_a_rate_that_is_set_follows_the_schedule_that_there_was() -> None:
     """Four steps of warm-up, then half a cosine down to `min_lr` at step 12."""
     from hybrid3d.train.megatron_model import _scheduler, _set_learning_rate

@@ -8,21 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 from rich.console import Console
 
 from hybrid3d.config import RecipeError, load_recipe
 from hybrid3d.run import run_folder
 from hybrid3d.run.display import Display
 from hybrid3d.run.record import Record
-from hybrid3d.run.run_folder import RunFolder, checkpoint_folder
-from hybrid3d.storage.disk import CheckpointWriteError
-from hybrid3d.storage.manifest import UnusableCheckpoint
-from hybrid3d.trainer import checkpoints as trainer_checkpoints
-from hybrid3d.trainer.checkpoints import Checkpoints
+from hybrid3d.run.run_folder import RunFolder
 from run_ranks import ROOT
 
 RECIPE = load_recipe(ROOT / "recipes/demo-cpu.yaml")
@@ -125,69 +119,3 @@ def test_what_a_reward_says_is_no_markup(tmp_path: Path) -> None:
     console.file.close()
     assert (tmp_path / "said").read_text() == "not a float: '[/b] [red]7'\n"
     assert json.loads(folder.events.read_text())["step"] == 3
-
-
-# ---- checkpoints
-
-
-class Written:
-    """Stands for a `CheckpointWriter`."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.finished = 0
-
-    def finish(self) -> None:
-        self.finished += 1
-
-
-@pytest.fixture
-def checkpoints(tmp_path: Path, alone: dist.ProcessGroup) -> Checkpoints:
-    return Checkpoints({}, 1, Record(RunFolder(tmp_path), 0, Display("run", 1, None)), alone)
-
-
-class Together(RuntimeError):
-    raised_on_all_ranks = True
-
-
-@pytest.mark.parametrize(
-    ("error", "finished"),
-    [(None, 1), (Together(), 1), (RuntimeError(), 0), (CheckpointWriteError("full", raised_on_all_ranks=True), 0)],
-)
-def test_what_is_being_written_is_waited_for_where_all_ranks_are_there(
-    checkpoints: Any, error: BaseException | None, finished: int
-) -> None:
-    checkpoints._writing = written = Written(checkpoint_folder(checkpoints._record.folder, 4))
-    checkpoints.__exit__(type(error), error, None)
-    assert written.finished == finished
-
-
-def test_a_checkpoint_that_its_owner_can_mend_is_not_set_aside(
-    checkpoints: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = checkpoint_folder(checkpoints._record.folder, 1)
-    folder.mkdir(parents=True)
-
-    def link(models: object, path: Path, group: object) -> None:
-        raise UnusableCheckpoint(f"{path}: a.distcp is a symbolic link", raised_on_all_ranks=True)
-
-    monkeypatch.setattr(trainer_checkpoints.checkpoint, "load", link)
-    with pytest.raises(UnusableCheckpoint, match="symbolic link"):
-        checkpoints._load_last_whole()
-    assert folder.exists()
-
-
-def test_a_checkpoint_that_stays_is_told_and_stops_nothing(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = checkpoints._record.folder
-    for step in (1, 2):
-        checkpoint_folder(folder, step).mkdir(parents=True)
-
-    def busy(path: Path) -> None:
-        raise OSError(39, "Directory not empty", str(path))
-
-    monkeypatch.setattr(trainer_checkpoints, "remove", busy)
-    checkpoints._writing, checkpoints._keep_last = Written(checkpoint_folder(folder, 2)), 1
-    checkpoints.close()
-    events = [json.loads(line) for line in folder.events.read_text().splitlines()]
-    assert [(e["event"], e["step"]) for e in events] == [("checkpoint", 0), ("checkpoint_left", 1)]
-    assert "Directory not empty" in events[1]["why"]

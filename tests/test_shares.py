@@ -19,6 +19,8 @@ from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.train.megatron_model import StepReport
 
+pytestmark = pytest.mark.engines
+
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT, WIDTH, SAMPLES, MINIBATCHES = 2, 12, 16, 4
 ANSWERS = torch.randint(1, WIDTH - PROMPT + 1, (SAMPLES,), generator=torch.Generator().manual_seed(5)).tolist()

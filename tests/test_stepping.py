@@ -12,6 +12,8 @@ from checkpoints import make_checkpoint
 from hybrid3d.train.stepping import only_groups
 from run_ranks import run_ranks
 
+pytestmark = pytest.mark.engines
+
 LAYOUTS = {
     "llama": [{"dp": 4}, {"tp": 2, "pp": 2, "vpp": 2}],
     "qwen2": [{"pp": 2, "tp": 2}],  # its head is its embedding
@@ -20,7 +22,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.engines
 @pytest.mark.timeout(400)
 def test_a_step_in_parts_is_the_step(tmp_path: Path) -> None:
     work = {str(make_checkpoint(tmp_path / family, family, seed=1)): of for family, of in LAYOUTS.items()}
