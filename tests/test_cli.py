@@ -297,7 +297,7 @@ class Padding:
 def test_what_only_one_engine_knows_is_named(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     with_table(monkeypatch, None)
     message = refused("plan", "recipe.yaml")
-    assert "1 tensors of Megatron's are in no table of Qwen2ForCausalLM: decoder.final_layernorm.weight" in message
+    assert "1 tensors of Megatron are not in the table of Qwen2ForCausalLM: decoder.final_layernorm.weight" in message
     with_table(monkeypatch, Padding())
     message = refused("plan", "recipe.yaml")
     assert "1 tensors of vLLM's are not written by what Megatron holds" in message
