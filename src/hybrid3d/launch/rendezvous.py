@@ -70,7 +70,7 @@ def meet(record: Record, what: str = "ranks") -> dist.Store:
     """Leave this rank's record and wait for rank 0's answer; the store, through which the ranks can go on.
 
     Raises:
-        NotMet: nobody answers, not all have come, or not all were started with the same.
+        RendezvousError: nobody answers, not all have come, or not all were started with the same.
     """
     store = _connect(what)
     rank, one = distributed.rank(), what.removesuffix("s")

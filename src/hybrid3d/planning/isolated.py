@@ -24,7 +24,7 @@ def run_in_subprocess(module: str, recipe: Recipe) -> str:
     """What `python -m MODULE RECIPE.yaml ANSWER` writes into its answer.
 
     Raises:
-        AskingFailed: it ended without one.
+        EngineQueryFailed: it ended without one.
     """
     with tempfile.TemporaryDirectory() as folder:
         said, answer = Path(folder) / "recipe.yaml", Path(folder) / "answer.json"

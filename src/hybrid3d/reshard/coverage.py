@@ -181,9 +181,9 @@ def lower_bound(
         total = sum(whole.values())
         for rank in ranks:
             if rank != FILES:
-                mine = ((name, boxes) for name, boxes in held.get(rank, {}).items() if name in wanted)
+                in_both = ((name, boxes) for name, boxes in held.get(rank, {}).items() if name in wanted)
                 bound[rank] = total - sum(
-                    whole[name] - _lacking(wanted[name], boxes) * count[name] for name, boxes in mine
+                    whole[name] - _lacking(wanted[name], boxes) * count[name] for name, boxes in in_both
                 )
     return bound
 

@@ -132,11 +132,11 @@ class _Router:
     def routed(self, readers: Sequence[Ranks]) -> RoutedClass:
         routes = []
         for group in self._tensors.wanted:
-            alike: dict[tuple[int | None, int | None], list[int]] = defaultdict(list)
+            by_place: dict[tuple[int | None, int | None], list[int]] = defaultdict(list)
             for rank in readers[group]:
                 node = rank // self._per_node
-                alike[self._own.get(rank), node if node in self._on_node else None].append(rank)
-            routes += [self._route(group, own, node, ranks) for (own, node), ranks in alike.items()]
+                by_place[self._own.get(rank), node if node in self._on_node else None].append(rank)
+            routes += [self._route(group, own, node, ranks) for (own, node), ranks in by_place.items()]
         return RoutedClass(self._tensors, tuple(routes), tuple(self._sources.values()))
 
     def _route(self, group: int, own: int | None, node: int | None, ranks: list[int]) -> Route:
@@ -168,9 +168,9 @@ class _Router:
         self, wanted: Box, own: int | None, node: int | None
     ) -> Iterator[tuple[Box, tuple[int | None] | None]]:
         """Held boxes that overlap a wanted one: the reader's own (None), then its node's, then those of all (None,)."""
-        mine = self._tensors.held[own] if own is not None else ()
+        local = self._tensors.held[own] if own is not None else ()
         here = self._on_node[node] if node is not None else {}
-        for boxes, near in ((mine, None), (here, (node,)), (self._holders, (None,))):
+        for boxes, near in ((local, None), (here, (node,)), (self._holders, (None,))):
             for box in sorted((b for b in boxes if b.overlaps(wanted)), key=lambda b: (b.start, b.size)):
                 yield box, near
 

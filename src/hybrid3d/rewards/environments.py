@@ -41,9 +41,9 @@ class Environment(Protocol):
     stops: Sequence[str]
 
     def __call__(self, turns: Sequence[str], reference: str, prompt: str) -> str | None:
-        """Words that the context goes on with, or None: the conversation is over.
+        """Return the text that continues the context, or None to end the conversation.
 
-        No words are none of its business: the policy goes on writing, or has ended.
+        An empty string: the environment does not act, so the policy goes on writing, or has ended.
 
         Args:
             turns: what the policy and the environment wrote in turn; the last is the policy's.

@@ -42,7 +42,7 @@ class Batch:
         """Pad to the longest sequence. A prompt is 1 token or more.
 
         Args:
-            own: of each response, which tokens the policy generated; None where it is all of them.
+            loss_mask: of each response, which tokens the policy generated; None where it is all of them.
         """
         if not sequences or len(sequences) != len(prompt_lengths):
             raise ValueError(f"a batch of {len(sequences)} sequences and {len(prompt_lengths)} prompt lengths")
@@ -59,7 +59,7 @@ class Batch:
             counts, responses = [len(row) for row in loss_mask], (lengths - prompts).tolist()
             if counts != responses:
                 raise ValueError(f"said of {counts} tokens whose they are, responses have {responses}")
-            mask[mask.clone()] = torch.tensor([mine for row in loss_mask for mine in row], dtype=torch.bool)
+            mask[mask.clone()] = torch.tensor([counts for row in loss_mask for counts in row], dtype=torch.bool)
         return cls(torch.tensor(padded, dtype=torch.int64), prompts, lengths, mask.float())
 
     def __len__(self) -> int:

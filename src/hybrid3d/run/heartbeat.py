@@ -70,13 +70,13 @@ class Heartbeat:
             thread.join(CLOSING_SECONDS)
 
     def _beat(self) -> None:
-        count, mine, watched = 0, f"beat/{self._rank}", f"beat/{self._watched}"
+        count, own_key, watched = 0, f"beat/{self._rank}", f"beat/{self._watched}"
         over = False
         while not over:
             over = self._over.wait(BEAT_SECONDS)
             count += 1
             try:
-                self._store.set(mine, json.dumps([count, _phase, *self._identity]))
+                self._store.set(own_key, json.dumps([count, _phase, *self._identity]))
                 self._seen = self._store.get(watched).decode() if self._store.check([watched]) else ""
                 self._answers, self._refused = self._answers + 1, False
             except dist.DistError:  # silence, which is counted

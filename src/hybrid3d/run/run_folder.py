@@ -125,7 +125,7 @@ class RunFolder:
         return self.logs / f"rank-{rank}.failure"
 
     def relief_of(self, count: int) -> Path:
-        """What the run gave up when it ran out of memory for the so-manieth time."""
+        """Return the path of the n-th out-of-memory record."""
         return self.path / f"out-of-memory-{count}.json"
 
     def add_metrics(self, row: Mapping[str, float | None]) -> None:

@@ -32,7 +32,7 @@ def free_bytes(path: Path) -> int:
 
 
 def why_unwritten(path: Path, error: BaseException) -> str:
-    """The message of an `Unwritten`, to be asked for while what was written is still there."""
+    """The message of a `CheckpointWriteError`, to be asked for while what was written is still there."""
     free = free_bytes(path)
     if _is_full(error) or free < LITTLE:
         return f"no room for {path}: {free} bytes are free on its file system: free some, or lower run.keep_last"

@@ -59,7 +59,7 @@ class Train:
         max_tokens_per_micro_batch: tokens of a micro batch, padding included; in place of `micro_batch_size`.
         recompute: under `full` a layer keeps its input only, and goes forward once more before it goes backward.
         offload_parameters, offload_optimizer: the host has them while vLLM generates.
-        offload_gradients: nobody has them while vLLM generates.
+        offload_gradients: free gradients while vLLM generates.
     """
 
     tp: Ranks = 1

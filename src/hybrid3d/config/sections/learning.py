@@ -37,8 +37,8 @@ class Data:
     Attributes:
         train: a parquet file.
         eval: another, of held-out problems.
-        prompt: its column.
-        answer: its column, which rewards get as their reference; of `sft` what is learned.
+        prompt: column with the prompt.
+        answer: column with the answer: the reference of rewards, and what `sft` learns.
         chat_template: prompts go through the tokenizer's.
         overlong: what becomes of a prompt that leaves no room for an answer: an error, its row is dropped, or it loses
             its beginning.
