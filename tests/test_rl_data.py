@@ -395,7 +395,8 @@ def test_a_few_broken_rows_are_skipped_and_counted(write: Callable[..., Path], t
         read(path, tokenizer, max_invalid_fraction=0.015)
     assert str(caught.value) == (
         f"{path}: 4 of 200 rows are broken, and data.max_invalid_fraction=0.015 allows 3: row 7 (from 0): column "
-        "'question' is null; row 9 (from 0): column 'question' is blank; row 10 (from 0): column 'question' is null; and 1 more; "
+        "'question' is null; row 9 (from 0): column 'question' is blank; row 10 (from 0): column 'question' is null; "
+        "and 1 more; "
         f"{MEND}"
     )
 
