@@ -27,7 +27,7 @@ NAMED = 60  # in which a stopped rank must be named
 PAUSE = """
 import os, time
 if "RANK" in os.environ:
-    from hybrid3d import heartbeat
+    from hybrid3d.run import heartbeat
     enter, seen = heartbeat.enter_phase, []
     def paused(name):
         enter(name)
