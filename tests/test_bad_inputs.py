@@ -21,7 +21,7 @@ import sound
 from bad_inputs import Bad, Harness, check_labels, sample
 from hybrid3d import cli
 from hybrid3d.config import Recipe
-from hybrid3d.config.schema import Schedule, section_of
+from hybrid3d.config.schema import Schedule, section_type
 from hybrid3d.launch import launcher
 from test_user_files import BOMB, MERGE_BOMB
 
@@ -44,7 +44,7 @@ BAD_VALUES: dict[Any, tuple[str, ...]] = {
 def settings(kind: type[Any] = Recipe, path: str = "") -> Iterator[tuple[str, Any, bool]]:
     """Every key of a recipe: its type, and whether it may be null. A section's type is the section."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        optional, section = NoneType in get_args(hint), section_of(hint)
+        optional, section = NoneType in get_args(hint), section_type(hint)
         plain = next((arg for arg in get_args(hint) if arg is not NoneType), hint) if optional else hint
         yield f"{path}{name}", section or plain, optional
         if section is not None:

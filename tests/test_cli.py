@@ -203,7 +203,7 @@ def test_run_folders(work: Path, refused: Refused) -> None:
     assert "nowhere" in refused("export", "nowhere", "out")
     run = finished_run(work)
     assert "another recipe" in refused("train", "recipe.yaml", "optimizer.lr=1")
-    assert "step 7; there are: 3" in refused("eval", str(run), "--step", "7")
+    assert "step 7; existing checkpoints: 3" in refused("eval", str(run), "--step", "7")
     assert "not an empty folder" in refused("export", str(run), "model")
     assert "train.parquet" in refused("export", str(run), "train.parquet")
     (run / "recipe.yaml").write_text("name: 1\n")

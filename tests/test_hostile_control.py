@@ -102,7 +102,7 @@ class Said:
 def control(tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Control:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(control_module.distributed, "first", lambda value: value)
-    monkeypatch.setattr(control_module, "SETTLING_SECONDS", 0)
+    monkeypatch.setattr(control_module, "STABLE_SECONDS", 0)
     recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", [f"model.path={tiny_checkpoint('qwen2')}"])
     return Control(recipe, Said(tmp_path), {})  # type: ignore[arg-type]
 

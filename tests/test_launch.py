@@ -232,7 +232,7 @@ def test_a_restart_finds_nothing_of_what_was_before(monkeypatch: pytest.MonkeyPa
     """torchrun keeps its store while it starts ranks again: the second time nobody is there until they come."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ours = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in {**ours, "TORCHELASTIC_USE_AGENT_STORE": "True", rendezvous.PATIENCE: "1"}.items():
+    for name, value in {**ours, "TORCHELASTIC_USE_AGENT_STORE": "True", rendezvous.RENDEZVOUS_SECONDS: "1"}.items():
         monkeypatch.setenv(name, value)
     rendezvous.meet({}).set("left", "behind")
     assert rendezvous.meet({}).check(["left"])

@@ -17,7 +17,7 @@ import pytest
 
 from hybrid3d import process
 from hybrid3d.launch import worker
-from hybrid3d.process import children_of, remove_shared_memory
+from hybrid3d.process import child_pids, remove_shared_memory
 from hybrid3d.rewards.environment_runner import EnvironmentRunner
 from hybrid3d.rewards.pool_client import try_out
 from hybrid3d.rewards.scorer import Scorer
@@ -211,8 +211,8 @@ def test_a_worker_waits_for_what_it_adopts(mark: str) -> None:
     with Scorer("leaving:abandons", workers=1, timeout_seconds=20.0, default=0.0) as scorer:
         for _ in range(4):
             assert scorer.score([("", "", "")] * 10).rewards == [1.0] * 10
-        found = [children_of(pid) for pid in marked(mark)]
-        assert sum(process.state(pid) == "Z" for pids in found for pid in pids) < 20
+        found = [child_pids(pid) for pid in marked(mark)]
+        assert sum(process.process_state(pid) == "Z" for pids in found for pid in pids) < 20
 
 
 def test_the_first_reason_counts(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_a_file_where_a_run_has_a_folder(run: Path, refused: Refused, name: str)
         shutil.rmtree(run / name)
     (run / name).parent.mkdir(exist_ok=True)
     (run / name).write_text("mine")
-    told = f"{run / name} is not a folder, and a run keeps a folder of this name"
+    told = f"{run / name} is not a folder, but a run needs a folder of this name"
     assert told in refused("eval", str(run))
     if name != "logs/eval":
         assert told in refused("export", str(run), "out")
@@ -192,7 +192,7 @@ def test_a_file_where_a_run_has_a_folder(run: Path, refused: Refused, name: str)
 def test_a_folder_where_a_run_has_a_file(run: Path, refused: Refused, name: str) -> None:
     (run / name).unlink(missing_ok=True)
     (run / name).mkdir()
-    told = f"{run / name} is not a file, and a run keeps a file of this name"
+    told = f"{run / name} is not a file, but a run needs a file of this name"
     assert told in refused("eval", str(run))
     assert told in refused("train", "recipe.yaml")
 
@@ -215,8 +215,8 @@ def test_records_that_are_none(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for line in ('{"step": 1', "5", "{}", '{"step": "x"}', "[" * 10**5):
         folder.metrics.write_text(f"{json.dumps({'step': 0})}\n{line}\n")
-        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is no record of a step"):
-            folder.truncate(1)
+        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not a record of a step"):
+            folder.truncate_records(1)
 
 
 # ---- resuming with another recipe

@@ -77,7 +77,7 @@ def test_shape_from_a_broken_config() -> None:
     ]
 
 
-EXPERTS = "shards experts, and this model has none"
+EXPERTS = "shards experts, but this model has none"
 
 Misfits = Callable[..., list[str]]
 
@@ -156,14 +156,14 @@ def test_layouts_that_fit(misfits: Misfits, overrides: list[str]) -> None:
         ),
         (
             ["train.pp=1", "train.vpp=2"],
-            ["train.vpp=2 interleaves pipeline stages, and train.pp=1 has one: set train.vpp=1, or train.pp=2"],
+            ["train.vpp=2 interleaves pipeline stages, but train.pp=1 has one: set train.vpp=1, or train.pp=2"],
         ),
         (
             ["train.ep=2", "train.etp=3", "train.cp=2"],
             [
                 f"train.ep=2 {EXPERTS}: the only valid value is 1",
                 f"train.etp=3 {EXPERTS}: the only valid value is 1",
-                "train.cp=2 shards sequences, which this version does not: the only valid value is 1",
+                "train.cp=2: this version does not support context parallelism: the only valid value is 1",
             ],
         ),
         (
@@ -189,7 +189,7 @@ def test_layouts_that_fit(misfits: Misfits, overrides: list[str]) -> None:
         (
             ["algorithm.prompts_per_step=33"],
             [
-                "algorithm.prompts_per_step=33 is no multiple of the rollout replicas, ranks/rollout.tp=4/2=2: "
+                "algorithm.prompts_per_step=33 is not a multiple of the rollout replicas, ranks/rollout.tp=4/2=2: "
                 "nearest valid values of algorithm.prompts_per_step are 32, 34",
             ],
         ),
@@ -197,7 +197,7 @@ def test_layouts_that_fit(misfits: Misfits, overrides: list[str]) -> None:
             # 32 * 8 = 256 is no multiple of 24: 3 prompts are, and 2 replicas need an even number of them.
             ["train.micro_batch_size=24"],
             [
-                "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences, no multiple of "
+                "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences, not a multiple of "
                 "train.dp*train.micro_batch_size=1*24=24: "
                 "nearest valid values of algorithm.prompts_per_step are 30, 36",
             ],
@@ -206,7 +206,7 @@ def test_layouts_that_fit(misfits: Misfits, overrides: list[str]) -> None:
             # Interleaved stages want micro batches in rounds of pp=2, and 34 * 8 = 272 sequences make 17 of 16 each.
             ["train.vpp=2", "train.micro_batch_size=16", "algorithm.prompts_per_step=34"],
             [
-                "algorithm.prompts_per_step=34 of 8 samples each is 272 sequences, no multiple of "
+                "algorithm.prompts_per_step=34 of 8 samples each is 272 sequences, not a multiple of "
                 "train.dp*train.micro_batch_size*train.pp=1*16*2=32: "
                 "nearest valid values of algorithm.prompts_per_step are 32, 36",
             ],
@@ -214,7 +214,7 @@ def test_layouts_that_fit(misfits: Misfits, overrides: list[str]) -> None:
         (
             ["train.dp=2", "train.micro_batch_size=1024"],
             [
-                "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences, no multiple of "
+                "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences, not a multiple of "
                 "train.dp*train.micro_batch_size=2*1024=2048: "
                 "nearest valid value of algorithm.prompts_per_step is 256",
             ],
@@ -240,7 +240,7 @@ def test_the_vocabulary_as_vllm_pads_it(misfits: Misfits) -> None:
     shape = replace(SHAPE, num_attention_heads=6, num_key_value_heads=3, intermediate_size=192, hidden_size=192)
     overrides = ["train.tp=3", "train.pp=1", "rollout.tp=3"]
     assert misfits(*overrides, shape=shape) == [
-        "rollout.tp=3 does not divide vocab_size=500 as vLLM pads it, 512: nearest valid value of rollout.tp is 1"
+        "rollout.tp=3 does not divide vocab_size=500, which vLLM pads to 512: nearest valid value of rollout.tp is 1"
     ]
     assert misfits(*overrides, shape=replace(shape, vocab_size=570)) == []
 
@@ -260,7 +260,7 @@ def test_sft_asks_nothing_of_replicas_or_samples(misfits: Misfits) -> None:
     overrides = ["algorithm.name=sft", "algorithm.samples_per_prompt=1", "train.micro_batch_size=3"]
     assert misfits(*overrides, "algorithm.prompts_per_step=33") == []
     assert misfits(*overrides) == [
-        "algorithm.prompts_per_step=32 is no multiple of train.dp*train.micro_batch_size=1*3=3: "
+        "algorithm.prompts_per_step=32 is not a multiple of train.dp*train.micro_batch_size=1*3=3: "
         "nearest valid values of algorithm.prompts_per_step are 30, 33"
     ]
 
@@ -313,11 +313,11 @@ def test_layouts_of_experts_that_fit(misfits: Misfits, overrides: list[str], sha
             "train.etp=3 does not divide an expert's width 64",
         ),
         (["train.first_stage_layers=4"], "train.first_stage_layers=4 leave 0 of num_hidden_layers=4 to 1 other stages"),
-        (["train.first_stage_layers=1", "train.pp=1"], "needs several stages, and train.pp=1 has one"),
+        (["train.first_stage_layers=1", "train.pp=1"], "needs several stages, but train.pp=1 has one"),
         (["train.first_stage_layers=1", "train.vpp=2"], "does not divide the layers of each stage"),
         (["train.first_stage_layers=2", "train.last_stage_layers=2", "train.vpp=2"], "set train.vpp=1"),
-        (["rollout.expert_parallel=true"], "vLLM 0.32.0 cannot generate so on a CPU"),
-        (["rollout.dp=2"], "rollout.dp=2 joins engines that share experts, and rollout.expert_parallel=false"),
+        (["rollout.expert_parallel=true"], "vLLM 0.32.0 does not support expert parallelism on CPU"),
+        (["rollout.dp=2"], "rollout.dp=2 joins engines that share experts, but rollout.expert_parallel=false"),
     ],
 )
 def test_layouts_of_experts_that_do_not_fit(misfits: Misfits, overrides: list[str], expected: str) -> None:
@@ -336,7 +336,7 @@ def test_an_engine_has_an_expert_for_each_of_its_ranks(misfits: Misfits) -> None
     assert misfits(*wide, "rollout.dp=4", shape=SPARSE, device=None) == []
     (problem,) = misfits(*wide, "rollout.dp=8", shape=SPARSE, device=None)
     assert problem == (
-        "rollout.dp=8: rollout.tp*dp=2*8=16 ranks of an engine share 8 experts, at most 8 can: "
+        "rollout.dp=8: rollout.tp*dp=2*8=16 ranks of an engine are more than the 8 experts that they share: "
         "nearest valid value of rollout.dp is 4; nearest valid value of rollout.tp is 1"
     )
 
@@ -345,4 +345,4 @@ def test_latents_on_a_cpu(misfits: Misfits) -> None:
     narrow = replace(LATENT, latents=Latents(q_rank=0, kv_rank=256, nope=32, rope=64, value=48))
     assert misfits(shape=narrow, device="cuda") == []
     (problem,) = misfits(shape=narrow)
-    assert problem == ("kv_lora_rank+qk_rope_head_dim=256+64=320: vLLM's latent attention on CPU has 576 only")
+    assert problem == ("kv_lora_rank+qk_rope_head_dim=256+64=320: vLLM's latent attention on CPU supports only 576")

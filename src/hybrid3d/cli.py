@@ -18,8 +18,8 @@ from unittest import mock
 
 from hybrid3d import __version__, launch_environment
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
-from hybrid3d.config.schema import FilePath, read_value, shortened
-from hybrid3d.errors import UserMistake, visible
+from hybrid3d.config.schema import FilePath, abbreviate, read_value
+from hybrid3d.errors import UserMistake, escape_control_characters
 from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.run_folder import RunFolder
 
@@ -32,7 +32,7 @@ DONE, FAILED, MISTAKE = 0, 1, 2
 
 PICTURES = (".png", ".svg", ".pdf")
 # Of what a benchmark measures: more than any model has, and few enough to be counted through
-MOST_MEASURED = {"layers": 1_000, "hidden": 65_536, "experts": 4_096, "repeats": 10_000}
+MAX_BENCH_OPTIONS = {"layers": 1_000, "hidden": 65_536, "experts": 4_096, "repeats": 10_000}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,13 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a recipe's paths are local: nothing is looked up elsewhere
     try:
-        launch_environment.check()
+        launch_environment.validate()
     except UserMistake as error:  # then nothing is known of other ranks, either
         _say_mistake(error)
         return MISTAKE
     if launch_environment.under_launcher():
         try:
-            launch_environment.master()
+            launch_environment.master_address()
         except UserMistake as error:  # nor can they be reached: each node says so
             if launch_environment.local_rank() == 0:
                 _say_mistake(error)
@@ -71,14 +71,14 @@ def _say_mistake(error: UserMistake) -> None:
 def _console(stderr: bool = False) -> Console:
     from hybrid3d.run import terminal
 
-    return terminal.console(stderr=stderr)
+    return terminal.plain_console(stderr=stderr)
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse, which prints what it was given as it stands, escape sequences included."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(visible(message))
+        super().error(escape_control_characters(message))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -135,7 +135,7 @@ def _parser() -> _Parser:
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
-    folder = RunFolder.of(recipe)
+    folder = RunFolder.for_recipe(recipe)
     if CHECKED not in os.environ:
         check_layout_early(recipe)
         from hybrid3d.launch.launcher import check_devices
@@ -242,10 +242,10 @@ def _path(text: str, option: str) -> Path:
 
 def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
-    for name, most in MOST_MEASURED.items():
+    for name, most in MAX_BENCH_OPTIONS.items():
         value = getattr(options, name)
         if value is not None and not 1 <= value <= most:
-            problem = f"--{name} {shortened(value)}: expected an integer from 1 to {most:,}"
+            problem = f"--{name} {abbreviate(value)}: expected an integer from 1 to {most:,}"
             raise RecipeError(recipe.name, [problem])
     from hybrid3d.bench.scaling import Scale, scaled
     from hybrid3d.inputs.models import read_config
@@ -254,7 +254,7 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
     scale = Scale(options.layers, options.hidden, options.experts)
     smaller, config = scaled(recipe, scale)
     said = scale.said(read_config(recipe.model.path))
-    folder = RunFolder.of(smaller)
+    folder = RunFolder.for_recipe(smaller)
     if launch_environment.under_launcher():
         _check_world(smaller)
     if CHECKED not in os.environ:
@@ -269,9 +269,9 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _finished(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFolder, int]:
     """A run's recipe, its folder with this command's logs, and the checkpoint asked for."""
-    from hybrid3d.run.run_folder import find_step
+    from hybrid3d.run.run_folder import find_checkpoint_step
 
-    folder = RunFolder(_path(options.folder, "RUN")).logging_to(command)
+    folder = RunFolder(_path(options.folder, "RUN")).with_logs_in(command)
     folder.check()
     if not folder.recipe.exists():
         raise RecipeError(str(folder.path), ["no run's folder: it has no recipe.yaml"])
@@ -281,12 +281,12 @@ def _finished(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFol
         from hybrid3d.inputs.checks import check_model
 
         check_model(recipe)
-    return recipe, folder, find_step(folder, options.step)
+    return recipe, folder, find_checkpoint_step(folder, options.step)
 
 
 def _held(folder: RunFolder) -> AbstractContextManager[None]:
     """The folder of a run for this start alone."""
-    return folder.held(functools.partial(_console(stderr=True).print, soft_wrap=True))
+    return folder.lock(functools.partial(_console(stderr=True).print, soft_wrap=True))
 
 
 def _run_rank(
@@ -326,9 +326,9 @@ def _launch(
 
 
 def _say_where(recipe: Recipe, folder: RunFolder, console: Console) -> None:
-    from hybrid3d.run.run_folder import checkpoint_folder, steps_in
+    from hybrid3d.run.run_folder import checkpoint_folder, checkpoint_steps
 
-    last = checkpoint_folder(folder, steps_in(folder)[-1])
+    last = checkpoint_folder(folder, checkpoint_steps(folder)[-1])
     told = [f"\ncheckpoint  {last}", f"metrics     {folder.metrics}", f"curves      {folder.curves}"]
     command = os.path.relpath(Path(sys.executable).with_name("hybrid3d"))
     if recipe.rollout is not None:

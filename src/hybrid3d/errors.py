@@ -13,7 +13,7 @@ class UserMistake(ValueError):
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
-def visible(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """A text in which every character that a terminal would act upon or not show is escaped, but for line breaks."""
     return "".join(
         char if char in "\n\t" or unicodedata.category(char) not in _HIDDEN else ascii(char)[1:-1] for char in text

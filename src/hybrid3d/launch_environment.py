@@ -47,12 +47,12 @@ def adopt_slurm() -> None:
     os.environ.update({name: str(value) for name, value in found.items()})
 
 
-def check() -> None:
+def validate() -> None:
     """Hold all variables against each other; call it before any other is used."""
     rendezvous_seconds()
     heartbeat_seconds()
     if os.environ.get(RUN):
-        run()
+        run_id()
     adopt_slurm()
     if "RANK" not in os.environ:
         left = next((name for name in ("WORLD_SIZE", "LOCAL_RANK", CHECKED) if name in os.environ), None)
@@ -86,7 +86,7 @@ def local_world_size() -> int:
     return _integer("LOCAL_WORLD_SIZE", 1) if os.environ.get("LOCAL_WORLD_SIZE") else world_size()
 
 
-def master(what: str = "ranks") -> tuple[str, int]:
+def master_address(what: str = "ranks") -> tuple[str, int]:
     """Host and port at which the ranks, or other `what`, meet."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE") if not os.environ.get(name)]
     if missing:
@@ -95,18 +95,20 @@ def master(what: str = "ranks") -> tuple[str, int]:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if not _is_number(port) or not 0 < int(port) < 2**16:
         raise UserMistake(
-            f"MASTER_PORT={shown(port)} is no port: set it to a number from 1 to 65535, the same on all {what}"
+            f"MASTER_PORT={format_value(port)} is no port: set it to a number from 1 to 65535, the same on all {what}"
         )
     if re.search(r"[\s\x00-\x1f*?]", host):
-        raise UserMistake(f"MASTER_ADDR={shown(host)} is no host: set it to a host's name or address on all {what}")
+        raise UserMistake(
+            f"MASTER_ADDR={format_value(host)} is no host: set it to a host's name or address on all {what}"
+        )
     return host, int(port)
 
 
-def run() -> str:
+def run_id() -> str:
     """A name that no other run on this machine has: of shared memory, among others."""
     name = os.environ.get(RUN)
     if not name:
-        host, port = master()
+        host, port = master_address()
         return re.sub(r"[^A-Za-z0-9_.-]", "_", f"run-{host}-{port}")  # an IPv6 address has colons
     if not _RUN_NAME.fullmatch(name):
         _refuse(RUN, "no name for a run, expected 1 to 100 letters, digits and . _ -, or unset it")
@@ -133,7 +135,7 @@ def _seconds(name: str, default: float, least: float = 0.001) -> float:
     return seconds
 
 
-def shown(value: str) -> str:
+def format_value(value: str) -> str:
     """A variable's value for a message: short, and as `repr` has it where a character cannot be seen."""
     cut = value if len(value) <= 60 else f"{value[:60]}... ({len(value):,} characters)"
     return cut if cut.isprintable() and cut == cut.strip() and cut else repr(cut)
@@ -158,7 +160,7 @@ def _integer(name: str, low: int, high: int = MAX_RANKS, bound: str = "") -> int
     """
     text = os.environ.get(name, "")
     if not _is_number(text) or not low <= int(text) <= high:
-        of = f", as {bound}={shown(os.environ.get(bound, ''))}" if bound else ""
+        of = f", as {bound}={format_value(os.environ.get(bound, ''))}" if bound else ""
         _refuse(name, f"expected an integer from {low} to {high:,}{of}")
     return int(text)
 
@@ -172,4 +174,4 @@ def _refuse(name: str, problem: str) -> NoReturn:
     by = _SET_BY.get(name.partition("_")[0], "the launcher")
     if value is None:
         raise UserMistake(f"{name} is not set, {problem}: {by} sets it")
-    raise UserMistake(f"{name}={shown(value)}: {problem}")
+    raise UserMistake(f"{name}={format_value(value)}: {problem}")

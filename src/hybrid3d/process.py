@@ -27,7 +27,7 @@ TRACKER_SECONDS = 2  # in which a process that keeps count of shared memory ends
 _ended: set[int] = set()
 
 
-def die_with(parent: int) -> None:
+def kill_when_parent_exits(parent: int) -> None:
     """Have this process, which `parent` has just started, be killed when that ends (Linux: PR_SET_PDEATHSIG)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -42,22 +42,22 @@ def adopt_orphans() -> None:
 
 
 @contextmanager
-def nothing_left() -> Iterator[None]:
+def kill_descendants_on_exit() -> Iterator[None]:
     """At the end, kill every process that was started within and lives on, however it has left its parent."""
     if sys.platform != "linux":
         yield
         return
-    adopted, before = ctypes.c_int(), children_of(os.getpid())
+    adopted, before = ctypes.c_int(), child_pids(os.getpid())
     ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(adopted), 0, 0, 0)
     adopt_orphans()
     try:
         yield
     finally:
-        end_descendants(spared=before)
+        kill_descendants(spared=before)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, adopted.value, 0, 0, 0)
 
 
-def children_of(pid: int) -> set[int]:
+def child_pids(pid: int) -> set[int]:
     """The processes whose parent is `pid`, those that have ended and are not waited for included; none off Linux."""
     found: set[int] = set()
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -66,27 +66,27 @@ def children_of(pid: int) -> set[int]:
     return found
 
 
-def descendants_of(pid: int) -> set[int]:
+def descendant_pids(pid: int) -> set[int]:
     """The children of a process, theirs, and so on."""
-    found, following = set[int](), children_of(pid)
+    found, following = set[int](), child_pids(pid)
     while following:
         found |= following
-        following = {child for parent in following for child in children_of(parent)} - found
+        following = {child for parent in following for child in child_pids(parent)} - found
     return found
 
 
-def end_descendants(spared: Container[int] = ()) -> None:
+def kill_descendants(spared: Container[int] = ()) -> None:
     """Kill every descendant of this process but those that are spared and theirs, and wait until they are gone.
 
     Needs `adopt_orphans`, without which descendants whose parents have ended are not found. Processes that keep count
     of shared memory are left time to remove it once those that use it are gone; this process's own stays.
     """
-    began, own = time.monotonic(), own_tracker()
-    while left := {pid for pid in children_of(os.getpid()) - own if pid not in spared}:
+    began, own = time.monotonic(), resource_tracker_pids()
+    while left := {pid for pid in child_pids(os.getpid()) - own if pid not in spared}:
         passed = time.monotonic() - began
         if passed > ENDING_SECONDS:
             return
-        for pid in set.union(left, *(descendants_of(pid) for pid in left)):
+        for pid in set.union(left, *(descendant_pids(pid) for pid in left)):
             if passed > TRACKER_SECONDS or not _is_tracker(pid):
                 kill(pid)
             else:
@@ -94,7 +94,7 @@ def end_descendants(spared: Container[int] = ()) -> None:
         time.sleep(0.01)
 
 
-def own_tracker() -> set[int]:
+def resource_tracker_pids() -> set[int]:
     """The process that keeps count of this one's shared memory and semaphores: it ends, and removes them, after it."""
     tracker: int | None = getattr(resource_tracker._resource_tracker, "_pid", None)
     return set() if tracker is None else {tracker}
@@ -126,13 +126,13 @@ def reap_orphans() -> None:
     """
     global _ended
     multiprocessing.active_children()  # waits for its own
-    ended = {pid for pid in children_of(os.getpid()) - own_tracker() if state(pid) == "Z"}
+    ended = {pid for pid in child_pids(os.getpid()) - resource_tracker_pids() if process_state(pid) == "Z"}
     for pid in ended & _ended:
         _reap(pid)
     _ended = ended
 
 
-def stat(pid: int) -> list[str]:
+def proc_stat(pid: int) -> list[str]:
     """The fields of /proc/<pid>/stat from the third on (proc(5)); none where there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -140,18 +140,18 @@ def stat(pid: int) -> list[str]:
         return []
 
 
-def state(pid: int) -> str:
+def process_state(pid: int) -> str:
     """A letter, such as T of a process that is stopped (proc(5)); "" where there is none."""
-    return (stat(pid) or [""])[0]
+    return (proc_stat(pid) or [""])[0]
 
 
-def started(pid: int) -> str:
+def start_ticks(pid: int) -> str:
     """When a process started, in ticks since the machine did: with its number, that tells it from any other."""
-    fields = stat(pid)
+    fields = proc_stat(pid)
     return fields[19] if len(fields) > 19 else ""
 
 
-def name_shared_memory(run: str | None = None) -> None:
+def set_shared_memory_prefix(run: str | None = None) -> None:
     """Have the segments and semaphores that Python makes in this process bear the name of the run.
 
     vLLM's message queues and the pools of rewards have names drawn at random otherwise, which nobody could tell from
@@ -185,7 +185,7 @@ def remove_shared_memory(run: str) -> None:
 
 
 @contextmanager
-def shared_memory_of(run: str) -> Iterator[None]:
+def shared_memory_cleanup(run: str) -> Iterator[None]:
     """At the end, remove all shared memory that bears the name of a run, even if this process is killed before."""
     command = [sys.executable, "-m", "hybrid3d.process", run]
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL

@@ -20,12 +20,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.launch.machine_memory import total_memory
-from hybrid3d.launch.worker import last_words
+from hybrid3d.launch.worker import failure_message
 from hybrid3d.launch_environment import RUN, local_world_size
-from hybrid3d.process import nothing_left, shared_memory_of
+from hybrid3d.process import kill_descendants_on_exit, shared_memory_cleanup
 from hybrid3d.run.run_folder import RunFolder
 
-PROCESS_BYTES = 450_000_000  # of its own that a rank has once both engines are imported: measured 465 MiB on a CPU
+RANK_PROCESS_BYTES = 450_000_000  # of its own that a rank has once both engines are imported: measured 465 MiB on a CPU
 MAX_RANKS_PER_CORE = 32
 
 
@@ -45,11 +45,11 @@ def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Co
             return 1
         if not failures:
             return 0
-        cause = first_cause(folder, failures)
+        cause = find_root_cause(folder, failures)
         again = cause["kind"] == "out_of_memory"
         style = "yellow" if again else "red"
         console.print(
-            last_words(folder, cause["rank"], cause), style=style, highlight=False, markup=False, soft_wrap=True
+            failure_message(folder, cause["rank"], cause), style=style, highlight=False, markup=False, soft_wrap=True
         )
         if not again:
             return 1
@@ -71,7 +71,7 @@ def _run_once(arguments: list[str], world_size: int, folder: RunFolder) -> dict[
     for old in folder.logs.glob("rank-*.failure"):
         old.unlink()
     try:
-        with shared_memory_of(ident), nothing_left():  # where ranks were killed
+        with shared_memory_cleanup(ident), kill_descendants_on_exit():  # where ranks were killed
             elastic_launch(config, sys.executable)("-m", "hybrid3d", *arguments)
         return {}
     except ChildFailedError as error:
@@ -94,7 +94,7 @@ def check_devices(recipe: Recipe, generates: bool = True) -> None:
     if gpus:
         return
     cache = recipe.rollout.kv_cache_gib * 2**30 if recipe.rollout is not None and generates else 0
-    each, memory, cores = PROCESS_BYTES + cache, total_memory(), os.cpu_count() or 1
+    each, memory, cores = RANK_PROCESS_BYTES + cache, total_memory(), os.cpu_count() or 1
     most = min(int(memory // each), MAX_RANKS_PER_CORE * cores)
     if recipe.world_size > most:
         of = f", {cache / 1e9:.1f} GB of it as rollout.kv_cache_gib says" if cache else ""
@@ -122,7 +122,7 @@ def check_node(recipe: Recipe) -> None:
         raise RecipeError(recipe.name, [f"{problem}: start as many, or set machine.gpus_per_node={here}"])
 
 
-def first_cause(folder: RunFolder, failures: Mapping[int, Any]) -> dict[str, Any]:
+def find_root_cause(folder: RunFolder, failures: Mapping[int, Any]) -> dict[str, Any]:
     """A rank's own error before a lost peer's, and a rank that was killed before both: `rank`, `reason`, `kind`.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 
 from hybrid3d import distributed
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
-from hybrid3d.config.schema import dotted
+from hybrid3d.config.schema import flatten_settings
 from hybrid3d.families import VALUE_HEAD, Config, family_of
 from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.checks import check_model
@@ -30,7 +30,7 @@ from hybrid3d.rl.data import ROWS_NAMED, DataError, PromptData
 from hybrid3d.run.run_folder import RunFolder, checkpoint_folder
 from hybrid3d.storage.manifest import check_sizes
 
-MOST_TOLD = 20  # keys of a recipe that differ
+MAX_DIFFERENCES = 20  # keys of a recipe that differ
 TIED_CHUNK = 1 << 24  # elements compared at a time
 
 
@@ -44,7 +44,7 @@ def check_run(recipe: Recipe) -> None:
     check_prompts(recipe, config)
     check_folder(recipe)
     check_weights(config, recipe)
-    if recipe.algorithm.critic and recipe.critic.path is not None:
+    if recipe.algorithm.uses_critic and recipe.critic.path is not None:
         check_scorer(recipe.critic.path, "critic.path", config, recipe)
     if recipe.reward.model is not None:
         check_scorer(recipe.reward.model, "reward.model", config, recipe)
@@ -155,17 +155,17 @@ def check_folder(recipe: Recipe) -> None:
     """
     from hybrid3d.run.live_settings import MUTABLE_SETTINGS
 
-    folder = RunFolder.of(recipe)
+    folder = RunFolder.for_recipe(recipe)
     folder.check()
     if not folder.recipe.exists():
         return
-    before, now = (dotted(asdict(one)) for one in (load_recipe(folder.recipe), recipe))
+    before, now = (flatten_settings(asdict(one)) for one in (load_recipe(folder.recipe), recipe))
     keys = _differing(before, now)
     if not keys:
         return
     told = [f"  {key} is {_shown(now, key)}, the run began with {_shown(before, key)}" for key in keys]
-    if len(told) > MOST_TOLD:
-        told[MOST_TOLD:] = [f"  ... {len(told)} keys differ"]
+    if len(told) > MAX_DIFFERENCES:
+        told[MAX_DIFFERENCES:] = [f"  ... {len(told)} keys differ"]
     changing = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in MUTABLE_SETTINGS)]
     fix = "resume with the values that it began with"
     if changing:

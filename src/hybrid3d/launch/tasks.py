@@ -47,7 +47,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
         folder.create(recipe)
         folder.add_event("kernels", in_use=in_use())
         logger.info("%s", in_use())
-    recovery = distributed.broadcast_object(OomRecovery.of(folder), group)
+    recovery = distributed.broadcast_object(OomRecovery.from_folder(folder), group)
     with Display(recipe.name, recipe.run.steps, console) as display:
         record = Record(folder, rank, display)
         if rank == 0 and recipe.reward.name == "code":
@@ -58,7 +58,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
         try:
             loop(live, record, group, slots)
         except torch.OutOfMemoryError as error:
-            raise recovery.after(error, live.recipe, folder, rank) from error
+            raise recovery.prepare_restart(error, live.recipe, folder, rank) from error
     if rank == 0:
         draw_curves(folder)
         folder.add_event("end", step=live.recipe.run.steps)

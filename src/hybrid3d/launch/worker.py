@@ -19,7 +19,13 @@ from rich.console import Console
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.launch import rendezvous
-from hybrid3d.process import adopt_orphans, die_with, end_descendants, name_shared_memory, remove_shared_memory
+from hybrid3d.process import (
+    adopt_orphans,
+    kill_descendants,
+    kill_when_parent_exits,
+    remove_shared_memory,
+    set_shared_memory_prefix,
+)
 from hybrid3d.run import terminal
 from hybrid3d.run.heartbeat import Heartbeat
 from hybrid3d.run.oom_recovery import OutOfMemoryRestart
@@ -43,24 +49,24 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
     Args:
         launched: by our own launcher, which says why a rank failed; under torchrun and srun the rank says it.
     """
-    die_with(os.getppid())  # the launcher: a rank must not live on where that is killed
+    kill_when_parent_exits(os.getppid())  # the launcher: a rank must not live on where that is killed
     adopt_orphans()  # what a reward has started whose pool it has killed
     rank = distributed.rank()
     folder.logs.mkdir(parents=True, exist_ok=True)
-    folder.failure_of(rank).unlink(missing_ok=True)
+    folder.failure_path(rank).unlink(missing_ok=True)
     # Where NCCL's flight recorder writes what each rank was doing when a collective hung; it appends the rank
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.logs / "nccl-rank-"))
-    stderr = terminal.console(file=os.fdopen(os.dup(2), "w"))
-    console = _redirect(folder.log_of(rank), speaks=rank == 0)
+    stderr = terminal.plain_console(file=os.fdopen(os.dup(2), "w"))
+    console = _redirect(folder.log_path(rank), speaks=rank == 0)
     _log_as(rank)
     try:
-        store = rendezvous.meet(rendezvous.record_of(recipe))
+        store = rendezvous.meet(rendezvous.rank_record(recipe))
     except rendezvous.RendezvousError as error:
         logger.error("%s", error)
         if not error.said and distributed.local_rank() == 0:
             _say(stderr, f"{recipe.name}: {error}")
         return error.code
-    name_shared_memory(distributed.run_id())
+    set_shared_memory_prefix(distributed.run_id())
 
     def lost(other: int, said: str) -> None:
         """Another rank does not answer: tell why the run ends, and clean up, because this process ends too."""
@@ -68,11 +74,11 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
             logger.error("rank %d: %s", other, said)
         reason = {"rank": other, "time": time.time(), "peer": False, "reason": said, "kind": "error"}
         try:
-            told = _leave(folder.failure_of(other), reason, first=True) and launched
+            told = _leave(folder.failure_path(other), reason, first=True) and launched
         except FileExistsError:  # it has said itself why it ends, or another rank has told this before
             told = True
         if not told:
-            _say(stderr, last_words(folder, other, reason))
+            _say(stderr, failure_message(folder, other, reason))
         remove_shared_memory(distributed.run_id())
 
     try:
@@ -82,7 +88,7 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
             dist.barrier()
             dist.destroy_process_group()
         heartbeat.stop()
-        end_descendants()
+        kill_descendants()
         return 0
     # The boundary of the process: everything is reported, nothing goes on. SystemExit is no Exception, nor is what
     # PyTorch raises of checkpoints.
@@ -92,24 +98,24 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
         if on_all_ranks:
             reason |= {"peer": False, "on_all_ranks": True, "reason": str(error)}
         reason["kind"] = "out_of_memory" if isinstance(error, OutOfMemoryRestart) else "error"
-        told = _leave(folder.failure_of(rank), reason) and launched
+        told = _leave(folder.failure_path(rank), reason) and launched
         if not told and not reason["peer"] and (rank == 0 or not on_all_ranks):
-            _say(stderr, last_words(folder, rank, reason))
+            _say(stderr, failure_message(folder, rank, reason))
         try:
             with suppress(OSError):  # the disk of its log may be full
                 traceback.print_exception(error)
                 sys.stderr.flush()
-            end_descendants()
+            kill_descendants()
             remove_shared_memory(distributed.run_id())
         finally:
             os._exit(1)  # communication threads may be waiting for ranks that are gone
 
 
-def last_words(folder: RunFolder, rank: int, reason: Mapping[str, Any]) -> str:
+def failure_message(folder: RunFolder, rank: int, reason: Mapping[str, Any]) -> str:
     """Why a run has ended, by the reason that a rank gave: its own, or one that all ranks came to together."""
     if reason.get("on_all_ranks"):
         return f"stopped: {reason['reason']}"
-    return f"rank {rank} failed: {reason['reason']}\nits log: {folder.log_of(rank)}"
+    return f"rank {rank} failed: {reason['reason']}\nits log: {folder.log_path(rank)}"
 
 
 def _leave(path: Path, reason: Mapping[str, Any], first: bool = False) -> bool:
@@ -158,7 +164,7 @@ def _redirect(log: Path, speaks: bool) -> Console | None:
     os.dup2(opened, 1)
     os.dup2(opened, 2)
     os.close(opened)
-    return terminal.console(file=kept) if kept else None
+    return terminal.plain_console(file=kept) if kept else None
 
 
 # What gloo, and NCCL through torch's ProcessGroupNCCL, say on a rank that has lost another

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hybrid3d.distributed import gather_objects
-from hybrid3d.process import die_with
+from hybrid3d.process import kill_when_parent_exits
 from hybrid3d.storage import manifest
 from hybrid3d.storage.disk import CheckpointWriteError, is_of_files, why_unwritten
 from hybrid3d.storage.manifest import PROGRESS
@@ -248,7 +248,7 @@ def _begun(transforms: list[Any], number: int, bucket: Any) -> tuple[ForkProcess
 
 
 def _write_bucket(rank: int, transforms: list[Any], number: int, bucket: Any, told: Connection) -> None:
-    die_with(rank)  # in whose memory it is, that of a GPU too
+    kill_when_parent_exits(rank)  # in whose memory it is, that of a GPU too
     told.send("begun")
     gc.disable()  # garbage of the rank's own may lie on its GPU, which a fork must not touch
     results, count = queue.Queue[Any](), queue.Queue[int]()
