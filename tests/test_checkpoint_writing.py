@@ -103,7 +103,7 @@ def test_a_reason_is_seen_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "write_text", by_halves)
     reason = {"rank": 0, "reason": "boom"}
-    assert worker._leave(folder.failure_path(0), reason)
+    assert worker._write_failure(folder.failure_path(0), reason)
     assert seen == [[], []]
     assert json.loads(folder.failure_path(0).read_text()) == reason
 

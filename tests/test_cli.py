@@ -116,7 +116,7 @@ def test_a_recipe_that_does_not_fit(refused: Refused, command: str, overrides: l
         (["data.eval=model"], ["model", "not a readable parquet file"]),
         (["data.prompt=problem"], ["train.parquet", "'problem'", "question, answer"]),
         (["reward.name=gsm9k"], ["reward.name", "'gsm9k'", "gsm8k"]),
-        (["reward.name=code"], ["train.parquet: reward.name=code cannot judge by 20 of 20 references", "row 0"]),
+        (["reward.name=code"], ["train.parquet: reward.name=code cannot use 20 of 20 references", "row 0"]),
         (["rollout.environment=abacus"], ["rollout.environment", "'abacus'", "calculator"]),
         (["rollout.max_model_len=20"], ["train.parquet", "row 0", "leaves 12"]),
         (["data.chat_template=true"], ["data.chat_template"]),
@@ -244,9 +244,9 @@ def test_a_checkpoint_that_does_not_fit_its_config(work: Path, refused: Refused)
     name = "model.layers.2.mlp.down_proj.weight"
     rewrite(work, lambda tensors: tensors.update({name: tensors[name][:, :-1].contiguous()}))
     message = refused("train", "recipe.yaml")
-    assert f"{name}: shape [128, 255], config.json asks for [128, 256]" in message
+    assert f"{name}: shape [128, 255], config.json requires [128, 256]" in message
     rewrite(work, lambda tensors: tensors.pop(name))
-    assert f"{name}: missing, shape [128, 256] expected" in refused("train", "recipe.yaml")
+    assert f"{name}: missing, expected shape [128, 256]" in refused("train", "recipe.yaml")
     rewrite(work, lambda tensors: tensors.update({"extra.weight": tensors["model.norm.weight"].clone()}))
     message = refused("train", "recipe.yaml")
     assert "extra.weight" in message
@@ -263,9 +263,9 @@ def test_every_side_of_a_checkpoint_that_does_not_fit_is_shown(work: Path, refus
     lines = refused("train", "recipe.yaml").splitlines()
     assert len(lines) == 43
     assert lines[21] == "  ... 48 tensors are missing"  # 12 of each of 4 layers
-    assert lines[42] == "  ... 48 tensors are too many"
-    assert all("missing, shape" in line for line in lines[1:21])
-    assert all("belongs to nothing in a Qwen2ForCausalLM" in line for line in lines[22:42])
+    assert lines[42] == "  ... 48 tensors are unknown"
+    assert all("missing, expected shape" in line for line in lines[1:21])
+    assert all("not a tensor of Qwen2ForCausalLM" in line for line in lines[22:42])
 
 
 @pytest.mark.engines
@@ -274,7 +274,7 @@ def test_a_tied_head_that_is_another_than_the_embedding(work: Path, refused: Ref
     rewrite(work, lambda tensors: tensors.update({head: tensors[embedding].clone()}))
     assert cli.main(["train", "recipe.yaml"]) == cli.FAILED  # started: launches only look as if they had happened
     rewrite(work, lambda tensors: tensors[head][-1, -1].add_(1))
-    with pytest.raises(CheckpointError, match=f"config.json ties {head} to {embedding}, and the files have another"):
+    with pytest.raises(CheckpointError, match=f"ties {head} to {embedding}, but the files have a different"):
         check_run(load_recipe("recipe.yaml"))
 
 

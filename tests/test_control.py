@@ -306,7 +306,8 @@ def test_what_memory_has_taken_is_held(recipe: Recipe, begin: Begin) -> None:
     assert (now.train.micro_batch_size, now.train.offloads) == (16, ("optimizer",))
     assert (now.sync.verify, now.optimizer.lr) == ("always", 1e-5)
     refused = [(e["step"], e["why"]) for e in said.take() if e["event"] == "control_refused"]
-    assert refused == [(step, "train.micro_batch_size: pinned to 16 since the run ran out of memory") for step in (0, 1)]
+    why = "train.micro_batch_size: pinned to 16 since the run ran out of memory"
+    assert refused == [(step, why) for step in (0, 1)]
     assert control.progress["control"]["settings"].keys() == {"sync.verify", "optimizer.lr"}
 
 

@@ -182,7 +182,7 @@ def test_a_rank_that_does_not_come(start: Start) -> None:
     code, message = end(rank(start, 0, 2, port, HYBRID3D_RENDEZVOUS_SECONDS="2"))
     assert code == 1
     expected = (
-        f"demo-cpu: 1 of 2 ranks have not come to 127.0.0.1:{port} within 2 s (HYBRID3D_RENDEZVOUS_SECONDS): rank 1."
+        f"demo-cpu: 1 of 2 ranks have not arrived at 127.0.0.1:{port} within 2 s (HYBRID3D_RENDEZVOUS_SECONDS): rank 1."
     )
     assert message.startswith(expected)
     assert "NCCL_SOCKET_IFNAME" in message
@@ -199,7 +199,7 @@ def test_nobody_answers(start: Start) -> None:
     ]
     code, message = end(processes[0])
     assert code == 1
-    assert f"rank 1: nobody answers at 127.0.0.1:{port} within 2 s" in message
+    assert f"rank 1: no answer from 127.0.0.1:{port} within 2 s" in message
     assert len(message.splitlines()) == 1
     assert end(processes[1]) == (1, "")
 
@@ -209,7 +209,7 @@ def test_nobody_answers(start: Start) -> None:
     [
         ({"MASTER_ADDR": ""}, "MASTER_ADDR not set"),
         ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT not set"),
-        ({"MASTER_PORT": "29500x"}, "MASTER_PORT=29500x is no port"),
+        ({"MASTER_PORT": "29500x"}, "MASTER_PORT=29500x is not a port"),
     ],
 )
 def test_an_address_that_is_none(more: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def test_a_restart_finds_nothing_of_what_was_before(monkeypatch: pytest.MonkeyPa
     assert not rendezvous.meet({}).check(["left"])
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(rendezvous.RendezvousError, match="1 of 2 ranks have not come"):
+    with pytest.raises(rendezvous.RendezvousError, match="1 of 2 ranks have not arrived"):
         rendezvous.meet({})
 
 
@@ -250,7 +250,7 @@ def test_a_node_that_does_not_come(start: Start) -> None:
     [port] = free_ports(1)
     code, message = end(node(start, 0, port, HYBRID3D_RENDEZVOUS_SECONDS="2"))
     assert code == 1
-    assert message.startswith(f"1 of 2 nodes have not come to 127.0.0.1:{port} within 2 s")
+    assert message.startswith(f"1 of 2 nodes have not arrived at 127.0.0.1:{port} within 2 s")
     assert len(message.splitlines()) == 1
 
 
@@ -273,9 +273,9 @@ def test_a_node_that_is_not_told_who_it_is(start: Start) -> None:
 @pytest.mark.parametrize(
     ("gpus", "here", "settings", "said"),
     [
-        (4, 8, [], "8 ranks were started on .*, which shows them 4 GPUs"),
+        (4, 8, [], "8 ranks were started on .*, but only 4 GPUs are visible to them"),
         (1, 8, [], "neither --gpus-per-task"),
-        (8, 4, [], "4 ranks were started on .* made for 8 a node: start as many, or set machine.gpus_per_node=4"),
+        (8, 4, [], "4 ranks were started on .* expects 8 per node: start that many, or set machine.gpus_per_node=4"),
     ],
 )
 def test_gpus_of_a_node(gpus: int, here: int, settings: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,19 +63,19 @@ def test_a_shell_on_a_node_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2: expected an integer from 0 to 1, as WORLD_SIZE=2"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2: expected an integer from 0 to 1, because WORLD_SIZE=2"),
         ({"RANK": "0"}, "WORLD_SIZE is not set, expected an integer from 1 to 1,048,576: the launcher sets it"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: expected an integer from 0 to 1, as WORLD_SIZE=2"),
-        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK='': expected an integer from 0 to 1, as WORLD_SIZE=2"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: expected an integer from 0 to 1, because WORLD_SIZE=2"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK='': expected an integer from 0 to 1, because WORLD_SIZE=2"),
         (
             {"WORLD_SIZE": "4"},
-            "WORLD_SIZE=4: RANK is not set: unset this too, or start through torchrun or srun, which set both",
+            "WORLD_SIZE=4: RANK is not set: unset this too, or start with torchrun or srun, which set both",
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
-            "LOCAL_RANK=2: expected an integer from 0 to 1, as LOCAL_WORLD_SIZE=2",
+            "LOCAL_RANK=2: expected an integer from 0 to 1, because LOCAL_WORLD_SIZE=2",
         ),
-        ({"HYBRID3D_RUN": "*"}, "HYBRID3D_RUN=*: no name for a run, expected 1 to 100 letters"),
+        ({"HYBRID3D_RUN": "*"}, "HYBRID3D_RUN=*: not a valid name of a run, expected 1 to 100 letters"),
         ({"HYBRID3D_RENDEZVOUS_SECONDS": "nan"}, "HYBRID3D_RENDEZVOUS_SECONDS=nan: expected seconds, from 0.001 to"),
         (
             {"SLURM_STEP_ID": "0"},

@@ -217,9 +217,9 @@ def test_a_worker_waits_for_what_it_adopts(mark: str) -> None:
 
 def test_the_first_reason_counts(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.failure"
-    assert worker._leave(path, {"reason": "first"}, first=True)
+    assert worker._write_failure(path, {"reason": "first"}, exclusive=True)
     with pytest.raises(FileExistsError):
-        worker._leave(path, {"reason": "second"}, first=True)
+        worker._write_failure(path, {"reason": "second"}, exclusive=True)
     assert [json.loads(one.read_text()) for one in tmp_path.iterdir()] == [{"reason": "first"}]
 
 

@@ -227,11 +227,11 @@ def test_each_key_that_differs_is_told_with_both_values(run: Path, refused: Refu
     told = refused("train", "recipe.yaml", *overrides).splitlines()
     assert told[1] == f"  {run} holds a run of another recipe ({run}/recipe.yaml):"
     assert sorted(line.strip() for line in told[2:5]) == [
-        "algorithm.clip is 0.3, the run began with null",
-        "optimizer.lr is 1.0, the run began with 0.0001",
-        "run.seed is 7, the run began with 1",
+        "algorithm.clip is 0.3, the run started with null",
+        "optimizer.lr is 1.0, the run started with 0.0001",
+        "run.seed is 7, the run started with 1",
     ]
-    assert "and write what a run may change (algorithm.clip, optimizer.lr) to" in told[5]
+    assert "and write those that may change during a run (algorithm.clip, optimizer.lr) to" in told[5]
     assert f"{run}/control.yaml" in told[5]
     assert "choose another name" in told[5]
     assert len(told) == 6
@@ -240,14 +240,14 @@ def test_each_key_that_differs_is_told_with_both_values(run: Path, refused: Refu
 
 def test_a_section_that_is_gone(run: Path, refused: Refused) -> None:
     told = refused("train", "recipe.yaml", "rollout=null", "algorithm={name: sft, prompts_per_step: 4}")
-    assert "algorithm.name is sft, the run began with grpo" in told
-    assert "rollout is null, the run began with a section" in told
+    assert "algorithm.name is sft, the run started with grpo" in told
+    assert "rollout is null, the run started with a section" in told
     assert "rollout.tp" not in told
 
 
 def test_many_keys(run: Path, refused: Refused) -> None:
     (run / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"schedule": {1: {"optimizer.lr": 1.0}}}))
-    assert "schedule.1.optimizer.lr is absent, the run began with 1.0" in refused("train", "recipe.yaml")
+    assert "schedule.1.optimizer.lr is absent, the run started with 1.0" in refused("train", "recipe.yaml")
     schedule = {step: {"optimizer.lr": 1.0} for step in range(1, 31)}
     (run / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"schedule": schedule}))
     told = refused("train", "recipe.yaml").splitlines()

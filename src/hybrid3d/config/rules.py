@@ -10,7 +10,7 @@ from hybrid3d.config.unused_settings import unused_settings
 
 if TYPE_CHECKING:
     from hybrid3d.config.recipe import Recipe
-    from hybrid3d.config.sections.learning import Optimizer
+    from hybrid3d.config.sections.learning import Kl, Optimizer
 
 
 def validate_recipe(recipe: Recipe) -> Iterator[str]:
@@ -21,21 +21,7 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
     algorithm, kl, optimizer = recipe.algorithm, recipe.algorithm.kl, recipe.optimizer
     if algorithm.generates and recipe.rollout is None:
         yield f"rollout: missing, and algorithm.name={algorithm.name} generates: give max_model_len and max_new_tokens"
-    if kl.where == "none" and kl.coef > 0:
-        yield f"algorithm.kl.coef={kl.coef} has no effect with algorithm.kl.where=none: set where: loss, or coef: 0"
-    if kl.where == "loss" and kl.estimator == "k1":
-        yield "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, or where: reward"
-    answers = recipe.sequences_per_step
-    if kl.target is not None and answers >= 5 * kl.horizon:  # a step's smallest factor, 1 - 0.2 answers / horizon, <= 0
-        yield (
-            f"algorithm.kl.horizon={kl.horizon} is too short for the {answers} answers of a step, which could change "
-            f"the coefficient's sign: at least {answers // 5 + 1}; {10 * answers} is ten steps"
-        )
-    if kl.target is not None and kl.coef == 0:
-        yield (
-            f"algorithm.kl.target={kl.target} is approached by multiplying algorithm.kl.coef=0, which stays 0: "
-            "set it above 0"
-        )
+    yield from _check_kl(kl, recipe.sequences_per_step)
     if algorithm.correction.kind.endswith("mask") and algorithm.correction.low >= algorithm.correction.high:
         low, high = algorithm.correction.low, algorithm.correction.high
         yield f"algorithm.correction.low={low} is not below algorithm.correction.high={high}"
@@ -86,6 +72,24 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
         yield (
             f"reward.overlong_buffer={buffer} penalizes every answer of rollout.max_new_tokens={max_new_tokens}: "
             f"at most {max_new_tokens - 1}"
+        )
+
+
+def _check_kl(kl: Kl, answers: int) -> Iterator[str]:
+    """Yield the contradictions between settings of the KL, for a step with this many answers."""
+    if kl.where == "none" and kl.coef > 0:
+        yield f"algorithm.kl.coef={kl.coef} has no effect with algorithm.kl.where=none: set where: loss, or coef: 0"
+    if kl.where == "loss" and kl.estimator == "k1":
+        yield "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, or where: reward"
+    if kl.target is not None and answers >= 5 * kl.horizon:  # a step's smallest factor, 1 - 0.2 answers / horizon, <= 0
+        yield (
+            f"algorithm.kl.horizon={kl.horizon} is too short for the {answers} answers of a step, which could change "
+            f"the coefficient's sign: at least {answers // 5 + 1}; {10 * answers} is ten steps"
+        )
+    if kl.target is not None and kl.coef == 0:
+        yield (
+            f"algorithm.kl.target={kl.target} is approached by multiplying algorithm.kl.coef=0, which stays 0: "
+            "set it above 0"
         )
 
 
