@@ -1,4 +1,4 @@
-"""What a user gets wrong, through the command line: exit code 2, one clear message, and no rank started."""
+"""Tests users' mistakes on the command line: exit code 2, one clear message, and no rank started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SFT = ["rollout=null", "algorithm.name=sft", "algorithm.samples_per_prompt=1"]
 
 @pytest.fixture
 def work(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: a recipe, a model and data with which nothing is wrong."""
+    """Create a valid recipe, model and data in the current folder."""
     write_inputs(tmp_path, demo)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -35,7 +35,7 @@ def work(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Launches, which only look as if they had happened."""
+    """Record launches without starting ranks."""
     from hybrid3d.launch import launcher
 
     launches: list[list[str]] = []
@@ -50,7 +50,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(work: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Runs a command that must be refused, and returns its message."""
+    """Run a command that must be refused, and return its message."""
 
     def run(*arguments: str) -> str:
         capsys.readouterr()
@@ -66,7 +66,7 @@ def refused(work: Path, started: list[list[str]], capsys: pytest.CaptureFixture[
 
 
 def check_message(message: str) -> None:
-    """One message: a line of what is wrong, or of what it is wrong with and a line for each problem."""
+    """Check that a message is one line, or a heading with a line per problem."""
     first, *more = message.splitlines()
     assert first.strip()
     assert all(line.startswith("  ") for line in more)
@@ -74,7 +74,7 @@ def check_message(message: str) -> None:
 
 
 def refused_process(work: Path, *arguments: str) -> str:
-    """As `refused`, in a process of its own, with all that libraries might print."""
+    """Run `refused` in a new process, including everything that libraries print."""
     command = [sys.executable, "-m", "hybrid3d", *arguments]
     done = subprocess.run(command, cwd=work, env=environment("cli"), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
@@ -191,7 +191,7 @@ def test_answers_that_are_too_long(work: Path, refused: Refused) -> None:
 
 
 def finished_run(work: Path, **changes: Any) -> Path:
-    """A run's folder with a checkpoint of step 3, as far as can be seen before anything starts."""
+    """Create a run's folder with a fake checkpoint of step 3."""
     run = work / "runs" / "tried"
     (run / "checkpoints" / "step-000003").mkdir(parents=True)
     (run / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | changes))
@@ -279,7 +279,7 @@ def test_a_tied_head_that_is_another_than_the_embedding(work: Path, refused: Ref
 
 
 def with_table(monkeypatch: pytest.MonkeyPatch, final_norm: RowMap | None) -> None:
-    """Qwen2's table with other rows for Megatron's final norm; None leaves it out."""
+    """Return Qwen2's table with other rows for Megatron's final norm; None removes it."""
     family = families.FAMILIES["Qwen2ForCausalLM"]
     tensors = {**family.tensors, "decoder.final_layernorm.weight": final_norm}
     kept = {name: rows for name, rows in tensors.items() if rows is not None}
@@ -287,7 +287,7 @@ def with_table(monkeypatch: pytest.MonkeyPatch, final_norm: RowMap | None) -> No
 
 
 class Padding:
-    """Rows that no checkpoint has."""
+    """Rows that are not in a checkpoint."""
 
     def strips(self, rows: int, config: Config) -> list[Strip]:
         return [Strip(0, rows, None)]

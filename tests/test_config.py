@@ -1,4 +1,4 @@
-"""Recipes: what loads, and what each mistake is answered with. Messages are part of the product: they are exact."""
+"""Tests reading recipes: valid ones load, and every mistake gets an exact message, which is part of the interface."""
 
 import pickle
 import subprocess
@@ -216,7 +216,7 @@ def test_overrides_are_yaml_and_may_add_a_section(load: Any) -> None:
 
 
 def test_overrides_fill_a_section_that_is_null(load: Any) -> None:
-    """As `recipe_to_yaml` writes the rollout of a recipe that has none."""
+    """`recipe_to_yaml` writes `rollout: null` for a recipe without rollout."""
     overrides = ["rollout.max_model_len=9", "rollout.max_new_tokens=3"]
     assert load(recipe_to_yaml(load(SFT)), overrides).rollout == Rollout(max_model_len=9, max_new_tokens=3)
 

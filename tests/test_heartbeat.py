@@ -1,4 +1,4 @@
-"""Signs of life between ranks, without ranks: threads of one process at a store of their own."""
+"""Tests heartbeats between ranks, with the threads of one process and a store of its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    """What a rank would do about another that is lost, in order."""
+    """Record, in order, what a rank would do about a lost rank."""
     done: Told = []
     monkeypatch.setattr(heartbeat.os, "kill", lambda pid, number: done.append(("kill", (pid, number))))
     monkeypatch.setattr(heartbeat.os, "_exit", lambda code: done.append(("exit", code)))
@@ -45,7 +45,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 
 @pytest.fixture(autouse=True)
 def nothing_beats_on() -> Iterator[None]:
-    """No thread of a test that could find its store gone in the tests after it."""
+    """Stop all heartbeat threads after a test, before its store is gone."""
     yield
     threads = [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
     for thread in threads:
@@ -73,7 +73,7 @@ def wait(holds: Callable[[], bool], seconds: float) -> None:
 
 
 def test_silence_is_told_before_the_process_that_is_silent_is_killed(store: dist.Store, told: Told) -> None:
-    """Its death has the launcher end all ranks, and nobody could tell any more."""
+    """Its death makes the launcher end all ranks, after which no rank could report it."""
     first, second = begin(store, told)
     second._stopped.set()  # silent without a word
     wait(lambda: len(told) >= 3, 5 * LIMIT)
@@ -86,7 +86,7 @@ def test_silence_is_told_before_the_process_that_is_silent_is_killed(store: dist
 
 
 def test_what_cannot_be_told_is_acted_upon(store: dist.Store, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the disk is full: the run would hang without a watcher."""
+    """If reporting fails, as on a full disk, the run must still end."""
     monkeypatch.setattr(threading, "excepthook", lambda args: told.append(("raised", args.exc_type)))
     first, second = begin(store, told)
     first._on_lost = lambda rank, said: os.close(-1)

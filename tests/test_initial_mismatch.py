@@ -19,7 +19,7 @@ from hybrid3d.config import load_recipe
 from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, EngineMismatch, Guard
 from hybrid3d.run.record import Record
 from run_ranks import environment
-from test_guard import TurnResult
+from test_health import TurnResult
 
 # ---- the guard alone
 

@@ -1,4 +1,4 @@
-"""What a launcher says to a rank: read in one place, and refused by the variable's name where it is wrong."""
+"""Tests reading a launcher's environment variables, and that invalid ones are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's folder: one start at a time, records that survive a kill, and what is said of events."""
+"""Tests the folder of a run: its lock, records that survive a kill, and printed events."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_what_a_reward_says_is_no_markup(tmp_path: Path) -> None:
 
 
 class Written:
-    """In the place of a `Writing`."""
+    """A fake checkpoint writer."""
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -1,4 +1,4 @@
-"""What is wrong with a run's folder, with what `eval` and `export` need, or with where an export goes: at once."""
+"""Tests that problems with a run's folder and with inputs and targets of `eval` and `export` are found early."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def run(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run with a checkpoint of step 3, as far as is seen without reading it, in the current folder."""
+    """Create a run with a fake checkpoint of step 3 in the current folder."""
     write_inputs(tmp_path, demo)
     monkeypatch.chdir(tmp_path)
     run = Path("runs/tried")
@@ -40,7 +40,7 @@ def run(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Launches, which only look as if they had happened."""
+    """Record launches without starting ranks."""
     launches: list[list[str]] = []
     monkeypatch.setattr(launcher, "launch", lambda arguments, *unused: launches.append(arguments) or cli.FAILED)
     return launches
@@ -142,7 +142,7 @@ def test_a_place_without_room(run: Path, refused: Refused, monkeypatch: pytest.M
 
 
 def test_an_export_takes_its_room_before_anything_is_written(tmp_path: Path) -> None:
-    """Its files are written as memory: a rank that finds no room then is killed, and says nothing."""
+    """Its files are memory-mapped: a rank that runs out of disk space would be killed without a message."""
     create_files(tmp_path, {"a": Entry("model.safetensors", (1 << 20,), "float32")})
     found = (tmp_path / "model.safetensors").stat()
     assert found.st_blocks * 512 >= found.st_size > 4 << 20

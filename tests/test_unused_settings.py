@@ -1,4 +1,4 @@
-"""Settings that nothing reads are refused, each where it has no effect, and accepted where it has one."""
+"""Tests that settings are refused where they have no effect, and accepted where they have one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a guard allows, says and does, told numbers by hand."""
+"""Tests what a guard accepts, reports and does, with given metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybrid3d.run.record import Record
 
 
 class TurnResult:
-    """In a record's place, it keeps the events."""
+    """A fake `Record` that stores events."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -52,7 +52,7 @@ def test_a_spike_is_by_the_median_of_what_was_allowed() -> None:
 
 
 def test_steps_that_teach_nothing_make_no_spike_of_the_next() -> None:
-    """Their norms are 0, or all but 0; and what is not even clipped is no spike."""
+    """Their norms are 0 or close to 0; norms up to `clip_grad` are never spikes."""
     guard, _ = guard_of(spike=2.0)
     assert all(guard.accepts_grad_norm(0.0) for _ in range(2 * MIN_GRAD_NORMS))
     assert guard.accepts_grad_norm(100.0)

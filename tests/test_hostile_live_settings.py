@@ -1,4 +1,4 @@
-"""Whatever stands in a run's `control.yaml`, it is refused and told, and the run goes on."""
+"""Tests that any invalid `control.yaml` is refused and reported, and that the run continues."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ TEXTS: dict[str, str | bytes] = {
 
 
 class Said:
-    """Stands for a `Record`: remembers events, which must be writable as it writes them."""
+    """A fake `Record` that stores events, which must be serializable as JSON."""
 
     def __init__(self, folder: Path):
         self.folder = SimpleNamespace(control=folder / "control.yaml")
@@ -108,7 +108,7 @@ def control(tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: p
 
 
 def goes_on(control: Control) -> list[dict[str, Any]]:
-    """Two steps with what stands there, and one with a good file: what was told at the first."""
+    """Take two steps with this file and one with a valid file, and return the event of the first."""
     said, path = control._record, control._record.folder.control
     before, began = control.recipe, time.monotonic()
     assert control.before(1) == before
@@ -156,7 +156,7 @@ def test_what_is_no_file(control: Control, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_damaged_files(control: Control) -> None:
-    """A good file with bytes changed, cut out or doubled: it is taken or refused, and nothing else comes of it."""
+    """A valid file with bytes changed, removed or duplicated is either applied or refused."""
     good = yaml.safe_dump({"optimizer": {"lr": 3e-4}, "algorithm": {"kl": {"coef": 0.01}}, "run": {"eval_every": 3}})
     dice, path = random.Random(1), control._record.folder.control
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Settings that change during a run: which may, what is refused, what a resumed run knows; and less memory."""
+"""Tests settings that change during a run, refused changes, their state after a resume, and out-of-memory recovery."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def recipe(tiny_checkpoint: Callable[..., Path]) -> Recipe:
 
 
 class Said:
-    """Stands for a `Record`: remembers events."""
+    """A fake `Record` that stores events."""
 
     def __init__(self, folder: Path):
         self.folder = RunFolder(folder)
@@ -50,7 +50,7 @@ class Said:
 
 
 class Follower:
-    """Remembers the last recipe that it was told of."""
+    """Stores the last recipe that it received."""
 
     recipe: Recipe | None = None
 
@@ -60,7 +60,7 @@ class Follower:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is rank 0, and there are no others."""
+    """Make this process rank 0 of one rank."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(control_module.ranks, "first", lambda value: value)
     monkeypatch.setattr(control_module, "STABLE_SECONDS", 0)
@@ -244,7 +244,7 @@ def test_a_file_that_cannot_be_read_is_told_once(recipe: Recipe, begin: Begin) -
 def test_a_file_that_is_being_written_is_not_believed(
     recipe: Recipe, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as it changes: what an editor had written of a number is a number too."""
+    """A partially written number would also be a valid number."""
     control, said, _ = begin(recipe)
     drafts = ["optimizer.lr: 1", "optimizer.lr: 1.0e-", "optimizer.lr: 1.0e-6"]
     said.folder.control.write_text("")
@@ -258,7 +258,7 @@ def test_a_file_that_is_being_written_is_not_believed(
 
 
 def test_what_stands_there_unchanged_does_not_come_back(recipe: Recipe, begin: Begin) -> None:
-    """Over a schedule that has come since; until it is edited."""
+    """An unchanged line does not override a later schedule until it is edited."""
     control, said, _ = begin(scheduled(recipe, {2: {"optimizer.lr": 1e-5}}))
     said.folder.control.write_text("optimizer.lr: 0.5\n# nothing else\n")
     assert control.before(1).optimizer.lr == 0.5
@@ -312,7 +312,7 @@ def test_what_memory_has_taken_is_held(recipe: Recipe, begin: Begin) -> None:
 
 
 def test_what_is_held_must_be_a_setting_too(recipe: Recipe, begin: Begin) -> None:
-    """Or a checkpoint could not be written, which has what the file said, as JSON."""
+    """Otherwise the checkpoint, which stores the file's settings as JSON, could not be written."""
     control, said, _ = begin(recipe, micro_batch_size=16)
     said.folder.control.write_text("train.micro_batch_size: 2024-01-01\nsync.verify: always")
     assert control.before(0).sync.verify == "never"
@@ -322,7 +322,7 @@ def test_what_is_held_must_be_a_setting_too(recipe: Recipe, begin: Begin) -> Non
 
 
 def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is(recipe: Recipe) -> None:
-    """But for one that is set."""
+    """Only a changed setting replaces the adaptive coefficient."""
     models = Models(None, None, None, None)  # type: ignore[arg-type]
     learner = Learner(recipe, models, Guard(recipe, None), 0)  # type: ignore[arg-type]
     learner.kl.coef = 0.7
@@ -333,7 +333,7 @@ def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is(recipe: Recipe) -> 
 
 
 def test_a_rate_that_is_set_follows_the_schedule_that_there_was() -> None:
-    """Four steps of warm-up, then half a cosine down to `min_lr` at step 12."""
+    """Four steps of warmup, then half a cosine down to `min_lr` at step 12."""
     from hybrid3d.train.megatron_model import _scheduler, _set_rate
 
     before = Optimizer(lr=0.1, warmup_steps=4, schedule="cosine", min_lr=0.01)
@@ -431,7 +431,7 @@ def test_the_launcher_sees_who_ran_out(tmp_path: Path) -> None:
 
 
 def test_settings_as_yaml_writes_them_are_known(recipe: Recipe) -> None:
-    """`settings_of` against what a recipe's YAML has."""
+    """`settings_of` has the same keys as the recipe's YAML."""
     written = yaml.safe_load(recipe_to_yaml(recipe))
     for key, value in settings_of(recipe).items():
         here = written
