@@ -1,21 +1,23 @@
-# hybrid3d on NVIDIA GPUs. Not built yet by us: docs/status.md.
+# hybrid3d on NVIDIA GPUs. This image has not been built yet: see docs/status.md.
 #
-# NVIDIA's PyTorch image has a PyTorch of its own, which no released vLLM is compiled for. So the image is used for what
-# lies below Python (CUDA's compiler, cuDNN's headers, RDMA and UCX), and everything above it is in an environment of its
-# own, with the versions of pyproject.toml. 25.11 is the newest with CUDA 13.0: torch's wheels are built with 13.0 (later
-# images have 13.1 to 13.4), and Apex refuses to be compiled with another CUDA than torch was.
+# NVIDIA's PyTorch image has its own PyTorch, which no released vLLM is compiled for. Therefore the image only provides
+# the layers below Python (CUDA's compiler, cuDNN's headers, RDMA and UCX), and the Python packages are installed into a
+# separate environment, with the versions of pyproject.toml. 25.11 is the newest image with CUDA 13.0: torch's wheels
+# are built with 13.0 (later images have 13.1 to 13.4), and Apex refuses to compile with another CUDA version than
+# torch.
 FROM nvcr.io/nvidia/pytorch:25.11-py3
 
-# tests/test_dockerfile.py holds these against pyproject.toml. Everything else is installed from there.
+# tests/test_dockerfile.py compares these with pyproject.toml, from which everything else is installed.
 ARG TORCH_VERSION=2.13.0
 ARG TE_VERSION=2.11.0
-# Apex is not on PyPI. Others compile this commit with CUDA 13 and torch 2.12 and 2.13.
+# Apex is not on PyPI. Others have compiled this commit with CUDA 13 and torch 2.12 and 2.13.
 ARG APEX_COMMIT=becbb77cea4cb54f2929f7c938a0a6f7dd1fdc39
-# A100; H100 and H200; B200. Not called TORCH_CUDA_ARCH_LIST: the image sets that one, and would win.
+# A100; H100 and H200; B200. Not called TORCH_CUDA_ARCH_LIST, because the image sets that variable, which would win.
 ARG CUDA_ARCHS="8.0;9.0;10.0"
 ARG MAX_JOBS=8
 
-# The image pins its own Python packages for pip, and puts its own PyTorch on the library path: neither may reach ours.
+# The image pins its own Python packages for pip and puts its own PyTorch on the library path; disable both for the
+# environment.
 ENV PIP_CONSTRAINT="" \
     PIP_NO_CACHE_DIR=1 \
     LD_LIBRARY_PATH=/usr/local/cuda/compat/lib:/usr/local/nvidia/lib:/usr/local/nvidia/lib64 \
@@ -24,15 +26,15 @@ ENV PIP_CONSTRAINT="" \
 RUN python3 -m venv --without-pip $VIRTUAL_ENV \
     && pip --python $VIRTUAL_ENV/bin/python install pip
 
-# From what changes least to what changes most: torch, what is compiled against it, what is downloaded, this package.
-# wheel is pinned: a later one may lack the module that Transformer Engine builds with.
+# Ordered from what changes least to what changes most: torch, packages compiled against it, downloaded packages, this
+# package. wheel is pinned, because a later version may lack the module that Transformer Engine builds with.
 RUN pip install "setuptools>=78.1.1,<81" wheel==0.48.0 packaging ninja pybind11 torch==$TORCH_VERSION
 
-# Compiled here: in this image Transformer Engine would otherwise look for a wheel made for the image's own PyTorch.
+# Compiled here, because in this image Transformer Engine would otherwise look for a wheel for the image's own PyTorch.
 RUN NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE \
     pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]==$TE_VERSION"
 
-# Gradients of the output layer are added up in place (fused_weight_gradient_mlp_cuda); fused Adam where TE has none.
+# Accumulates gradients of the output layer in place (fused_weight_gradient_mlp_cuda); fused Adam where TE has none.
 RUN TORCH_CUDA_ARCH_LIST="$CUDA_ARCHS" pip install --no-build-isolation --no-deps \
     --config-settings="--build-option=--cpp_ext" --config-settings="--build-option=--cuda_ext" \
     git+https://github.com/NVIDIA/apex.git@$APEX_COMMIT
@@ -48,13 +50,13 @@ COPY src src
 RUN pip install --no-deps --no-build-isolation .
 COPY recipes recipes
 
-# Not root. Files that a run writes belong to this id: with --build-arg USER_ID=$(id -u) they are yours.
+# Do not run as root. Files that a run writes belong to this user id: use --build-arg USER_ID=$(id -u) for your own.
 ARG USER_ID=1000
 RUN useradd --non-unique --uid $USER_ID --home-dir /home/hybrid3d hybrid3d \
     && mkdir runs && chown $USER_ID /home/hybrid3d runs
 USER hybrid3d
 
-# The engines import, and the driver shows a GPU: it is counted without being used, so a run loses no memory to this.
+# Checks that the engines can be imported and that a GPU is visible. Counting GPUs does not use GPU memory.
 HEALTHCHECK --interval=5m --timeout=2m --start-period=2m --retries=2 \
     CMD python -c "import torch, megatron.core, transformer_engine.pytorch, vllm; \
         assert torch.cuda.device_count() > 0, 'no GPU: run with --gpus all'"

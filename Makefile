@@ -1,4 +1,4 @@
-# Everything runs inside .venv, which the first target that needs it builds.
+# All targets use .venv, which the first target that needs it creates.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,12 +12,12 @@ DEMO_STAMP := $(VENV)/.installed-demo
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
-setup: $(STAMP) ## build .venv from requirements/cpu.txt (PYTHON=... chooses the interpreter)
+setup: $(STAMP) ## create .venv from requirements/cpu.txt (PYTHON=... chooses the interpreter)
 
 $(STAMP): requirements/cpu.txt requirements/torch_build.py pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 13) or sys.exit("hybrid3d needs Python 3.11 or 3.12, but $(PYTHON) is %d.%d: run make PYTHON=/path/to/python3.11" % v[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing PyTorch into $(VENV), in the build that pip offers, with what that build needs"
+	@echo "Installing the PyTorch build that pip selects, and its dependencies, into $(VENV)"
 	@$(PIP) -c requirements/cpu.txt torch
 	@$(BIN)/python requirements/torch_build.py
 	@echo "Installing $$(grep -c '^[^#].*==' requirements/cpu.txt) pinned packages into $(VENV): some minutes, about 3 GB"
@@ -36,13 +36,13 @@ $(DEMO_STAMP): requirements/demo.txt $(STAMP)
 	@$(PIP) --no-deps -r requirements/demo.txt
 	@touch $@
 
-test: lint ## lint, and every test but the slow ones (what CI runs)
+test: lint ## lint, and all tests except the slow ones (what CI runs)
 	$(BIN)/pytest -m "not slow" --durations=40
 
 test-fast: $(STAMP) ## the tests that start no processes and import no engine: 60 s
 	$(BIN)/pytest -m "not slow and not engines and not processes"
 
-test-all: lint $(DEMO_STAMP) ## lint, and every test
+test-all: lint $(DEMO_STAMP) ## lint, and all tests
 	$(BIN)/pytest
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
@@ -50,7 +50,7 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP) ## let ruff sort imports, mend what it can, and format
+format: $(STAMP) ## sort imports, fix what ruff can fix, and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

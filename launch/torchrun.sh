@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The body of every script in torchrun/: torchrun.sh RECIPE [key=value ...], on each of the nodes.
-# NODES and GPUS_PER_NODE come from the script; NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, as torchrun knows them,
-# from the environment. One process per GPU.
+# Shared by all scripts in torchrun/: torchrun.sh RECIPE [key=value ...], on each node. Starts one process per GPU.
+# NODES and GPUS_PER_NODE come from the script; torchrun's NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT come from the
+# environment.
 set -euo pipefail
 recipe=$1
 shift
@@ -18,11 +18,12 @@ fi
 NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
 
-# Names shared memory. Of its own for each start: what a killed start left behind would stop the next.
+# Shared memory is named after the run. The name differs for each start, so that leftovers of a killed start do not
+# block the next.
 export HYBRID3D_RUN=${HYBRID3D_RUN:-hybrid3d-$(date +%s)-$$}
 
 bash launch/prepare-node.sh "$ranks_per_node" "$world_size"
-if ((NNODES > 1)); then # torchrun itself would wait for long, and end in a traceback
+if ((NNODES > 1)); then # torchrun itself would wait for fifteen minutes and fail with a traceback
     RANK=$NODE_RANK WORLD_SIZE=$NNODES MASTER_ADDR=$MASTER_ADDR MASTER_PORT=$MASTER_PORT \
         "$PYTHON" -m hybrid3d.launch.rendezvous "$recipe" "$@"
 fi

@@ -1,4 +1,4 @@
-"""Runs hybrid3d's commands as a user does."""
+"""Runs hybrid3d's commands as a user would."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def experts_folder(folder: Path, demo: Path, family: str) -> Path:
-    """Lay out `folder` for the demo recipe with a tiny model of `family`, and return the model's folder."""
+    """Prepare `folder` for the demo recipe with a tiny model of `family`, and return the model's folder."""
     (folder / "build").mkdir()
     (folder / "build" / "demo").symlink_to(demo)
     model = make_checkpoint(folder / "model", family, seed=1, vocab_size=600)  # the demo's tokenizer fits in
@@ -31,7 +31,7 @@ EXPERTS = ["model.path=model", "run.eval_every=100", "train.micro_batch_size=8",
 def hybrid3d(folder: Path, *arguments: str, timeout: float = 600, expect: int = 0, also: Path | None = None) -> str:
     """Run `hybrid3d ARGUMENTS` in `folder` and return what it printed; it must end with the expected exit code.
 
-    What is in the folder `also` can be imported too, a `sitecustomize` among it.
+    Modules in the folder `also` can be imported too, including a `sitecustomize`.
     """
     return python(folder, "-m", "hybrid3d", *arguments, timeout=timeout, expect=expect, also=also)
 
@@ -51,17 +51,17 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
 
 
 def is_time(key: str) -> bool:
-    """Whether a metric may differ between two runs of the same seed."""
+    """Return whether a metric may differ between two runs of the same seed."""
     return key.startswith("time/") or key.endswith(("seconds", "per_second"))
 
 
 def without(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
-    """Rows without times, and without what the caller expects to differ."""
+    """Return rows without times and without the given keys."""
     return [{k: v for k, v in row.items() if not is_time(k) and k not in keys} for row in rows]
 
 
 def answers_of(folder: Path, engine: str, checkpoint: Path, data: Path, max_new_tokens: int) -> dict[str, Any]:
-    """Greedy answers and accuracy of a checkpoint, by `transformers` or by a plain `vllm`."""
+    """Return greedy answers and accuracy of a checkpoint, by `transformers` or by plain `vllm`."""
     out = folder / f"{engine}.json"
     script = str(ROOT / "tests" / "answers.py")
     python(folder, script, engine, str(checkpoint), str(data), str(max_new_tokens), str(out))

@@ -1,4 +1,4 @@
-"""Runs whose ranks are all killed at once, at a moment of one's choice."""
+"""Starts runs and kills all ranks at once at a chosen moment."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Moment = Callable[[Path], bool]
 
 
 def after(rows: int) -> Moment:
-    """As soon as a run has measured so many steps."""
+    """Return the condition that a run has recorded this many steps."""
     return lambda run: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text().count("\n") >= rows
 
 
 def writing(updates: int) -> Moment:
-    """While it writes the checkpoint after so many updates."""
+    """Return the condition that a run is writing the checkpoint after this many updates."""
     return lambda run: (run / "checkpoints" / f"step-{updates:06d}.partial").exists()
 
 
 def start_and_kill(folder: Path, arguments: list[str], run: Path, moment: Moment, delay: float) -> bool:
-    """Run `hybrid3d train ARGUMENTS` and kill its ranks so many seconds after the moment; whether it came to that.
+    """Run `hybrid3d train ARGUMENTS`, kill its ranks some seconds after the moment, and return whether it occurred.
 
-    Nothing of it may live on: neither the launcher nor what ranks have forked.
+    Check that neither the launcher nor processes forked by ranks survive.
     """
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "hybrid3d", "train", *arguments]
@@ -64,14 +64,14 @@ def start_and_kill(folder: Path, arguments: list[str], run: Path, moment: Moment
 
 
 def _starts(run: Path) -> int:
-    """How often a run has begun or gone on: until it does, its folder tells of the one that was killed before."""
+    """Count the starts and resumes of a run, whose folder has the records of a killed run until it starts."""
     events = run / "events.jsonl"
     told = events.read_text() if events.exists() else ""
     return told.count('"event": "start"') + told.count('"event": "resume"')
 
 
 def some_moment(dice: random.Random, steps: int) -> tuple[Moment, float]:
-    """Any step of a run, and a delay within it."""
+    """Return a random step of a run, and a delay within it."""
     return after(dice.randint(1, steps)), dice.uniform(0, 1.0)  # of a tiny run: about as long as a step
 
 

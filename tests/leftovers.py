@@ -1,4 +1,4 @@
-"""What sandboxes may leave behind, which is nothing."""
+"""Checks that sandboxes leave nothing behind."""
 
 import os
 import tempfile
@@ -9,13 +9,13 @@ import pytest
 
 
 def children() -> set[str]:
-    """Processes that this one has started."""
+    """Return the child processes of this process."""
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """No process below this one, no folder of a sandbox, no descriptor more than before."""
+    """Check that no child process, sandbox folder or additional file descriptor is left."""
     before, descriptors = children(), len(os.listdir("/proc/self/fd"))
     yield
     assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -1,4 +1,4 @@
-"""Runs a job of `tests/jobs/` as several ranks under torchrun, and cleans up after it whatever happens."""
+"""Runs a job of `tests/jobs/` as several ranks under torchrun, and always cleans up after it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TAIL = 60  # lines of output in a failure's message
 
 
 class RanksFailed(AssertionError):
-    """A job failed or hung: the message ends with the output of the rank that failed first."""
+    """Raised if a job fails or hangs; the message ends with the output of the rank that failed first."""
 
 
 def run_ranks(job: Path, ranks: int, arguments: list[str], timeout: float) -> None:
-    """Run `job` with `arguments` as `ranks` processes over gloo; nothing of it lives on afterwards.
+    """Run `job` with `arguments` as `ranks` processes over gloo, and kill all of its processes afterwards.
 
     Raises:
         RanksFailed: a rank failed, or the job ran longer than `timeout` seconds.
@@ -48,14 +48,14 @@ def run_ranks(job: Path, ranks: int, arguments: list[str], timeout: float) -> No
 
 
 def environment(mark: str, **more: str) -> dict[str, str]:
-    """This process's environment for a run of ours: the package from `src`, one thread a rank, nothing looked up."""
+    """Return the environment for a run: the package from `src`, one thread per rank, and no downloads."""
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "src")]))
     ours = {MARK: mark, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return {**os.environ, **ours, **more}
 
 
 def marked(mark: str) -> dict[int, dict[str, str]]:
-    """Every live process of a run and its environment, by pid: ranks have sessions of their own."""
+    """Return the environment of each live process of a run by pid; ranks have their own sessions."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -69,7 +69,7 @@ def marked(mark: str) -> dict[int, dict[str, str]]:
 
 
 def kill_marked(mark: str) -> None:
-    """End every process of a run, and wait until they are gone."""
+    """Kill all processes of a run, and wait until they have exited."""
     for _ in range(100):
         pids = marked(mark)
         if not pids:
@@ -84,13 +84,13 @@ def kill_marked(mark: str) -> None:
 
 
 def left_in_memory(run: str, before: set[Path]) -> list[str]:
-    """Segments that were not there before, but for those that bear the name of another run of this machine."""
+    """Return new shared memory segments, except those of other runs on this machine."""
     new = {path.name for path in SHARED_MEMORY.iterdir()} - {path.name for path in before}
     return sorted(name for name in new if run in name or "hybrid3d-" not in name)
 
 
 def _first_failure(logs: Path) -> str:
-    """The tail of what the first failing rank printed: the one whose traceback was complete before any other's."""
+    """Return the end of the output of the rank whose traceback was complete first."""
     failed = []
     for out in logs.glob("*/attempt_0/*/stderr.log"):
         # `error.json` is there where the job's main function is decorated with torch's `record`

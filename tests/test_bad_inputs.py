@@ -1,4 +1,4 @@
-"""Bad inputs by the thousand, generated: recipes, YAML, command lines and environments. Each is refused by name.
+"""Tests thousands of generated bad inputs: recipes, YAML, command lines and environments. Each is refused by name.
 
 `make test-fast` runs a sample of 200, `make test-all` all of them.
 """
@@ -21,7 +21,7 @@ import sound
 from bad_inputs import Bad, Harness, check_labels, sample
 from hybrid3d import cli
 from hybrid3d.config import Recipe
-from hybrid3d.config.schema import Schedule, section_of
+from hybrid3d.config.schema import Schedule, section_type
 from hybrid3d.launch import launcher
 from test_user_files import BOMB, MERGE_BOMB
 
@@ -42,9 +42,9 @@ BAD_VALUES: dict[Any, tuple[str, ...]] = {
 
 
 def settings(kind: type[Any] = Recipe, path: str = "") -> Iterator[tuple[str, Any, bool]]:
-    """Every key of a recipe: its type, and whether it may be null. A section's type is the section."""
+    """Return each key of a recipe with its type and whether it may be null; a section's type is its dataclass."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        optional, section = NoneType in get_args(hint), section_of(hint)
+        optional, section = NoneType in get_args(hint), section_type(hint)
         plain = next((arg for arg in get_args(hint) if arg is not NoneType), hint) if optional else hint
         yield f"{path}{name}", section or plain, optional
         if section is not None:
@@ -52,7 +52,7 @@ def settings(kind: type[Any] = Recipe, path: str = "") -> Iterator[tuple[str, An
 
 
 def plain_type(hint: Any) -> Any:
-    """int, float, str, bool, or Literal, of a setting."""
+    """Return the plain type of a setting: int, float, str, bool or Literal."""
     while get_origin(hint) is not None and get_origin(hint) is not Literal:
         hint = get_args(hint)[0]
     return Literal if get_origin(hint) is Literal else hint
@@ -85,7 +85,7 @@ def of_recipes() -> Iterator[Bad]:
 
 
 def of_contradictions() -> Iterator[Bad]:
-    """Settings that are refused with others, and layouts that a model does not have."""
+    """Yield settings that contradict others, and layouts that do not fit the model."""
     for given in (
         "train.tp=3 rollout.tp=3 train.pp=3 train.ep=2 train.etp=2 train.cp=2 rollout.dp=3 train.pp=8 train.vpp=3 "
         "rollout.expert_parallel=true train.first_stage_layers=4 train.last_stage_layers=9 train.micro_batch_size=3 "
@@ -107,7 +107,7 @@ def of_contradictions() -> Iterator[Bad]:
 
 
 def of_yaml() -> Iterator[Bad]:
-    """Texts and files that are no recipes."""
+    """Yield texts and files that are not recipes."""
     whole = yaml.safe_dump(RECIPE)
     texts = {
         "recursion": "a: &a [*a, *a]",
@@ -181,7 +181,7 @@ def make_socket(path: Path) -> None:
 
 
 def of_paths() -> Iterator[Bad]:
-    """Paths at which there is no regular file, wherever a command takes one."""
+    """Yield paths without a regular file, for every argument of a command that takes one."""
 
     def fifo(work: Path) -> None:
         (work / "pipe").unlink(missing_ok=True)
@@ -331,7 +331,7 @@ PROCESSES = sample(GIVEN, 36, seed=2)
 
 @pytest.fixture(scope="module")
 def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recipe, a model and data with which nothing is wrong."""
+    """Create a folder with a valid recipe, model and data."""
     folder = tmp_path_factory.mktemp("bad")
     sound.write_inputs(folder, demo, RECIPE)
     return folder
@@ -378,7 +378,7 @@ def test_more_are_refused_as_processes(harness: Harness, case: Bad) -> None:
 
 
 def test_what_is_quoted_stands_as_it_was_written(harness: Harness) -> None:
-    """No emoji for its code, no markup, and every character that a terminal would act upon is made visible."""
+    """Emoji codes and markup are printed literally, and control characters are escaped."""
     for value, said in {
         "':smile:'": "':smile:'",
         "'[red]x[/red]'": "'[red]x[/red]'",

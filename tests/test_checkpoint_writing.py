@@ -18,8 +18,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from hybrid3d.launch import worker
-from hybrid3d.launch.launcher import first_cause
-from hybrid3d.launch.worker import last_words
+from hybrid3d.launch.launcher import find_root_cause
+from hybrid3d.launch.worker import failure_message
 from hybrid3d.run.run_folder import RunFolder
 from hybrid3d.storage.disk import CheckpointWriteError
 from hybrid3d.train import checkpoint, patches, writing
@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.processes]
 
 
 def what_is_said(folder: RunFolder, failures: dict[int, Any]) -> str:
-    cause = first_cause(folder, failures)
-    return last_words(folder, cause["rank"], cause)
+    cause = find_root_cause(folder, failures)
+    return failure_message(folder, cause["rank"], cause)
 
 
 FULL = Path("/dev/full")  # Linux: every write to it fails as on a full disk
@@ -70,7 +70,7 @@ def test_an_end_that_all_ranks_come_to_is_told_once(tmp_path: Path) -> None:
     folder.logs.mkdir()
     for rank in range(2):
         reason = {"rank": rank, "time": rank, "peer": False, "on_all_ranks": True, "reason": "no room for x"}
-        folder.failure_of(rank).write_text(json.dumps(reason))
+        folder.failure_path(rank).write_text(json.dumps(reason))
     assert what_is_said(folder, {}) == "stopped: no room for x"
 
 
@@ -78,10 +78,10 @@ def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     killed = {1: SimpleNamespace(exitcode=-signal.SIGKILL)}
-    log = folder.log_of(1)
+    log = folder.log_path(1)
     assert what_is_said(folder, killed) == f"rank 1 failed: killed by SIGKILL\nits log: {log}"
-    folder.failure_of(0).write_text(json.dumps({"rank": 0, "time": 1, "peer": True, "reason": "lost"}))
-    folder.failure_of(1).write_text(json.dumps({"rank": 1, "time": 2, "peer": False, "reason": "ValueError: x"}))
+    folder.failure_path(0).write_text(json.dumps({"rank": 0, "time": 1, "peer": True, "reason": "lost"}))
+    folder.failure_path(1).write_text(json.dumps({"rank": 1, "time": 2, "peer": False, "reason": "ValueError: x"}))
     assert what_is_said(folder, {}) == f"rank 1 failed: ValueError: x\nits log: {log}"
 
 
@@ -96,9 +96,9 @@ def test_a_reason_is_seen_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "write_text", by_halves)
     reason = {"rank": 0, "reason": "boom"}
-    assert worker._leave(folder.failure_of(0), reason)
+    assert worker._write_failure(folder.failure_path(0), reason)
     assert seen == [[], []]
-    assert json.loads(folder.failure_of(0).read_text()) == reason
+    assert json.loads(folder.failure_path(0).read_text()) == reason
 
 
 def killed(*_: Any) -> None:
@@ -139,13 +139,13 @@ def test_a_writer_that_never_begins(alone: dist.ProcessGroup, tmp_path: Path, mo
         return {"a": ShardedTensor.from_rank_offsets("a", tensor)}
 
     monkeypatch.setattr(patches, "START_SECONDS", 1)
-    monkeypatch.setattr(patches, "die_with", stuck_at_first)
+    monkeypatch.setattr(patches, "kill_when_parent_exits", stuck_at_first)
     writing.CheckpointWriter(state, tmp_path / "step-1", {}, beside=True, group=alone).finish()
     assert dist_checkpointing.load(state(), str(tmp_path / "step-1"))["a"].equal(tensor)
     with pytest.raises(ProcessLookupError):
         os.kill(int(forked.read_text()), 0)
     monkeypatch.setattr(patches, "START_TRIES", 2)
-    monkeypatch.setattr(patches, "die_with", lambda rank: time.sleep(60))
+    monkeypatch.setattr(patches, "kill_when_parent_exits", lambda rank: time.sleep(60))
     with pytest.raises(CheckpointWriteError, match="has started in 2 x 1 seconds"):
         writing.CheckpointWriter(state, tmp_path / "step-2", {}, beside=False, group=alone).finish()
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-1"]

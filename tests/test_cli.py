@@ -1,4 +1,4 @@
-"""What a user gets wrong, through the command line: exit code 2, one clear message, and no rank started."""
+"""Tests users' mistakes on the command line: exit code 2, one clear message, and no rank started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SFT = ["rollout=null", "algorithm.name=sft", "algorithm.samples_per_prompt=1"]
 
 @pytest.fixture
 def work(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: a recipe, a model and data with which nothing is wrong."""
+    """Create a valid recipe, model and data in the current folder."""
     write_inputs(tmp_path, demo)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -35,7 +35,7 @@ def work(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Launches, which only look as if they had happened."""
+    """Record launches without starting ranks."""
     from hybrid3d.launch import launcher
 
     launches: list[list[str]] = []
@@ -50,7 +50,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(work: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Runs a command that must be refused, and returns its message."""
+    """Run a command that must be refused, and return its message."""
 
     def run(*arguments: str) -> str:
         capsys.readouterr()
@@ -66,7 +66,7 @@ def refused(work: Path, started: list[list[str]], capsys: pytest.CaptureFixture[
 
 
 def check_message(message: str) -> None:
-    """One message: a line of what is wrong, or of what it is wrong with and a line for each problem."""
+    """Check that a message is one line, or a heading with a line per problem."""
     first, *more = message.splitlines()
     assert first.strip()
     assert all(line.startswith("  ") for line in more)
@@ -74,7 +74,7 @@ def check_message(message: str) -> None:
 
 
 def refused_process(work: Path, *arguments: str) -> str:
-    """As `refused`, in a process of its own, with all that libraries might print."""
+    """Run `refused` in a new process, including everything that libraries print."""
     command = [sys.executable, "-m", "hybrid3d", *arguments]
     done = subprocess.run(command, cwd=work, env=environment("cli"), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
@@ -116,7 +116,7 @@ def test_a_recipe_that_does_not_fit(refused: Refused, command: str, overrides: l
         (["data.eval=model"], ["model", "not a readable parquet file"]),
         (["data.prompt=problem"], ["train.parquet", "'problem'", "question, answer"]),
         (["reward.name=gsm9k"], ["reward.name", "'gsm9k'", "gsm8k"]),
-        (["reward.name=code"], ["train.parquet: reward.name=code cannot judge by 20 of 20 references", "row 0"]),
+        (["reward.name=code"], ["train.parquet: reward.name=code cannot use 20 of 20 references", "row 0"]),
         (["rollout.environment=abacus"], ["rollout.environment", "'abacus'", "calculator"]),
         (["rollout.max_model_len=20"], ["train.parquet", "row 0", "leaves 12"]),
         (["data.chat_template=true"], ["data.chat_template"]),
@@ -191,7 +191,7 @@ def test_answers_that_are_too_long(work: Path, refused: Refused) -> None:
 
 
 def finished_run(work: Path, **changes: Any) -> Path:
-    """A run's folder with a checkpoint of step 3, as far as can be seen before anything starts."""
+    """Create a run's folder with a fake checkpoint of step 3."""
     run = work / "runs" / "tried"
     (run / "checkpoints" / "step-000003").mkdir(parents=True)
     (run / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | changes))
@@ -203,7 +203,7 @@ def test_run_folders(work: Path, refused: Refused) -> None:
     assert "nowhere" in refused("export", "nowhere", "out")
     run = finished_run(work)
     assert "another recipe" in refused("train", "recipe.yaml", "optimizer.lr=1")
-    assert "step 7; there are: 3" in refused("eval", str(run), "--step", "7")
+    assert "step 7; existing checkpoints: 3" in refused("eval", str(run), "--step", "7")
     assert "not an empty folder" in refused("export", str(run), "model")
     assert "train.parquet" in refused("export", str(run), "train.parquet")
     (run / "recipe.yaml").write_text("name: 1\n")
@@ -244,9 +244,9 @@ def test_a_checkpoint_that_does_not_fit_its_config(work: Path, refused: Refused)
     name = "model.layers.2.mlp.down_proj.weight"
     rewrite(work, lambda tensors: tensors.update({name: tensors[name][:, :-1].contiguous()}))
     message = refused("train", "recipe.yaml")
-    assert f"{name}: shape [128, 255], config.json asks for [128, 256]" in message
+    assert f"{name}: shape [128, 255], config.json requires [128, 256]" in message
     rewrite(work, lambda tensors: tensors.pop(name))
-    assert f"{name}: missing, shape [128, 256] expected" in refused("train", "recipe.yaml")
+    assert f"{name}: missing, expected shape [128, 256]" in refused("train", "recipe.yaml")
     rewrite(work, lambda tensors: tensors.update({"extra.weight": tensors["model.norm.weight"].clone()}))
     message = refused("train", "recipe.yaml")
     assert "extra.weight" in message
@@ -263,9 +263,9 @@ def test_every_side_of_a_checkpoint_that_does_not_fit_is_shown(work: Path, refus
     lines = refused("train", "recipe.yaml").splitlines()
     assert len(lines) == 43
     assert lines[21] == "  ... 48 tensors are missing"  # 12 of each of 4 layers
-    assert lines[42] == "  ... 48 tensors are too many"
-    assert all("missing, shape" in line for line in lines[1:21])
-    assert all("belongs to nothing in a Qwen2ForCausalLM" in line for line in lines[22:42])
+    assert lines[42] == "  ... 48 tensors are unknown"
+    assert all("missing, expected shape" in line for line in lines[1:21])
+    assert all("not a tensor of Qwen2ForCausalLM" in line for line in lines[22:42])
 
 
 @pytest.mark.engines
@@ -274,12 +274,12 @@ def test_a_tied_head_that_is_another_than_the_embedding(work: Path, refused: Ref
     rewrite(work, lambda tensors: tensors.update({head: tensors[embedding].clone()}))
     assert cli.main(["train", "recipe.yaml"]) == cli.FAILED  # started: launches only look as if they had happened
     rewrite(work, lambda tensors: tensors[head][-1, -1].add_(1))
-    with pytest.raises(CheckpointError, match=f"config.json ties {head} to {embedding}, and the files have another"):
+    with pytest.raises(CheckpointError, match=f"ties {head} to {embedding}, but the files have a different"):
         check_run(load_recipe("recipe.yaml"))
 
 
 def with_table(monkeypatch: pytest.MonkeyPatch, final_norm: RowMap | None) -> None:
-    """Qwen2's table with other rows for Megatron's final norm; None leaves it out."""
+    """Return Qwen2's table with other rows for Megatron's final norm; None removes it."""
     family = families.FAMILIES["Qwen2ForCausalLM"]
     tensors = {**family.tensors, "decoder.final_layernorm.weight": final_norm}
     kept = {name: rows for name, rows in tensors.items() if rows is not None}
@@ -287,7 +287,7 @@ def with_table(monkeypatch: pytest.MonkeyPatch, final_norm: RowMap | None) -> No
 
 
 class Padding:
-    """Rows that no checkpoint has."""
+    """Rows that are not in a checkpoint."""
 
     def strips(self, rows: int, config: Config) -> list[Strip]:
         return [Strip(0, rows, None)]

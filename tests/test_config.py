@@ -1,4 +1,4 @@
-"""Recipes: what loads, and what each mistake is answered with. Messages are part of the product: they are exact."""
+"""Tests reading recipes: valid ones load, and every mistake gets an exact message, which is part of the interface."""
 
 import pickle
 import subprocess
@@ -169,8 +169,11 @@ def test_defaults(load: Any) -> None:
 
 @pytest.mark.parametrize(("where", "estimator"), [("reward", "k1"), ("loss", "k3")])
 def test_the_kl_is_estimated_by_what_holds_a_policy_there(load: Any, where: str, estimator: str) -> None:
-    assert load(DEMO, [f"algorithm.kl={{where: {where}, coef: 0.1}}"]).algorithm.kl.estimated_by == estimator
-    assert load(DEMO, [f"algorithm.kl={{where: {where}, coef: 0.1, estimator: k2}}"]).algorithm.kl.estimated_by == "k2"
+    assert load(DEMO, [f"algorithm.kl={{where: {where}, coef: 0.1}}"]).algorithm.kl.effective_estimator == estimator
+    assert (
+        load(DEMO, [f"algorithm.kl={{where: {where}, coef: 0.1, estimator: k2}}"]).algorithm.kl.effective_estimator
+        == "k2"
+    )
 
 
 def test_world_size_multiplies_tp_pp_cp_dp_only(load: Any) -> None:
@@ -213,7 +216,7 @@ def test_overrides_are_yaml_and_may_add_a_section(load: Any) -> None:
 
 
 def test_overrides_fill_a_section_that_is_null(load: Any) -> None:
-    """As `recipe_to_yaml` writes the rollout of a recipe that has none."""
+    """`recipe_to_yaml` writes `rollout: null` for a recipe without rollout."""
     overrides = ["rollout.max_model_len=9", "rollout.max_new_tokens=3"]
     assert load(recipe_to_yaml(load(SFT)), overrides).rollout == Rollout(max_model_len=9, max_new_tokens=3)
 
@@ -312,7 +315,7 @@ def test_the_error_survives_pickling(load: Any) -> None:
         ("algorithm.clip=1", "algorithm.clip: expected a number, more than 0 and less than 1, got 1 (an integer)"),
         (
             "rollout.temperature=0.009",
-            "rollout.temperature: expected a number, 0.01 to 100, as vLLM takes a lower one for 0.01, "
+            "rollout.temperature: expected a number, 0.01 to 100, because vLLM raises lower values to 0.01, "
             "got 0.009 (a number)",
         ),
         (
@@ -361,7 +364,7 @@ def test_the_error_survives_pickling(load: Any) -> None:
         ("train", "override 'train': expected section.key=value"),
         ("=3", "override '=3': expected section.key=value"),
         ("train.=3", "override 'train.=3': expected section.key=value"),
-        ("name.first=3", "override 'name.first=3': name is no section, it is 'demo-cpu' (a string)"),
+        ("name.first=3", "override 'name.first=3': name is not a section but 'demo-cpu' (a string)"),
         (
             "train.tp=[1",
             "override 'train.tp=[1': not valid YAML: line 1, column 3: expected ',' or ']', but got '<stream end>'",
@@ -402,30 +405,30 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
         ),
         (
             "algorithm.kl={where: loss, coef: 0.1, target: 1, horizon: 51}",
-            "algorithm.kl.horizon=51 is too short for a step's 256 answers, which would turn the coefficient's sign: "
-            "at least 52, and 2560 is ten steps",
+            "algorithm.kl.horizon=51 is too short for the 256 answers of a step, which could change the coefficient's "
+            "sign: at least 52; 2560 is ten steps",
         ),
         (
             "algorithm.kl={where: loss, coef: 0, target: 0.1}",
-            "algorithm.kl.target=0.1 is followed by multiplying algorithm.kl.coef=0: start it above 0",
+            "algorithm.kl.target=0.1 is approached by multiplying algorithm.kl.coef=0, which stays 0: set it above 0",
         ),
         (
             "algorithm.correction={kind: mask, high: 0.25}",
             "algorithm.correction.low=0.5 is not below algorithm.correction.high=0.25",
         ),
-        ("critic.clip=0.5", "critic: algorithm.name=grpo has none: leave the section out, or set ppo"),
+        ("critic.clip=0.5", "critic: algorithm.name=grpo has no critic: leave the section out, or set ppo"),
         (
             "guard.kl_explosion=5",
-            "guard.kl_explosion=5.0: without algorithm.kl.target the coefficient is fixed already: "
+            "guard.kl_explosion=5.0: without algorithm.kl.target the coefficient is already fixed: "
             "leave it out, or set a target",
         ),
         (
             "reward.overlong_buffer=64",
-            "reward.overlong_buffer=64 takes reward off every answer of rollout.max_new_tokens=16: at most 15",
+            "reward.overlong_buffer=64 penalizes every answer of rollout.max_new_tokens=16: at most 15",
         ),
         (
             "sync.share_storage=true",
-            "sync.share_storage: weights in memory that both engines use cannot be given away while vLLM sleeps: "
+            "sync.share_storage: memory that both engines share cannot be freed while vLLM sleeps: "
             "set rollout.sleep=false, or leave sync.share_storage out",
         ),
         (
@@ -435,9 +438,12 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
         ),
         (
             "optimizer={lr: 1e-4, schedule: linear, min_lr: 0.1}",
-            "optimizer.min_lr=0.1 is more than optimizer.lr=0.0001: the rate only falls",
+            "optimizer.min_lr=0.1 is more than optimizer.lr=0.0001, but the rate only decays: lower it",
         ),
-        ("optimizer.warmup_steps=80", "optimizer.warmup_steps=80 leaves no step of run.steps=80: at most 79"),
+        (
+            "optimizer.warmup_steps=80",
+            "optimizer.warmup_steps=80 leaves no step of run.steps=80 after warmup: at most 79",
+        ),
     ],
 )
 def test_contradictions_within_a_recipe(load: Any, override: str, problem: str) -> None:
@@ -446,8 +452,8 @@ def test_contradictions_within_a_recipe(load: Any, override: str, problem: str) 
 
 def test_padded_micro_batches_of_unlike_shapes_are_not_interleaved(load: Any) -> None:
     assert problems(load, "train.max_tokens_per_micro_batch=256", "train.vpp=2") == [
-        "train.max_tokens_per_micro_batch=256: padded, micro batches differ in shape, and interleaved stages "
-        "(train.vpp=2) would mix them up: set train.packed=true, or train.vpp=1"
+        "train.max_tokens_per_micro_batch=256: padded micro batches differ in shape, which the interleaved "
+        "schedule (train.vpp=2) does not support: set train.packed=true, or train.vpp=1"
     ]
 
 
@@ -513,15 +519,16 @@ def test_unknown_keys_that_are_not_strings(load: Any) -> None:
     [
         (
             ["critic.optimizer={lr: 0.001, min_lr: 0.01, schedule: cosine}"],
-            "critic.optimizer.min_lr=0.01 is more than critic.optimizer.lr=0.001: the rate only falls",
+            "critic.optimizer.min_lr=0.01 is more than critic.optimizer.lr=0.001, but the rate only decays: lower it",
         ),
         (
             ["critic.warmup_steps=60", "optimizer.warmup_steps=20"],
-            "optimizer.warmup_steps=20 leaves no step of run.steps=80 less critic.warmup_steps=20: at most 19",
+            "optimizer.warmup_steps=20 leaves no step of run.steps=80 minus critic.warmup_steps=20 after warmup: "
+            "at most 19",
         ),
         (
             ["critic.warmup_steps=80"],
-            "critic.warmup_steps=80 leaves the policy no step of run.steps=80: at most 79",
+            "critic.warmup_steps=80 leaves no step of run.steps=80 to train the policy: at most 79",
         ),
         (
             ["algorithm.kl={where: none, coef: 0}", "guard.max_kl=1"],
@@ -536,14 +543,14 @@ def test_what_contradicts_ppo(load: Any, overrides: list[str], problem: str) -> 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["guard.max_kl=1"], ["guard.max_kl=1.0: algorithm.name=sft has nothing that it bounds: leave it out"]),
+        (["guard.max_kl=1"], ["guard.max_kl=1.0: algorithm.name=sft has no metric that it bounds: leave it out"]),
         (
             ["guard.initial_mismatch=warn"],
             ["guard.initial_mismatch=warn: algorithm.name=sft generates nothing: leave it out"],
         ),
         (
             ["guard={max_grad_norm: 1, min_tokens_per_second: 1, kl_explosion: 2}"],
-            ["guard.kl_explosion=2.0: algorithm.name=sft has nothing that it bounds: leave it out"],
+            ["guard.kl_explosion=2.0: algorithm.name=sft has no metric that it bounds: leave it out"],
         ),
         (
             ["train.offload_gradients=true"],
@@ -558,7 +565,7 @@ def test_what_contradicts_sft(load: Any, overrides: list[str], said: list[str]) 
 def test_memory_that_both_engines_use_is_not_offloaded(load: Any) -> None:
     shared = ["sync.share_storage=true", "rollout.sleep=false"]
     assert problems(load, *shared, "train.offload_parameters=true") == [
-        "sync.share_storage: vLLM generates with the parameters that train.offload_parameters would take away: "
+        "sync.share_storage: vLLM generates with the parameters that train.offload_parameters would offload: "
         "leave one of them out"
     ]
     assert load(DEMO, [*shared, "train.offload_optimizer=true", "train.offload_gradients=true"])

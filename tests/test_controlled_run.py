@@ -60,7 +60,7 @@ def test_a_run_that_is_controlled_and_runs_out_of_memory(demo: Path, tmp_path: P
         SCHEDULE,
         also=tmp_path,
     )
-    assert "rank 2 failed: OutOfMemoryRestart: CUDA out of memory. Tried to allocate 2.00 GiB.: started again" in said
+    assert "rank 2 failed: OutOfMemoryRestart: CUDA out of memory. Tried to allocate 2.00 GiB.: after a restart" in said
     assert said.count("failed:") == 1
 
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]

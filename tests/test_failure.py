@@ -1,4 +1,4 @@
-"""Runs that go wrong on purpose: a rank is killed, a rank raises, the launcher is killed or interrupted."""
+"""Tests failing runs: a rank is killed, a rank raises, the launcher is killed or interrupted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if os.environ.get("RANK") == "2":
 
 
 class Run:
-    """`hybrid3d train` of a recipe that would take days, as a process with its ranks below it."""
+    """A process of `hybrid3d train` with a recipe that would take days, and its ranks."""
 
     def __init__(self, folder: Path, pp: int, variables: dict[str, str]):
         self.mark, self.folder, self.count = uuid.uuid4().hex, folder, 2 * pp
@@ -51,7 +51,7 @@ class Run:
             )
 
     def ranks(self) -> dict[int, tuple[int, str]]:
-        """The pid of each rank, and the name under which the run keeps shared memory."""
+        """Return the pid of each rank, and the name of the run's shared memory."""
         found = {}
         for pid, variables in marked(self.mark).items():
             status = Path(f"/proc/{pid}/status").read_text()
@@ -76,7 +76,7 @@ class Run:
             time.sleep(0.1)
 
     def end(self) -> str:
-        """Wait for the launcher, which must say that the run failed and leave nothing behind; what it said."""
+        """Wait for the launcher, check that it reports the failure and cleans up, and return its output."""
         assert self.process.wait(SECONDS) == 1
         assert marked(self.mark) == {}
         assert left_in_memory(self.name, self.segments) == []
@@ -148,7 +148,7 @@ def test_a_launcher_that_is_killed(start: Start) -> None:
 
 
 def test_a_launcher_that_is_interrupted(start: Start) -> None:
-    """By Ctrl-C."""
+    """It is interrupted by Ctrl-C."""
     run = start(pp=1)
     run.wait_until_it_trains()
     run.process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Signs of life between ranks, without ranks: threads of one process at a store of their own."""
+"""Tests heartbeats between ranks, with the threads of one process and a store of its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    """What a rank would do about another that is lost, in order."""
+    """Record, in order, what a rank would do about a lost rank."""
     done: Told = []
     monkeypatch.setattr(heartbeat.os, "kill", lambda pid, number: done.append(("kill", (pid, number))))
     monkeypatch.setattr(heartbeat.os, "_exit", lambda code: done.append(("exit", code)))
@@ -45,11 +45,11 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 
 @pytest.fixture(autouse=True)
 def nothing_beats_on() -> Iterator[None]:
-    """No thread of a test that could find its store gone in the tests after it."""
+    """Stop all heartbeat threads after a test, before its store is gone."""
     yield
     threads = [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
     for thread in threads:
-        thread._target.__self__._over.set()  # type: ignore[attr-defined]
+        thread._target.__self__._stopped.set()  # type: ignore[attr-defined]
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
@@ -61,7 +61,7 @@ def begin(store: dist.Store, told: Told) -> list[Heartbeat]:
 
     both = [Heartbeat(store, rank, 2, tell) for rank in range(2)]
     enter_phase("train")
-    wait(lambda: all('"train"' in one._seen for one in both), 10)
+    wait(lambda: all('"train"' in one._last_beat for one in both), 10)
     return both
 
 
@@ -73,9 +73,9 @@ def wait(holds: Callable[[], bool], seconds: float) -> None:
 
 
 def test_silence_is_told_before_the_process_that_is_silent_is_killed(store: dist.Store, told: Told) -> None:
-    """Its death has the launcher end all ranks, and nobody could tell any more."""
+    """Its death makes the launcher end all ranks, after which no rank could report it."""
     first, second = begin(store, told)
-    second._over.set()  # silent without a word
+    second._stopped.set()  # silent without a word
     wait(lambda: len(told) >= 3, 5 * LIMIT)
     first.stop()
     (what, (rank, said)), killed, ended = told  # type: ignore[misc]
@@ -86,11 +86,11 @@ def test_silence_is_told_before_the_process_that_is_silent_is_killed(store: dist
 
 
 def test_what_cannot_be_told_is_acted_upon(store: dist.Store, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the disk is full: the run would hang without a watcher."""
+    """If reporting fails, as on a full disk, the run must still end."""
     monkeypatch.setattr(threading, "excepthook", lambda args: told.append(("raised", args.exc_type)))
     first, second = begin(store, told)
-    first._tell = lambda rank, said: os.close(-1)
-    second._over.set()
+    first._on_lost = lambda rank, said: os.close(-1)
+    second._stopped.set()
     wait(lambda: len(told) >= 3, 5 * LIMIT)
     first.stop()
     assert told == [("kill", (os.getpid(), signal.SIGKILL)), ("exit", 1), ("raised", OSError)]
@@ -120,7 +120,7 @@ def test_a_store_that_is_gone(
         wait(lambda: second._answers > 0, 10)
         agents.communicate()
         time.sleep(0.5)  # in which the last beat that it took has been counted
-        second._seen = '[1, "train", 1, "", "elsewhere"]'
+        second._last_beat = '[1, "train", 1, "", "elsewhere"]'
         wait(lambda: len(told) >= 2, 30)
     (what, (rank, words)), ended = told  # type: ignore[misc]
     assert (what, rank, ended) == ("tell", 0, ("exit", 1))
@@ -157,8 +157,8 @@ def test_a_rank_that_is_over_may_be_silent(store: dist.Store, told: Told) -> Non
 
 def test_a_rank_in_start_up_has_longer(store: dist.Store, told: Told) -> None:
     both = [Heartbeat(store, rank, 2, lambda rank, said: told.append(("tell", rank))) for rank in range(2)]
-    wait(lambda: all(one._seen for one in both), 10)
-    both[1]._over.set()
+    wait(lambda: all(one._last_beat for one in both), 10)
+    both[1]._stopped.set()
     time.sleep(2 * LIMIT)
     both[0].stop()
     assert told == []

@@ -16,10 +16,10 @@ import pytest
 from commands import ROOT, experts_folder, read_rows
 from hybrid3d.config import Guard as Settings
 from hybrid3d.config import load_recipe
-from hybrid3d.run.health import EXPLAINED_MISMATCH, EngineMismatch, Guard
+from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, EngineMismatch, Guard
 from hybrid3d.run.record import Record
 from run_ranks import environment
-from test_guard import Events, Watched
+from test_health import Events, Watched
 
 # ---- the guard alone
 
@@ -37,7 +37,7 @@ def row(mean: float) -> dict[str, float]:
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_bound_is_the_dtypes(dtype: str, experts: bool) -> None:
-    bound = EXPLAINED_MISMATCH[dtype][experts]
+    bound = MAX_EXPLAINED_MISMATCH[dtype][experts]
     for mean in (0.0, bound):
         guard, events = guard_of(dtype)
         guard.compare_engines(0, row(mean), experts=experts)
@@ -51,7 +51,7 @@ def test_the_bound_is_the_dtypes(dtype: str, experts: bool) -> None:
         said = str(caught.value)
         assert events.said == [""]  # the error says it
         assert "step 7: training and vLLM do not compute the same model: " in said
-        assert f"differ by {mean:.4g} nats in the mean (p99 1.5, largest 8.2)" in said
+        assert f"differ by {mean:.4g} nats on average (p99 1.5, maximum 8.2)" in said
         assert f"model.dtype={dtype} explains at most {bound:g}" in said
         ((event, fields),) = events.events
         assert (event, fields["step"], fields["mean"], fields["bound"]) == ("engines_disagree", 7, str(mean), bound)
@@ -68,7 +68,7 @@ MEASURED = {
 
 @pytest.mark.parametrize(("dtype", "experts"), MEASURED)
 def test_the_bounds_leave_room_for_what_sound_engines_differ_by(dtype: str, experts: bool) -> None:
-    assert 2 * MEASURED[dtype, experts] < EXPLAINED_MISMATCH[dtype][experts]
+    assert 2 * MEASURED[dtype, experts] < MAX_EXPLAINED_MISMATCH[dtype][experts]
 
 
 def test_a_run_may_go_on_all_the_same() -> None:
@@ -76,7 +76,7 @@ def test_a_run_may_go_on_all_the_same() -> None:
     guard.compare_engines(0, row(3.0), experts=True)
     assert [event for event, _ in events.events] == ["engines_disagree"]
     assert events.said[0].startswith("step 0: training and vLLM do not compute the same model")
-    assert events.said[0].endswith("The run goes on all the same")
+    assert events.said[0].endswith("The run continues anyway")
     guard, events = guard_of(initial_mismatch="ignore")
     assert not guard.must_compare_engines()
 
@@ -158,7 +158,7 @@ def test_another_temperature_stops_the_run_before_it_learns(work: Path) -> None:
     assert said.count("stopped: step 0: training and vLLM do not compute the same model") == 1
     assert "failed" not in said
     (event,) = events_of(work, "engines_disagree")
-    assert float(event["mean"]) > event["bound"] == EXPLAINED_MISMATCH["float32"][False]
+    assert float(event["mean"]) > event["bound"] == MAX_EXPLAINED_MISMATCH["float32"][False]
     assert not (work / "runs/run").joinpath("metrics.jsonl").read_text()
     assert not list((work / "runs/run").glob("checkpoints/step-*"))
 

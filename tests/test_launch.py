@@ -1,4 +1,4 @@
-"""The scripts in launch/, and what a start on several nodes can get wrong: one message each, and no engine started."""
+"""Tests the scripts in launch/, and that each mistake on several nodes is one message before engines start."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_limits_that_suffice_are_not_mentioned() -> None:
 
 
 def test_limits_that_do_not_suffice() -> None:
-    """All of them in one message: what there is, what is needed, and how to get it."""
+    """One message has all limits: the current value, the needed value and the fix."""
     ranks_here = 10**6
     done = prepare(ranks_here, 1024, limit="ulimit -n 2000")
     assert done.returncode == 2
@@ -107,7 +107,7 @@ def test_limits_that_do_not_suffice() -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`start(command, **environment)`: a process that ends with the test, in a folder with launch/ and recipes/."""
+    """Return `start(command, **environment)`, which starts a process that is killed after the test."""
     for name in ("launch", "recipes"):
         (tmp_path / name).symlink_to(ROOT / name)
     mark, started = uuid.uuid4().hex, []
@@ -131,7 +131,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and message; nothing else was printed, and no traceback."""
+    """Return the exit code and the message, and check that nothing else was printed."""
     out, message = process.communicate(timeout=SECONDS)
     assert out == ""
     assert "Traceback" not in message
@@ -139,7 +139,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def rank(start: Start, number: int, world: int, port: int, *settings: str, **more: str) -> subprocess.Popen[str]:
-    """One rank of a demo of two ranks."""
+    """Start one rank of a demo with two ranks."""
     command = [sys.executable, "-m", "hybrid3d", "train", DEMO, "train.pp=1", *settings]
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     who = {"RANK": str(number), "WORLD_SIZE": str(world), "LOCAL_RANK": str(number)}
@@ -148,7 +148,7 @@ def rank(start: Start, number: int, world: int, port: int, *settings: str, **mor
 
 @pytest.mark.engines
 def test_ranks_that_differ(start: Start, tmp_path: Path) -> None:
-    """In two settings and in a package: rank 0 names each, and who has what."""
+    """Two settings and a package differ: rank 0 reports each with its ranks."""
     (tmp_path / "other" / "transformers-4.0.0.dist-info").mkdir(parents=True)
     (tmp_path / "other/transformers-4.0.0.dist-info/METADATA").write_text("Name: transformers\nVersion: 4.0.0\n")
     path = f"{tmp_path / 'other'}{os.pathsep}{environment('')['PYTHONPATH']}"
@@ -166,7 +166,7 @@ def test_ranks_that_differ(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.engines
 def test_a_rank_that_knows_of_a_mistake_alone(start: Start) -> None:
-    """Rank 1's layout does not fit the ranks that were started: rank 0 could not know."""
+    """Rank 1's layout does not fit the number of ranks, which rank 0 cannot know by itself."""
     [port] = free_ports(1)
     processes = [rank(start, 0, 2, port), rank(start, 1, 2, port, "train.dp=2")]
     code, message = end(processes[0])
@@ -182,7 +182,7 @@ def test_a_rank_that_does_not_come(start: Start) -> None:
     code, message = end(rank(start, 0, 2, port, HYBRID3D_RENDEZVOUS_SECONDS="2"))
     assert code == 1
     expected = (
-        f"demo-cpu: 1 of 2 ranks have not come to 127.0.0.1:{port} within 2 s (HYBRID3D_RENDEZVOUS_SECONDS): rank 1."
+        f"demo-cpu: 1 of 2 ranks have not arrived at 127.0.0.1:{port} within 2 s (HYBRID3D_RENDEZVOUS_SECONDS): rank 1."
     )
     assert message.startswith(expected)
     assert "NCCL_SOCKET_IFNAME" in message
@@ -191,7 +191,7 @@ def test_a_rank_that_does_not_come(start: Start) -> None:
 
 @pytest.mark.engines
 def test_nobody_answers(start: Start) -> None:
-    """The first rank of each node says so, the others are silent."""
+    """The first rank of each node reports it, the others print nothing."""
     [port] = free_ports(1)
     patience = {"HYBRID3D_RENDEZVOUS_SECONDS": "2"}
     processes = [
@@ -199,7 +199,7 @@ def test_nobody_answers(start: Start) -> None:
     ]
     code, message = end(processes[0])
     assert code == 1
-    assert f"rank 1: nobody answers at 127.0.0.1:{port} within 2 s" in message
+    assert f"rank 1: no answer from 127.0.0.1:{port} within 2 s" in message
     assert len(message.splitlines()) == 1
     assert end(processes[1]) == (1, "")
 
@@ -209,7 +209,7 @@ def test_nobody_answers(start: Start) -> None:
     [
         ({"MASTER_ADDR": ""}, "MASTER_ADDR not set"),
         ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT not set"),
-        ({"MASTER_PORT": "29500x"}, "MASTER_PORT=29500x is no port"),
+        ({"MASTER_PORT": "29500x"}, "MASTER_PORT=29500x is not a port"),
     ],
 )
 def test_an_address_that_is_none(more: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,17 +222,17 @@ def test_an_address_that_is_none(more: dict[str, str], said: str, monkeypatch: p
 
 
 def node(start: Start, number: int, port: int, *settings: str, **more: str) -> subprocess.Popen[str]:
-    """One of two nodes of the demo, by its torchrun script."""
+    """Start one of two nodes of the demo with its torchrun script."""
     variables = {"NNODES": "2", "NPROC_PER_NODE": "2", "NODE_RANK": str(number), "MASTER_ADDR": "127.0.0.1"}
     return start(["bash", "launch/torchrun/demo-cpu.sh", *settings], **variables, MASTER_PORT=str(port), **more)
 
 
 @pytest.mark.engines
 def test_a_restart_finds_nothing_of_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun keeps its store while it starts ranks again: the second time nobody is there until they come."""
+    """torchrun keeps its store across a restart: ranks of the second start must not find keys of the first."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ours = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in {**ours, "TORCHELASTIC_USE_AGENT_STORE": "True", rendezvous.PATIENCE: "1"}.items():
+    for name, value in {**ours, "TORCHELASTIC_USE_AGENT_STORE": "True", rendezvous.RENDEZVOUS_SECONDS: "1"}.items():
         monkeypatch.setenv(name, value)
     rendezvous.meet({}).set("left", "behind")
     assert rendezvous.meet({}).check(["left"])
@@ -240,17 +240,17 @@ def test_a_restart_finds_nothing_of_what_was_before(monkeypatch: pytest.MonkeyPa
     assert not rendezvous.meet({}).check(["left"])
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(rendezvous.RendezvousError, match="1 of 2 ranks have not come"):
+    with pytest.raises(rendezvous.RendezvousError, match="1 of 2 ranks have not arrived"):
         rendezvous.meet({})
 
 
 @pytest.mark.engines
 def test_a_node_that_does_not_come(start: Start) -> None:
-    """Said before torchrun starts, which has no message for it."""
+    """Reported before torchrun starts, which would fail without a clear message."""
     [port] = free_ports(1)
     code, message = end(node(start, 0, port, HYBRID3D_RENDEZVOUS_SECONDS="2"))
     assert code == 1
-    assert message.startswith(f"1 of 2 nodes have not come to 127.0.0.1:{port} within 2 s")
+    assert message.startswith(f"1 of 2 nodes have not arrived at 127.0.0.1:{port} within 2 s")
     assert len(message.splitlines()) == 1
 
 
@@ -273,9 +273,9 @@ def test_a_node_that_is_not_told_who_it_is(start: Start) -> None:
 @pytest.mark.parametrize(
     ("gpus", "here", "settings", "said"),
     [
-        (4, 8, [], "8 ranks were started on .*, which shows them 4 GPUs"),
+        (4, 8, [], "8 ranks were started on .*, but only 4 GPUs are visible to them"),
         (1, 8, [], "neither --gpus-per-task"),
-        (8, 4, [], "4 ranks were started on .* made for 8 a node: start as many, or set machine.gpus_per_node=4"),
+        (8, 4, [], "4 ranks were started on .* expects 8 per node: start that many, or set machine.gpus_per_node=4"),
     ],
 )
 def test_gpus_of_a_node(gpus: int, here: int, settings: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ def test_gpus_of_a_node_suffice(gpus: int, here: int, dp: int, monkeypatch: pyte
 
 
 def test_srun_speaks_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables as srun set them for the last task of 2 + 2 + 1, and for a shell on a node, which is no rank."""
+    """The variables that srun sets for the last task of 2 + 2 + 1, and for a shell on a node, which is not a rank."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # so that they are forgotten afterwards
         monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""What a launcher says to a rank: read in one place, and refused by the variable's name where it is wrong."""
+"""Tests reading a launcher's environment variables, and that invalid ones are refused by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import pytest
 
 from hybrid3d import launch_environment
-from hybrid3d.errors import UserMistake, visible
+from hybrid3d.errors import UserMistake, escape_control_characters
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -21,7 +21,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_launcher() -> None:
-    launch_environment.check()
+    launch_environment.validate()
     assert not launch_environment.under_launcher()
     assert launch_environment.rendezvous_seconds() == 300
     assert launch_environment.local_rank() == 0
@@ -32,50 +32,50 @@ def test_as_torchrun_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     given |= {"MASTER_ADDR": "node-0.cluster", "MASTER_PORT": "29500", "HYBRID3D_RENDEZVOUS_SECONDS": "2.5"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    launch_environment.check()
+    launch_environment.validate()
     assert launch_environment.under_launcher()
     assert launch_environment.rank() == 5
     assert launch_environment.world_size() == 8
     assert launch_environment.local_rank() == 1
     assert launch_environment.local_world_size() == 4
-    assert launch_environment.master() == ("node-0.cluster", 29500)
-    assert launch_environment.run() == "run-node-0.cluster-29500"
+    assert launch_environment.master_address() == ("node-0.cluster", 29500)
+    assert launch_environment.run_id() == "run-node-0.cluster-29500"
     monkeypatch.setenv("MASTER_ADDR", "fe80::1")
-    assert launch_environment.run() == "run-fe80__1-29500"
+    assert launch_environment.run_id() == "run-fe80__1-29500"
     assert launch_environment.rendezvous_seconds() == 2.5
     monkeypatch.setenv("HYBRID3D_RUN", "hybrid3d-7-0")
-    assert launch_environment.run() == "hybrid3d-7-0"
+    assert launch_environment.run_id() == "hybrid3d-7-0"
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    launch_environment.check()
+    launch_environment.validate()
     assert launch_environment.local_world_size() == 8
     for address in ("127.0.0.1", "::1", "[fe80::1%eth0]", "localhost"):
         monkeypatch.setenv("MASTER_ADDR", address)
-        assert launch_environment.master()[0] == address
+        assert launch_environment.master_address()[0] == address
 
 
 def test_a_shell_on_a_node_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"JOB_ID": "7", "NTASKS": "5", "STEP_ID": "0", "STEP_NUM_TASKS": "1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    launch_environment.check()
+    launch_environment.validate()
     assert not launch_environment.under_launcher()
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2: expected an integer from 0 to 1, as WORLD_SIZE=2"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2: expected an integer from 0 to 1, because WORLD_SIZE=2"),
         ({"RANK": "0"}, "WORLD_SIZE is not set, expected an integer from 1 to 1,048,576: the launcher sets it"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: expected an integer from 0 to 1, as WORLD_SIZE=2"),
-        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK='': expected an integer from 0 to 1, as WORLD_SIZE=2"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: expected an integer from 0 to 1, because WORLD_SIZE=2"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK='': expected an integer from 0 to 1, because WORLD_SIZE=2"),
         (
             {"WORLD_SIZE": "4"},
-            "WORLD_SIZE=4: RANK is not set: unset this too, or start through torchrun or srun, which set both",
+            "WORLD_SIZE=4: RANK is not set: unset this too, or start with torchrun or srun, which set both",
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
-            "LOCAL_RANK=2: expected an integer from 0 to 1, as LOCAL_WORLD_SIZE=2",
+            "LOCAL_RANK=2: expected an integer from 0 to 1, because LOCAL_WORLD_SIZE=2",
         ),
-        ({"HYBRID3D_RUN": "*"}, "HYBRID3D_RUN=*: no name for a run, expected 1 to 100 letters"),
+        ({"HYBRID3D_RUN": "*"}, "HYBRID3D_RUN=*: not a valid name of a run, expected 1 to 100 letters"),
         ({"HYBRID3D_RENDEZVOUS_SECONDS": "nan"}, "HYBRID3D_RENDEZVOUS_SECONDS=nan: expected seconds, from 0.001 to"),
         (
             {"SLURM_STEP_ID": "0"},
@@ -87,12 +87,13 @@ def test_what_is_refused(given: dict[str, str], message: str, monkeypatch: pytes
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserMistake) as caught:
-        launch_environment.check()
+        launch_environment.validate()
     assert str(caught.value).startswith(message)
 
 
 def test_what_a_terminal_would_act_upon_is_made_visible() -> None:
-    assert visible("a\tb\nc 日本 🚀 é") == "a\tb\nc 日本 🚀 é"
+    assert escape_control_characters("a\tb\nc 日本 🚀 é") == "a\tb\nc 日本 🚀 é"
     assert (
-        visible("\x1b[31m\x07\x00\x9b\ud800\u202e\u200b\u2028\r") == r"\x1b[31m\x07\x00\x9b\ud800\u202e\u200b\u2028\r"
+        escape_control_characters("\x1b[31m\x07\x00\x9b\ud800\u202e\u200b\u2028\r")
+        == r"\x1b[31m\x07\x00\x9b\ud800\u202e\u200b\u2028\r"
     )

@@ -129,28 +129,28 @@ def test_what_is_offered_is_accepted(shape: ModelShape, device: Device | None) -
             {"train.etp": 2},
             [
                 "train.ep*etp=1*2=2 does not divide the train.tp*cp*dp=1 ranks of a pipeline stage, over which experts "
-                "are dealt out: nearest valid value of train.etp is 1"
+                "are distributed: nearest valid value of train.etp is 1"
             ],
         ),
         (
             {"train.pp": 3, "train.first_stage_layers": 5},
             [
-                "train.first_stage_layers=5 leave 7 of num_hidden_layers=12 to 2 other stages, which must have equal "
-                "shares, of 1 or more: nearest valid values of train.first_stage_layers are 4, 6; "
+                "train.first_stage_layers=5 leave 7 of num_hidden_layers=12 to 2 other stages, which must have the "
+                "same number of layers, 1 or more: nearest valid values of train.first_stage_layers are 4, 6; "
                 "nearest valid values of train.pp are 2, 8"
             ],
         ),
         (
             {"train.pp": 1, "train.first_stage_layers": 5},
-            ["train.first_stage_layers=5 needs several stages, and train.pp=1 has one: set it to null"],
+            ["train.first_stage_layers=5 needs several stages, but train.pp=1 has one: set it to null"],
         ),
         (
             {"train.micro_batch_size": 2**20, "train.dp": 1_000},
             [
-                "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences, no multiple of "
+                "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences, not a multiple of "
                 "train.dp*train.micro_batch_size=1000*1048576=1048576000: no value up to 1,048,576 is: "
                 "lower train.micro_batch_size, train.dp or algorithm.minibatches",
-                "algorithm.prompts_per_step=32 is no multiple of the rollout replicas, ranks/rollout.tp="
+                "algorithm.prompts_per_step=32 is not a multiple of the rollout replicas, ranks/rollout.tp="
                 "1000/1=1000: no value up to 1,048,576 is: "
                 "lower train.micro_batch_size, train.dp or algorithm.minibatches",
             ],

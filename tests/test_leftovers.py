@@ -1,4 +1,4 @@
-"""What rewards and environments start in the background ends with them, however it tries to live on."""
+"""Tests that background processes of rewards and environments are killed, however they detach."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from hybrid3d import process
 from hybrid3d.launch import worker
-from hybrid3d.process import children_of, remove_shared_memory
+from hybrid3d.process import child_pids, remove_shared_memory
 from hybrid3d.rewards.environment_runner import EnvironmentRunner
 from hybrid3d.rewards.pool_client import try_out
 from hybrid3d.rewards.scorer import Scorer
@@ -99,7 +99,7 @@ SOON = 15  # seconds, on a busy machine
 
 @pytest.fixture
 def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """In the environment of whatever is started from here on, with the module `leaving` in the current folder."""
+    """Mark the environment of all processes that are started, and create the module `leaving`."""
     mark = uuid.uuid4().hex
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(MARK, mark)
@@ -110,7 +110,7 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def left(mark: str, within: float, most: Callable[[dict[int, dict[str, str]]], bool] = lambda found: not found) -> bool:
-    """Whether what is left of the processes is, within so many seconds, as wanted: none of them."""
+    """Return whether the number of remaining processes becomes as expected within the time limit."""
     end = time.monotonic() + within
     while not most(marked(mark)) and time.monotonic() < end:
         time.sleep(0.1)
@@ -127,7 +127,7 @@ def test_nothing_of_a_reward_is_left(ending: str, mark: str) -> None:
 
 
 def test_what_a_reward_that_hangs_has_started_ends_with_its_worker(mark: str) -> None:
-    """And not only at the end of the run, which may go on for days."""
+    """They must not survive until the end of the run, which may take days."""
     with Scorer("leaving:hangs", workers=4, timeout_seconds=3.0, default=0.0) as scorer:
         scorer.score([(kind, "", "") for kind in KINDS])
         assert left(mark, SOON, lambda found: not any("sleep" in command(pid) for pid in found))
@@ -162,7 +162,7 @@ def test_half_of_a_surrogate_pair_ends_its_conversation_only(mark: str) -> None:
 
 
 def test_a_reply_is_a_plain_text(mark: str) -> None:
-    """One of a user's class would import the user's module where it is received: in a rank."""
+    """A reply of a user's class would import the user's module in the rank that unpickles it."""
     replier = EnvironmentRunner("leaving:of_a_class", workers=1, timeout_seconds=10.0)
     (reply,) = replier.reply([(("",), "", "")])
     assert reply.words == "words"
@@ -180,7 +180,7 @@ def test_nothing_is_left_of_a_module_that_is_tried(then: str, mark: str, tmp_pat
 
 
 def test_what_a_pool_shares_bears_the_name_of_the_run(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that it is removed with the run even where every process that would remove it has been killed."""
+    """So that it is removed with the run even if all processes that would remove it were killed."""
     run = f"run-{mark}"
     monkeypatch.setenv("HYBRID3D_RUN", run)
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
@@ -207,25 +207,25 @@ def test_what_bears_another_name_or_cannot_be_removed_stays(tmp_path: Path, monk
 
 
 def test_a_worker_waits_for_what_it_adopts(mark: str) -> None:
-    """Else every call would leave an entry in the table of processes, until there is no room for another."""
+    """Otherwise every call would leave a zombie, until the process table is full."""
     with Scorer("leaving:abandons", workers=1, timeout_seconds=20.0, default=0.0) as scorer:
         for _ in range(4):
             assert scorer.score([("", "", "")] * 10).rewards == [1.0] * 10
-        found = [children_of(pid) for pid in marked(mark)]
-        assert sum(process.state(pid) == "Z" for pids in found for pid in pids) < 20
+        found = [child_pids(pid) for pid in marked(mark)]
+        assert sum(process.process_state(pid) == "Z" for pids in found for pid in pids) < 20
 
 
 def test_the_first_reason_counts(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.failure"
-    assert worker._leave(path, {"reason": "first"}, first=True)
+    assert worker._write_failure(path, {"reason": "first"}, exclusive=True)
     with pytest.raises(FileExistsError):
-        worker._leave(path, {"reason": "second"}, first=True)
+        worker._write_failure(path, {"reason": "second"}, exclusive=True)
     assert [json.loads(one.read_text()) for one in tmp_path.iterdir()] == [{"reason": "first"}]
 
 
 @pytest.mark.engines
 def test_ranks_that_end_at_different_times_leave_nothing(mark: str, tmp_path: Path) -> None:
-    """Rank 0 goes on for longer than a rank may be silent; a daemon of rank 1's whose pool is gone ends with it."""
+    """Rank 0 runs for longer than the heartbeat timeout; an orphaned daemon of rank 1 is killed with its rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

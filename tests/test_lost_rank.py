@@ -1,4 +1,4 @@
-"""A rank that is stopped in the middle of a run is named with its phase within a minute, and nothing is left over."""
+"""Tests that a rank that is stopped during a run is reported with its phase within a minute."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SETTINGS = [
 
 @pytest.fixture
 def work(demo: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A folder for a run, and the mark of all processes of it."""
+    """Create the folder of a run, and the mark of all its processes."""
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "demo").mkdir()
     for name in ("train", "eval"):
@@ -67,7 +67,7 @@ def work(demo: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def stop_in(phase: str, rank: int, work: Path, mark: str) -> tuple[str, float, str]:
-    """Start a run of four ranks, stop one in a phase, and wait for the end: what was said, after how long, its name."""
+    """Run four ranks, stop one in a phase, and return the output, the seconds until the end and the run's name."""
     variables = {"TEST_PHASE": phase, "PYTHONPATH": f"{work / 'also'}:{environment('')['PYTHONPATH']}"}
     command = [sys.executable, "-m", "hybrid3d", "train", str(ROOT / "recipes/demo-cpu.yaml"), *SETTINGS]
     with open(work / "output.txt", "wb") as out:

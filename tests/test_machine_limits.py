@@ -33,8 +33,8 @@ def test_memory() -> None:
         launcher.check_devices(load_recipe(DEMO, ["train.dp=1024"]))
     assert list(caught.value.problems) == [
         "train.tp x pp x cp x dp = 4096 ranks exceed the 11 that this machine can start with 8.0 GB of memory and "
-        "2 cores: a rank takes 0.7 GB at least, 0.3 GB of it as rollout.kv_cache_gib says, and a core 32 ranks: "
-        "lower train.dp, or start it with torchrun or srun on several"
+        "2 cores: a rank needs at least 0.7 GB (0.3 GB of it for rollout.kv_cache_gib), and a core runs 32 ranks: "
+        "lower train.dp, or start it with torchrun or srun on several machines"
     ]
 
 

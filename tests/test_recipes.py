@@ -1,4 +1,4 @@
-"""Every recipe in the repository that trains and generates: planned in full, as `hybrid3d plan` does it."""
+"""Plans every recipe in the repository that trains and generates completely, as `hybrid3d plan` does."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def check_numbers(recipe: Recipe, numbers: dict[str, Any]) -> None:
 
 
 def test_deepseek_v3_is_hybridflow_s_table_2() -> None:
-    """671B, TP8 PP12 EP8 -> TP32 (arXiv 2409.19256, table 2): the peers' way brings a rank the model less its share.
+    """671B, TP8 PP12 EP8 -> TP32 (arXiv 2409.19256, table 2): gathering sends each rank the model minus its share.
 
-    By hand: 1,342 GB of which experts are 1,308; a rank of 96 holds 1,308 / 96 + 34 / 96 = 14.0 GB, so it receives
-    1,328; it wants 1,342 / 32 = 41.9 GB, what latent attention has on every rank aside: 0.84 s at 50 GB/s.
+    By hand: 1,342 GB of which 1,308 GB are experts; a rank of 96 holds 1,308 / 96 + 34 / 96 = 14.0 GB, so it receives
+    1,328; it wants 1,342 / 32 = 41.9 GB, apart from what latent attention replicates on every rank: 0.84 s at 50 GB/s.
     """
     layers, batch = ["train.first_stage_layers=6", "train.last_stage_layers=5"], "algorithm.prompts_per_step=510"
     recipe = recipe_of("deepseek-v3-671b", "train.tp=8", "train.pp=12", "train.ep=8", "train.dp=1", *layers, batch)
@@ -111,7 +111,7 @@ def test_deepseek_v3_is_hybridflow_s_table_2() -> None:
 
 
 def test_wide_expert_parallelism_over_512_gpus_worked_by_hand() -> None:
-    """EP128 over TP8: two experts of each of 58 layers; vLLM keeps shared experts, routers and latents whole there."""
+    """EP128 over TP8: two experts of each of 58 layers; vLLM replicates shared experts, routers and latents there."""
     recipe = recipe_of("deepseek-v3-671b-wide-ep")
     assert recipe.world_size == 512
     plan = planned(recipe, query_engines(recipe, check_model(recipe, planned=True)))

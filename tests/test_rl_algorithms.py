@@ -27,7 +27,7 @@ def test_recipes_know_the_rows_and_no_others() -> None:
 def test_what_compares_answers_is_refused_without_two_of_them(name: str) -> None:
     algorithm = replace(load_recipe(ROOT / "recipes/demo-cpu.yaml").algorithm, name=name)
     rewards = torch.tensor([1.0, 0.0])
-    if algorithm.grouped:
+    if algorithm.uses_groups:
         with pytest.raises(ValueError, match="2 or more samples of a prompt"):
             METHODS[name].advantages(rewards, 1)
     else:

@@ -273,7 +273,7 @@ def test_data_with_references_that_test_nothing_is_refused(recipe: Recipe) -> No
             check_data_references(recipe, train, held_out)
         first, *rows = str(refused.value).splitlines()
         assert first == (
-            f"{path}: reward.name=code cannot judge by 5 of 6 references in column 'answer': mend or remove these rows"
+            f"{path}: reward.name=code cannot use 5 of 6 references in column 'answer': fix or remove these rows"
         )
         assert [row.split(":")[0] for row in rows] == [*[f"  row {n} (from 0)" for n in (2, 4, 6)], "  ..."]
 

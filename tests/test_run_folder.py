@@ -1,4 +1,4 @@
-"""A run's folder: one start at a time, records that survive a kill, and what is said of events."""
+"""Tests the folder of a run: its lock, records that survive a kill, and printed events."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from hybrid3d.run.run_folder import RunFolder
-with RunFolder(Path(sys.argv[1])).held(print):
+with RunFolder(Path(sys.argv[1])).lock(print):
     print("held", flush=True)
     time.sleep(60)
 """
 # Begins a process that would outlive it, and ends.
 ABANDON = """
 import os, sys, time
-from hybrid3d.process import die_with
+from hybrid3d.process import kill_when_parent_exits
 parent = os.getpid()
 if os.fork() == 0:
-    die_with(parent)
+    kill_when_parent_exits(parent)
     print(os.getpid(), flush=True)
     time.sleep(60)
 time.sleep(1)
@@ -43,28 +43,28 @@ os._exit(1)
 
 
 def test_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "HELD_SECONDS", 1)
+    monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_SECONDS", 1)
     folder, said = RunFolder(tmp_path / "run"), list[str]()
     with subprocess.Popen([sys.executable, "-c", HOLD, folder.path], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         by = f"{folder.path} is used by process {other.pid} on "
-        with pytest.raises(RecipeError, match=by) as caught, folder.held(said.append):
+        with pytest.raises(RecipeError, match=by) as caught, folder.lock(said.append):
             pytest.fail("two at once")
         assert f"remove {folder.path / '.lock'}" in str(caught.value)
         assert [text[: len(by)] for text in said] == [by]
-        monkeypatch.setattr(run_folder, "HELD_SECONDS", 30)
+        monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_SECONDS", 30)
         other.kill()
-        with folder.held(said.append):  # as soon as it is gone
+        with folder.lock(said.append):  # as soon as it is gone
             assert str(os.getpid()) in (folder.path / ".lock").read_text()
-    with folder.held(pytest.fail):
+    with folder.lock(pytest.fail):
         pass
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecipeError, match=r"cannot be written \(Not a directory\): set another run\.dir"):
-        RunFolder(tmp_path / "file/run").held(print).__enter__()
+        RunFolder(tmp_path / "file/run").lock(print).__enter__()
 
 
 def test_a_process_goes_with_the_one_that_began_it() -> None:
@@ -105,10 +105,10 @@ def test_the_recipe_is_whole_whenever_a_run_is_killed(tmp_path: Path, monkeypatc
 
 def test_logs_of_eval_are_not_those_of_training(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    other = folder.logging_to("eval")
-    assert other.failure_of(0) == tmp_path / "logs/eval/rank-0.failure"
+    other = folder.with_logs_in("eval")
+    assert other.failure_path(0) == tmp_path / "logs/eval/rank-0.failure"
     assert (other.checkpoints, other.recipe) == (folder.checkpoints, folder.recipe)
-    assert folder.log_of(0) == tmp_path / "logs/rank-0.log"
+    assert folder.log_path(0) == tmp_path / "logs/rank-0.log"
 
 
 def test_what_a_reward_says_is_no_markup(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with a run's folder, with what `eval` and `export` need, or with where an export goes: at once."""
+"""Tests that problems with a run's folder and with inputs and targets of `eval` and `export` are found early."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def run(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run with a checkpoint of step 3, as far as is seen without reading it, in the current folder."""
+    """Create a run with a fake checkpoint of step 3 in the current folder."""
     write_inputs(tmp_path, demo)
     monkeypatch.chdir(tmp_path)
     run = Path("runs/tried")
@@ -40,7 +40,7 @@ def run(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Launches, which only look as if they had happened."""
+    """Record launches without starting ranks."""
     launches: list[list[str]] = []
     monkeypatch.setattr(launcher, "launch", lambda arguments, *unused: launches.append(arguments) or cli.FAILED)
     return launches
@@ -142,7 +142,7 @@ def test_a_place_without_room(run: Path, refused: Refused, monkeypatch: pytest.M
 
 
 def test_an_export_takes_its_room_before_anything_is_written(tmp_path: Path) -> None:
-    """Its files are written as memory: a rank that finds no room then is killed, and says nothing."""
+    """Its files are memory-mapped: a rank that runs out of disk space would be killed without a message."""
     create_files(tmp_path, {"a": Entry("model.safetensors", (1 << 20,), "float32")})
     found = (tmp_path / "model.safetensors").stat()
     assert found.st_blocks * 512 >= found.st_size > 4 << 20
@@ -180,7 +180,7 @@ def test_a_file_where_a_run_has_a_folder(run: Path, refused: Refused, name: str)
         shutil.rmtree(run / name)
     (run / name).parent.mkdir(exist_ok=True)
     (run / name).write_text("mine")
-    told = f"{run / name} is not a folder, and a run keeps a folder of this name"
+    told = f"{run / name} is not a folder, but a run needs a folder of this name"
     assert told in refused("eval", str(run))
     if name != "logs/eval":
         assert told in refused("export", str(run), "out")
@@ -192,7 +192,7 @@ def test_a_file_where_a_run_has_a_folder(run: Path, refused: Refused, name: str)
 def test_a_folder_where_a_run_has_a_file(run: Path, refused: Refused, name: str) -> None:
     (run / name).unlink(missing_ok=True)
     (run / name).mkdir()
-    told = f"{run / name} is not a file, and a run keeps a file of this name"
+    told = f"{run / name} is not a file, but a run needs a file of this name"
     assert told in refused("eval", str(run))
     assert told in refused("train", "recipe.yaml")
 
@@ -215,8 +215,8 @@ def test_records_that_are_none(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for line in ('{"step": 1', "5", "{}", '{"step": "x"}', "[" * 10**5):
         folder.metrics.write_text(f"{json.dumps({'step': 0})}\n{line}\n")
-        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is no record of a step"):
-            folder.truncate(1)
+        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not a record of a step"):
+            folder.truncate_records(1)
 
 
 # ---- resuming with another recipe
@@ -227,11 +227,11 @@ def test_each_key_that_differs_is_told_with_both_values(run: Path, refused: Refu
     told = refused("train", "recipe.yaml", *overrides).splitlines()
     assert told[1] == f"  {run} holds a run of another recipe ({run}/recipe.yaml):"
     assert sorted(line.strip() for line in told[2:5]) == [
-        "algorithm.clip is 0.3, the run began with null",
-        "optimizer.lr is 1.0, the run began with 0.0001",
-        "run.seed is 7, the run began with 1",
+        "algorithm.clip is 0.3, the run started with null",
+        "optimizer.lr is 1.0, the run started with 0.0001",
+        "run.seed is 7, the run started with 1",
     ]
-    assert "and write what a run may change (algorithm.clip, optimizer.lr) to" in told[5]
+    assert "and write those that may change during a run (algorithm.clip, optimizer.lr) to" in told[5]
     assert f"{run}/control.yaml" in told[5]
     assert "choose another name" in told[5]
     assert len(told) == 6
@@ -240,14 +240,14 @@ def test_each_key_that_differs_is_told_with_both_values(run: Path, refused: Refu
 
 def test_a_section_that_is_gone(run: Path, refused: Refused) -> None:
     told = refused("train", "recipe.yaml", "rollout=null", "algorithm={name: sft, prompts_per_step: 4}")
-    assert "algorithm.name is sft, the run began with grpo" in told
-    assert "rollout is null, the run began with a section" in told
+    assert "algorithm.name is sft, the run started with grpo" in told
+    assert "rollout is null, the run started with a section" in told
     assert "rollout.tp" not in told
 
 
 def test_many_keys(run: Path, refused: Refused) -> None:
     (run / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"schedule": {1: {"optimizer.lr": 1.0}}}))
-    assert "schedule.1.optimizer.lr is absent, the run began with 1.0" in refused("train", "recipe.yaml")
+    assert "schedule.1.optimizer.lr is absent, the run started with 1.0" in refused("train", "recipe.yaml")
     schedule = {step: {"optimizer.lr": 1.0} for step in range(1, 31)}
     (run / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"schedule": schedule}))
     told = refused("train", "recipe.yaml").splitlines()

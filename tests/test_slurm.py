@@ -131,7 +131,7 @@ def test_a_job_that_is_interrupted_goes_on(
     assert ended(cluster, job, output)["Restarts"] == "1"
     said = output.read_text()
     assert f"resumed from runs/{name}/checkpoints/step-00000" in said
-    assert ("requeued: goes on from the last checkpoint" in said) == (interrupt is out_of_time)
+    assert ("requeued: resumes from the last checkpoint" in said) == (interrupt is out_of_time)
     assert [event for event in events(work, name) if event not in ("kernels", "checkpoint", "data")] == [
         "start",
         "resume",

@@ -1,4 +1,4 @@
-"""Settings that nothing reads are refused, each where it has no effect, and accepted where it has one."""
+"""Tests that settings are refused where they have no effect, and accepted where they have one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def problems(folder: Path, text: str, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("given", "said", "puts_to_use"),
     [
-        ("algorithm.gamma=0.9", "algorithm.gamma=0.9 has no effect: algorithm.name=grpo discounts nothing", [PPO]),
+        ("algorithm.gamma=0.9", "algorithm.gamma=0.9 has no effect: algorithm.name=grpo does not discount", [PPO]),
         ("algorithm.gamma=0.9", "algorithm.gamma=0.9", ["algorithm.name=reinforce_pp"]),
         ("algorithm.lam=0.95", "algorithm.lam=0.95 has no effect: algorithm.name=grpo estimates no values", [PPO]),
         ("optimizer.min_lr=1e-5", "optimizer.min_lr=1e-05 has no effect", ["optimizer.schedule=cosine"]),

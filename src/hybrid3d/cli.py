@@ -1,6 +1,6 @@
 """The command line: `hybrid3d train | eval | export | plan | bench`.
 
-Exit codes: 0 done, 2 a mistake of the user's (found before ranks start), 1 the run failed.
+Exit codes: 0 for success, 1 if the run failed, 2 for a mistake of the user, which is found before ranks start.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from unittest import mock
 
 from hybrid3d import __version__, launch_environment
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
-from hybrid3d.config.schema import FilePath, read_value, shortened
-from hybrid3d.errors import UserMistake, visible
+from hybrid3d.config.schema import FilePath, abbreviate, read_value
+from hybrid3d.errors import UserMistake, escape_control_characters
 from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.run_folder import RunFolder
 
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 DONE, FAILED, MISTAKE = 0, 1, 2
 
 PICTURES = (".png", ".svg", ".pdf")
-# Of what a benchmark measures: more than any model has, and few enough to be counted through
-MOST_MEASURED = {"layers": 1_000, "hidden": 65_536, "experts": 4_096, "repeats": 10_000}
+# Upper limits of the options of `bench`: larger than any model, and small enough to compute with
+MAX_BENCH_OPTIONS = {"layers": 1_000, "hidden": 65_536, "experts": 4_096, "repeats": 10_000}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. What is heavy (torch, both engines) is imported by the command that needs it, and late."""
+    """Run a command and return its exit code. Each command imports torch and the engines only when it needs them."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _parse(arguments)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a recipe's paths are local: nothing is looked up elsewhere
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a recipe's paths are local, so nothing must be downloaded
     try:
-        launch_environment.check()
-    except UserMistake as error:  # then nothing is known of other ranks, either
-        _say_mistake(error)
+        launch_environment.validate()
+    except UserMistake as error:  # other ranks are unknown too, so each rank prints its own error
+        _print_mistake(error)
         return MISTAKE
     if launch_environment.under_launcher():
         try:
-            launch_environment.master()
-        except UserMistake as error:  # nor can they be reached: each node says so
+            launch_environment.master_address()
+        except UserMistake as error:  # rank 0 cannot be reached, so each node prints the error
             if launch_environment.local_rank() == 0:
-                _say_mistake(error)
+                _print_mistake(error)
             return MISTAKE
     try:
         return int(options.run(options, arguments))
@@ -58,31 +58,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if launch_environment.under_launcher() and launch_environment.rank() > 0:
             from hybrid3d.launch import rendezvous
 
-            rendezvous.report(str(error))  # rank 0 says it, once
+            rendezvous.report(str(error))  # rank 0 prints it once
         else:
-            _say_mistake(error)
+            _print_mistake(error)
         return MISTAKE
 
 
-def _say_mistake(error: UserMistake) -> None:
+def _print_mistake(error: UserMistake) -> None:
     _console(stderr=True).print(str(error), style="red", soft_wrap=True)
 
 
 def _console(stderr: bool = False) -> Console:
     from hybrid3d.run import terminal
 
-    return terminal.console(stderr=stderr)
+    return terminal.plain_console(stderr=stderr)
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, which prints what it was given as it stands, escape sequences included."""
+    """Escapes control characters in argparse's messages, which contain the arguments literally."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(visible(message))
+        super().error(escape_control_characters(message))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Settings may stand anywhere behind the recipe; argparse alone takes none behind an option."""
+    """Parse the arguments, allowing settings after options, which argparse alone does not."""
     parser = _parser()
     options, others = parser.parse_known_args(arguments)
     settings = [text for text in others if "=" in text and not text.startswith("-")]
@@ -100,10 +100,10 @@ def _parser() -> _Parser:
 
     train = commands.add_parser("train", help="train a recipe, or resume its run")
     train.add_argument("recipe", help="a recipe's YAML file")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the recipe's")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the recipe's")
     train.set_defaults(run=_train)
 
-    evaluate = commands.add_parser("eval", help="held-out accuracy of a run's checkpoint")
+    evaluate = commands.add_parser("eval", help="measure the held-out accuracy of a run's checkpoint")
     evaluate.add_argument("folder", metavar="RUN", help="a run's folder")
     evaluate.add_argument("--step", type=int, help="the checkpoint after this many updates (default: the last)")
     evaluate.set_defaults(run=_evaluate)
@@ -114,20 +114,20 @@ def _parser() -> _Parser:
     export.add_argument("--step", type=int, help="the checkpoint after this many updates (default: the last)")
     export.set_defaults(run=_export)
 
-    plan = commands.add_parser("plan", help="what every sync of a recipe will move, without starting ranks")
+    plan = commands.add_parser("plan", help="compute what each sync of a recipe will transfer, without starting ranks")
     plan.add_argument("recipe", help="a recipe's YAML file")
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the recipe's")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the recipe's")
     plan.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    plan.add_argument("--picture", metavar="FILE", help="draw who sends how much to whom, as PNG, SVG or PDF")
+    plan.add_argument("--picture", metavar="FILE", help="draw the traffic between ranks, as PNG, SVG or PDF")
     plan.set_defaults(run=_plan)
 
-    bench = commands.add_parser("bench", help="time a recipe's sync beside the way of other trainers and the wire")
+    bench = commands.add_parser("bench", help="time a recipe's sync, other trainers' method and the network itself")
     bench.add_argument("recipe", help="a recipe's YAML file")
-    bench.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the recipe's")
+    bench.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the recipe's")
     bench.add_argument("--repeats", type=int, default=15, help="timed runs of each method (default: 15)")
-    bench.add_argument("--layers", type=int, help="layers of the model that is measured")
-    bench.add_argument("--hidden", type=int, help="its hidden size; heads, MLPs and vocabulary shrink with it")
-    bench.add_argument("--experts", type=int, help="its routed experts")
+    bench.add_argument("--layers", type=int, help="number of layers of the measured model")
+    bench.add_argument("--hidden", type=int, help="hidden size of the measured model; heads, MLPs and vocabulary scale")
+    bench.add_argument("--experts", type=int, help="number of routed experts of the measured model")
     bench.add_argument("--json", action="store_true", help="print the numbers as JSON")
     bench.set_defaults(run=_bench)
     return parser
@@ -135,7 +135,7 @@ def _parser() -> _Parser:
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
-    folder = RunFolder.of(recipe)
+    folder = RunFolder.for_recipe(recipe)
     if CHECKED not in os.environ:
         check_layout_early(recipe)
         from hybrid3d.launch.launcher import check_devices
@@ -150,20 +150,19 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     if launch_environment.under_launcher():
         from hybrid3d.launch import tasks
 
-        alone = CHECKED not in os.environ and launch_environment.rank() == 0
-        return _run_rank(
-            recipe, folder, functools.partial(tasks.train, recipe, folder), _held(folder) if alone else None
-        )
-    code = _launch(arguments, recipe, folder, console, _held(folder))
+        must_lock = CHECKED not in os.environ and launch_environment.rank() == 0  # our own launcher holds the lock
+        task = functools.partial(tasks.train, recipe, folder)
+        return _run_rank(recipe, folder, task, _lock(folder) if must_lock else None)
+    code = _launch(arguments, recipe, folder, console, _lock(folder))
     if code == DONE:
-        _say_where(recipe, folder, console)
+        _print_results(recipe, folder, console)
     return code
 
 
 def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
-    recipe, folder, step = _finished(options, "eval")
+    recipe, folder, step = _load_run(options, "eval")
     if recipe.rollout is None:
-        raise RecipeError(recipe.name, ["the run has no `rollout` section: there is nothing to generate with"])
+        raise RecipeError(recipe.name, ["the run has no `rollout` section, which `eval` needs to generate answers"])
     if CHECKED not in os.environ:
         from hybrid3d.launch.preflight import check_evaluation
 
@@ -177,7 +176,7 @@ def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _export(options: argparse.Namespace, arguments: list[str]) -> int:
     out = _path(options.out, "OUT")
-    recipe, folder, step = _finished(options, "export")
+    recipe, folder, step = _load_run(options, "export")
     from hybrid3d.inputs.export import UNFINISHED, unfinished_folder
 
     if CHECKED not in os.environ:
@@ -196,7 +195,7 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     if recipe.rollout is None:
         raise RecipeError(recipe.name, ["the recipe has no `rollout` section: there is no sync to plan"])
-    picture = None if options.picture is None else _picture(options.picture)
+    picture = None if options.picture is None else _picture_path(options.picture)
     check_layout_early(recipe)
     from hybrid3d.inputs.checks import check_model
 
@@ -205,35 +204,43 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
     from hybrid3d.planning.report import report
 
     with _console(stderr=True).status("") as status:
-        found = report(recipe, config, say=status.update)
+        plan = report(recipe, config, say=status.update)
     if options.json:
-        print(json.dumps(found.numbers(), indent=2))
+        print(json.dumps(plan.numbers(), indent=2))
     else:
-        _console().print(page_of(found))
+        _console().print(page_of(plan))
     if picture is not None:
         try:
-            draw(found, picture)
+            draw(plan, picture)
         except OSError as error:
             _console(stderr=True).print(f"{picture} cannot be written: {error.strerror}", style="red", soft_wrap=True)
             return FAILED
     return DONE
 
 
-def _picture(text: str) -> Path:
-    """The file that `--picture` names, known to be writable before the plan is made."""
+def _picture_path(text: str) -> Path:
+    """Return the file of `--picture`, after checking that it is writable, because planning takes time.
+
+    Raises:
+        RecipeError: the file cannot be written.
+    """
     path, option = _path(text, "--picture"), f"--picture {text}"
     if path.suffix.lower() not in PICTURES:
-        raise RecipeError(option, [f"the name ends in {path.suffix!r}: end it in {', '.join(PICTURES)}"])
+        raise RecipeError(option, [f"unknown file name extension {path.suffix!r}: use {', '.join(PICTURES)}"])
     if path.is_dir() or not path.parent.is_dir():
         problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise RecipeError(option, [f"{problem}: name a file in a folder that exists"])
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise RecipeError(option, ["it cannot be written: name a file in a folder that can be"])
+        raise RecipeError(option, ["the file cannot be written: name a file in a writable folder"])
     return path
 
 
 def _path(text: str, option: str) -> Path:
-    """A path from the command line. RecipeError: no file can have it."""
+    """Return a path from the command line.
+
+    Raises:
+        RecipeError: it is not a valid path.
+    """
     try:
         return Path(read_value(FilePath, text))
     except ValueError as error:
@@ -242,71 +249,74 @@ def _path(text: str, option: str) -> Path:
 
 def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
-    for name, most in MOST_MEASURED.items():
+    for name, maximum in MAX_BENCH_OPTIONS.items():
         value = getattr(options, name)
-        if value is not None and not 1 <= value <= most:
-            problem = f"--{name} {shortened(value)}: expected an integer from 1 to {most:,}"
+        if value is not None and not 1 <= value <= maximum:
+            problem = f"--{name} {abbreviate(value)}: expected an integer from 1 to {maximum:,}"
             raise RecipeError(recipe.name, [problem])
     from hybrid3d.bench.scaling import Scale, scaled
     from hybrid3d.inputs.models import read_config
     from hybrid3d.launch import tasks
 
     scale = Scale(options.layers, options.hidden, options.experts)
-    smaller, config = scaled(recipe, scale)
-    said = scale.said(read_config(recipe.model.path))
-    folder = RunFolder.of(smaller)
+    scaled_recipe, config = scaled(recipe, scale)
+    scaling = scale.said(read_config(recipe.model.path))
+    folder = RunFolder.for_recipe(scaled_recipe)
     if launch_environment.under_launcher():
-        _check_world(smaller)
+        _check_world(scaled_recipe)
     if CHECKED not in os.environ:
         from hybrid3d.bench.fitting import check_room
 
-        check_room(smaller, config)
+        check_room(scaled_recipe, config)
     if launch_environment.under_launcher():
-        task = functools.partial(tasks.bench, smaller, config, said, folder, options.repeats, options.json)
-        return _run_rank(smaller, folder, task)
-    return _launch(arguments, smaller, folder, _console(stderr=options.json))
+        task = functools.partial(tasks.bench, scaled_recipe, config, scaling, folder, options.repeats, options.json)
+        return _run_rank(scaled_recipe, folder, task)
+    return _launch(arguments, scaled_recipe, folder, _console(stderr=options.json))
 
 
-def _finished(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFolder, int]:
-    """A run's recipe, its folder with this command's logs, and the checkpoint asked for."""
-    from hybrid3d.run.run_folder import find_step
+def _load_run(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFolder, int]:
+    """Return a run's recipe, its folder with the logs of this command, and the requested checkpoint step."""
+    from hybrid3d.run.run_folder import find_checkpoint_step
 
-    folder = RunFolder(_path(options.folder, "RUN")).logging_to(command)
+    folder = RunFolder(_path(options.folder, "RUN")).with_logs_in(command)
     folder.check()
     if not folder.recipe.exists():
-        raise RecipeError(str(folder.path), ["no run's folder: it has no recipe.yaml"])
+        raise RecipeError(str(folder.path), ["not the folder of a run: it has no recipe.yaml"])
     recipe = load_recipe(folder.recipe)
     if CHECKED not in os.environ:
         check_layout_early(recipe)
         from hybrid3d.inputs.checks import check_model
 
         check_model(recipe)
-    return recipe, folder, find_step(folder, options.step)
+    return recipe, folder, find_checkpoint_step(folder, options.step)
 
 
-def _held(folder: RunFolder) -> AbstractContextManager[None]:
-    """The folder of a run for this start alone."""
-    return folder.held(functools.partial(_console(stderr=True).print, soft_wrap=True))
+def _lock(folder: RunFolder) -> AbstractContextManager[None]:
+    """Lock the folder of a run, printing a message to stderr while waiting."""
+    return folder.lock(functools.partial(_console(stderr=True).print, soft_wrap=True))
 
 
-def _run_rank(
-    recipe: Recipe, folder: RunFolder, task: Task, holding: AbstractContextManager[None] | None = None
-) -> int:
+def _run_rank(recipe: Recipe, folder: RunFolder, task: Task, lock: AbstractContextManager[None] | None = None) -> int:
+    """Run a task as this rank, holding the lock if given, and return the exit code."""
     from hybrid3d.launch.worker import run_rank
 
     _check_world(recipe)
-    with holding or nullcontext():
+    with lock or nullcontext():
         return run_rank(recipe, folder, task, launched=CHECKED in os.environ)
 
 
 def _check_world(recipe: Recipe) -> None:
-    """An external launcher must have started as many ranks as the recipe's layout has, each with its GPU."""
+    """Check that the external launcher has started as many ranks as the recipe's layout has, each with a GPU.
+
+    Raises:
+        RecipeError: it has not.
+    """
     from hybrid3d.launch.launcher import check_node
 
     started = launch_environment.world_size()
     if started != recipe.world_size:
         problem = f"train.tp x pp x cp x dp = {recipe.world_size} ranks, but the launcher started {started}"
-        raise RecipeError(recipe.name, [f"{problem}: start as many, or set train.dp"])
+        raise RecipeError(recipe.name, [f"{problem}: start {recipe.world_size}, or set train.dp"])
     check_node(recipe)
 
 
@@ -315,23 +325,25 @@ def _launch(
     recipe: Recipe,
     folder: RunFolder,
     console: Console,
-    holding: AbstractContextManager[None] | None = None,
+    lock: AbstractContextManager[None] | None = None,
     generates: bool = True,
 ) -> int:
+    """Run a command as all ranks on this machine, holding the lock if given, and return the exit code."""
     from hybrid3d.launch.launcher import check_devices, launch
 
     check_devices(recipe, generates)
-    with holding or nullcontext(), mock.patch.dict(os.environ, {CHECKED: "1"}):
+    with lock or nullcontext(), mock.patch.dict(os.environ, {CHECKED: "1"}):
         return launch(arguments, recipe.world_size, folder, console)
 
 
-def _say_where(recipe: Recipe, folder: RunFolder, console: Console) -> None:
-    from hybrid3d.run.run_folder import checkpoint_folder, steps_in
+def _print_results(recipe: Recipe, folder: RunFolder, console: Console) -> None:
+    """Print the paths of a finished run's results, and the commands to evaluate and export it."""
+    from hybrid3d.run.run_folder import checkpoint_folder, checkpoint_steps
 
-    last = checkpoint_folder(folder, steps_in(folder)[-1])
-    told = [f"\ncheckpoint  {last}", f"metrics     {folder.metrics}", f"curves      {folder.curves}"]
+    last = checkpoint_folder(folder, checkpoint_steps(folder)[-1])
+    lines = [f"\ncheckpoint  {last}", f"metrics     {folder.metrics}", f"curves      {folder.curves}"]
     command = os.path.relpath(Path(sys.executable).with_name("hybrid3d"))
     if recipe.rollout is not None:
-        told.append(f"evaluate    {command} eval {folder.path}")
-    told.append(f"export      {command} export {folder.path} OUT")
-    console.print("\n".join(told), soft_wrap=True)
+        lines.append(f"evaluate    {command} eval {folder.path}")
+    lines.append(f"export      {command} export {folder.path} OUT")
+    console.print("\n".join(lines), soft_wrap=True)

@@ -15,8 +15,15 @@ import torch
 import torch.distributed as dist
 
 from hybrid3d import patches
-from hybrid3d.launch_environment import adopt_slurm, local_rank, local_world_size, rank, under_launcher, world_size
-from hybrid3d.launch_environment import run as run_id
+from hybrid3d.launch_environment import (
+    adopt_slurm,
+    local_rank,
+    local_world_size,
+    rank,
+    run_id,
+    under_launcher,
+    world_size,
+)
 
 __all__ = [
     "adopt_slurm",

@@ -1,4 +1,4 @@
-"""What a user can get wrong: the command line prints such an error as one message and exits with 2."""
+"""Errors that users can fix: the command line prints them as one message and exits with code 2."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import unicodedata
 
 
 class UserMistake(ValueError):
-    """Base class of errors that the user can mend. The message says what was found, what is expected, and the fix."""
+    """Base class of errors that the user can fix. The message says what was found, what is expected, and the fix."""
 
 
-# Control characters (escape sequences of a terminal), invisible ones, halves of surrogate pairs, and line separators
-_HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+# Unicode categories of control characters (terminal escapes), invisible characters, surrogates and line separators
+_ESCAPED_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
-def visible(text: str) -> str:
-    """A text in which every character that a terminal would act upon or not show is escaped, but for line breaks."""
+def escape_control_characters(text: str) -> str:
+    """Escape all characters that a terminal would interpret or not show, except line breaks and tabs."""
     return "".join(
-        char if char in "\n\t" or unicodedata.category(char) not in _HIDDEN else ascii(char)[1:-1] for char in text
+        char if char in "\n\t" or unicodedata.category(char) not in _ESCAPED_CATEGORIES else ascii(char)[1:-1]
+        for char in text
     )

@@ -1,4 +1,4 @@
-"""How long processes and their shared memory live: no longer than the process, or the run, that began them."""
+"""Lifetimes of processes and shared memory: they must not outlive the process, or the run, that created them."""
 
 from __future__ import annotations
 
@@ -19,83 +19,83 @@ from typing import Any
 from hybrid3d.launch_environment import RUN
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37  # of prctl(2)
-ENDING_SECONDS = 10  # in which a process that SIGKILL was sent to is gone, unless a device holds it
-DYING_SECONDS = 1.0  # in which the ranks of a launcher that is killed are gone
+KILL_SECONDS = 10  # within which killed processes have exited, unless a device blocks them
+RANKS_EXIT_SECONDS = 1.0  # within which the ranks of a killed launcher have exited
 SHARED_MEMORY = Path("/dev/shm")
-TRACKER_SECONDS = 2  # in which a process that keeps count of shared memory ends by itself
+TRACKER_SECONDS = 2  # within which a resource tracker of multiprocessing exits by itself
 
-_ended: set[int] = set()
+_zombies: set[int] = set()  # found by the last `reap_orphans`
 
 
-def die_with(parent: int) -> None:
-    """Have this process, which `parent` has just started, be killed when that ends (Linux: PR_SET_PDEATHSIG)."""
+def kill_when_parent_exits(parent: int) -> None:
+    """Make the kernel kill this process, just started by `parent`, when that exits (Linux: PR_SET_PDEATHSIG)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended already
+        if os.getppid() != parent:  # it has exited already
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends, daemons too (Linux: PR_SET_CHILD_SUBREAPER)."""
+    """Become the parent of all descendants whose own parent exits, daemons too (Linux: PR_SET_CHILD_SUBREAPER)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 @contextmanager
-def nothing_left() -> Iterator[None]:
-    """At the end, kill every process that was started within and lives on, however it has left its parent."""
+def kill_descendants_on_exit() -> Iterator[None]:
+    """On exit, kill every process that was started in the context and still runs, even if detached from its parent."""
     if sys.platform != "linux":
         yield
         return
-    adopted, before = ctypes.c_int(), children_of(os.getpid())
-    ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(adopted), 0, 0, 0)
+    was_subreaper, existing = ctypes.c_int(), child_pids(os.getpid())
+    ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(was_subreaper), 0, 0, 0)
     adopt_orphans()
     try:
         yield
     finally:
-        end_descendants(spared=before)
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, adopted.value, 0, 0, 0)
+        kill_descendants(keep=existing)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, was_subreaper.value, 0, 0, 0)
 
 
-def children_of(pid: int) -> set[int]:
-    """The processes whose parent is `pid`, those that have ended and are not waited for included; none off Linux."""
-    found: set[int] = set()
+def child_pids(pid: int) -> set[int]:
+    """Return the child processes of `pid`, including zombies; empty on systems other than Linux."""
+    children: set[int] = set()
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended
-            found |= {int(child) for child in path.read_text().split()}
-    return found
+        with suppress(OSError):  # the thread has exited
+            children |= {int(child) for child in path.read_text().split()}
+    return children
 
 
-def descendants_of(pid: int) -> set[int]:
-    """The children of a process, theirs, and so on."""
-    found, following = set[int](), children_of(pid)
-    while following:
-        found |= following
-        following = {child for parent in following for child in children_of(parent)} - found
-    return found
+def descendant_pids(pid: int) -> set[int]:
+    """Return the children of a process, their children, and so on."""
+    descendants, generation = set[int](), child_pids(pid)
+    while generation:
+        descendants |= generation
+        generation = {child for parent in generation for child in child_pids(parent)} - descendants
+    return descendants
 
 
-def end_descendants(spared: Container[int] = ()) -> None:
-    """Kill every descendant of this process but those that are spared and theirs, and wait until they are gone.
+def kill_descendants(keep: Container[int] = ()) -> None:
+    """Kill all descendants of this process except the children in `keep` and theirs, and wait until they have exited.
 
-    Needs `adopt_orphans`, without which descendants whose parents have ended are not found. Processes that keep count
-    of shared memory are left time to remove it once those that use it are gone; this process's own stays.
+    Requires `adopt_orphans`, without which descendants whose parents have exited are not found. Resource trackers of
+    multiprocessing get time to remove shared memory after its users have exited; that of this process is not killed.
     """
-    began, own = time.monotonic(), own_tracker()
-    while left := {pid for pid in children_of(os.getpid()) - own if pid not in spared}:
-        passed = time.monotonic() - began
-        if passed > ENDING_SECONDS:
+    start, own_tracker = time.monotonic(), resource_tracker_pids()
+    while remaining := {pid for pid in child_pids(os.getpid()) - own_tracker if pid not in keep}:
+        elapsed = time.monotonic() - start
+        if elapsed > KILL_SECONDS:
             return
-        for pid in set.union(left, *(descendants_of(pid) for pid in left)):
-            if passed > TRACKER_SECONDS or not _is_tracker(pid):
+        for pid in set.union(remaining, *(descendant_pids(pid) for pid in remaining)):
+            if elapsed > TRACKER_SECONDS or not _is_tracker(pid):
                 kill(pid)
             else:
                 _reap(pid)
         time.sleep(0.01)
 
 
-def own_tracker() -> set[int]:
-    """The process that keeps count of this one's shared memory and semaphores: it ends, and removes them, after it."""
+def resource_tracker_pids() -> set[int]:
+    """Return the pid of this process's resource tracker, if any, which removes its shared memory at exit."""
     tracker: int | None = getattr(resource_tracker._resource_tracker, "_pid", None)
     return set() if tracker is None else {tracker}
 
@@ -103,13 +103,13 @@ def own_tracker() -> set[int]:
 def _is_tracker(pid: int) -> bool:
     try:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has ended
+    except OSError:  # it has exited
         return False
 
 
 def kill(pid: int) -> None:
-    """Kill a process, and wait for it where it is a child of this one and has ended."""
-    with suppress(ProcessLookupError, PermissionError):  # one that has become another user's lives on
+    """Kill a process, and reap it if it is a child of this one and has exited."""
+    with suppress(ProcessLookupError, PermissionError):  # a process that changed its user cannot be killed
         os.kill(pid, signal.SIGKILL)
     _reap(pid)
 
@@ -120,88 +120,89 @@ def _reap(pid: int) -> None:
 
 
 def reap_orphans() -> None:
-    """Wait for adopted processes that have ended, which would stay in the table of processes.
+    """Reap adopted processes that have exited, so that they do not fill the process table.
 
-    One counts that is seen so twice: what ended just now may be about to be waited for by the code that started it.
+    Only zombies that the previous call has found too are reaped, because the code that started a process may be about
+    to wait for one that has just exited.
     """
-    global _ended
-    multiprocessing.active_children()  # waits for its own
-    ended = {pid for pid in children_of(os.getpid()) - own_tracker() if state(pid) == "Z"}
-    for pid in ended & _ended:
+    global _zombies
+    multiprocessing.active_children()  # reaps those of multiprocessing
+    zombies = {pid for pid in child_pids(os.getpid()) - resource_tracker_pids() if process_state(pid) == "Z"}
+    for pid in zombies & _zombies:
         _reap(pid)
-    _ended = ended
+    _zombies = zombies
 
 
-def stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the third on (proc(5)); none where there is no such process."""
+def proc_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat from the third on (proc(5)); empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
 
 
-def state(pid: int) -> str:
-    """A letter, such as T of a process that is stopped (proc(5)); "" where there is none."""
-    return (stat(pid) or [""])[0]
+def process_state(pid: int) -> str:
+    """Return the state of a process as a letter, such as T for stopped (proc(5)); empty if it does not exist."""
+    return (proc_stat(pid) or [""])[0]
 
 
-def started(pid: int) -> str:
-    """When a process started, in ticks since the machine did: with its number, that tells it from any other."""
-    fields = stat(pid)
+def start_ticks(pid: int) -> str:
+    """Return the start time of a process in ticks since boot, which together with its pid identifies it uniquely."""
+    fields = proc_stat(pid)
     return fields[19] if len(fields) > 19 else ""
 
 
-def name_shared_memory(run: str | None = None) -> None:
-    """Have the segments and semaphores that Python makes in this process bear the name of the run.
+def set_shared_memory_prefix(run: str | None = None) -> None:
+    """Put the run's id into the names of shared memory segments and semaphores that Python creates in this process.
 
-    vLLM's message queues and the pools of rewards have names drawn at random otherwise, which nobody could tell from
-    another run's. Processes that this one starts find the run's name in their environment.
+    Otherwise vLLM's message queues and the reward pools have random names, which cannot be told from those of other
+    runs. Child processes inherit the run's id through the environment.
 
     Args:
-        run: its name; without it, that of the environment, if there is one.
+        run: id of the run; None takes that of the environment, if there is one.
     """
     if run is not None:
         os.environ[RUN] = run
     if not os.environ.get(RUN):
         return
-    segments: Any = shared_memory  # which has no public setting for it
+    segments: Any = shared_memory  # has no public setting for it
     segments._SHM_NAME_PREFIX = f"/psm_{os.environ[RUN]}_"
     segments._SHM_SAFE_NAME_LENGTH = len(segments._SHM_NAME_PREFIX) + 16
-    this: Any = process.current_process()
-    this._config["semprefix"] = f"/mp-{os.environ[RUN]}"
+    current: Any = process.current_process()
+    current._config["semprefix"] = f"/mp-{os.environ[RUN]}"
 
 
 def remove_shared_memory(run: str) -> None:
-    """Remove the segments and semaphores that a run which died left behind.
+    """Remove the shared memory segments and semaphores that a killed run has left behind.
 
-    Names are matched whole: that of another run may begin with this one's. What belongs to another user stays.
+    Names must match completely, because the id of another run may start with this one. Those of other users stay.
     """
     name = re.escape(run)
-    own = re.compile(rf"psm_{name}_[0-9a-f]+|sem\.mp-{name}-\w{{8}}|{name}-[^-]+-\[[^\]]*\]-cpushm.*")
+    pattern = re.compile(rf"psm_{name}_[0-9a-f]+|sem\.mp-{name}-\w{{8}}|{name}-[^-]+-\[[^\]]*\]-cpushm.*")
     for segment in SHARED_MEMORY.glob("*"):
-        if own.fullmatch(segment.name):
+        if pattern.fullmatch(segment.name):
             with suppress(OSError):
                 segment.unlink()
 
 
 @contextmanager
-def shared_memory_of(run: str) -> Iterator[None]:
-    """At the end, remove all shared memory that bears the name of a run, even if this process is killed before."""
+def shared_memory_cleanup(run: str) -> Iterator[None]:
+    """On exit, remove all shared memory of a run; a helper process does so even if this process is killed."""
     command = [sys.executable, "-m", "hybrid3d.process", run]
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-    waiting = subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=nothing, start_new_session=True)
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    helper = subprocess.Popen(command, stdin=pipe, stdout=null, stderr=null, start_new_session=True)
     try:
         yield
     finally:
-        waiting.kill()
-        waiting.communicate()
+        helper.kill()
+        helper.communicate()
         remove_shared_memory(run)
 
 
 def main(run: str) -> None:
-    """Wait until whoever holds the other end of stdin has ended, and remove the shared memory of its run."""
+    """Wait until the process at the other end of stdin has exited, and remove the shared memory of its run."""
     sys.stdin.read()
-    time.sleep(DYING_SECONDS)
+    time.sleep(RANKS_EXIT_SECONDS)
     remove_shared_memory(run)
 
 

@@ -1,7 +1,7 @@
-"""Recipes: what a run is asked to do, and every mistake in it found before anything starts.
+"""Recipes: the settings of a run, validated before anything starts.
 
-`load_recipe` checks what the file alone can tell, `check_layout` how the recipe fits a model. Standard library, yaml
-and the tables in `families/` only, so that the command line answers fast.
+`load_recipe` validates the file by itself, `check_layout` validates it against a model. This package imports only the
+standard library, yaml and the tables in `families/`, so that the command line responds fast.
 """
 
 from hybrid3d.config.load import load_recipe, read_recipe, recipe_to_yaml

@@ -1,4 +1,4 @@
-"""Reads recipes: YAML and overrides in, a `Recipe` out, or one error that lists everything that is wrong."""
+"""Reads a `Recipe` from YAML and overrides, and reports all problems in one error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from hybrid3d.config.schema import RecipeError, apply_overrides, read_section, r
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe; each override is `section.key=value`, its value YAML. RecipeError lists everything wrong."""
+    """Read and validate a recipe.
+
+    Args:
+        overrides: settings as `section.key=value`, the value in YAML.
+
+    Raises:
+        RecipeError: with all problems.
+    """
     raw = read_yaml(Path(path))
     problems: list[str] = []
     apply_overrides(raw, overrides, problems)
@@ -22,7 +29,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_recipe(raw: object, subject: str, problems: list[str]) -> Recipe:
-    """A recipe from what its YAML says. RecipeError, about `subject`: the problems so far, and all that it has."""
+    """Return the validated recipe of parsed YAML.
+
+    Args:
+        subject: what the error message is about, such as the file's path.
+        problems: problems found so far, which the error includes.
+
+    Raises:
+        RecipeError: with all problems.
+    """
     recipe = read_section(Recipe, raw, "", problems)
     if recipe is not None:
         problems.extend(validate_recipe(recipe))
@@ -32,5 +47,5 @@ def read_recipe(raw: object, subject: str, problems: list[str]) -> Recipe:
 
 
 def recipe_to_yaml(recipe: Recipe) -> str:
-    """The recipe with every default written out; `load_recipe` reads an equal one from it."""
+    """Return the recipe as YAML with all defaults written out; `load_recipe` reads an equal recipe from it."""
     return str(yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True))

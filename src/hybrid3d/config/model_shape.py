@@ -1,7 +1,7 @@
-"""Whether a recipe fits a model, and which values would.
+"""Checks whether a recipe fits a model, and suggests values that would.
 
-Every problem names the keys whose values could solve it. What a message offers for a key has been tried: with it, the
-recipe has no problem of that key left.
+Every problem names the keys whose values could solve it. The values that a message suggests for a key have been
+tried: with them, the recipe has no problem with that key.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybrid3d.config.layout_rules import CPU_HEAD_DIMS, MAX_PROMPTS, STAGES, Device, misfits, prompts_step
+from hybrid3d.config.layout_rules import (
+    CPU_HEAD_DIMS,
+    MAX_PROMPTS,
+    STAGE_SETTINGS,
+    Device,
+    find_layout_problems,
+    prompts_multiple,
+)
 from hybrid3d.config.schema import MAX_RANKS, Count, RecipeError, read_value
 from hybrid3d.errors import UserMistake
 from hybrid3d.families import family_of
@@ -21,12 +28,12 @@ if TYPE_CHECKING:
     from hybrid3d.config.recipe import Recipe
     from hybrid3d.families import Experts, Latents
 
-MOST_STAGES = 1_000  # that are tried in looking for a valid value
+MAX_TRIED_LAYERS = 1_000  # largest value of a pipeline setting that is tried as a suggestion
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of a model that layouts must divide. In messages they bear their names in `config.json`."""
+    """The sizes of a model that restrict its layouts. Messages use their names in `config.json`."""
 
     num_layers: int
     num_attention_heads: int
@@ -43,7 +50,13 @@ class ModelShape:
     def from_config(
         cls, config: Mapping[str, object], experts: Experts | None = None, latents: Latents | None = None
     ) -> ModelShape:
-        """From a Hugging Face `config.json`; the two sizes that may be absent there take that library's defaults."""
+        """Read the sizes from a Hugging Face `config.json`.
+
+        `num_key_value_heads` and `head_dim` may be absent and then have the defaults of `transformers`.
+
+        Raises:
+            RecipeError: a size is missing or invalid; with all problems.
+        """
         problems: list[str] = []
 
         def size(key: str, default: int | None = None) -> int:
@@ -76,64 +89,68 @@ class ModelShape:
 
 
 def check_layout(recipe: Recipe, model: ModelShape, *, device: Device | None) -> None:
-    """RecipeError listing every way in which the recipe does not fit the model on this device.
+    """Check that a recipe fits a model.
 
-    What follows from a wrong layout is not held against the rest: its count of ranks, for one, means nothing.
+    If the train layout is invalid, checks that depend on its number of ranks are left out.
 
     Args:
-        device: where it will run; None where it is only planned, and what this machine cannot run does not matter.
+        device: device type of the run, or None for planning, where limits of this machine do not matter.
+
+    Raises:
+        RecipeError: the recipe does not fit; with all problems and valid values.
     """
-    problems = misfits(recipe, model, device)
+    problems = find_layout_problems(recipe, model, device)
     if problems:
-        offers: dict[str, list[str]] = {}
+        valid_values: dict[str, list[str]] = {}
         lines = []
         for problem in problems:
             for key in problem.keys if not problem.fix else ():
-                if key not in offers:
-                    offers[key] = _offers(recipe, model, device, key)
-            lines.append(f"{problem.says}: {problem.fix or _offered(problem.keys, offers)}")
+                if key not in valid_values:
+                    valid_values[key] = _nearest_valid_values(recipe, model, device, key)
+            lines.append(f"{problem.message}: {problem.fix or _suggestion(problem.keys, valid_values)}")
         raise RecipeError(f"recipe {recipe.name} does not fit its model", lines)
 
 
-def _offers(recipe: Recipe, model: ModelShape, device: Device | None, key: str) -> list[str]:
-    """The nearest values of a key on both sides with which none of its problems is left; `null`, where nothing else."""
+def _nearest_valid_values(recipe: Recipe, model: ModelShape, device: Device | None, key: str) -> list[str]:
+    """Return the nearest smaller and larger values of a key that solve its problems, or `null` if only that does."""
     section, _, name = key.partition(".")
     if key == "head_dim":
-        value, valid = model.head_dim, [*CPU_HEAD_DIMS]
+        value, candidates = model.head_dim, [*CPU_HEAD_DIMS]
     else:
-        value, valid = getattr(getattr(recipe, section), name), _candidates(recipe, model, key)
+        value, candidates = getattr(getattr(recipe, section), name), _candidates(recipe, model, key)
 
-    def fits(other: int | None) -> bool:
+    def is_valid(candidate: int | None) -> bool:
         if key == "head_dim":
             return True
-        tried = replace(recipe, **{section: replace(getattr(recipe, section), **{name: other})})
-        return not any(key in problem.keys for problem in misfits(tried, model, device))
+        tried = replace(recipe, **{section: replace(getattr(recipe, section), **{name: candidate})})
+        return not any(key in problem.keys for problem in find_layout_problems(tried, model, device))
 
-    below = next((n for n in reversed(valid) if n < value and fits(n)), None)
-    near = [n for n in (below, next((n for n in valid if n > value and fits(n)), None)) if n is not None]
-    if not near and name in STAGES and fits(None):
+    below = next((n for n in reversed(candidates) if n < value and is_valid(n)), None)
+    above = next((n for n in candidates if n > value and is_valid(n)), None)
+    nearest = [str(n) for n in (below, above) if n is not None]
+    if not nearest and name in STAGE_SETTINGS and is_valid(None):
         return ["null"]
-    return [str(n) for n in near]
+    return nearest
 
 
-def _offered(keys: Sequence[str], offers: Mapping[str, Sequence[str]]) -> str:
-    said = [
-        f"nearest valid {'value' if len(offers[key]) == 1 else 'values'} of {key} "
-        f"{'is' if len(offers[key]) == 1 else 'are'} {', '.join(offers[key])}"
+def _suggestion(keys: Sequence[str], valid_values: Mapping[str, Sequence[str]]) -> str:
+    suggestions = [
+        f"nearest valid {'value' if len(valid_values[key]) == 1 else 'values'} of {key} "
+        f"{'is' if len(valid_values[key]) == 1 else 'are'} {', '.join(valid_values[key])}"
         for key in keys
-        if offers[key]
+        if valid_values[key]
     ]
-    return "; ".join(said) or f"no value of {' or '.join(keys)} alone is valid here"
+    return "; ".join(suggestions) or f"no value of {' or '.join(keys)} alone is valid here"
 
 
 def _candidates(recipe: Recipe, model: ModelShape, key: str) -> list[int]:
-    """Values of a key among which the valid ones are, ascending."""
+    """Return the values of a key among which the valid ones are, ascending."""
     if key in ("train.tp", "rollout.tp"):
         return _divisors(model.num_attention_heads)
     if key == "train.pp":
-        return [*range(1, min(model.num_layers, MOST_STAGES) + 1)]
+        return [*range(1, min(model.num_layers, MAX_TRIED_LAYERS) + 1)]
     if key == "train.vpp" or key.endswith("_stage_layers"):
-        return [*range(1, min(model.num_layers, MOST_STAGES) + 1)]
+        return [*range(1, min(model.num_layers, MAX_TRIED_LAYERS) + 1)]
     if key == "train.ep" and model.experts is not None:
         return _divisors(model.experts.count)
     if key == "train.etp" and model.experts is not None:
@@ -141,7 +158,7 @@ def _candidates(recipe: Recipe, model: ModelShape, key: str) -> list[int]:
     if key == "rollout.dp":
         return _divisors(recipe.world_size)
     if key == "algorithm.prompts_per_step":
-        step, prompts = prompts_step(recipe), recipe.algorithm.prompts_per_step
+        step, prompts = prompts_multiple(recipe), recipe.algorithm.prompts_per_step
         around = range(max(step, prompts // step * step), prompts + step + 1, step)
         return [n for n in around if n <= MAX_PROMPTS]
     return [1]
@@ -152,10 +169,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def check_layout_early(recipe: Recipe) -> None:
-    """`check_layout` by the model's `config.json` alone: no torch is imported, so that a refusal comes at once.
+    """Run `check_layout` with the model's `config.json` only, without importing torch, so that it fails fast.
 
     Raises:
-        UserMistake: the config cannot be read, no family computes it, or the recipe does not fit it.
+        UserMistake: the config cannot be read, no model family supports it, or the recipe does not fit it.
     """
     config = read_json_file(Path(recipe.model.path) / "config.json")
     try:
@@ -163,6 +180,6 @@ def check_layout_early(recipe: Recipe) -> None:
         shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
     except UserMistake:
         raise
-    except Exception:  # values of wrong types: the full check of the checkpoint names them
+    except Exception:  # values of wrong types, which the full check of the checkpoint reports
         return
     check_layout(recipe, shape, device=None)

@@ -1,4 +1,4 @@
-"""A recipe: all settings of a run, as a frozen dataclass with one section each. Nothing here validates."""
+"""The recipe: all settings of a run as a frozen dataclass of sections. Nothing is validated here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybrid3d.config.sections.learning import Algorithm, Critic, Data, Guard, Op
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All settings of a run, and those that change at a step. Only `sft` may do without `rollout`."""
+    """All settings of a run, including those that change at a given step. `rollout` is optional for `sft` only."""
 
     name: Name
     model: Model
@@ -30,11 +30,11 @@ class Recipe:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all; EP and ETP regroup these ranks and add none."""
+        """Return the total number of ranks; EP and ETP regroup these ranks and add none."""
         return self.train.tp * self.train.pp * self.train.cp * self.train.dp
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences that a step trains on, over all data-parallel ranks."""
+        """Return the number of sequences that a step trains on, over all data-parallel ranks."""
         samples = self.algorithm.samples_per_prompt if self.algorithm.generates else 1
         return self.algorithm.prompts_per_step * samples

@@ -1,4 +1,4 @@
-"""Where settings of a recipe contradict each other, whatever the model."""
+"""Checks for settings of a recipe that contradict each other, independent of the model."""
 
 from __future__ import annotations
 
@@ -10,44 +10,36 @@ from hybrid3d.config.unused_settings import unused_settings
 
 if TYPE_CHECKING:
     from hybrid3d.config.recipe import Recipe
-    from hybrid3d.config.sections.learning import Optimizer
+    from hybrid3d.config.sections.learning import Kl, Optimizer
 
 
 def validate_recipe(recipe: Recipe) -> Iterator[str]:
-    """What contradicts itself within a recipe, whatever the model."""
+    """Yield a message for each contradiction between settings of a recipe, independent of the model."""
     yield from unused_settings(recipe)
     if recipe.world_size > MAX_RANKS:
         yield f"train.tp*pp*cp*dp={recipe.world_size} ranks are more than {MAX_RANKS}: lower one of them"
     algorithm, kl, optimizer = recipe.algorithm, recipe.algorithm.kl, recipe.optimizer
     if algorithm.generates and recipe.rollout is None:
         yield f"rollout: missing, and algorithm.name={algorithm.name} generates: give max_model_len and max_new_tokens"
-    if kl.where == "none" and kl.coef > 0:
-        yield f"algorithm.kl.coef={kl.coef} has no effect with algorithm.kl.where=none: set where: loss, or coef: 0"
-    if kl.where == "loss" and kl.estimator == "k1":
-        yield "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, or where: reward"
-    answers = recipe.sequences_per_step
-    if kl.target is not None and answers >= 5 * kl.horizon:  # then a step's factor, 1 - 0.2 answers / horizon, is none
-        yield (
-            f"algorithm.kl.horizon={kl.horizon} is too short for a step's {answers} answers, which would turn the "
-            f"coefficient's sign: at least {answers // 5 + 1}, and {10 * answers} is ten steps"
-        )
-    if kl.target is not None and kl.coef == 0:
-        yield f"algorithm.kl.target={kl.target} is followed by multiplying algorithm.kl.coef=0: start it above 0"
+    yield from _check_kl(kl, recipe.sequences_per_step)
     if algorithm.correction.kind.endswith("mask") and algorithm.correction.low >= algorithm.correction.high:
         low, high = algorithm.correction.low, algorithm.correction.high
         yield f"algorithm.correction.low={low} is not below algorithm.correction.high={high}"
     if recipe.reward.model is not None and algorithm.dynamic_sampling:
-        yield "algorithm.dynamic_sampling looks for rewards that are alike, as those of a reward.model never are: set 0"
-    if recipe.critic != type(recipe.critic)() and not algorithm.critic:
-        yield f"critic: algorithm.name={algorithm.name} has none: leave the section out, or set ppo"
+        yield (
+            "algorithm.dynamic_sampling replaces groups whose rewards are all equal, which does not happen with "
+            "reward.model: set 0"
+        )
+    if recipe.critic != type(recipe.critic)() and not algorithm.uses_critic:
+        yield f"critic: algorithm.name={algorithm.name} has no critic: leave the section out, or set ppo"
     if recipe.sync.share_storage and recipe.rollout is not None and recipe.rollout.sleep:
         yield (
-            "sync.share_storage: weights in memory that both engines use cannot be given away while vLLM sleeps: "
+            "sync.share_storage: memory that both engines share cannot be freed while vLLM sleeps: "
             "set rollout.sleep=false, or leave sync.share_storage out"
         )
     if recipe.sync.share_storage and recipe.train.offload_parameters:
         yield (
-            "sync.share_storage: vLLM generates with the parameters that train.offload_parameters would take away: "
+            "sync.share_storage: vLLM generates with the parameters that train.offload_parameters would offload: "
             "leave one of them out"
         )
     if recipe.train.offloads and not algorithm.generates:
@@ -60,48 +52,72 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
         )
     if budget is not None and recipe.train.vpp > 1 and not recipe.train.packed:
         yield (
-            f"train.max_tokens_per_micro_batch={budget}: padded, micro batches differ in shape, and interleaved "
-            f"stages (train.vpp={recipe.train.vpp}) would mix them up: set train.packed=true, or train.vpp=1"
+            f"train.max_tokens_per_micro_batch={budget}: padded micro batches differ in shape, which the interleaved "
+            f"schedule (train.vpp={recipe.train.vpp}) does not support: set train.packed=true, or train.vpp=1"
         )
     if recipe.critic.optimizer is not None:
-        yield from _of_optimizer(recipe.critic.optimizer, "critic.optimizer", recipe.run.steps, "run.steps")
-    alone = recipe.critic.warmup_steps
-    if alone < recipe.run.steps:
-        of = f"run.steps={recipe.run.steps} less critic.warmup_steps" if alone else "run.steps"
-        yield from _of_optimizer(optimizer, "optimizer", recipe.run.steps - alone, of)
+        yield from _check_optimizer(recipe.critic.optimizer, "critic.optimizer", recipe.run.steps, "run.steps")
+    critic_warmup = recipe.critic.warmup_steps
+    if critic_warmup < recipe.run.steps:
+        setting = f"run.steps={recipe.run.steps} minus critic.warmup_steps" if critic_warmup else "run.steps"
+        yield from _check_optimizer(optimizer, "optimizer", recipe.run.steps - critic_warmup, setting)
     else:
         yield (
-            f"critic.warmup_steps={recipe.critic.warmup_steps} leaves the policy no step of run.steps="
-            f"{recipe.run.steps}: at most {recipe.run.steps - 1}"
+            f"critic.warmup_steps={critic_warmup} leaves no step of run.steps={recipe.run.steps} to train the policy: "
+            f"at most {recipe.run.steps - 1}"
         )
-    yield from _of_guard(recipe)
-    longest, buffer = recipe.rollout.max_new_tokens if recipe.rollout else 0, recipe.reward.overlong_buffer
-    if recipe.rollout is not None and buffer >= longest:
+    yield from _check_guard(recipe)
+    max_new_tokens, buffer = recipe.rollout.max_new_tokens if recipe.rollout else 0, recipe.reward.overlong_buffer
+    if recipe.rollout is not None and buffer >= max_new_tokens:
         yield (
-            f"reward.overlong_buffer={buffer} takes reward off every answer of rollout.max_new_tokens={longest}: "
-            f"at most {longest - 1}"
+            f"reward.overlong_buffer={buffer} penalizes every answer of rollout.max_new_tokens={max_new_tokens}: "
+            f"at most {max_new_tokens - 1}"
         )
 
 
-def _of_optimizer(its: Optimizer, key: str, steps: int, of: str) -> Iterator[str]:
-    """
+def _check_kl(kl: Kl, answers: int) -> Iterator[str]:
+    """Yield the contradictions between settings of the KL, for a step with this many answers."""
+    if kl.where == "none" and kl.coef > 0:
+        yield f"algorithm.kl.coef={kl.coef} has no effect with algorithm.kl.where=none: set where: loss, or coef: 0"
+    if kl.where == "loss" and kl.estimator == "k1":
+        yield "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, or where: reward"
+    if kl.target is not None and answers >= 5 * kl.horizon:  # a step's smallest factor, 1 - 0.2 answers / horizon, <= 0
+        yield (
+            f"algorithm.kl.horizon={kl.horizon} is too short for the {answers} answers of a step, which could change "
+            f"the coefficient's sign: at least {answers // 5 + 1}; {10 * answers} is ten steps"
+        )
+    if kl.target is not None and kl.coef == 0:
+        yield (
+            f"algorithm.kl.target={kl.target} is approached by multiplying algorithm.kl.coef=0, which stays 0: "
+            "set it above 0"
+        )
+
+
+def _check_optimizer(optimizer: Optimizer, key: str, steps: int, steps_setting: str) -> Iterator[str]:
+    """Yield the contradictions between settings of an optimizer.
+
     Args:
-        steps: that it takes, which are `of` these settings.
+        key: dotted name of the section.
+        steps: number of steps that the optimizer takes.
+        steps_setting: the settings that `steps` follows from, for messages.
     """
-    if its.min_lr > its.lr and its.schedule != "constant":
-        yield f"{key}.min_lr={its.min_lr} is more than {key}.lr={its.lr}: the rate only falls"
-    if its.warmup_steps >= steps:
-        yield f"{key}.warmup_steps={its.warmup_steps} leaves no step of {of}={steps}: at most {steps - 1}"
+    if optimizer.min_lr > optimizer.lr and optimizer.schedule != "constant":
+        yield (
+            f"{key}.min_lr={optimizer.min_lr} is more than {key}.lr={optimizer.lr}, but the rate only decays: lower it"
+        )
+    warmup = optimizer.warmup_steps
+    if warmup >= steps:
+        yield f"{key}.warmup_steps={warmup} leaves no step of {steps_setting}={steps} after warmup: at most {steps - 1}"
 
 
-def _of_guard(recipe: Recipe) -> Iterator[str]:
-    """Bounds of what is not there."""
+def _check_guard(recipe: Recipe) -> Iterator[str]:
+    """Yield a message for each bound on a metric that this recipe does not have."""
     guard, kl = recipe.guard, recipe.algorithm.kl
     if not recipe.algorithm.generates:
         for name in ("max_kl", "max_clip_fraction", "min_entropy", "max_mismatch_kl", "max_sync_share", "kl_explosion"):
             bound = getattr(guard, name)
             if bound is not None:
-                yield f"guard.{name}={bound}: algorithm.name=sft has nothing that it bounds: leave it out"
+                yield f"guard.{name}={bound}: algorithm.name=sft has no metric that it bounds: leave it out"
         if guard.initial_mismatch != type(guard)().initial_mismatch:
             yield f"guard.initial_mismatch={guard.initial_mismatch}: algorithm.name=sft generates nothing: leave it out"
         return
@@ -109,6 +125,6 @@ def _of_guard(recipe: Recipe) -> Iterator[str]:
         yield f"guard.max_kl={guard.max_kl}: algorithm.kl.where=none measures no KL: leave it out, or set where: loss"
     if kl.target is None and guard.kl_explosion is not None:
         yield (
-            f"guard.kl_explosion={guard.kl_explosion}: without algorithm.kl.target the coefficient is fixed already: "
+            f"guard.kl_explosion={guard.kl_explosion}: without algorithm.kl.target the coefficient is already fixed: "
             "leave it out, or set a target"
         )

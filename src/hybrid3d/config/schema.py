@@ -1,8 +1,8 @@
-"""YAML into frozen dataclasses. Knows no recipe: `config.py` says what is in one.
+"""Reads YAML into frozen dataclasses. It is independent of the recipe, whose sections `recipe.py` defines.
 
-A dataclass is a section, and a field of it a key. A field is a str, int, float, bool, Literal, a section, or a section
-or None; `Annotated[type, Rule(...)]` narrows it. A `Schedule` has settings by step, by their dotted keys. All problems
-are collected, so that a user mends a file once.
+A dataclass is a section and its fields are the keys. A field is a str, int, float, bool, Literal, a section, or a
+section or None; `Annotated[type, Rule(...)]` restricts its values. A `Schedule` maps steps to settings by dotted key.
+All problems are collected, so that a user can fix a file in one pass.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from hybrid3d.errors import UserMistake, visible
+from hybrid3d.errors import UserMistake, escape_control_characters
 from hybrid3d.storage.user_files import UnreadableFile, parse_yaml, read_text_file
 
 T = TypeVar("T")
 
 
-MAX_PROBLEMS = 50  # that a message lists
+MAX_PROBLEMS = 50  # listed in one message
 
 
 class RecipeError(UserMistake):
-    """What is wrong with a recipe: all of it, a problem a line."""
+    """Raised for an invalid recipe; the message lists all problems, one per line."""
 
     def __init__(self, subject: str, problems: Sequence[str]) -> None:
         self.subject = subject
@@ -38,43 +38,48 @@ class RecipeError(UserMistake):
 
     def __str__(self) -> str:
         more = len(self.problems) - MAX_PROBLEMS
-        told = [*self.problems[:MAX_PROBLEMS], *([f"... and {more:,} more problems"] if more > 0 else [])]
-        return "\n  ".join([f"{_one_line(self.subject)}:", *told])
+        lines = [*self.problems[:MAX_PROBLEMS], *([f"... and {more:,} more problems"] if more > 0 else [])]
+        return "\n  ".join([f"{_one_line(self.subject)}:", *lines])
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must satisfy beyond its type; `says` is how a message puts it."""
+    """A condition on a value beyond its type.
 
-    holds: Callable[[Any], bool]
-    says: str
+    Attributes:
+        is_satisfied: returns whether a value meets the condition.
+        description: the condition in words, as it stands in messages and in `docs/recipe.md`.
+    """
+
+    is_satisfied: Callable[[Any], bool]
+    description: str
 
 
 def within(low: float, high: float) -> Rule:
-    """A number from `low` to `high`, both allowed."""
-    return Rule(lambda x: low <= x <= high, f"{_plain(low)} to {_plain(high)}")
+    """Return the rule for a number from `low` to `high`, both included."""
+    return Rule(lambda x: low <= x <= high, f"{_format_number(low)} to {_format_number(high)}")
 
 
 def above(low: float, high: float) -> Rule:
-    """A number above `low`, and `high` at most."""
-    return Rule(lambda x: low < x <= high, f"more than {_plain(low)} and at most {_plain(high)}")
+    """Return the rule for a number greater than `low` and at most `high`."""
+    return Rule(lambda x: low < x <= high, f"more than {_format_number(low)} and at most {_format_number(high)}")
 
 
-def _plain(number: float) -> str:
+def _format_number(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
 def _is_path(text: str) -> bool:
-    parts = [len(part.encode(errors="replace")) for part in text.split("/")]
-    return max(parts) <= MAX_NAME_BYTES and sum(parts) + len(parts) <= MAX_PATH_BYTES
+    lengths = [len(part.encode(errors="replace")) for part in text.split("/")]
+    return max(lengths) <= MAX_NAME_BYTES and sum(lengths) + len(lengths) <= MAX_PATH_BYTES
 
 
-MAX_NAME_BYTES = 200  # Linux allows 255; a name of ours gets a prefix or a suffix here and there
+MAX_NAME_BYTES = 200  # Linux allows 255; prefixes and suffixes are added to some names
 MAX_PATH_BYTES = 2_000  # Linux allows 4,096
 
 
 def _is_printable(text: str) -> bool:
-    return visible(text) == text and not set("\n\t") & set(text)
+    return escape_control_characters(text) == text and not set("\n\t") & set(text)
 
 
 _NOT_EMPTY = Rule(lambda s: s.strip() != "", "not empty")
@@ -93,16 +98,16 @@ FilePath = Annotated[
     _NOT_EMPTY,
     Rule(lambda s: _is_printable(s) and _is_path(s), f"of printable characters, at most {MAX_NAME_BYTES} bytes a name"),
 ]
-Verified = Annotated[
+VerifyInterval = Annotated[
     str, Rule(lambda s: re.fullmatch(r"always|never|every-[1-9]\d{0,8}", s) is not None, "always, never or every-N")
 ]
-# Of a model's config.json; of a recipe, what has no bound of its own. The bounds refuse infinity and NaN, too.
+# For the model's config.json and for settings without a tighter bound. The bounds also refuse infinity and NaN.
 Count = Annotated[int, Rule(lambda n: n >= 1, "1 or more")]
 Positive = Annotated[float, above(0, 1e12)]
 NonNegative = Annotated[float, within(0, 1e12)]
 AboveOne = Annotated[float, above(1, 1e12)]
-Share = Annotated[float, within(0, 1)]
-Fraction = Annotated[float, Rule(lambda x: 0 < x < 1, "more than 0 and less than 1")]
+ClosedFraction = Annotated[float, within(0, 1)]
+OpenFraction = Annotated[float, Rule(lambda x: 0 < x < 1, "more than 0 and less than 1")]
 Decay = Annotated[float, Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")]
 
 MAX_RANKS = 65_536
@@ -110,29 +115,29 @@ Ranks = Annotated[int, within(1, MAX_RANKS)]
 Layers = Annotated[int, within(1, 10_000)]
 Sequences = Annotated[int, within(1, 2**20)]
 Tokens = Annotated[int, within(1, 2**24)]
-ExtraTokens = Annotated[int, within(0, 2**24)]
+TokensOrZero = Annotated[int, within(0, 2**24)]
 Steps = Annotated[int, within(1, 10**9)]
-ExtraSteps = Annotated[int, within(0, 10**9)]
-Times = Annotated[int, within(1, 10_000)]
-ExtraTimes = Annotated[int, within(0, 10_000)]
+StepsOrZero = Annotated[int, within(0, 10**9)]
+Repeats = Annotated[int, within(1, 10_000)]
+RepeatsOrZero = Annotated[int, within(0, 10_000)]
 Processes = Annotated[int, within(1, 1_024)]
-Seed = Annotated[int, within(0, 2**32 - 1)]  # NumPy's generators, which vLLM seeds too, take no more
+Seed = Annotated[int, within(0, 2**32 - 1)]  # the limit of NumPy's generators, which vLLM seeds too
 Seconds = Annotated[float, within(0.001, 86_400)]
 LearningRate = Annotated[float, within(0, 100)]
 Coefficient = Annotated[float, within(0, 1_000)]
 Reward = Annotated[float, within(-1_000_000, 1_000_000)]
-# `_MAX_TEMP` of vLLM 0.32.0's sampling_params.py; training would divide by what was asked for
-Temperature = Annotated[float, within(0.01, 100), Rule(lambda x: True, "as vLLM takes a lower one for 0.01")]
+# `_MAX_TEMP` of vLLM 0.32.0's sampling_params.py: it raises lower values to 0.01, while training would divide by them
+Temperature = Annotated[float, within(0.01, 100), Rule(lambda x: True, "because vLLM raises lower values to 0.01")]
 Mebibytes = Annotated[float, within(0.01, 16_384)]
 Gibibytes = Annotated[float, within(0.001, 16_384)]
 
 Schedule = dict[int, dict[str, Any]]
-MAX_SCHEDULED = 1_000  # steps of a schedule: each is checked like a recipe of its own
+MAX_SCHEDULED = 1_000  # steps of a schedule, each of which is validated as a complete recipe
 
-NEEDED_UNLESS = "needed unless"
-"""In a field's metadata, a key and its value: a section without the field is complete only with that value."""
+REQUIRED_UNLESS = "required unless"
+"""Metadata key of a field: a pair (key, value). The field is required unless that key of its section has that value."""
 
-_TYPE_WORDS: dict[type, str] = {
+_TYPE_NAMES: dict[type, str] = {
     int: "an integer",
     float: "a number",
     str: "a string",
@@ -145,39 +150,43 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
-    """The mapping in a YAML file. RecipeError: not readable, not YAML (with the line), or no mapping."""
+    """Read the mapping in a YAML file.
+
+    Raises:
+        RecipeError: the file is not readable, not YAML (with the line), or not a mapping.
+    """
     try:
-        raw = parse(read_text_file(path, "a recipe"))
+        raw = parse_yaml(read_text_file(path, "a recipe"))
     except UnreadableFile as error:
         raise RecipeError(str(path), [error.why]) from error
     except ValueError as error:
         raise RecipeError(str(path), [str(error)]) from error
     if not isinstance(raw, dict):
-        raise RecipeError(str(path), [f"expected sections with keys, got {_shown(raw)}"])
+        raise RecipeError(str(path), [f"expected sections with keys, got {_format_value(raw)}"])
     return raw
 
 
-def dotted(raw: object, path: str = "") -> dict[str, Any]:
-    """Settings in sections as `section.key: value`; keys that are dotted already stay so.
+def flatten_settings(raw: object, path: str = "") -> dict[str, Any]:
+    """Flatten nested sections to `section.key: value`; keys that are dotted already are kept.
 
     Raises:
-        ValueError: no section, or a key stands twice, nested and dotted.
+        ValueError: `raw` is not a section, or a key is given twice, nested and dotted.
     """
     if not isinstance(raw, dict):
-        raise ValueError(f"expected sections with keys, got {_shown(raw)}")
-    found: dict[str, Any] = {}
+        raise ValueError(f"expected sections with keys, got {_format_value(raw)}")
+    flat: dict[str, Any] = {}
     for key, value in raw.items():
-        here = _join(path, _key(key))
-        settings = dotted(value, here) if isinstance(value, dict) else {here: value}
-        twice = next((name for name in settings if name in found), None)
-        if twice is not None:
-            raise ValueError(f"{twice} stands twice")
-        found |= settings
-    return found
+        key_path = _join(path, _format_key(key))
+        settings = flatten_settings(value, key_path) if isinstance(value, dict) else {key_path: value}
+        duplicate = next((name for name in settings if name in flat), None)
+        if duplicate is not None:
+            raise ValueError(f"{duplicate} is given twice")
+        flat |= settings
+    return flat
 
 
 def with_settings(raw: Mapping[Any, Any], settings: Mapping[str, object], problems: list[str]) -> dict[Any, Any]:
-    """A copy of a recipe's sections in which each `section.key` has another value."""
+    """Return a copy of a recipe's sections with each `section.key` set to a new value; append to `problems`."""
     changed = copy.deepcopy(dict(raw))
     for key, value in settings.items():
         try:
@@ -187,19 +196,14 @@ def with_settings(raw: Mapping[Any, Any], settings: Mapping[str, object], proble
     return changed
 
 
-def parse(text: str) -> object:
-    """YAML to Python; ValueError says what is wrong and on which line."""
-    return parse_yaml(text)
-
-
 def apply_overrides(raw: dict[Any, Any], overrides: Iterable[str], problems: list[str]) -> None:
-    """Set each `section.key=value` in `raw`, values being YAML. A key that nothing knows shows when `raw` is read."""
+    """Set each `section.key=value` in `raw`; values are YAML. Unknown keys are reported when `raw` is read."""
     for override in overrides:
         try:
             _apply_override(raw, override)
         except ValueError as error:
-            said = override if len(override) <= 200 else f"{override[:200]}..."
-            problems.append(f"override {said!r}: {error}")
+            text = override if len(override) <= 200 else f"{override[:200]}..."
+            problems.append(f"override {text!r}: {error}")
 
 
 def _apply_override(raw: dict[Any, Any], override: str) -> None:
@@ -207,50 +211,54 @@ def _apply_override(raw: dict[Any, Any], override: str) -> None:
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise ValueError("expected section.key=value")
-    _set(raw, keys, parse(text))
+    _set(raw, keys, parse_yaml(text))
 
 
 def _set(raw: dict[Any, Any], keys: Sequence[str], value: object) -> None:
-    here = raw
+    section = raw
     *sections, key = keys
     for name in sections:
-        if here.get(name) is None:  # absent, or `rollout: null`
-            here[name] = {}
-        if not isinstance(here[name], dict):
-            raise ValueError(f"{name} is no section, it is {_shown(here[name])}")
-        here = here[name]
-    here[key] = value
+        if section.get(name) is None:  # absent, or `rollout: null`
+            section[name] = {}
+        if not isinstance(section[name], dict):
+            raise ValueError(f"{name} is not a section but {_format_value(section[name])}")
+        section = section[name]
+    section[key] = value
 
 
 def read_section(kind: type[T], raw: object, path: str, problems: list[str]) -> T | None:
-    """An instance of the dataclass `kind` from `raw`; None when `problems` has grown. `path` stands before the keys."""
+    """Return an instance of the dataclass `kind` read from `raw`, or None if it has problems, which are appended.
+
+    Args:
+        path: dotted name of the section, which messages put before its keys; empty for the recipe itself.
+    """
     if not isinstance(raw, dict):
-        problems.append(f"{path}: expected a section with keys, got {_shown(raw)}")
+        problems.append(f"{path}: expected a section with keys, got {_format_value(raw)}")
         return None
     before = len(problems)
     hints = get_type_hints(kind, include_extras=True)
-    problems.extend(_unknown(key, list(hints), path) for key in raw if key not in hints)
+    problems.extend(_unknown_key_problem(key, list(hints), path) for key in raw if key not in hints)
     values = {}
     for field in dataclasses.fields(cast(Any, kind)):
-        here, hint = _join(path, field.name), hints[field.name]
+        key_path, hint = _join(path, field.name), hints[field.name]
         if field.name in raw:
-            values[field.name] = _read(hint, raw[field.name], here, problems)
-        elif field.metadata and raw.get(field.metadata[NEEDED_UNLESS][0]) != field.metadata[NEEDED_UNLESS][1]:
-            problems.append(f"{here}: missing, expected {expected(hint)}")
+            values[field.name] = _read(hint, raw[field.name], key_path, problems)
+        elif field.metadata and raw.get(field.metadata[REQUIRED_UNLESS][0]) != field.metadata[REQUIRED_UNLESS][1]:
+            problems.append(f"{key_path}: missing, expected {describe_type(hint)}")
         elif field.default_factory is not dataclasses.MISSING:
             continue
-        elif field.default is dataclasses.MISSING and section_of(hint):
-            values[field.name] = _read(hint, {}, here, problems)  # names each key that is missing in it
+        elif field.default is dataclasses.MISSING and section_type(hint):
+            values[field.name] = _read(hint, {}, key_path, problems)  # reports each key that is missing in it
         elif field.default is dataclasses.MISSING:
-            problems.append(f"{here}: missing, expected {expected(hint)}")
+            problems.append(f"{key_path}: missing, expected {describe_type(hint)}")
     return kind(**values) if len(problems) == before else None
 
 
 def _read(hint: Any, raw: object, path: str, problems: list[str]) -> object:
-    """A field's value, section or scalar; None when `problems` has grown."""
+    """Return a field's value, a section or a scalar, or None if it has problems, which are appended."""
     if hint == Schedule:
         return _read_schedule(raw, path, problems)
-    section = section_of(hint)
+    section = section_type(hint)
     if section is not None:
         optional = NoneType in get_args(hint)
         return None if optional and raw is None else read_section(section, raw, path, problems)
@@ -266,83 +274,87 @@ def _read(hint: Any, raw: object, path: str, problems: list[str]) -> object:
 
 
 def _read_schedule(raw: object, path: str, problems: list[str]) -> Schedule:
-    """By step, ascending, settings by their dotted keys. Whether these exist, who knows the recipe must say."""
+    """Return the settings by dotted key of each step, ascending. Whether the keys exist is not checked here."""
     if not isinstance(raw, dict):
-        problems.append(f"{path}: expected steps with settings, got {_shown(raw)}")
+        problems.append(f"{path}: expected steps with settings, got {_format_value(raw)}")
         return {}
     if len(raw) > MAX_SCHEDULED:
         problems.append(f"{path}: {len(raw):,} steps, at most {MAX_SCHEDULED:,}")
         return {}
-    found: Schedule = {}
+    schedule: Schedule = {}
     for key, settings in raw.items():
-        here = _join(path, _key(key))
+        key_path = _join(path, _format_key(key))
         if not re.fullmatch("[1-9][0-9]{0,8}", str(key)):
-            problems.append(f"{here}: expected a step, 1 to 999,999,999, got {_shown(key)}")
+            problems.append(f"{key_path}: expected a step, 1 to 999,999,999, got {_format_value(key)}")
             continue
         try:
-            found[int(key)] = dotted(settings)
+            schedule[int(key)] = flatten_settings(settings)
         except ValueError as error:
-            problems.append(f"{here}: {error}")
-    return dict(sorted(found.items()))
+            problems.append(f"{key_path}: {error}")
+    return dict(sorted(schedule.items()))
 
 
 def read_value(hint: Any, raw: object) -> Any:
-    """`raw` as the scalar type `hint` wants it, or ValueError: what is expected, what is there, of which type."""
+    """Return `raw` as the scalar type `hint`.
+
+    Raises:
+        ValueError: the value does not fit; with what is expected, the value and its type.
+    """
     kind, rules = _split(hint)
-    value = _number(raw) if kind is float else raw
+    value = _to_float(raw) if kind is float else raw
     if get_origin(kind) is Literal:
-        valid, near = value in get_args(kind), _near(raw, get_args(kind))
-    else:  # `is`, because to isinstance True is an int
-        valid, near = type(value) is kind and all(rule.holds(value) for rule in rules), ""
+        valid, suggestion = value in get_args(kind), _did_you_mean(raw, get_args(kind))
+    else:  # compares types with `is`, because isinstance(True, int) is true
+        valid, suggestion = type(value) is kind and all(rule.is_satisfied(value) for rule in rules), ""
     if not valid:
-        raise ValueError(f"expected {expected(hint)}, got {_shown(raw)}{near}")
+        raise ValueError(f"expected {describe_type(hint)}, got {_format_value(raw)}{suggestion}")
     return value
 
 
-def _number(raw: object) -> object:
-    """Integers as floats, and "1e-4" too: YAML 1.1 wants a dot in a float and leaves this one a string."""
+def _to_float(raw: object) -> object:
+    """Convert integers, and strings such as "1e-4": YAML 1.1 requires a dot in a float and reads it as a string."""
     if type(raw) is int or (isinstance(raw, str) and _NUMBER.fullmatch(raw)):
         try:
             return float(cast(Any, raw))
-        except OverflowError:  # an integer past the floats: the rules refuse infinity
+        except OverflowError:  # the integer is too large for a float; the rules refuse infinity
             return math.inf
     return raw
 
 
 def _split(hint: Any) -> tuple[Any, tuple[Rule, ...]]:
-    """A scalar hint as its plain type and its rules."""
+    """Split a scalar hint into its plain type and its rules."""
     if get_origin(hint) is Annotated:
         kind, *rules = get_args(hint)
         return kind, tuple(rules)
     return hint, ()
 
 
-def section_of(hint: Any) -> type[Any] | None:
-    """The dataclass in a hint `Section` or `Section | None`."""
+def section_type(hint: Any) -> type[Any] | None:
+    """Return the dataclass in a hint `Section` or `Section | None`, or None for a scalar hint."""
     kinds = (hint, *get_args(hint))
     return next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
 
-def expected(hint: Any) -> str:
-    """What a scalar hint accepts, in words."""
+def describe_type(hint: Any) -> str:
+    """Describe in words what a scalar hint accepts."""
     kind, rules = _split(hint)
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
-    return ", ".join([_TYPE_WORDS[kind], *(rule.says for rule in rules)])
+    return ", ".join([_TYPE_NAMES[kind], *(rule.description for rule in rules)])
 
 
-def _shown(value: object) -> str:
-    word = _TYPE_WORDS.get(type(value), type(value).__name__)
-    return word if value is None or isinstance(value, dict) else f"{reprlib.repr(value)} ({word})"
+def _format_value(value: object) -> str:
+    name = _TYPE_NAMES.get(type(value), type(value).__name__)
+    return name if value is None or isinstance(value, dict) else f"{reprlib.repr(value)} ({name})"
 
 
-def shortened(value: object) -> str:
-    """A value for a message: as Python writes it, without its middle where it is long."""
+def abbreviate(value: object) -> str:
+    """Return the repr of a value for a message, with the middle left out if it is long."""
     return reprlib.repr(value)
 
 
-def _key(key: object) -> str:
-    """A key for a message, as it stands where that is possible."""
+def _format_key(key: object) -> str:
+    """Return a key for a message: verbatim if it is short and printable, otherwise its repr."""
     text = str(key) if not isinstance(key, float | int) else repr(key)
     return text if len(text) <= 100 and text.isprintable() else reprlib.repr(text)
 
@@ -351,12 +363,13 @@ def _one_line(text: str) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def _unknown(key: object, known: Sequence[str], path: str) -> str:
+def _unknown_key_problem(key: object, known: Sequence[str], path: str) -> str:
     where = f"keys of {path}" if path else "sections"
-    return f"{_join(path, _key(key))}: unknown key{_near(key, known)}; known {where}: {', '.join(known)}"
+    suggestion = _did_you_mean(key, known)
+    return f"{_join(path, _format_key(key))}: unknown key{suggestion}; known {where}: {', '.join(known)}"
 
 
-def _near(word: object, known: Sequence[str]) -> str:
+def _did_you_mean(word: object, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(str(word), known, n=1)
     return f", did you mean {close[0]}?" if close else ""
 

@@ -1,7 +1,7 @@
-"""Settings that a recipe gives and nothing reads: they are refused, so that nobody believes in their effect.
+"""Refuses settings that have no effect in a recipe, so that users do not rely on them.
 
-A setting at its default is never refused: a resolved recipe has all of them. Neither is one that a step of the
-recipe's schedule puts to use.
+A setting at its default is never refused, because a resolved recipe lists all settings. Neither is a setting that a
+step of the recipe's schedule makes effective.
 """
 
 from __future__ import annotations
@@ -14,32 +14,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hybrid3d.config.recipe import Recipe
 
-# What is computed where it is asked for, without processes that could fail: see `REWARDS` and `ENVIRONMENTS` of rl/
+# Rewards and environments that are computed in the rank's own process, without workers that could fail: see `REWARDS`
+# and `ENVIRONMENTS` in rewards/
 IN_PROCESS = {"gsm8k", "calculator"}
 
-BY_TOKEN = ("ppo", "reinforce_pp")
+TOKEN_LEVEL_ALGORITHMS = ("ppo", "reinforce_pp")
 
 
 @dataclass(frozen=True)
-class UnusedSetting:
-    """Settings that are not read where a condition holds.
+class UnusedRule:
+    """Settings of a section that have no effect under a condition.
 
     Attributes:
-        keys: of one section.
-        where: the condition.
-        why: it in words, and what would put the settings to use.
-        switches: settings that decide on the condition.
+        section: dotted name of the section.
+        keys: settings of that section.
+        condition: returns whether the settings are unused in a recipe.
+        reason: returns the condition in words.
+        deciding_settings: settings that decide on the condition and that a schedule may change.
     """
 
     section: str
     keys: tuple[str, ...]
-    where: Callable[[Recipe], bool]
-    why: Callable[[Recipe], str]
-    switches: tuple[str, ...] = ()
+    condition: Callable[[Recipe], bool]
+    reason: Callable[[Recipe], str]
+    deciding_settings: tuple[str, ...] = ()
 
 
-def _words(text: str) -> Callable[[Recipe], str]:
-    """The words of a condition; `{name}` is the algorithm's name."""
+def _reason(text: str) -> Callable[[Recipe], str]:
+    """Return a function that fills in `{name}`, the algorithm's name, and `{kind}`, the correction's kind."""
     return lambda recipe: text.format(name=recipe.algorithm.name, kind=recipe.algorithm.correction.kind)
 
 
@@ -56,94 +58,94 @@ def _is_builtin(recipe: Recipe) -> bool:
     return recipe.reward.name in IN_PROCESS and (environment is None or environment in IN_PROCESS)
 
 
-_RL = (
+_RL_SETTINGS = (
     *("samples_per_prompt", "epochs", "minibatches", "clip", "clip_high", "dual_clip", "loss_agg_mode", "entropy_coef"),
     *("gamma", "lam", "dynamic_sampling"),
 )
 
-UNUSED = (
-    UnusedSetting("algorithm", _RL, _is_sft, _words("algorithm.name={name} learns the answers of the data")),
-    UnusedSetting("algorithm.kl", ("where",), _is_sft, _words("algorithm.name={name} measures no KL")),
-    UnusedSetting(
-        "algorithm.correction", ("kind",), _is_sft, _words("algorithm.name={name} has no rollout to correct for")
+UNUSED_RULES = (
+    UnusedRule("algorithm", _RL_SETTINGS, _is_sft, _reason("algorithm.name={name} trains on the answers of the data")),
+    UnusedRule("algorithm.kl", ("where",), _is_sft, _reason("algorithm.name={name} measures no KL")),
+    UnusedRule(
+        "algorithm.correction", ("kind",), _is_sft, _reason("algorithm.name={name} has no rollout to correct for")
     ),
-    UnusedSetting("run", ("eval_every",), _is_sft, _words("algorithm.name={name} evaluates nothing while it trains")),
-    UnusedSetting(
+    UnusedRule("run", ("eval_every",), _is_sft, _reason("algorithm.name={name} does not evaluate during training")),
+    UnusedRule(
         "reward",
         ("name", "model", "shuffle", "workers", "timeout_seconds", "default", "max_failures", "overlong_buffer"),
         _never_generates,
-        _words("algorithm.name={name} without `rollout` has no answers that could be scored"),
+        _reason("algorithm.name={name} without `rollout` has no answers to score"),
     ),
-    UnusedSetting(
+    UnusedRule(
         "sync",
         ("bucket_mib", "verify", "overlap", "share_storage"),
         _never_generates,
-        _words("algorithm.name={name} without `rollout` never syncs"),
+        _reason("algorithm.name={name} without `rollout` never syncs"),
     ),
-    UnusedSetting(
+    UnusedRule(
         "algorithm",
         ("gamma",),
-        lambda recipe: recipe.algorithm.generates and recipe.algorithm.name not in BY_TOKEN,
-        _words("algorithm.name={name} discounts nothing, as ppo and reinforce_pp do"),
+        lambda recipe: recipe.algorithm.generates and recipe.algorithm.name not in TOKEN_LEVEL_ALGORITHMS,
+        _reason("algorithm.name={name} does not discount, only ppo and reinforce_pp do"),
     ),
-    UnusedSetting(
+    UnusedRule(
         "algorithm",
         ("lam",),
-        lambda recipe: recipe.algorithm.generates and not recipe.algorithm.critic,
-        _words("algorithm.name={name} estimates no values, as ppo does"),
+        lambda recipe: recipe.algorithm.generates and not recipe.algorithm.uses_critic,
+        _reason("algorithm.name={name} estimates no values, only ppo does"),
     ),
-    UnusedSetting(
+    UnusedRule(
         "algorithm.kl",
         ("estimator", "target", "horizon"),
         lambda recipe: recipe.algorithm.kl.where == "none",
-        _words("algorithm.kl.where=none measures no KL"),
+        _reason("algorithm.kl.where=none measures no KL"),
     ),
-    UnusedSetting(
+    UnusedRule(
         "algorithm.kl",
         ("horizon",),
         lambda recipe: recipe.algorithm.kl.where != "none" and recipe.algorithm.kl.target is None,
-        _words("without algorithm.kl.target the coefficient is fixed"),
+        _reason("without algorithm.kl.target the coefficient is fixed"),
         ("algorithm.kl.target",),
     ),
-    UnusedSetting(
+    UnusedRule(
         "algorithm.correction",
         ("low", "high"),
         lambda recipe: recipe.algorithm.correction.kind == "none",
-        _words("algorithm.correction.kind=none corrects nothing"),
+        _reason("algorithm.correction.kind=none corrects nothing"),
         ("algorithm.correction.kind",),
     ),
-    UnusedSetting(
+    UnusedRule(
         "algorithm.correction",
         ("low",),
         lambda recipe: recipe.algorithm.correction.kind in ("truncate", "sequence_truncate"),
-        _words("algorithm.correction.kind={kind} bounds ratios above only, by high"),
+        _reason("algorithm.correction.kind={kind} bounds ratios only from above, by high"),
         ("algorithm.correction.kind",),
     ),
-    UnusedSetting(
+    UnusedRule(
         "optimizer",
         ("min_lr",),
         lambda recipe: recipe.optimizer.schedule == "constant",
-        _words("with optimizer.schedule=constant the rate never falls: set linear or cosine"),
+        _reason("with optimizer.schedule=constant the rate never decays: set linear or cosine"),
     ),
-    UnusedSetting(
+    UnusedRule(
         "critic.optimizer",
         ("min_lr",),
         lambda recipe: recipe.critic.optimizer is not None and recipe.critic.optimizer.schedule == "constant",
-        _words("with critic.optimizer.schedule=constant the rate never falls: set linear or cosine"),
+        _reason("with critic.optimizer.schedule=constant the rate never decays: set linear or cosine"),
     ),
-    UnusedSetting(
+    UnusedRule(
         "rollout",
         ("max_turns",),
         lambda recipe: recipe.rollout is not None and recipe.rollout.environment is None,
-        _words("without rollout.environment an answer has one turn"),
+        _reason("without rollout.environment an answer has one turn"),
     ),
-    UnusedSetting(
+    UnusedRule(
         "reward",
         ("workers", "timeout_seconds"),
         lambda recipe: not _never_generates(recipe) and _is_builtin(recipe),
-        lambda recipe: f"reward.name={recipe.reward.name} is computed without processes of its own",
+        lambda recipe: f"reward.name={recipe.reward.name} is computed without worker processes",
     ),
-    UnusedSetting(
+    UnusedRule(
         "reward",
         ("default", "max_failures"),
         lambda recipe: (
@@ -155,22 +157,22 @@ UNUSED = (
 
 
 def unused_settings(recipe: Recipe) -> Iterator[str]:
-    """A problem for each setting that is not the default and that nothing reads."""
+    """Yield a message for each setting that is not at its default and has no effect."""
     scheduled = {key for settings in recipe.schedule.values() for key in settings}
-    for unused in UNUSED:
-        if scheduled.intersection(unused.switches) or not unused.where(recipe):
+    for rule in UNUSED_RULES:
+        if scheduled.intersection(rule.deciding_settings) or not rule.condition(recipe):
             continue
         section: Any = recipe
-        for name in unused.section.split("."):
+        for name in rule.section.split("."):
             section = getattr(section, name)
         defaults = {field.name: field.default for field in dataclasses.fields(section)}
-        if unused.section == "algorithm.kl":
+        if rule.section == "algorithm.kl":
             defaults |= {"where": "none"}
-        for key in unused.keys:
+        for key in rule.keys:
             value = getattr(section, key)
             if value != defaults[key]:
-                said = f"{unused.section}.{key}={_as_yaml(value)} has no effect: {unused.why(recipe)}"
-                yield f"{said}: leave it out, or set it to {_as_yaml(defaults[key])}"
+                problem = f"{rule.section}.{key}={_as_yaml(value)} has no effect: {rule.reason(recipe)}"
+                yield f"{problem}: leave it out, or set it to {_as_yaml(defaults[key])}"
 
 
 def _as_yaml(value: object) -> str:

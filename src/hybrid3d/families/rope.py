@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid3d.families.values import COUNTS, Config, UnsupportedModel, is_number, refuse, shortened
+from hybrid3d.families.values import COUNTS, Config, UnsupportedModel, abbreviate, is_number, refuse
 
 _CONSTANTS = {
     "default": (),
@@ -84,7 +84,7 @@ def _read(config: Config, key: str, table: Mapping[str, Any], known: str, theta:
     base = _agreed(config, key, table, "rope_theta")
     base = theta if base is None else base
     if not is_number(base) or base <= 1:
-        raise UnsupportedModel(f"rope_theta={shortened(base)}: a number above 1 is needed")
+        raise UnsupportedModel(f"rope_theta={abbreviate(base)}: a number above 1 is needed")
     if table.get("partial_rotary_factor", 1.0) != 1.0:
         factor = table["partial_rotary_factor"]
         raise UnsupportedModel(f"partial_rotary_factor={factor}: only 1.0 is computed faithfully")
@@ -98,7 +98,7 @@ def _read(config: Config, key: str, table: Mapping[str, Any], known: str, theta:
     table = {**table, length: _agreed(config, key, table, length)}
     for name in _CONSTANTS[kind]:
         if table.get(name) is not None and not is_number(table[name]):
-            raise UnsupportedModel(f"{key} has {name}={shortened(table[name])}: a number is needed")
+            raise UnsupportedModel(f"{key} has {name}={abbreviate(table[name])}: a number is needed")
     lacking = [name for name in _CONSTANTS[kind] if table.get(name) is None]
     if lacking:
         raise UnsupportedModel(f"rope_type={kind!r} lacks {', '.join(lacking)}")

@@ -69,10 +69,10 @@ def problems_of(config: Config) -> Iterator[str]:
     for key, value in config.items():
         expected = None if value is None else _expected(key, value, config)
         if expected is not None:
-            yield f"{key}={shortened(value)}: expected {expected}"
+            yield f"{key}={abbreviate(value)}: expected {expected}"
 
 
-def shortened(value: object) -> str:
+def abbreviate(value: object) -> str:
     """A value as a message shows it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

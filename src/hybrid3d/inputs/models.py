@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config, Family, head_dim, query_groups
-from hybrid3d.families.values import problems_of, shortened
+from hybrid3d.families.values import abbreviate, problems_of
 from hybrid3d.reshard.files import CheckpointError
 from hybrid3d.rl.data import DataError, PromptData, encode_pair
 from hybrid3d.storage.user_files import UnreadableFile, check_regular_file, read_json_file
@@ -68,7 +68,7 @@ def check_generation_config(folder: str | Path, vocab_size: int) -> None:
     ends = config.get("eos_token_id")
     for token in ends if isinstance(ends, list) else [] if ends is None else [ends]:
         if type(token) is not int or not 0 <= token < vocab_size:
-            problem = f"eos_token_id={shortened(ends)}: expected tokens from 0 to {vocab_size - 1}, one or a list"
+            problem = f"eos_token_id={abbreviate(ends)}: expected tokens from 0 to {vocab_size - 1}, one or a list"
             raise CheckpointError(f"{path}: {problem}; vocab_size in config.json is {vocab_size}")
     try:
         GenerationConfig.from_dict(copy.deepcopy(config))

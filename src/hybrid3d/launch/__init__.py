@@ -1,1 +1,1 @@
-"""From a command to ranks that run: checks, the launcher, the rendezvous, and what each rank does."""
+"""Launching a command's ranks: preflight checks, the launcher, the rendezvous, and the task of each rank."""

@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine, as `torchrun` does, and reports in one message why they failed."""
+"""Starts the ranks of a run on this machine, as `torchrun` does, and reports the cause of a failure in one message."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.launch.machine_memory import total_memory
-from hybrid3d.launch.worker import last_words
+from hybrid3d.launch.worker import failure_message
 from hybrid3d.launch_environment import RUN, local_world_size
-from hybrid3d.process import nothing_left, shared_memory_of
+from hybrid3d.process import kill_descendants_on_exit, shared_memory_cleanup
 from hybrid3d.run.run_folder import RunFolder
 
-PROCESS_BYTES = 450_000_000  # of its own that a rank has once both engines are imported: measured 465 MiB on a CPU
+RANK_PROCESS_BYTES = 450_000_000  # private memory of a rank with both engines imported: measured 465 MiB on a CPU
 MAX_RANKS_PER_CORE = 32
 
 
 def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Console) -> int:
-    """Run `hybrid3d ARGUMENTS` as `world_size` ranks on this machine; 0, or 1 when one of them failed.
+    """Run `hybrid3d ARGUMENTS` as `world_size` ranks on this machine.
 
-    A rank that ran out of memory has made its run smaller: then they are started again.
+    If a rank runs out of memory and has saved settings that need less, all ranks are started again.
+
+    Returns:
+        The exit code: 0, or 1 if a rank failed.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is ours to make
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported below
     logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
     while True:
@@ -45,25 +48,25 @@ def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Co
             return 1
         if not failures:
             return 0
-        cause = first_cause(folder, failures)
-        again = cause["kind"] == "out_of_memory"
-        style = "yellow" if again else "red"
+        cause = find_root_cause(folder, failures)
+        restart = cause["kind"] == "out_of_memory"
+        style = "yellow" if restart else "red"
         console.print(
-            last_words(folder, cause["rank"], cause), style=style, highlight=False, markup=False, soft_wrap=True
+            failure_message(folder, cause["rank"], cause), style=style, highlight=False, markup=False, soft_wrap=True
         )
-        if not again:
+        if not restart:
             return 1
 
 
 def _run_once(arguments: list[str], world_size: int, folder: RunFolder) -> dict[int, Any]:
-    """What the launcher saw of each rank that ended badly: `exitcode`, negative for a signal."""
-    ident = f"hybrid3d-{uuid.uuid4().hex[:12]}"
-    os.environ[RUN] = ident
+    """Run all ranks once and return, of each rank that failed, a record with its `exitcode`, negative for a signal."""
+    run_id = f"hybrid3d-{uuid.uuid4().hex[:12]}"
+    os.environ[RUN] = run_id
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=world_size,
-        run_id=ident,
+        run_id=run_id,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,
@@ -71,7 +74,7 @@ def _run_once(arguments: list[str], world_size: int, folder: RunFolder) -> dict[
     for old in folder.logs.glob("rank-*.failure"):
         old.unlink()
     try:
-        with shared_memory_of(ident), nothing_left():  # where ranks were killed
+        with shared_memory_cleanup(run_id), kill_descendants_on_exit():  # ranks that are killed do not clean up
             elastic_launch(config, sys.executable)("-m", "hybrid3d", *arguments)
         return {}
     except ChildFailedError as error:
@@ -79,60 +82,67 @@ def _run_once(arguments: list[str], world_size: int, folder: RunFolder) -> dict[
 
 
 def check_devices(recipe: Recipe, generates: bool = True) -> None:
-    """A launch on this machine alone needs a GPU for every rank, where there are GPUs at all; else memory and cores.
+    """Check that this machine can run all ranks: with GPUs, one per rank; without, enough memory and cores.
 
     Args:
-        generates: whether vLLM is started, which takes memory for its cache.
+        generates: whether vLLM is started, which needs memory for its KV cache.
 
     Raises:
-        RecipeError: it has fewer than the recipe's ranks need.
+        RecipeError: this machine has fewer GPUs, memory or cores than the recipe's ranks need.
     """
-    gpus, ranks_said = torch.cuda.device_count(), f"train.tp x pp x cp x dp = {recipe.world_size} ranks"
-    elsewhere = "start it with torchrun or srun on several"
+    gpus, ranks = torch.cuda.device_count(), f"train.tp x pp x cp x dp = {recipe.world_size} ranks"
+    fix = "start it with torchrun or srun on several machines"
     if gpus and recipe.world_size > gpus:
-        raise RecipeError(recipe.name, [f"{ranks_said} exceed this machine's {gpus} GPUs: {elsewhere}"])
+        raise RecipeError(recipe.name, [f"{ranks} exceed this machine's {gpus} GPUs: {fix}"])
     if gpus:
         return
     cache = recipe.rollout.kv_cache_gib * 2**30 if recipe.rollout is not None and generates else 0
-    each, memory, cores = PROCESS_BYTES + cache, total_memory(), os.cpu_count() or 1
-    most = min(int(memory // each), MAX_RANKS_PER_CORE * cores)
-    if recipe.world_size > most:
-        of = f", {cache / 1e9:.1f} GB of it as rollout.kv_cache_gib says" if cache else ""
-        has = f"{memory / 1e9:.1f} GB of memory and {cores} cores"
-        takes = f"a rank takes {each / 1e9:.1f} GB at least{of}, and a core {MAX_RANKS_PER_CORE} ranks"
-        problem = f"{ranks_said} exceed the {most} that this machine can start with {has}: {takes}"
-        raise RecipeError(recipe.name, [f"{problem}: lower train.dp, or {elsewhere}"])
+    rank_bytes, memory, cores = RANK_PROCESS_BYTES + cache, total_memory(), os.cpu_count() or 1
+    max_ranks = min(int(memory // rank_bytes), MAX_RANKS_PER_CORE * cores)
+    if recipe.world_size > max_ranks:
+        cache_share = f" ({cache / 1e9:.1f} GB of it for rollout.kv_cache_gib)" if cache else ""
+        machine = f"{memory / 1e9:.1f} GB of memory and {cores} cores"
+        need = (
+            f"a rank needs at least {rank_bytes / 1e9:.1f} GB{cache_share}, and a core runs {MAX_RANKS_PER_CORE} ranks"
+        )
+        problem = f"{ranks} exceed the {max_ranks} that this machine can start with {machine}: {need}"
+        raise RecipeError(recipe.name, [f"{problem}: lower train.dp, or {fix}"])
 
 
 def check_node(recipe: Recipe) -> None:
-    """Under torchrun or srun: each of this node's ranks needs a GPU, where there are GPUs at all.
+    """Check, under torchrun or srun, that this node has a GPU per rank and as many ranks as the recipe expects.
 
-    And as many must be here as the recipe is made for: which ranks share a node decides what crosses the network.
+    Nodes without GPUs are not checked. The ranks per node matter because they decide what crosses the network.
+
+    Raises:
+        RecipeError: there are fewer GPUs than ranks, or another number of ranks than `machine.gpus_per_node`.
     """
-    gpus, here = torch.cuda.device_count(), local_world_size()
-    where = f"{here} ranks were started on {socket.gethostname()}"
-    planned = recipe.machine.gpus_per_node
-    if 0 < gpus < here:
-        problem = f"{where}, which shows them {gpus} GPUs: start {gpus} a node, or let each see all of the node's GPUs"
-        raise RecipeError(
-            recipe.name, [f"{problem} (srun: --gpus-per-node={here}, neither --gpus-per-task nor --gpu-bind)"]
-        )
-    if gpus and here not in {min(planned, recipe.world_size), recipe.world_size % planned}:
-        problem = f"{where}, and the recipe is made for {planned} a node"
-        raise RecipeError(recipe.name, [f"{problem}: start as many, or set machine.gpus_per_node={here}"])
+    gpus, local_ranks = torch.cuda.device_count(), local_world_size()
+    started = f"{local_ranks} ranks were started on {socket.gethostname()}"
+    expected = recipe.machine.gpus_per_node
+    if 0 < gpus < local_ranks:
+        fix = f"start {gpus} ranks per node, or make all GPUs of the node visible to each rank"
+        srun_fix = f"(srun: --gpus-per-node={local_ranks}, neither --gpus-per-task nor --gpu-bind)"
+        raise RecipeError(recipe.name, [f"{started}, but only {gpus} GPUs are visible to them: {fix} {srun_fix}"])
+    if gpus and local_ranks not in {min(expected, recipe.world_size), recipe.world_size % expected}:
+        problem = f"{started}, but the recipe expects {expected} per node"
+        raise RecipeError(recipe.name, [f"{problem}: start that many, or set machine.gpus_per_node={local_ranks}"])
 
 
-def first_cause(folder: RunFolder, failures: Mapping[int, Any]) -> dict[str, Any]:
-    """A rank's own error before a lost peer's, and a rank that was killed before both: `rank`, `reason`, `kind`.
+def find_root_cause(folder: RunFolder, failures: Mapping[int, Any]) -> dict[str, Any]:
+    """Return the failure that caused the others, with `rank`, `reason` and `kind`.
+
+    It is the first error that is not about a lost peer; otherwise a rank that was killed by a signal; otherwise the
+    first error about a lost peer.
 
     Args:
-        failures: what the launcher saw of each rank that ended badly: `exitcode`, negative for a signal.
+        failures: the launcher's record of each rank that failed: `exitcode`, negative for a signal.
     """
     reasons = [json.loads(path.read_text()) for path in sorted(folder.logs.glob("rank-*.failure"))]
-    own = sorted((r for r in reasons if not r["peer"]), key=lambda r: r["time"])
+    causes = sorted((r for r in reasons if not r["peer"]), key=lambda r: r["time"])
     killed = {rank: -f.exitcode for rank, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
-    if own:
-        return own[0]
+    if causes:
+        return causes[0]
     if killed:
         rank, number = next(iter(killed.items()))
         return {"rank": rank, "reason": f"killed by {signal.Signals(number).name}", "kind": "error"}

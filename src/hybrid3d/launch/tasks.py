@@ -1,4 +1,4 @@
-"""What ranks do for each command, once they run."""
+"""The tasks of a rank: what it does for each command once the ranks have met."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, console: Console | None) -> None:
-    """Train to the last step, resuming from the folder's last checkpoint."""
+    """Train to the last step, resuming from the last checkpoint in the folder if there is one."""
     from hybrid3d.run.display import Display
     from hybrid3d.train import runtime
 
@@ -47,7 +47,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
         folder.create(recipe)
         folder.add_event("kernels", in_use=in_use())
         logger.info("%s", in_use())
-    recovery = distributed.broadcast_object(OomRecovery.of(folder), group)
+    recovery = distributed.broadcast_object(OomRecovery.from_folder(folder), group)
     with Display(recipe.name, recipe.run.steps, console) as display:
         record = Record(folder, rank, display)
         if rank == 0 and recipe.reward.name == "code":
@@ -58,7 +58,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
         try:
             loop(live, record, group, slots)
         except torch.OutOfMemoryError as error:
-            raise recovery.after(error, live.recipe, folder, rank) from error
+            raise recovery.prepare_restart(error, live.recipe, folder, rank) from error
     if rank == 0:
         draw_curves(folder)
         folder.add_event("end", step=live.recipe.run.steps)
@@ -99,7 +99,7 @@ def _choose_placement(recipe: Recipe, store: dist.Store) -> Sequence[int]:
 def evaluate(
     recipe: Recipe, folder: RunFolder, step: int, rank: int, store: dist.Store, console: Console | None
 ) -> None:
-    """Held-out accuracy of a checkpoint: greedy answers of vLLM with the checkpoint's weights."""
+    """Print the held-out accuracy of a checkpoint, from vLLM's greedy answers with the checkpoint's weights."""
     from hybrid3d.train import runtime
 
     slots = _choose_placement(recipe, store)
@@ -112,20 +112,20 @@ def evaluate(
     roles.sync(step, recipe)
     if console is not None:
         console.print(f"data.eval {roles.rollouts.held_out}", highlight=False, markup=False, soft_wrap=True)
-    found = roles.evaluate(step, recipe)
+    result = roles.evaluate(step, recipe)
     if console is not None:
-        problems, failed = len(roles.rollouts.held_out.examples), sum(found.failures.values())
-        console.print(f"step {step}: held-out accuracy {found.accuracy:.4f} of {problems} problems", highlight=False)
-        if failed:
-            said = f"{failed} rewards failed, such as: {next(iter(found.examples.values()))}"
-            console.print(said, highlight=False, markup=False, soft_wrap=True)
+        problems, failures = len(roles.rollouts.held_out.examples), sum(result.failures.values())
+        console.print(f"step {step}: held-out accuracy {result.accuracy:.4f} of {problems} problems", highlight=False)
+        if failures:
+            message = f"{failures} rewards failed, for example: {next(iter(result.examples.values()))}"
+            console.print(message, highlight=False, markup=False, soft_wrap=True)
     roles.close()
 
 
 def export(
     recipe: Recipe, folder: RunFolder, step: int, out: Path, rank: int, store: dist.Store, console: Console | None
 ) -> None:
-    """Write a checkpoint as Hugging Face files; every rank writes the boxes that it holds."""
+    """Write a checkpoint as a Hugging Face checkpoint; every rank writes the boxes that it holds."""
     from hybrid3d.inputs.export import UNFINISHED, copy_companions, export_entries, is_untrained, unfinished_folder
     from hybrid3d.reshard.files import carry_files, create_files, export_files
     from hybrid3d.train import checkpoint, runtime
@@ -138,9 +138,9 @@ def export(
     enter_phase("export")
     entries = export_entries(recipe.model.path, policy.config)
     carried = [name for name in entries if is_untrained(name, policy.config)]
-    launched = os.environ.get(UNFINISHED)  # our own launcher has made it, and removes it where a rank is killed
-    with unfinished_folder(out) if rank == 0 and not launched else nullcontext(launched) as made:
-        unfinished = Path(distributed.broadcast_object(str(made), group))
+    from_launcher = os.environ.get(UNFINISHED)  # created by our own launcher, which removes it if a rank is killed
+    with unfinished_folder(out) if rank == 0 and not from_launcher else nullcontext(from_launcher) as created:
+        unfinished = Path(distributed.broadcast_object(str(created), group))
         if rank == 0:
             create_files(unfinished, entries)
             copy_companions(recipe.model.path, unfinished)
@@ -151,18 +151,18 @@ def export(
             carry_files(recipe.model.path, unfinished, entries, carried)
         dist.barrier(group)
         if rank == 0:
-            os.rename(unfinished, os.path.realpath(out))  # an export that was interrupted never looks like a checkpoint
+            os.rename(unfinished, os.path.realpath(out))  # so that an interrupted export never looks like a checkpoint
     if console is not None:
         console.print(f"wrote {len(entries)} tensors to {out}", highlight=False, markup=False)
         if carried:
-            said = f"{len(carried)} of them are untrained, as they were in {recipe.model.path}"
-            console.print(said, highlight=False, markup=False)
+            message = f"{len(carried)} of them are untrained copies from {recipe.model.path}"
+            console.print(message, highlight=False, markup=False)
 
 
 def bench(
     recipe: Recipe,
     config: Config,
-    said: str,
+    scaling: str,
     folder: RunFolder,
     repeats: int,
     as_json: bool,
@@ -170,10 +170,10 @@ def bench(
     store: dist.Store,
     console: Console | None,
 ) -> None:
-    """Measure the sync of a model of this config beside the others' way and the wire.
+    """Measure the sync of a model of this config, the method of other trainers, and the network itself.
 
     Args:
-        said: what was scaled down.
+        scaling: describes how the model was scaled down.
     """
     from hybrid3d.bench import report
     from hybrid3d.train import runtime
@@ -187,10 +187,10 @@ def bench(
     runtime.initialize(recipe.train, recipe.run.seed)
     from hybrid3d.bench.task import measure
 
-    say = console.print if console is not None and not as_json else lambda what: None
-    found = measure(recipe, repeats, group, slots, say)
+    print_status = console.print if console is not None and not as_json else lambda message: None
+    measurements = measure(recipe, repeats, group, slots, print_status)
     if rank == 0:
-        numbers = report.numbers(recipe, said, found)
+        numbers = report.numbers(recipe, scaling, measurements)
         report.write(folder, numbers)
         if console is not None:
             text = json.dumps(numbers, indent=2) if as_json else report.table(numbers)

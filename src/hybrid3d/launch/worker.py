@@ -1,7 +1,8 @@
-"""What one rank does from start to end: its log, its task, and its last words when it fails."""
+"""Runs one rank from start to end: redirects its output to its log, runs its task, and reports its failure."""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -19,7 +20,13 @@ from rich.console import Console
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.launch import rendezvous
-from hybrid3d.process import adopt_orphans, die_with, end_descendants, name_shared_memory, remove_shared_memory
+from hybrid3d.process import (
+    adopt_orphans,
+    kill_descendants,
+    kill_when_parent_exits,
+    remove_shared_memory,
+    set_shared_memory_prefix,
+)
 from hybrid3d.run import terminal
 from hybrid3d.run.heartbeat import Heartbeat
 from hybrid3d.run.oom_recovery import OutOfMemoryRestart
@@ -28,101 +35,109 @@ from hybrid3d.run.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 Task = Callable[[int, dist.Store, "Console | None"], None]
-"""A rank's work: given its number, a store that all ranks have met at, and a console where it is the one that speaks.
+"""The work of a rank: a function of its rank, the rendezvous store, and a console on rank 0 (None on other ranks).
 
-It begins by building the default process group through the store.
+It first builds the default process group with the store.
 """
 
 
 def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> int:
-    """Run a task as one rank; 0 when it ended well, 2 where the ranks were not started alike, 1 where it failed.
+    """Run a task as one rank.
 
-    The rank's own output and that of every library goes to its log. What it fails of is written, in one line, to
-    where the launcher looks; a rank that is not the first to fail mostly fails of its lost peer.
+    The output of the rank and of all libraries goes to its log. The reason of a failure is written, in one line, to
+    a file for the launcher. A rank that is not the first to fail usually fails because it has lost its peer.
 
     Args:
-        launched: by our own launcher, which says why a rank failed; under torchrun and srun the rank says it.
+        launched: whether hybrid3d's own launcher started the rank and reports failures; under torchrun and srun the
+            rank reports its own.
+
+    Returns:
+        The exit code: 0 for success, 1 for a failure, 2 if the ranks were not started with the same settings.
     """
-    die_with(os.getppid())  # the launcher: a rank must not live on where that is killed
-    adopt_orphans()  # what a reward has started whose pool it has killed
+    kill_when_parent_exits(os.getppid())  # the launcher, which ranks must not outlive
+    adopt_orphans()  # processes that a reward started, after their pool was killed
     rank = distributed.rank()
     folder.logs.mkdir(parents=True, exist_ok=True)
-    folder.failure_of(rank).unlink(missing_ok=True)
+    folder.failure_path(rank).unlink(missing_ok=True)
     # Where NCCL's flight recorder writes what each rank was doing when a collective hung; it appends the rank
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.logs / "nccl-rank-"))
-    stderr = terminal.console(file=os.fdopen(os.dup(2), "w"))
-    console = _redirect(folder.log_of(rank), speaks=rank == 0)
+    stderr = terminal.plain_console(file=os.fdopen(os.dup(2), "w"))
+    console = _redirect(folder.log_path(rank), keep_console=rank == 0)
     _log_as(rank)
     try:
-        store = rendezvous.meet(rendezvous.record_of(recipe))
+        store = rendezvous.meet(rendezvous.describe_rank(recipe))
     except rendezvous.RendezvousError as error:
         logger.error("%s", error)
-        if not error.said and distributed.local_rank() == 0:
-            _say(stderr, f"{recipe.name}: {error}")
+        if not error.reported_by_rank_0 and distributed.local_rank() == 0:
+            _print_error(stderr, f"{recipe.name}: {error}")
         return error.code
-    name_shared_memory(distributed.run_id())
-
-    def lost(other: int, said: str) -> None:
-        """Another rank does not answer: tell why the run ends, and clean up, because this process ends too."""
-        with suppress(OSError):  # the disk of its log may be full
-            logger.error("rank %d: %s", other, said)
-        reason = {"rank": other, "time": time.time(), "peer": False, "reason": said, "kind": "error"}
-        try:
-            told = _leave(folder.failure_of(other), reason, first=True) and launched
-        except FileExistsError:  # it has said itself why it ends, or another rank has told this before
-            told = True
-        if not told:
-            _say(stderr, last_words(folder, other, reason))
-        remove_shared_memory(distributed.run_id())
+    set_shared_memory_prefix(distributed.run_id())
 
     try:
-        heartbeat = Heartbeat(store, rank, distributed.world_size(), lost)
+        on_lost = functools.partial(_report_lost_rank, folder, launched, stderr)
+        heartbeat = Heartbeat(store, rank, distributed.world_size(), on_lost)
         task(rank, store, console)
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
         heartbeat.stop()
-        end_descendants()
+        kill_descendants()
         return 0
-    # The boundary of the process: everything is reported, nothing goes on. SystemExit is no Exception, nor is what
-    # PyTorch raises of checkpoints.
+    # The boundary of the process: every error is reported and ends it. SystemExit and PyTorch's checkpoint errors are
+    # not subclasses of Exception.
     except BaseException as error:
         on_all_ranks = getattr(error, "raised_on_all_ranks", False)
         reason = {"rank": rank, "time": time.time(), "peer": _is_lost_peer(error), "reason": _one_line(error)}
         if on_all_ranks:
             reason |= {"peer": False, "on_all_ranks": True, "reason": str(error)}
         reason["kind"] = "out_of_memory" if isinstance(error, OutOfMemoryRestart) else "error"
-        told = _leave(folder.failure_of(rank), reason) and launched
-        if not told and not reason["peer"] and (rank == 0 or not on_all_ranks):
-            _say(stderr, last_words(folder, rank, reason))
+        reported = _write_failure(folder.failure_path(rank), reason) and launched
+        if not reported and not reason["peer"] and (rank == 0 or not on_all_ranks):
+            _print_error(stderr, failure_message(folder, rank, reason))
         try:
             with suppress(OSError):  # the disk of its log may be full
                 traceback.print_exception(error)
                 sys.stderr.flush()
-            end_descendants()
+            kill_descendants()
             remove_shared_memory(distributed.run_id())
         finally:
-            os._exit(1)  # communication threads may be waiting for ranks that are gone
+            os._exit(1)  # communication threads may be waiting for ranks that have exited
 
 
-def last_words(folder: RunFolder, rank: int, reason: Mapping[str, Any]) -> str:
-    """Why a run has ended, by the reason that a rank gave: its own, or one that all ranks came to together."""
+def _report_lost_rank(folder: RunFolder, launched: bool, stderr: Console, lost_rank: int, message: str) -> None:
+    """Report a rank that does not answer and clean up, because this process exits too."""
+    with suppress(OSError):  # the disk of its log may be full
+        logger.error("rank %d: %s", lost_rank, message)
+    reason = {"rank": lost_rank, "time": time.time(), "peer": False, "reason": message, "kind": "error"}
+    try:
+        reported = _write_failure(folder.failure_path(lost_rank), reason, exclusive=True) and launched
+    except FileExistsError:  # the lost rank has reported its own failure, or another rank has reported it
+        reported = True
+    if not reported:
+        _print_error(stderr, failure_message(folder, lost_rank, reason))
+    remove_shared_memory(distributed.run_id())
+
+
+def failure_message(folder: RunFolder, rank: int, reason: Mapping[str, Any]) -> str:
+    """Return the message about a failed run, from the reason of one rank or one that all ranks raised together."""
     if reason.get("on_all_ranks"):
         return f"stopped: {reason['reason']}"
-    return f"rank {rank} failed: {reason['reason']}\nits log: {folder.log_of(rank)}"
+    return f"rank {rank} failed: {reason['reason']}\nits log: {folder.log_path(rank)}"
 
 
-def _leave(path: Path, reason: Mapping[str, Any], first: bool = False) -> bool:
-    """Leave a reason where the launcher looks; False where the disk is full.
+def _write_failure(path: Path, reason: Mapping[str, Any], exclusive: bool = False) -> bool:
+    """Write a failure's reason for the launcher, atomically, because the launcher may read it at any moment.
+
+    Returns:
+        False if it cannot be written, as on a full disk.
 
     Raises:
-        FileExistsError: it must be the `first`, and there is one.
+        FileExistsError: with `exclusive`, the file exists already.
     """
-    # The launcher looks at any moment, and is to see all of it or nothing
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         draft.write_text(json.dumps(reason))
-        if first:
+        if exclusive:
             os.link(draft, path)
         else:
             draft.replace(path)
@@ -136,12 +151,12 @@ def _leave(path: Path, reason: Mapping[str, Any], first: bool = False) -> bool:
             draft.unlink(missing_ok=True)
 
 
-def _say(console: Console, message: str) -> None:
+def _print_error(console: Console, message: str) -> None:
     console.print(message, style="red", highlight=False, markup=False, soft_wrap=True)
 
 
 def _log_as(rank: int) -> None:
-    """Have hybrid3d's loggers write to this rank's log, each line with the rank in it."""
+    """Make hybrid3d's loggers write to this rank's log, with the rank in each line."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("hybrid3d")
@@ -149,20 +164,20 @@ def _log_as(rank: int) -> None:
     package.setLevel(logging.INFO)
 
 
-def _redirect(log: Path, speaks: bool) -> Console | None:
-    """Send stdout and stderr, those of C++ included, to the log; the rank that speaks keeps the terminal for itself."""
-    kept = os.fdopen(os.dup(1), "w") if speaks else None
+def _redirect(log: Path, keep_console: bool) -> Console | None:
+    """Redirect stdout and stderr, including those of C++ code, to the log; optionally keep a console on stdout."""
+    terminal_file = os.fdopen(os.dup(1), "w") if keep_console else None
     sys.stdout.flush()
     sys.stderr.flush()
-    opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(opened, 1)
-    os.dup2(opened, 2)
-    os.close(opened)
-    return terminal.console(file=kept) if kept else None
+    log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    os.close(log_fd)
+    return terminal.plain_console(file=terminal_file) if terminal_file else None
 
 
-# What gloo, and NCCL through torch's ProcessGroupNCCL, say on a rank that has lost another
-LOST_PEER = (
+# Parts of the errors of gloo, and of NCCL through torch's ProcessGroupNCCL, on a rank that has lost a peer
+LOST_PEER_ERRORS = (
     "Connection closed by peer",
     "Connection reset by peer",
     "gloo/transport",
@@ -174,10 +189,10 @@ LOST_PEER = (
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error is that of a rank that has lost another, and not the cause of the run's end."""
+    """Return whether an error only says that another rank is lost, so that it is not the cause of the failure."""
     if isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError):
-        return True  # of the store or the network
-    return any(sign in str(error) for sign in LOST_PEER)  # NCCL's other errors are this rank's own
+        return True  # an error of the store or the network
+    return any(text in str(error) for text in LOST_PEER_ERRORS)  # other NCCL errors are failures of this rank
 
 
 def _one_line(error: BaseException) -> str:

@@ -177,8 +177,8 @@ def memory_of(
     itemsize = ITEMSIZE[recipe.model.dtype]
     stage_ranks = recipe.world_size // train.pp
     activations = stage_activations(recipe, shape, layers_of_stages(config, train))
-    trained = 2 if recipe.algorithm.critic else 1
-    beside = (recipe.algorithm.kl.where != "none") + recipe.algorithm.critic + (recipe.reward.model is not None)
+    trained = 2 if recipe.algorithm.uses_critic else 1
+    beside = (recipe.algorithm.kl.where != "none") + recipe.algorithm.uses_critic + (recipe.reward.model is not None)
     stages = []
     for stage, its in enumerate(held):
         elements = its.dense + its.experts

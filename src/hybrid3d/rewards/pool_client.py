@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from hybrid3d.process import nothing_left
+from hybrid3d.process import kill_descendants_on_exit
 from hybrid3d.rewards.pool_worker import BATCH_SECONDS, START_SECONDS, Item, Verdict, Wanted
 
 GRACE_SECONDS = 5  # to kill a worker that hangs and start the next
@@ -109,7 +109,7 @@ def try_out(spec: str, target: str, wanted: Wanted, what: str) -> tuple[str, ...
     with (
         tempfile.TemporaryFile() as answer,
         tempfile.TemporaryFile() as errors,  # not pipes: its children would hold them
-        nothing_left(),
+        kill_descendants_on_exit(),
     ):
         command = _command("check", target, wanted, str(answer.fileno()))
         process = subprocess.Popen(

@@ -25,7 +25,14 @@ from typing import Any, TypeVar, cast
 
 from pebble import ProcessExpired, ProcessPool
 
-from hybrid3d.process import adopt_orphans, children_of, end_descendants, kill, name_shared_memory, own_tracker
+from hybrid3d.process import (
+    adopt_orphans,
+    child_pids,
+    kill,
+    kill_descendants,
+    resource_tracker_pids,
+    set_shared_memory_prefix,
+)
 from hybrid3d.rewards import pool_worker
 from hybrid3d.rewards.environments import stops_of
 from hybrid3d.rewards.pool_worker import BATCH_SECONDS, Item, Verdict, Wanted, with_limit
@@ -143,7 +150,7 @@ class Pool:
 def serve(connection: Connection, target: str, wanted: Wanted, workers: int, seconds: float) -> None:
     """Answer what comes until the trainer closes its end. What the function has started ends with its worker."""
     adopt_orphans()
-    name_shared_memory()
+    set_shared_memory_prefix()
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     pool = Pool(target, wanted, workers, seconds)
     threading.Thread(target=_end_orphans, daemon=True).start()
@@ -154,14 +161,14 @@ def serve(connection: Connection, target: str, wanted: Wanted, workers: int, sec
             break
         connection.send(pool.call(items))
     pool.close()
-    end_descendants()
+    kill_descendants()
 
 
 def _end_with(parent: int) -> None:
     """End with the trainer, however busy; the workers have asked the kernel to end with this process."""
     while os.getppid() == parent:
         time.sleep(LOOK_SECONDS)
-    end_descendants()
+    kill_descendants()
     os._exit(1)
 
 
@@ -173,7 +180,9 @@ def _end_orphans() -> None:
     before: set[int] = set()
     while True:
         time.sleep(LOOK_SECONDS)
-        strays = children_of(os.getpid()) - {one.pid for one in multiprocessing.active_children()} - own_tracker()
+        strays = (
+            child_pids(os.getpid()) - {one.pid for one in multiprocessing.active_children()} - resource_tracker_pids()
+        )
         for pid in strays & before:
             kill(pid)
         before = strays

@@ -13,8 +13,8 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, SupportsFloat, cast
 
-from hybrid3d.errors import visible
-from hybrid3d.process import adopt_orphans, die_with, name_shared_memory, reap_orphans
+from hybrid3d.errors import escape_control_characters
+from hybrid3d.process import adopt_orphans, kill_when_parent_exits, reap_orphans, set_shared_memory_prefix
 from hybrid3d.rewards.registry import load_function
 
 Wanted = Literal["reward", "reply"]
@@ -37,9 +37,9 @@ def start(target: str, wanted: Wanted, seconds: float) -> None:
     global _function, _accept, _broken
     _accept = _number if wanted == "reward" else _words
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for a call into C to return
-    die_with(os.getppid())
+    kill_when_parent_exits(os.getppid())
     adopt_orphans()  # its daemons are this process's while it lives, and end with it
-    name_shared_memory()
+    set_shared_memory_prefix()
     signal.alarm(START_SECONDS)
     try:
         _function = with_limit(load_function(target), seconds)
@@ -124,6 +124,6 @@ def describe(error: BaseException) -> str:
 
 def _shortened(value: object, shown: Callable[[object], str] = repr) -> str:
     try:
-        return visible(" ".join(shown(value).split())[:300])
+        return escape_control_characters(" ".join(shown(value).split())[:300])
     except BaseException as error:  # SystemExit as well
         return f"<{type(error).__name__} while showing it>"

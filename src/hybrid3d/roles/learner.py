@@ -183,12 +183,12 @@ class Learner:
             rows = _minibatch(experience, number % algorithm.minibatches, algorithm.minibatches)
             batch, tokens = experience.batch[rows], int(experience.lengths[:, rows].sum())
             if self._critic is not None:
-                accepts = partial(self._guard.accepts_grad_norm, recipe=recipe, of="critic")
+                accepts = partial(self._guard.accepts_grad_norm, recipe=recipe, model="critic")
                 objective = _value_objective(experience, rows, recipe)
                 report = self._critic.train_step(batch, objective, recipe, accepts_grad_norm=accepts)
                 done["critic"].add(report, tokens)
                 if not report.updated:
-                    self._guard.record_skip(step, report.grad_norm, recipe, of="critic")
+                    self._guard.record_skip(step, report.grad_norm, recipe, model="critic")
                     break
             if trains_policy:
                 hook = bucket_hook if number == updates - 1 else None
@@ -243,7 +243,7 @@ class Learner:
             dual_clip=algorithm.dual_clip,
             ratio=method.ratio,
             reference=known.reference[rows] if in_loss else None,
-            kl_estimator=algorithm.kl.estimated_by,
+            kl_estimator=algorithm.kl.effective_estimator,
             kl_coef=known.kl_coef,
             entropy_coef=algorithm.entropy_coef,
         )
@@ -340,5 +340,5 @@ def _kl_to_reference(known: Experience, recipe: Recipe) -> Tensor | None:
     """Return [b, T], by the policy before the update; None on ranks without the output layer."""
     if known.old is None or known.reference is None:
         return None
-    estimator = recipe.algorithm.kl.estimated_by
+    estimator = recipe.algorithm.kl.effective_estimator
     return token_kl(estimator, known.old, known.reference, known.batch.response_mask)

@@ -33,7 +33,7 @@ class Models:
         refers = recipe.algorithm.kl.where != "none"
         reference = Policy(policy.config, recipe, rank, trainable=False) if refers else None
         critic = reward_model = None
-        if recipe.algorithm.critic:
+        if recipe.algorithm.uses_critic:
             path = recipe.critic.path or recipe.model.path
             critic = ValueModel(read_config(path), recipe, rank, recipe.critic.optimizer or recipe.optimizer, path)
         if recipe.reward.model is not None:

@@ -1,1 +1,1 @@
-"""A run as it goes on: its folder, records, display, live settings, health and recovery. Imports no engine."""
+"""State of a run: its folder, records, display, live settings, health and recovery. Imports no engine."""

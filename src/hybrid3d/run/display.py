@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one display, on rank 0; every other rank is silent."""
+"""The display of a run's progress, which only rank 0 prints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-SHOWN = {
+DISPLAYED_METRICS = {
     "reward/mean": "reward {:.3f}",
     "eval/accuracy": "held-out {:.3f}",
     "train/loss": "loss {:.4f}",
@@ -19,9 +19,9 @@ SHOWN = {
 
 
 class Display:
-    """A progress bar with the last values on a terminal; a line each step where there is none.
+    """Shows a progress bar with the latest metrics on a terminal, or prints a line per step elsewhere.
 
-    Made with no console it shows nothing.
+    Without a console it shows nothing.
     """
 
     def __init__(self, name: str, steps: int, console: Console | None):
@@ -45,15 +45,22 @@ class Display:
         if self._progress is not None:
             self._progress.stop()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
+        """Print a message above the progress bar."""
         if self._console is not None:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def show(self, row: Mapping[str, float], steps: int) -> None:
-        """Show the metrics of a step, of this many steps; what a step does not measure keeps its last value."""
-        self._last |= {key: row[key] for key in SHOWN if key in row}
-        values = " · ".join(text.format(self._last[key]) for key, text in SHOWN.items() if key in self._last)
+    def show_step(self, row: Mapping[str, float], steps: int) -> None:
+        """Show the metrics of a step; metrics that it does not measure keep their last value.
+
+        Args:
+            steps: total number of steps of the run.
+        """
+        self._last |= {key: row[key] for key in DISPLAYED_METRICS if key in row}
+        values = " · ".join(
+            text.format(self._last[key]) for key, text in DISPLAYED_METRICS.items() if key in self._last
+        )
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, total=steps, completed=row["step"], values=values)
         else:
-            self.say(f"{self._name} step {int(row['step'])} · {values}")
+            self.print(f"{self._name} step {int(row['step'])} · {values}")

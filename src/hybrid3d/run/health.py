@@ -1,4 +1,4 @@
-"""A run that looks after itself: what is said when a metric leaves its bounds, and what is done about faults."""
+"""Watches the health of a run: reports metrics that are out of bounds and intervenes when training diverges."""
 
 from __future__ import annotations
 
@@ -13,37 +13,43 @@ from hybrid3d.config import Recipe
 from hybrid3d.rl.kl import KlController
 from hybrid3d.run.record import Record
 
-REMEMBERED = 20  # norms of gradients, of which the median is what is usual
-USUAL_AFTER = 5  # of them
+GRAD_NORM_HISTORY = 20  # recent gradient norms whose median a spike is compared with
+MIN_GRAD_NORMS = 5  # norms in the history before spikes are detected
 
-# Mean |difference| of a sampled token's log-probability, training against vLLM, in nats, that rounding in a dtype
-# explains: without experts, and with them, because rounding may send a token to other experts. A mean, because one
-# token that rounding hits hard hardly moves it. `docs/algorithms.md` says what was measured.
-EXPLAINED_MISMATCH = {"float32": (0.05, 0.05), "bfloat16": (0.15, 0.4)}
+# Mean absolute difference in nats between training's and vLLM's log-probabilities of sampled tokens that rounding in a
+# dtype explains: (without experts, with experts), because rounding may route a token to other experts. The mean is
+# robust against single tokens with a large error. `docs/algorithms.md` has the measurements.
+MAX_EXPLAINED_MISMATCH = {"float32": (0.05, 0.05), "bfloat16": (0.15, 0.4)}
 
 
 class TooManyInterventions(RuntimeError):
-    """A run needed more help than its recipe allows."""
+    """Raised when a run needs more interventions than `guard.max_interventions`."""
 
-    raised_on_all_ranks = True  # every rank raises it: one of them is enough to tell
+    raised_on_all_ranks = True  # so that only one rank reports it
 
 
 class EngineMismatch(RuntimeError):
-    """Training and vLLM do not compute the same model."""
+    """Raised when training and vLLM do not compute the same model."""
 
-    raised_on_all_ranks = True  # every rank raises it
+    raised_on_all_ranks = True  # so that only one rank reports it
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A setting of the recipe's `guard`, the metric that it bounds, and what to do where that is left."""
+    """A bound on a metric.
+
+    Attributes:
+        setting: name of the setting in the section `guard`.
+        metric: the metric that it bounds.
+        advice: what a user can do when the bound is violated.
+    """
 
     setting: str
     metric: str
     advice: str
 
-    def left(self, value: float, bound: float) -> bool:
-        return not (value >= bound if self.setting.startswith("min_") else value <= bound)  # NaN is in no bounds
+    def is_violated(self, value: float, bound: float) -> bool:
+        return not (value >= bound if self.setting.startswith("min_") else value <= bound)  # true for NaN
 
 
 BOUNDS = (
@@ -51,7 +57,7 @@ BOUNDS = (
     Bound("max_clip_fraction", "train/clip_fraction", "lower optimizer.lr, or algorithm.epochs x minibatches"),
     Bound("max_grad_norm", "train/grad_norm", "lower optimizer.lr or optimizer.clip_grad"),
     Bound("min_entropy", "train/entropy", "raise algorithm.entropy_coef or algorithm.clip_high"),
-    Bound("max_mismatch_kl", "mismatch/kl", "set algorithm.correction.kind, or model.dtype of more digits"),
+    Bound("max_mismatch_kl", "mismatch/kl", "set algorithm.correction.kind, or a model.dtype of higher precision"),
     Bound("max_sync_share", "sync share", "raise sync.bucket_mib, set sync.overlap=true, or sync.verify=never"),
     Bound("max_memory_gb", "memory", "set train.recompute=full, or lower train.micro_batch_size"),
     Bound("min_tokens_per_second", "tokens_per_second", "look at time/* for the phase that has grown"),
@@ -59,45 +65,47 @@ BOUNDS = (
 
 
 class Guard:
-    """Watches a run's gradients, KL and metrics, by the `guard` settings of the step's recipe.
+    """Watches the gradients, KL and metrics of a run, with the `guard` settings of the step's recipe.
 
-    Every rank calls every method with the same numbers, and so takes the same decision.
+    Every rank must call every method with the same values, so that all ranks take the same decision.
     """
 
     def __init__(self, record: Record):
         self._record = record
-        self._norms: dict[str, deque[float]] = {}
-        self._outside: set[str] = set()
+        self._norms: dict[str, deque[float]] = {}  # accepted norms by model
+        self._violated: set[str] = set()  # settings whose bounds were violated at the last step
         self._interventions = 0
         self._engines_compared = False
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint saves, as JSON."""
-        return {"norms": {of: list(norms) for of, norms in self._norms.items()}, "interventions": self._interventions}
+        """The state that a checkpoint saves, as JSON."""
+        norms = {model: list(norms) for model, norms in self._norms.items()}
+        return {"norms": norms, "interventions": self._interventions}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
-        self._norms = {of: deque(norms, maxlen=REMEMBERED) for of, norms in progress["norms"].items()}
+        """Restore the state from a checkpoint's `progress`."""
+        self._norms = {model: deque(norms, maxlen=GRAD_NORM_HISTORY) for model, norms in progress["norms"].items()}
         self._interventions = progress["interventions"]
 
-    def accepts_grad_norm(self, norm: float, recipe: Recipe, of: str = "policy") -> bool:
-        """Return whether a gradient of this norm may update the policy, or the critic.
+    def accepts_grad_norm(self, norm: float, recipe: Recipe, model: str = "policy") -> bool:
+        """Return whether a gradient of this norm may update the model, `policy` or `critic`.
 
         It must be finite, and no more than `guard.spike` times the median of the last accepted norms. Norms up to
-        `clip_grad` are never spikes: after steps with hardly any gradient a usual one would look like a spike.
+        `clip_grad` are never spikes: after steps with tiny gradients, a normal one would look like a spike.
         """
-        norms = self._norms.setdefault(of, deque(maxlen=REMEMBERED))
+        norms = self._norms.setdefault(model, deque(maxlen=GRAD_NORM_HISTORY))
         limit, spike = math.inf, recipe.guard.spike
-        if spike is not None and len(norms) >= USUAL_AFTER:
-            critic = recipe.critic.optimizer if of == "critic" else None
-            limit = max(spike * statistics.median(norms), (critic or recipe.optimizer).clip_grad)
-        good = math.isfinite(norm) and norm <= limit
-        if good and norm > 0:
+        if spike is not None and len(norms) >= MIN_GRAD_NORMS:
+            critic_optimizer = recipe.critic.optimizer if model == "critic" else None
+            limit = max(spike * statistics.median(norms), (critic_optimizer or recipe.optimizer).clip_grad)
+        accepted = math.isfinite(norm) and norm <= limit
+        if accepted and norm > 0:
             norms.append(norm)
-        return good
+        return accepted
 
     def must_compare_engines(self, recipe: Recipe) -> bool:
-        """Return whether `compare_engines` still has to be called: once per process, also after a resume."""
+        """Return whether `compare_engines` still has to be called: once per process, including after a resume."""
         return not self._engines_compared and recipe.guard.initial_mismatch != "ignore"
 
     def compare_engines(self, step: int, row: Mapping[str, float], experts: bool, recipe: Recipe) -> None:
@@ -108,71 +116,82 @@ class Guard:
             experts: whether the model routes tokens to experts.
 
         Raises:
-            EnginesDisagree: it is more than the dtype explains, and `guard.initial_mismatch` is `stop`.
+            EngineMismatch: the mismatch is more than the dtype explains, and `guard.initial_mismatch` is `stop`.
         """
         self._engines_compared = True
         dtype = recipe.model.dtype
-        mean, bound = row["mismatch/logprob_abs_mean"], EXPLAINED_MISMATCH[dtype][experts]
-        if mean <= bound:  # NaN is not
+        mean, bound = row["mismatch/logprob_abs_mean"], MAX_EXPLAINED_MISMATCH[dtype][experts]
+        if mean <= bound:  # false for NaN
             return
         stops = recipe.guard.initial_mismatch == "stop"
         p99, largest = row["mismatch/logprob_abs_p99"], row["mismatch/logprob_abs_max"]
-        said = (
+        message = (
             f"step {step}: training and vLLM do not compute the same model: their log-probabilities of the sampled "
-            f"tokens differ by {mean:.4g} nats in the mean (p99 {p99:.4g}, largest {largest:.4g}), and "
+            f"tokens differ by {mean:.4g} nats on average (p99 {p99:.4g}, maximum {largest:.4g}), but "
             f"model.dtype={dtype} explains at most {bound:g}{' in a model with experts' if experts else ''}. "
             "Likely causes: a rope setting in the checkpoint's config.json that the two read differently "
-            "(rope_parameters, rope_scaling, rope_theta); another temperature; weights that are not the same (set "
-            "sync.verify=always); an operation that a dtype of fewer digits breaks (try model.dtype=float32). "
+            "(rope_parameters, rope_scaling, rope_theta); different temperatures; different weights (set "
+            "sync.verify=always); an operation that needs a dtype of higher precision (try model.dtype=float32). "
         )
-        said += "guard.initial_mismatch=warn goes on all the same" if stops else "The run goes on all the same"
-        numbers = {"mean": str(mean), "p99": str(p99), "max": str(largest)}
-        told = {"bound": bound, "dtype": dtype, "experts": experts, **numbers}
-        self._record.event("engines_disagree", "" if stops else said, step=step, **told)
+        message += "Set guard.initial_mismatch=warn to continue anyway" if stops else "The run continues anyway"
+        mismatch = {"mean": str(mean), "p99": str(p99), "max": str(largest)}
+        fields = {"bound": bound, "dtype": dtype, "experts": experts, **mismatch}
+        self._record.event("engines_disagree", "" if stops else message, step=step, **fields)
         if stops:
-            raise EngineMismatch(said)
+            raise EngineMismatch(message)
 
-    def record_skip(self, step: int, norm: float, recipe: Recipe, of: str = "policy") -> None:
+    def record_skip(self, step: int, norm: float, recipe: Recipe, model: str = "policy") -> None:
         """Record that a gradient of the policy or the critic was not accepted: the rest of the step is skipped.
 
         Raises:
             TooManyInterventions: more than `guard.max_interventions`.
         """
-        why = "is not finite" if not math.isfinite(norm) else "is out of all proportion"
-        said = f"the {of}'s gradient has norm {norm:g}, which {why}: its batch is skipped"
-        self._intervene(step, "batch_skipped", said, recipe, norm=str(norm), of=of)
+        reason = "not finite" if not math.isfinite(norm) else "a spike"
+        message = f"the {model}'s gradient norm {norm:g} is {reason}: its batch is skipped"
+        self._intervene(step, "batch_skipped", message, recipe, norm=str(norm), of=model)
 
     def freeze_kl_coef(self, step: int, kl: float, controller: KlController, recipe: Recipe) -> None:
-        """Set the coefficient to the recipe's and keep it there, where an adaptive one lets the KL explode.
+        """Reset an adaptive coefficient to the recipe's and fix it, if the KL exceeds `guard.kl_explosion`.
+
+        Args:
+            kl: KL of an answer, in nats.
 
         Raises:
             TooManyInterventions: more than `guard.max_interventions`.
         """
         limit, coef = recipe.guard.kl_explosion, recipe.algorithm.kl.coef
         if limit is not None and controller.target is not None and not kl <= limit:
-            numbers = f"KL of an answer {kl:g} against guard.kl_explosion={limit:g}"
-            said = f"{numbers}: its coefficient is {coef:g} from the next step on"
+            message = (
+                f"the KL of an answer is {kl:g}, above guard.kl_explosion={limit:g} or not finite: "
+                f"its coefficient is fixed at {coef:g} from the next step on"
+            )
             controller.coef, controller.target = coef, None
-            self._intervene(step, "kl_fixed", said, recipe, kl=str(kl))
+            self._intervene(step, "kl_fixed", message, recipe, kl=str(kl))
 
-    def watch(self, row: Mapping[str, float], memory_gb: float, recipe: Recipe) -> None:
-        """Report each metric that is outside of its bound and was not at the last step, and what can be done."""
+    def check_bounds(self, row: Mapping[str, float], memory_gb: float, recipe: Recipe) -> None:
+        """Report each metric that violates its bound and did not at the last step, with advice.
+
+        Args:
+            row: the metrics of the step.
+            memory_gb: peak GPU memory, in 10^9 bytes.
+        """
         share = row.get("sync/exposed_seconds", 0.0) / row["time/step"]
         values = {**row, "sync share": share, "memory": memory_gb}
         for bound in BOUNDS:
             limit, value = getattr(recipe.guard, bound.setting), values.get(bound.metric)
             if limit is None or value is None:
                 continue
-            left = bound.left(value, limit)
-            if left and bound.setting not in self._outside:
-                step, numbers = row["step"], f"{bound.metric} {value:.4g} against guard.{bound.setting}={limit:g}"
-                said = f"step {step:g}: {numbers}: {bound.advice}"
-                self._record.event("bound_left", said, step=step, metric=bound.metric, value=str(value), bound=limit)
-            (self._outside.add if left else self._outside.discard)(bound.setting)
+            violated = bound.is_violated(value, limit)
+            if violated and bound.setting not in self._violated:
+                step = row["step"]
+                numbers = f"{bound.metric} {value:.4g} violates guard.{bound.setting}={limit:g}"
+                message = f"step {step:g}: {numbers}: {bound.advice}"
+                self._record.event("bound_left", message, step=step, metric=bound.metric, value=str(value), bound=limit)
+            (self._violated.add if violated else self._violated.discard)(bound.setting)
 
-    def _intervene(self, step: int, event: str, said: str, recipe: Recipe, **fields: Any) -> None:
+    def _intervene(self, step: int, event: str, message: str, recipe: Recipe, **fields: Any) -> None:
         self._interventions += 1
-        self._record.event(event, f"step {step}: {said}", step=step, interventions=self._interventions, **fields)
+        self._record.event(event, f"step {step}: {message}", step=step, interventions=self._interventions, **fields)
         if self._interventions > recipe.guard.max_interventions:
-            limit = f"guard.max_interventions={recipe.guard.max_interventions}"
-            raise TooManyInterventions(f"step {step}: {said}; more than {limit} interventions")
+            limit = recipe.guard.max_interventions
+            raise TooManyInterventions(f"step {step}: {message}; guard.max_interventions={limit} is exceeded")

@@ -1,4 +1,4 @@
-"""Settings that change during a run: at a step of the recipe's `schedule`, or by the folder's `control.yaml`."""
+"""Changes settings during a run, at a step of the recipe's `schedule` or by the folder's `control.yaml`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe, RecipeError, read_recipe
-from hybrid3d.config.schema import dotted, parse, with_settings
+from hybrid3d.config.schema import flatten_settings, with_settings
 from hybrid3d.distributed import broadcast_object
 from hybrid3d.errors import UserMistake
 from hybrid3d.inputs.checks import check_model
-from hybrid3d.storage.user_files import MAX_TEXT_BYTES, UnreadableFile, read_bytes
+from hybrid3d.storage.user_files import MAX_TEXT_BYTES, UnreadableFile, parse_yaml, read_bytes
 
 if TYPE_CHECKING:
     from hybrid3d.run.record import Record
@@ -44,47 +44,54 @@ MUTABLE_SETTINGS = (
     "guard.*",
 )
 
-SETTLING_SECONDS = 0.5  # in which an edited file must stay as it is to be believed
-SETTLING_TRIES = 20
+STABLE_SECONDS = 0.5  # an edited file is read once it has not changed for this long
+STABLE_TRIES = 20
 
 Settings = Mapping[str, Any]
-"""Values by the dotted keys of a recipe."""
+"""Values by dotted keys of a recipe."""
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """All settings of a recipe; a section that it has not is None."""
-    return dotted(dataclasses.asdict(recipe))
+    """Return all settings of a recipe by dotted key; an absent section is None."""
+    return flatten_settings(dataclasses.asdict(recipe))
 
 
-def overlaid(recipe: Recipe, settings: Settings) -> Recipe:
-    """The recipe with these settings in place of its own. RecipeError: with all that is wrong with them."""
+def override_settings(recipe: Recipe, settings: Settings) -> Recipe:
+    """Return the recipe with these settings replaced.
+
+    Raises:
+        RecipeError: the result is invalid; with all problems.
+    """
     problems: list[str] = []
     raw = with_settings(dataclasses.asdict(recipe), settings, problems)
     return read_recipe(raw, recipe.name, problems)
 
 
-def changed(recipe: Recipe, settings: Settings, step: int) -> Recipe:
-    """The recipe from `step` on, where these settings change.
+def apply_settings(recipe: Recipe, settings: Settings, step: int) -> Recipe:
+    """Return the recipe from `step` on, after changing these settings during a run.
 
     Raises:
-        RecipeError: one may not change while a run goes on, or is wrong in a recipe too.
+        RecipeError: a setting cannot change during a run, or the resulting recipe is invalid; with all problems.
     """
     problems, known = [], settings_of(recipe)
     for key in settings:
         section = key.rpartition(".")[0]
         if not any(fnmatchcase(key, pattern) for pattern in MUTABLE_SETTINGS):
-            problems.append(f"{key}: cannot change during a run; what can: {', '.join(MUTABLE_SETTINGS)}")
+            problems.append(f"{key}: cannot change during a run; these can: {', '.join(MUTABLE_SETTINGS)}")
         elif section in known:
-            problems.append(f"{key}: the recipe has no section {section}, and a run cannot begin one")
+            problems.append(f"{key}: the recipe has no section {section}, which cannot be added during a run")
     if problems:
         raise RecipeError(recipe.name, problems)
-    new = overlaid(recipe, settings)
+    new = override_settings(recipe, settings)
     if "run.steps" in settings and new.run.steps <= step:
-        problems.append(f"run.steps={new.run.steps}: step {step} comes next: at least {step + 1}")
-    budgets = [one.train.max_tokens_per_micro_batch for one in (recipe, new)]
-    if budgets.count(None) == 1:  # stages are built for micro batches of one shape, or of many
-        was, wanted = budgets
-        problems.append(f"train.max_tokens_per_micro_batch={wanted}: it was {was}: only a number can become another")
+        problems.append(f"run.steps={new.run.steps}: the next step is {step}: at least {step + 1}")
+    budgets = [r.train.max_tokens_per_micro_batch for r in (recipe, new)]
+    if budgets.count(None) == 1:  # pipeline stages are built either for fixed or for variable shapes
+        old_budget, new_budget = budgets
+        problems.append(
+            f"train.max_tokens_per_micro_batch={new_budget}: it was {old_budget}, and can only change from one number "
+            "to another"
+        )
     if problems:
         raise RecipeError(recipe.name, problems)
     check_model(new)
@@ -92,18 +99,18 @@ def changed(recipe: Recipe, settings: Settings, step: int) -> Recipe:
 
 
 def check_schedule(recipe: Recipe) -> None:
-    """Whether each step of the schedule may change what it changes.
+    """Check that each step of the schedule may change its settings.
 
     Raises:
-        RecipeError: with all that is wrong.
+        RecipeError: with all problems.
     """
-    problems, now = [], recipe
+    problems, current = [], recipe
     for step, settings in recipe.schedule.items():
-        if step >= now.run.steps:
-            problems.append(f"schedule.{step}: run.steps={now.run.steps} ends the run before: leave it out")
+        if step >= current.run.steps:
+            problems.append(f"schedule.{step}: the run ends before, at run.steps={current.run.steps}: leave it out")
             continue
         try:
-            now = changed(now, settings, step)
+            current = apply_settings(current, settings, step)
         except RecipeError as error:
             problems += [f"schedule.{step}: {problem}" for problem in error.problems]
     if problems:
@@ -111,95 +118,102 @@ def check_schedule(recipe: Recipe) -> None:
 
 
 class LiveSettings:
-    """The settings of a run, which may change between steps. Every rank of the group calls every method together.
+    """The settings of a run, which may change between steps. All ranks of the group call every method together.
 
-    The group's first rank decides what changes and broadcasts it. From `control.yaml` it takes what has changed since
-    the file was read last: nothing is applied twice, and a schedule may change a setting that the file set earlier.
+    The group's first rank decides what changes and broadcasts it. From `control.yaml` it takes only what has changed
+    since the last read: nothing is applied twice, and a schedule may change a setting that the file set earlier.
 
     Attributes:
-        recipe: the recipe with the settings in force.
+        recipe: the recipe with the current settings.
     """
 
-    def __init__(self, recipe: Recipe, record: Record, held: Settings, group: dist.ProcessGroup):
-        """
-        Args:
-            held: settings that neither a schedule nor the file can change.
-        """
-        self._first, self._record, self._held = recipe, record, held
+    def __init__(self, recipe: Recipe, record: Record, pinned: Settings, group: dist.ProcessGroup):
+        """Start with the recipe and the pinned settings, which neither the schedule nor the file can change."""
+        self._initial_recipe, self._record, self._pinned = recipe, record, pinned
         self._group = group
         self._path = record.folder.control
-        self._settings: dict[str, Any] = {}
-        self._seen, self._file = "", dict[str, Any]()
-        self.recipe = overlaid(recipe, held)
+        self._settings: dict[str, Any] = {}  # all settings changed so far
+        self._file_hash, self._file_settings = "", dict[str, Any]()  # of the file when it was last read
+        self.recipe = override_settings(recipe, pinned)
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What a resumed run must know, as JSON."""
-        return {"control": {"settings": self._settings, "seen": self._seen, "file": self._file}}
+        """The state that a checkpoint saves, as JSON."""
+        return {"control": {"settings": self._settings, "seen": self._file_hash, "file": self._file_settings}}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
-        """Go on with the settings that were in force; from the first step on, if there is no progress yet."""
+        """Restore the settings from a checkpoint's `progress`; if it is empty, the run starts at its first step."""
         if progress:
             saved = progress["control"]
-            self._seen, self._file = saved["seen"], saved["file"]
+            self._file_hash, self._file_settings = saved["seen"], saved["file"]
             self._apply(saved["settings"])
 
     def settings_for_step(self, step: int) -> Recipe:
         """Return the recipe for a step that is about to begin."""
-        due = self._due(step) if self._group.rank() == 0 else {}
-        self._apply(broadcast_object(due or None, self._group) or {})
+        changes = self._collect_changes(step) if self._group.rank() == 0 else {}
+        self._apply(broadcast_object(changes or None, self._group) or {})
         return self.recipe
 
     def _apply(self, settings: Settings) -> None:
         if settings:
             self._settings |= settings
-            self.recipe = overlaid(self._first, {**self._settings, **self._held})
+            self.recipe = override_settings(self._initial_recipe, {**self._settings, **self._pinned})
 
-    def _due(self, step: int) -> dict[str, Any]:
-        """What changes at a step: by the schedule and then by the file, each as a whole or not at all."""
-        due: dict[str, Any] = {}
-        now = self.recipe
+    def _collect_changes(self, step: int) -> dict[str, Any]:
+        """Return the changes of the schedule and then of the file; each is applied completely or refused."""
+        changes: dict[str, Any] = {}
+        current = self.recipe
         sources: dict[str, Callable[[], Settings]] = {
-            "schedule": lambda: self._first.schedule.get(step, {}),
-            self._path.name: self._edited,
+            "schedule": lambda: self._initial_recipe.schedule.get(step, {}),
+            self._path.name: self._read_file_changes,
         }
-        for by, asked in sources.items():
-            accepted = self._file
+        for source, read_settings in sources.items():
+            accepted = self._file_settings
             try:
-                new = self._changed(now, asked(), step, by)
+                new = self._apply_unpinned(current, read_settings(), step, source)
             except UserMistake as error:
-                self._file = accepted
-                self._refuse(step, by, getattr(error, "problems", (str(error),)), "nothing changes")
+                self._file_settings = accepted
+                self._refuse(step, source, getattr(error, "problems", (str(error),)), "nothing changes")
                 continue
-            before = settings_of(now)
+            old = settings_of(current)
             for key, value in settings_of(new).items():
-                if value != before[key]:
-                    due[key] = value
-                    said = f"step {step}: {key} is {value}, it was {before[key]} ({by})"
-                    self._record.event("setting_changed", said, step=step, key=key, old=before[key], new=value, by=by)
-            now = new
-        return due
+                if value != old[key]:
+                    changes[key] = value
+                    message = f"step {step}: {key} changes from {old[key]} to {value} ({source})"
+                    fields = {"key": key, "old": old[key], "new": value, "by": source}
+                    self._record.event("setting_changed", message, step=step, **fields)
+            current = new
+        return changes
 
-    def _changed(self, now: Recipe, asked: Settings, step: int, by: str) -> Recipe:
-        """`changed`, but for what is held. RecipeError: as there."""
-        free = {key: value for key, value in asked.items() if key not in self._held}
-        if len(free) < len(asked):  # what is held is not applied, and yet must be what a recipe may say
-            changed(now, asked, step)
-        new = changed(now, free, step) if free else now
-        held = [f"{key}: held at {self._held[key]} since memory ran out" for key in asked if key in self._held]
-        if held:
-            self._refuse(step, by, held, "it stays")
+    def _apply_unpinned(self, current: Recipe, requested: Settings, step: int, source: str) -> Recipe:
+        """Apply the requested settings that are not pinned, and report the pinned ones.
+
+        Raises:
+            RecipeError: as in `apply_settings`.
+        """
+        unpinned = {key: value for key, value in requested.items() if key not in self._pinned}
+        if len(unpinned) < len(requested):  # pinned settings are not applied, but must be valid
+            apply_settings(current, requested, step)
+        new = apply_settings(current, unpinned, step) if unpinned else current
+        refused = [
+            f"{key}: pinned to {self._pinned[key]} since the run ran out of memory"
+            for key in requested
+            if key in self._pinned
+        ]
+        if refused:
+            self._refuse(step, source, refused, "these settings stay")
         return new
 
-    def _refuse(self, step: int, by: str, problems: Sequence[str], then: str) -> None:
+    def _refuse(self, step: int, source: str, problems: Sequence[str], effect: str) -> None:
         why = "; ".join(problems)
-        self._record.event("control_refused", f"step {step}: {by} is refused, {then}: {why}", step=step, by=by, why=why)
+        message = f"step {step}: {source} is refused, {effect}: {why}"
+        self._record.event("control_refused", message, step=step, by=source, why=why)
 
-    def _settled(self) -> bytes:
-        """What the file says when it is not being written: half of a number is a number too."""
+    def _read_when_stable(self) -> bytes:
+        """Read the file once nobody is writing it: a number that is cut off would still be a valid number."""
         content = self._read()
-        for _ in range(SETTLING_TRIES if hashlib.sha256(content).hexdigest() != self._seen else 0):
-            time.sleep(SETTLING_SECONDS)
+        for _ in range(STABLE_TRIES if hashlib.sha256(content).hexdigest() != self._file_hash else 0):
+            time.sleep(STABLE_SECONDS)
             before, content = content, self._read()
             if content == before:
                 break
@@ -208,29 +222,29 @@ class LiveSettings:
     def _read(self) -> bytes:
         return read_bytes(self._path, "a text file", MAX_TEXT_BYTES)
 
-    def _edited(self) -> Settings:
-        """What the file says and did not say before.
+    def _read_file_changes(self) -> Settings:
+        """Return the settings in the file that are new or different since the last read.
 
         Raises:
-            RecipeError: it cannot be read. Until it is edited again it says nothing.
+            RecipeError: the file cannot be read; reported once, and ignored until the file changes again.
         """
-        unread = None
+        read_error = None
         if not os.path.lexists(self._path):
             return {}
         try:
-            content = self._settled()
-        except UnreadableFile as error:  # said once, as what is wrong in the file is
-            content, unread = error.why.encode(), error
-        seen = hashlib.sha256(content).hexdigest()
-        if seen == self._seen:
+            content = self._read_when_stable()
+        except UnreadableFile as error:  # hashed like content, so that it is reported once
+            content, read_error = error.why.encode(), error
+        file_hash = hashlib.sha256(content).hexdigest()
+        if file_hash == self._file_hash:
             return {}
-        self._seen = seen
-        if unread is not None:
-            raise RecipeError(str(self._path), [unread.why]) from unread
+        self._file_hash = file_hash
+        if read_error is not None:
+            raise RecipeError(str(self._path), [read_error.why]) from read_error
         try:
-            said = parse(content.decode())
-            settings = dotted({} if said is None else said)
+            raw = parse_yaml(content.decode())
+            settings = flatten_settings({} if raw is None else raw)
         except ValueError as error:
             raise RecipeError(str(self._path), [str(error)]) from error
-        before, self._file = self._file, settings
-        return {key: value for key, value in settings.items() if key not in before or before[key] != value}
+        previous, self._file_settings = self._file_settings, settings
+        return {key: value for key, value in settings.items() if key not in previous or previous[key] != value}

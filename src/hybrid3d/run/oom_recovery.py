@@ -1,7 +1,7 @@
-"""A run that ran out of GPU memory goes on from its last checkpoint, with settings that take less.
+"""Recovery from running out of GPU memory: the run restarts from its last checkpoint with settings that need less.
 
-A rank that fails within a step cannot try again: its peers wait for it. So it leaves the settings in the run's folder
-and ends, and whoever started the ranks starts them again.
+A rank that fails within a step cannot retry, because its peers wait for it. It writes the new settings to the run's
+folder and exits, and the launcher starts the ranks again.
 """
 
 from __future__ import annotations
@@ -20,36 +20,45 @@ ADVICE = "raise train.tp or train.pp, set train.recompute=full, or lower rollout
 
 
 class OutOfMemoryRestart(RuntimeError):
-    """A rank ran out of memory, and the run takes less when it is started again."""
+    """Raised on a rank that ran out of memory, after it has saved settings that need less for the next start."""
 
 
 @dataclass(frozen=True)
 class OomRecovery:
-    """What a run has given up for memory: how often, and the settings that it holds to since."""
+    """The out-of-memory restarts of a run so far.
+
+    Attributes:
+        count: number of restarts.
+        settings: settings that the restarts pinned, by dotted key.
+    """
 
     count: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: RunFolder) -> OomRecovery:
-        """What the folder says."""
+    def from_folder(cls, folder: RunFolder) -> OomRecovery:
+        """Read the out-of-memory records of a run's folder."""
         count, settings = 0, dict[str, Any]()
-        while (path := folder.relief_of(count + 1)).exists():
+        while (path := folder.oom_record_path(count + 1)).exists():
             count += 1
             settings |= json.loads(path.read_text())["new"]
         return cls(count, settings)
 
-    def after(self, error: BaseException, recipe: Recipe, folder: RunFolder, rank: int) -> RuntimeError:
-        """What to raise on the rank that ran out, once the next start knows of it.
+    def prepare_restart(self, error: BaseException, recipe: Recipe, folder: RunFolder, rank: int) -> RuntimeError:
+        """Save settings that need less memory for the next start, and return the error to raise on this rank.
 
-        Of ranks that run out together, all with the same settings, one leaves them and records the event.
+        If several ranks run out together, all with the same settings, one of them saves the record and the event.
 
         Args:
-            recipe: the settings in force.
+            error: the out-of-memory error.
+            recipe: the recipe with the current settings.
+
+        Returns:
+            `OutOfMemoryRestart`, or another error if memory cannot be reduced further or has run out too often.
         """
-        new, cause = smaller(recipe), (str(error) or type(error).__name__).splitlines()[0]
+        new, cause = reduced_settings(recipe), (str(error) or type(error).__name__).splitlines()[0]
         if not new:
-            return RuntimeError(f"{cause}: micro batches are as small as they can be: {ADVICE}")
+            return RuntimeError(f"{cause}: micro batches cannot be made smaller: {ADVICE}")
         if self.count >= recipe.guard.max_interventions:
             limit = recipe.guard.max_interventions
             return RuntimeError(
@@ -57,40 +66,40 @@ class OomRecovery:
                 f"{ADVICE}"
             )
         old = {key: getattr(recipe.train, key.removeprefix("train.")) for key in new}
-        told = {"rank": rank, "count": self.count + 1, "old": old, "new": new, "error": cause}
+        fields = {"rank": rank, "count": self.count + 1, "old": old, "new": new, "error": cause}
         draft = folder.path / f"out-of-memory.{rank}.tmp"
-        draft.write_text(json.dumps(told))
+        draft.write_text(json.dumps(fields))
         try:
-            os.link(draft, folder.relief_of(self.count + 1))
-            folder.add_event("out_of_memory", **told)
-        except FileExistsError:  # of a rank that ran out too, with the same settings
+            os.link(draft, folder.oom_record_path(self.count + 1))
+            folder.add_event("out_of_memory", **fields)
+        except FileExistsError:  # another rank ran out of memory too, and saved the same settings
             pass
         finally:
             draft.unlink()
-        changes = ", ".join(f"{key}={new[key]} in place of {old[key]}" for key in new)
-        return OutOfMemoryRestart(f"{cause}: started again, the run goes on from its last checkpoint with {changes}")
+        changes = ", ".join(f"{key}={new[key]} instead of {old[key]}" for key in new)
+        return OutOfMemoryRestart(f"{cause}: after a restart the run resumes from its last checkpoint with {changes}")
 
 
-def smaller(recipe: Recipe) -> dict[str, Any]:
-    """Settings in place of the recipe's that take less memory: half the micro batch, and what can be put away is.
+def reduced_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return settings that need less memory: at most half the micro batch, and everything offloaded.
 
-    Empty where nothing is left to give up. A smaller micro batch divides the old one, so that it fits the step.
+    Empty if nothing can be reduced. The new micro batch size divides the old one, so that it still divides the step.
     """
-    train, found = recipe.train, dict[str, Any]()
+    train, settings = recipe.train, dict[str, Any]()
     if train.max_tokens_per_micro_batch is not None:
-        longest = recipe.rollout.max_model_len if recipe.rollout else _longest(recipe)
+        longest = recipe.rollout.max_model_len if recipe.rollout else _max_sft_tokens(recipe)
         tokens = max(train.max_tokens_per_micro_batch // 2, longest)
         if tokens < train.max_tokens_per_micro_batch:
-            found["train.max_tokens_per_micro_batch"] = tokens
+            settings["train.max_tokens_per_micro_batch"] = tokens
     elif train.micro_batch_size > 1:
         size = train.micro_batch_size
-        found["train.micro_batch_size"] = max(n for n in range(1, size // 2 + 1) if size % n == 0)
+        settings["train.micro_batch_size"] = max(n for n in range(1, size // 2 + 1) if size % n == 0)
     if recipe.algorithm.generates:
-        kept = ("parameters",) if recipe.sync.share_storage else ()  # in which vLLM's weights lie
-        found |= {f"train.offload_{kind}": True for kind in OFFLOADS if kind not in (*train.offloads, *kept)}
-    return found
+        shared = ("parameters",) if recipe.sync.share_storage else ()  # vLLM generates with the same memory
+        settings |= {f"train.offload_{kind}": True for kind in OFFLOADS if kind not in (*train.offloads, *shared)}
+    return settings
 
 
-def _longest(recipe: Recipe) -> int:
-    """Tokens of the longest sequence that supervised data may have."""
+def _max_sft_tokens(recipe: Recipe) -> int:
+    """Return the maximum number of tokens of a supervised sequence."""
     return int(read_config(recipe.model.path)["max_position_embeddings"])

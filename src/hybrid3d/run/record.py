@@ -1,4 +1,4 @@
-"""What a run leaves behind of each step: a row of metrics, a few samples, events; and what is shown of it."""
+"""Records a run: metrics, samples and events, in the run's folder and on the display."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from hybrid3d.rl.data import PromptData
 from hybrid3d.run.display import Display
 from hybrid3d.run.run_folder import RunFolder
 
-SAMPLES_KEPT = 4  # a step, in samples.jsonl
+SAMPLES_PER_STEP = 4  # written to samples.jsonl
 
 
 class Record:
-    """Rank 0 writes to the folder and speaks; to the others every method is silent."""
+    """Writes the records of a run and prints its messages. Only rank 0 does; on other ranks methods do nothing."""
 
     def __init__(self, folder: RunFolder, rank: int, display: Display):
         self.folder = folder
-        self._speaks = rank == 0
+        self._is_rank_0 = rank == 0
         self._display = display
-        self._constants: dict[str, float] = {}
+        self._data_counts: dict[str, float] = {}
 
     def step(self, row: Mapping[str, float], steps: int, samples: Sequence[Sample] = ()) -> None:
-        """Record a step's metrics, and some of its samples; the run has this many steps."""
-        self._display.show(row, steps)
-        if self._speaks:
-            row = {**row, **self._constants}
+        """Record the metrics of a step and a few of its samples.
+
+        Args:
+            steps: total number of steps of the run, for the display.
+        """
+        self._display.show_step(row, steps)
+        if self._is_rank_0:
+            row = {**row, **self._data_counts}
             self.folder.add_metrics({key: value if math.isfinite(value) else None for key, value in row.items()})
-            kept = samples[:: max(1, len(samples) // SAMPLES_KEPT)][:SAMPLES_KEPT]
+            kept = samples[:: max(1, len(samples) // SAMPLES_PER_STEP)][:SAMPLES_PER_STEP]
             self.folder.add_samples(
                 {
                     "step": row["step"],
@@ -43,33 +47,33 @@ class Record:
                 for s in kept
             )
 
-    def event(self, event: str, said: str = "", **fields: Any) -> None:
-        """To events.jsonl and, if it is to be said, to who looks on."""
-        if self._speaks:
+    def event(self, event: str, message: str = "", **fields: Any) -> None:
+        """Write an event with these fields to events.jsonl, and print the message unless it is empty."""
+        if self._is_rank_0:
             self.folder.add_event(event, **fields)
-            if said:
-                self._display.say(said)
+            if message:
+                self._display.print(message)
 
     def data(self, **files: PromptData) -> None:
-        """Tell what is used of each file (`train`, `eval`), now and in every row of the metrics."""
+        """Report how many rows of each file (`train`, `eval`) are used, as events and in every row of metrics."""
         for name, data in files.items():
             counts = data.counts
-            self._constants |= {f"data/{name}_{key}": count for key, count in counts.items()}
+            self._data_counts |= {f"data/{name}_{key}": count for key, count in counts.items()}
             self.event("data", f"data.{name} {data}", split=name, file=data.path, **counts)
 
-    def failed(self, of: RolloutBatch | EvalResult, step: int) -> None:
-        """Tell of rewards that failed, whose samples have the recipe's default, and of replies that did."""
-        if of.failures:
-            held_out = isinstance(of, EvalResult)
-            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(of.failures.items()))
+    def scoring_failures(self, result: RolloutBatch | EvalResult, step: int) -> None:
+        """Report rewards and environment replies that failed; their samples have the recipe's default reward."""
+        if result.failures:
+            held_out = isinstance(result, EvalResult)
+            counts = ", ".join(f"{count} {kind}" for kind, count in sorted(result.failures.items()))
             where = "failed on held-out problems" if held_out else "failed"
-            said = f"step {step}: {where}: {kinds}; such as: {next(iter(of.examples.values()))}"
-            told = {"failures": of.failures, "examples": of.examples, "held_out": held_out}
-            self.event("reward_failed", said, step=step, **told)
+            message = f"step {step}: {where}: {counts}; for example: {next(iter(result.examples.values()))}"
+            fields = {"failures": result.failures, "examples": result.examples, "held_out": held_out}
+            self.event("reward_failed", message, step=step, **fields)
 
-    def corrupted(self, tensors: Sequence[str], step: int) -> None:
-        """Tell what a sync had to move once more."""
+    def corrupted_sync(self, tensors: Sequence[str], step: int) -> None:
+        """Report tensors whose checksums were wrong after a sync, which was therefore repeated."""
         count = len(tensors)
         if count:
-            said = f"step {step}: {count} tensors had not landed as they were sent; everything was moved once more"
-            self.event("sync_corrupted", said, step=step, count=count, tensors=tensors[:20])
+            message = f"step {step}: {count} tensors were corrupted in transfer; the whole sync was repeated"
+            self.event("sync_corrupted", message, step=step, count=count, tensors=tensors[:20])

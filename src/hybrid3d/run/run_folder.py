@@ -1,4 +1,4 @@
-"""A run's folder: the resolved recipe, metrics, samples, events, logs, curves and checkpoints."""
+"""The folder of a run: the resolved recipe, metrics, samples, events, logs, curves and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hybrid3d.errors import UserMistake
 from hybrid3d.storage.disk import CheckpointWriteError, why_unwritten
 
 LOCK = ".lock"
-HELD_SECONDS = 100  # more than the lease that NFS gives, 90
+LOCK_TIMEOUT_SECONDS = 100  # longer than the lease of NFS, 90 s
 
 
 class RunFolder:
-    """Paths of a run, and appending to its records, which rank 0 alone does. See `docs/run-folder.md` for the keys."""
+    """The paths and records of a run. Only rank 0 writes records; `docs/run-folder.md` describes their keys."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -36,49 +36,57 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
 
     @classmethod
-    def of(cls, recipe: Recipe) -> RunFolder:
+    def for_recipe(cls, recipe: Recipe) -> RunFolder:
+        """Return the folder of a recipe's run, `run.dir`/`name`."""
         return cls(Path(recipe.run.dir) / recipe.name)
 
-    def logging_to(self, name: str) -> RunFolder:
-        """The same folder for a command that may run beside training: its logs are under a name of their own."""
+    def with_logs_in(self, name: str) -> RunFolder:
+        """Return the same folder with its logs in a subfolder, for a command that may run alongside training."""
         other = RunFolder(self.path)
         other.logs = self.logs / name
         return other
 
     def check(self) -> None:
-        """Check that what is there under the names of a run's files and folders is of the right kind.
+        """Check that existing entries with the names of a run's files and folders are files and folders.
 
         Raises:
-            RecipeError: a file where a run has a folder, or the reverse; all that is wrong.
+            RecipeError: a file where a run has a folder, or vice versa; with all problems.
         """
-        inner = [path for path in (self.logs, *self.logs.parents) if self.path in path.parents]
+        log_folders = [path for path in (self.logs, *self.logs.parents) if self.path in path.parents]
         files = (self.recipe, self.metrics, self.samples, self.events, self.curves, self.path / LOCK)
-        kinds = dict.fromkeys((self.path, self.checkpoints, *inner), (os.path.isdir, "a folder"))
+        kinds = dict.fromkeys((self.path, self.checkpoints, *log_folders), (os.path.isdir, "a folder"))
         kinds |= dict.fromkeys(files, (os.path.isfile, "a file"))
         problems = [
-            f"{path} is not {kind}, and a run keeps {kind} of this name: move it elsewhere"
-            for path, (is_right, kind) in kinds.items()
-            if os.path.lexists(path) and not is_right(path)
+            f"{path} is not {kind}, but a run needs {kind} of this name: move it elsewhere"
+            for path, (is_of_kind, kind) in kinds.items()
+            if os.path.lexists(path) and not is_of_kind(path)
         ]
         if problems:
             raise RecipeError(str(self.path), problems)
 
     def make_logs(self) -> None:
-        """Make the folder of the ranks' logs. RecipeError: it cannot be made."""
+        """Create the folder of the ranks' logs.
+
+        Raises:
+            RecipeError: it cannot be created.
+        """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RecipeError(str(self.path), [f"{self.logs} cannot be written ({error.strerror})"]) from None
 
     @contextmanager
-    def held(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Keep other starts out meanwhile, which would write the same records and checkpoints.
+    def lock(self, print_message: Callable[[str], None]) -> Iterator[None]:
+        """Lock the folder, so that no other process writes the same records and checkpoints.
 
-        What holds the folder is waited for a while: a start that was killed lets go of it when it is gone, one whose
-        machine died when the file server thinks so.
+        Waits up to `LOCK_TIMEOUT_SECONDS` for the lock: that of a killed process is released when it has exited, that
+        of a machine that died when the file server's lease expires.
+
+        Args:
+            print_message: called with a message when the lock has to be waited for.
 
         Raises:
-            RecipeError: it is held still, or cannot be written.
+            RecipeError: the folder is still locked, or cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -87,106 +95,124 @@ class RunFolder:
             problem = f"{self.path} cannot be written ({error.strerror}): set another run.dir"
             raise RecipeError(self.path.name, [problem]) from error
         with lock:
-            for second in range(HELD_SECONDS + 1):
+            for second in range(LOCK_TIMEOUT_SECONDS + 1):
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
                     lock.seek(0)
-                    by = f"{self.path} is used by {lock.read().strip() or 'another start'}"
+                    problem = f"{self.path} is used by {lock.read().strip() or 'another run'}"
                     if second == 0:
-                        say(f"{by}: waiting {HELD_SECONDS} seconds for its end")
-                    if second == HELD_SECONDS:
-                        fix = f"wait for its end, or set another name; if it is gone for good, remove {lock.name}"
-                        raise RecipeError(self.path.name, [f"{by}: {fix}"]) from None
+                        print_message(f"{problem}: waiting up to {LOCK_TIMEOUT_SECONDS} seconds for it to end")
+                    if second == LOCK_TIMEOUT_SECONDS:
+                        fix = f"wait until it ends, or set another name; if it no longer exists, remove {lock.name}"
+                        raise RecipeError(self.path.name, [f"{problem}: {fix}"]) from None
                     time.sleep(1)
-                except OSError:  # a file system without locks
+                except OSError:  # the file system has no locks
                     break
-            with suppress(OSError):  # a disk that is full
+            with suppress(OSError):  # the disk may be full
                 os.ftruncate(lock.fileno(), 0)
                 os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             yield
 
     def create(self, recipe: Recipe) -> None:
-        """What was there stays, but for half a line of events, which a full disk cut off and the next would follow."""
-        self.logs.mkdir(parents=True, exist_ok=True)
-        told = recipe_to_yaml(recipe)
-        if not self.recipe.exists() or self.recipe.read_text() != told:
-            _replace(self.recipe, told)
-        if self.events.exists():
-            whole = "".join(f"{line}\n" for line in _whole_lines(self.events))
-            os.truncate(self.events, len(whole.encode()))
+        """Create the folder and write the recipe; existing records stay.
 
-    def log_of(self, rank: int) -> Path:
+        A last line of events.jsonl without a newline, which a full disk has cut off, is removed.
+        """
+        self.logs.mkdir(parents=True, exist_ok=True)
+        text = recipe_to_yaml(recipe)
+        if not self.recipe.exists() or self.recipe.read_text() != text:
+            _replace(self.recipe, text)
+        if self.events.exists():
+            complete = "".join(f"{line}\n" for line in _complete_lines(self.events))
+            os.truncate(self.events, len(complete.encode()))
+
+    def log_path(self, rank: int) -> Path:
+        """Return the path of a rank's log."""
         return self.logs / f"rank-{rank}.log"
 
-    def failure_of(self, rank: int) -> Path:
-        """Where a rank that fails leaves its one-line reason for whoever started it."""
+    def failure_path(self, rank: int) -> Path:
+        """Return the path of the file in which a failed rank leaves its reason for the launcher."""
         return self.logs / f"rank-{rank}.failure"
 
-    def relief_of(self, count: int) -> Path:
+    def oom_record_path(self, count: int) -> Path:
         """Return the path of the n-th out-of-memory record."""
         return self.path / f"out-of-memory-{count}.json"
 
     def add_metrics(self, row: Mapping[str, float | None]) -> None:
+        """Append a row to metrics.jsonl."""
         _append(self.metrics, [row])
 
     def add_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows to samples.jsonl."""
         _append(self.samples, rows)
 
     def add_event(self, event: str, **fields: Any) -> None:
+        """Append an event with the current time to events.jsonl."""
         _append(self.events, [{"time": round(time.time(), 3), "event": event, **fields}])
 
     def read_metrics(self) -> list[dict[str, float]]:
-        return [json.loads(line) for line in _whole_lines(self.metrics)]
+        """Return all rows of metrics.jsonl."""
+        return [json.loads(line) for line in _complete_lines(self.metrics)]
 
-    def truncate(self, step: int) -> None:
-        """Drop what was recorded from `step` on: a resumed run records it again."""
+    def truncate_records(self, step: int) -> None:
+        """Remove metrics and samples from `step` on, which a resumed run records again."""
         for path in (self.metrics, self.samples):
-            kept = [line for number, line in enumerate(_whole_lines(path), 1) if _step_of(path, number, line) < step]
+            kept = [line for number, line in enumerate(_complete_lines(path), 1) if _step_of(path, number, line) < step]
             _replace(path, "".join(f"{line}\n" for line in kept))
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """The lines of a record; what follows the last newline was cut off in writing."""
+def _complete_lines(path: Path) -> list[str]:
+    """Return the lines of a record without a last line that was cut off before its newline."""
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
 def _step_of(path: Path, number: int, line: str) -> int:
-    """The step of a record. ValueError: it is none; with its file and line."""
+    """Return the step of a record.
+
+    Raises:
+        ValueError: the line is not a record of a step; with its file and number.
+    """
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        problem = f"{path}, line {number} is no record of a step ({type(error).__name__}: {error})"
-        raise ValueError(f"{problem}: mend or remove the line, then start again") from None
+        problem = f"{path}, line {number} is not a record of a step ({type(error).__name__}: {error})"
+        raise ValueError(f"{problem}: fix or remove the line, then start again") from None
 
 
-class NoCheckpoint(UserMistake):
-    """There is no checkpoint of the step that was asked for: the message lists those that there are."""
+class CheckpointNotFound(UserMistake):
+    """Raised if there is no checkpoint of the requested step; the message lists the existing ones."""
 
 
 def checkpoint_folder(folder: RunFolder, updates: int) -> Path:
-    """Where the policy is after so many updates."""
+    """Return the folder of the checkpoint after this many updates."""
     return folder.checkpoints / f"step-{updates:06d}"
 
 
-def steps_in(folder: RunFolder) -> list[int]:
-    """Numbers of updates with a complete checkpoint, ascending."""
-    found = (re.fullmatch(r"step-(\d{6,})", entry.name) for entry in folder.checkpoints.glob("step-*"))
-    return sorted(int(match[1]) for match in found if match)
+def checkpoint_steps(folder: RunFolder) -> list[int]:
+    """Return the steps (numbers of updates) of all complete checkpoints, ascending."""
+    matches = (re.fullmatch(r"step-(\d{6,})", entry.name) for entry in folder.checkpoints.glob("step-*"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
-def find_step(folder: RunFolder, step: int | None) -> int:
-    """The step asked for, or the last there is; NoCheckpoint where there is none."""
-    steps = steps_in(folder)
+def find_checkpoint_step(folder: RunFolder, step: int | None) -> int:
+    """Return the requested step, or that of the last checkpoint.
+
+    Raises:
+        CheckpointNotFound: there is no such checkpoint.
+    """
+    steps = checkpoint_steps(folder)
     if not steps or (step is not None and step not in steps):
-        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise NoCheckpoint(f"{folder.path} has {wanted}; there are: {', '.join(map(str, steps)) or 'none'}")
+        missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise CheckpointNotFound(
+            f"{folder.path} has {missing}; existing checkpoints: {', '.join(map(str, steps)) or 'none'}"
+        )
     return steps[-1] if step is None else step
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file anew; a run that is killed meanwhile finds it as it was."""
+    """Replace a file atomically, so that it is complete even if the process is killed."""
     replacement = path.with_suffix(".tmp")
     with open(replacement, "w") as out:
         out.write(text)
@@ -204,7 +230,7 @@ def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def draw_curves(folder: RunFolder) -> None:
-    """Reward, held-out accuracy, mismatch and sync over the steps, as one picture."""
+    """Draw reward, held-out accuracy, mismatch and sync over the steps to curves.png."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Consoles that print what a user wrote as it stands: no markup, no emoji codes, and no control characters."""
+"""Consoles that print text literally: without markup or emoji codes, and with control characters escaped."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from typing import Any
 
 from rich.console import Console
 
-from hybrid3d.errors import visible
+from hybrid3d.errors import escape_control_characters
 
 
 class _PlainConsole(Console):
     def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*(visible(each) if isinstance(each, str) else each for each in objects), **options)
+        super().print(
+            *(escape_control_characters(each) if isinstance(each, str) else each for each in objects), **options
+        )
 
 
-def console(**options: Any) -> Console:
-    """A console of `rich`, with these options of its own."""
+def plain_console(**options: Any) -> Console:
+    """Return a `rich` console with these options that prints text literally."""
     return _PlainConsole(**options, emoji=False, markup=False, highlight=False)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid3d.patches import Patch
-from hybrid3d.process import die_with
+from hybrid3d.process import kill_when_parent_exits
 from hybrid3d.train import cpu
 
 MEGATRON = "megatron-core==0.16.1"
@@ -146,7 +146,7 @@ def _start_writer(transforms: list[Any], number: int, bucket: Any) -> tuple[Fork
 def _write_bucket(rank: int, transforms: list[Any], number: int, bucket: Any, sender: Connection) -> None:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    die_with(rank)  # it has the rank's memory, that of a GPU too
+    kill_when_parent_exits(rank)  # it has the rank's memory, that of a GPU too
     sender.send("started")
     gc.disable()  # garbage of the rank may lie on its GPU, which a fork must not touch
     results, count = queue.Queue[Any](), queue.Queue[int]()

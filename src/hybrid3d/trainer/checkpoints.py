@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hybrid3d.config import Run
 from hybrid3d.distributed import broadcast_object
 from hybrid3d.run.record import Record
-from hybrid3d.run.run_folder import checkpoint_folder, steps_in
+from hybrid3d.run.run_folder import checkpoint_folder, checkpoint_steps
 from hybrid3d.storage.disk import CheckpointWriteError, free_bytes
 from hybrid3d.storage.manifest import BrokenCheckpoint, UnusableCheckpoint, bytes_in
 from hybrid3d.storage.mounts import MOUNTS, warning_of
@@ -53,7 +53,7 @@ class Checkpoints:
         if loaded is not None:
             updates, progress = loaded
         if self._first_rank:
-            folder.truncate(updates)
+            folder.truncate_records(updates)
         said = f"resumed from {checkpoint_folder(folder, updates)}" if loaded is not None else ""
         self._record.event("start" if loaded is None else "resume", said, step=updates)
         return updates, progress
@@ -139,7 +139,7 @@ class Checkpoints:
         self._writing = None
         self._record.event("checkpoint", step=updates, path=str(path))
         if self._keep_last and self._first_rank:
-            for step in steps_in(self._record.folder)[: -self._keep_last]:
+            for step in checkpoint_steps(self._record.folder)[: -self._keep_last]:
                 self._remove(checkpoint_folder(self._record.folder, step), step)
 
     def _remove(self, path: Path, step: int) -> None:
@@ -174,7 +174,7 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """Return the steps that the first rank sees: on a shared file system others may see them later."""
-        return broadcast_object(steps_in(self._record.folder), self._group)
+        return broadcast_object(checkpoint_steps(self._record.folder), self._group)
 
     def _look_at_file_system(self) -> None:
         if self._first_rank and MOUNTS.exists():

@@ -32,16 +32,16 @@ def train_rl(
             timer, row = PhaseTimer(), dict[str, float](step=step)
             with timer("sync"):
                 synced = roles.sync(step, recipe)
-            record.corrupted(synced.corrupted, step)
+            record.corrupted_sync(synced.corrupted, step)
             if step % recipe.run.eval_every == 0 or step == recipe.run.steps:
                 with timer("eval"):
                     held_out = roles.evaluate(step, recipe)
-                record.failed(held_out, step)
+                record.scoring_failures(held_out, step)
                 row |= {"eval/accuracy": held_out.accuracy, "eval/reward": held_out.reward}
             with timer("generate"):
                 generated = roles.generate_batch(step, batch, recipe)
             batch += generated.batches
-            record.failed(generated, step)
+            record.scoring_failures(generated, step)
             with timer("train"):
                 experience = roles.make_experience(generated.samples, step, recipe)
                 metrics = experience.metrics
@@ -52,7 +52,7 @@ def train_rl(
             row |= generated.metrics(samples, recipe.rollout) | metrics.reduce(group)
             row |= timer.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
             record.step(row, recipe.run.steps, samples)
-            guard.watch(row, all_reduce_max([peak_memory()], group)[0] / 1e9, recipe)
+            guard.check_bounds(row, all_reduce_max([peak_memory()], group)[0] / 1e9, recipe)
             step += 1
             checkpoints.save_if_due(step, {"batch": batch} | roles.progress | live.progress, recipe.run)
     roles.close()

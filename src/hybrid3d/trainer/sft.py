@@ -55,6 +55,6 @@ def train_sft(
             row = {"step": step, "train/grad_norm": report.grad_norm, "train/lr": report.lr} | metrics.reduce(group)
             row |= timer.row(sum(len(tokens) for tokens, _ in pairs))
             record.step(row, recipe.run.steps)
-            guard.watch(row, all_reduce_max([peak_memory()], group)[0] / 1e9, recipe)
+            guard.check_bounds(row, all_reduce_max([peak_memory()], group)[0] / 1e9, recipe)
             step += 1
             checkpoints.save_if_due(step, {"guard": guard.progress} | live.progress, recipe.run)

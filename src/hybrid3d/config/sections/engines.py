@@ -1,4 +1,4 @@
-"""Where a model is trained, where it generates, and how it comes from one to the other."""
+"""Recipe sections about the engines: the model, its train and rollout layouts, the sync and the hardware."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybrid3d.config.schema import (
+    ClosedFraction,
     FilePath,
-    Fraction,
     Gibibytes,
     Layers,
     Mebibytes,
+    OpenFraction,
     Positive,
     Ranks,
+    Repeats,
     Sequences,
-    Share,
     Temperature,
     Text,
-    Times,
     Tokens,
-    Verified,
+    VerifyInterval,
 )
 
 OFFLOADS = ("parameters", "gradients", "optimizer")
@@ -27,11 +27,11 @@ OFFLOADS = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A Hugging Face checkpoint, and how it is computed.
+    """The Hugging Face checkpoint that is trained.
 
     Attributes:
-        path: the checkpoint's folder.
-        dtype: in which both engines compute.
+        path: Folder of the checkpoint.
+        dtype: Dtype in which both engines compute.
     """
 
     path: FilePath
@@ -40,26 +40,27 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """The train layout, and how a step goes through it. There are `tp` x `pp` x `cp` x `dp` ranks.
+    """The train layout and Megatron's settings. The number of ranks is `tp` x `pp` x `cp` x `dp`.
 
     Attributes:
-        tp: size of tensor parallelism.
-        pp: of pipeline parallelism, its stages.
-        cp: of context parallelism.
-        dp: of data parallelism.
-        vpp: virtual stages of each pipeline stage.
-        ep: expert parallelism of routed experts. It regroups ranks and adds none, as does `etp`.
-        etp: tensor parallelism of routed experts.
-        first_stage_layers: layers of the first stage; `null`: as many as the others have.
-        last_stage_layers: layers of the last, alike.
-        expert_bias_update_rate: by which a step moves the router's bias towards experts that had too few tokens
-            (arXiv 2412.19437, section 2.1.2); 0 leaves it alone.
-        micro_batch_size: sequences of a micro batch.
-        packed: sequences of a micro batch lie one behind the other, without padding.
-        max_tokens_per_micro_batch: tokens of a micro batch, padding included; in place of `micro_batch_size`.
-        recompute: under `full` a layer keeps its input only, and goes forward once more before it goes backward.
-        offload_parameters, offload_optimizer: the host has them while vLLM generates.
-        offload_gradients: free gradients while vLLM generates.
+        tp: Tensor parallel size.
+        pp: Pipeline parallel size: the number of pipeline stages.
+        cp: Context parallel size.
+        dp: Data parallel size.
+        vpp: Virtual pipeline stages per pipeline stage (interleaved schedule).
+        ep: Expert parallel size of the routed experts. It regroups the existing ranks and adds none.
+        etp: Tensor parallel size of the routed experts. It regroups the existing ranks and adds none.
+        first_stage_layers: Layers of the first pipeline stage; `null`: as many as the other stages.
+        last_stage_layers: Layers of the last pipeline stage; `null`: as many as the other stages.
+        expert_bias_update_rate: Step by which the router's bias moves towards experts that received too few tokens
+            (arXiv 2412.19437, section 2.1.2); 0 leaves the bias unchanged.
+        micro_batch_size: Sequences per micro batch.
+        packed: Concatenate the sequences of a micro batch without padding.
+        max_tokens_per_micro_batch: Maximum tokens per micro batch, padding included; replaces `micro_batch_size`.
+        recompute: With `full`, a layer keeps only its input and is recomputed in the backward pass.
+        offload_parameters: Offload the parameters to host memory while vLLM generates.
+        offload_optimizer: Offload the optimizer state to host memory while vLLM generates.
+        offload_gradients: Free gradients while vLLM generates.
     """
 
     tp: Ranks = 1
@@ -71,7 +72,7 @@ class Train:
     dp: Ranks = 1
     first_stage_layers: Layers | None = None
     last_stage_layers: Layers | None = None
-    expert_bias_update_rate: Share = 0.0
+    expert_bias_update_rate: ClosedFraction = 0.0
     micro_batch_size: Sequences = 8
     packed: bool = False
     max_tokens_per_micro_batch: Tokens | None = None
@@ -82,28 +83,30 @@ class Train:
 
     @property
     def offloads(self) -> tuple[str, ...]:
-        """What is offloaded, of `OFFLOADS`."""
+        """Return the kinds of `OFFLOADS` that are enabled."""
         return tuple(kind for kind in OFFLOADS if getattr(self, f"offload_{kind}"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """The rollout layout, on the ranks that train: as many engines as they make.
+    """The rollout layout and vLLM's settings. The training ranks form as many vLLM engines as fit on them.
 
     Attributes:
-        tp: size of an engine's tensor parallelism.
-        dp: engines that share one set of experts under `expert_parallel`; without it each engine has its own.
-        expert_parallel: experts are dealt out whole over the `dp` x `tp` ranks.
-        max_model_len: tokens of a prompt and its answer.
-        max_new_tokens: tokens of an answer, those that an environment writes included.
-        temperature: of sampling, and of training's log-probabilities. Held-out answers are greedy.
-        placement: shards are dealt out so that they overlap most with what a rank holds, or in the order of ranks.
-        gpu_memory_utilization: of a GPU's memory, that vLLM may take.
-        kv_cache_gib: of an engine's KV cache on a CPU.
-        sleep: vLLM gives a GPU's memory to training between its turns.
-        environment: what replies to the policy within an answer: `calculator`, or a function of one's own as
-            `module:function`; `null`: nothing.
-        max_turns: how often it replies in an answer, at most.
+        tp: Tensor parallel size of a vLLM engine.
+        dp: With `expert_parallel`, the number of data parallel engines that share one set of experts; otherwise 1,
+            because each engine holds all experts.
+        expert_parallel: Distribute whole experts over the `dp` x `tp` ranks.
+        max_model_len: Maximum tokens of a prompt and its answer together.
+        max_new_tokens: Maximum tokens of an answer, including those that an environment writes into it.
+        temperature: Temperature of sampling and of the trainer's log-probabilities. Held-out answers are greedy.
+        placement: With `overlap`, vLLM shards go to the ranks that already hold most of their weights; with
+            `consecutive`, they are assigned in rank order.
+        gpu_memory_utilization: OpenFraction of a GPU's memory that vLLM may use.
+        kv_cache_gib: Size in GiB of a vLLM engine's KV cache on CPU.
+        sleep: Free vLLM's GPU memory while Megatron trains.
+        environment: What replies to the policy within an answer: `calculator`, or your own function as
+            `module:function`; `null`: nothing, so that an answer has a single turn.
+        max_turns: Maximum number of environment replies per answer.
     """
 
     tp: Ranks = 1
@@ -113,45 +116,48 @@ class Rollout:
     max_new_tokens: Tokens
     temperature: Temperature = 1.0
     placement: Literal["overlap", "consecutive"] = "overlap"
-    gpu_memory_utilization: Fraction = 0.5
+    gpu_memory_utilization: OpenFraction = 0.5
     kv_cache_gib: Gibibytes = 1.0
     sleep: bool = True
     environment: Text | None = None
-    max_turns: Times = 8
+    max_turns: Repeats = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sync:
-    """How trained weights come to the rollout engine.
+    """How the trained weights are transferred to vLLM.
 
     Attributes:
-        bucket_mib: MiB of a staging buffer.
-        verify: which syncs are verified by checksums at both ends: `always`, `every-N` from the first on, or `never`.
-        overlap: a sync begins with the first weights that are updated, while the rest still is.
-        share_storage: vLLM's tensors lie in Megatron's memory, where layout and dtype are the same.
+        bucket_mib: Size in MiB of a staging buffer.
+        verify: Which syncs are verified by checksums on both sides: `always`, every N-th sync from the first one on
+            (`every-N`), or `never`.
+        overlap: Start the sync as soon as the first weights are updated, overlapping it with the rest of the
+            optimizer step.
+        share_storage: Let vLLM's tensors use Megatron's memory where layout and dtype are the same.
     """
 
     bucket_mib: Mebibytes = 64.0
-    verify: Verified = "never"
+    verify: VerifyInterval = "never"
     overlap: bool = True
     share_storage: bool = False
 
     @property
     def bucket_bytes(self) -> int:
+        """Return the size of a staging buffer in bytes."""
         return int(self.bucket_mib * 2**20)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where a run runs. GB are 10^9 bytes; rates of links are those of one GPU in each direction.
+    """The hardware of a run. GB are 10^9 bytes; link rates are per GPU and direction.
 
     Attributes:
-        gpus_per_node: ranks of a node: of sources those on a rank's own node are near.
-        kind: a machine that `hybrid3d plan` knows.
-        memory_gb: of a GPU, where it is not that machine's; so are the next three.
-        copies_gb_per_s: memory that a GPU reads and writes.
-        nvlink_gb_per_s: within a node.
-        network_gb_per_s: between nodes.
+        gpus_per_node: Ranks per node. A sync prefers to receive from ranks of the same node.
+        kind: A machine type that `hybrid3d plan` knows.
+        memory_gb: Memory of a GPU; `null`: that of `kind`.
+        copies_gb_per_s: Memory bandwidth of a GPU for copies, reads plus writes; `null`: that of `kind`.
+        nvlink_gb_per_s: Bandwidth between GPUs of one node; `null`: that of `kind`.
+        network_gb_per_s: Bandwidth between nodes; `null`: that of `kind`.
     """
 
     gpus_per_node: Ranks = 8

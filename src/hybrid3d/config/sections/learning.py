@@ -1,4 +1,4 @@
-"""What is learned, from what, by how much, and for how long."""
+"""Recipe sections about learning: data, reward, algorithm, optimizer, critic, guard and the run itself."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from typing import Literal
 
 from hybrid3d.config import schema
 from hybrid3d.config.schema import (
-    NEEDED_UNLESS,
+    REQUIRED_UNLESS,
     AboveOne,
+    ClosedFraction,
     Coefficient,
     Decay,
-    ExtraSteps,
-    ExtraTimes,
-    ExtraTokens,
     FilePath,
-    Fraction,
     LearningRate,
     NonNegative,
+    OpenFraction,
     Positive,
     Processes,
+    Repeats,
+    RepeatsOrZero,
     Seconds,
     Seed,
     Sequences,
-    Share,
     Steps,
+    StepsOrZero,
     Text,
-    Times,
+    TokensOrZero,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Prompts and what answers are judged by. A column within a struct is named with dots: `reward_model.ground_truth`.
+    """Prompts and reference answers. A dotted name selects a column in a struct: `reward_model.ground_truth`.
 
     Attributes:
-        train: a parquet file.
-        eval: another, of held-out problems.
-        prompt: column with the prompt.
-        answer: column with the answer: the reference of rewards, and what `sft` learns.
-        chat_template: prompts go through the tokenizer's.
-        overlong: what becomes of a prompt that leaves no room for an answer: an error, its row is dropped, or it loses
-            its beginning.
-        max_invalid_fraction: share of a file's rows that may be null, blank or without tokens: they are skipped. Where
-            these and the rows that `overlong: drop` drops are more than half of the file (or than this share, if that
-            is larger), the file is refused.
+        train: Parquet file with the training problems.
+        eval: Parquet file with the held-out problems.
+        prompt: Column with the prompt.
+        answer: Column with the reference answer that rewards compare with; `sft` trains on it.
+        chat_template: Format prompts with the tokenizer's chat template.
+        overlong: What to do with a prompt that leaves no room for an answer: raise an error, drop its row, or cut
+            tokens off its beginning.
+        max_invalid_fraction: Maximum fraction of a file's rows that are skipped because they are null, blank or
+            without tokens. The file is refused if these rows and those that `overlong: drop` drops exceed half of it
+            (or this fraction, if larger).
     """
 
     train: FilePath
@@ -53,25 +53,25 @@ class Data:
     answer: Text = "answer"
     chat_template: bool = False
     overlong: Literal["error", "drop", "truncate_left"] = "error"
-    max_invalid_fraction: Share = 0.01
+    max_invalid_fraction: ClosedFraction = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """What an answer is worth, and what is done where that cannot be said.
+    """How answers are scored, and what happens when scoring fails.
 
     Attributes:
-        name: `gsm8k`, `math`, `code`, or a function of one's own as `module:function`.
-        model: checkpoint of a sequence classifier of one label that reads the policy's tokens. Its score is trained on;
-            `name` then judges held-out answers only.
-        shuffle: deal rewards out at random within a step, as a control experiment.
-        workers: processes a replica for rewards, and as many for an environment of one's own.
-        timeout_seconds: for one answer, or one reply of an environment.
-        default: reward of an answer whose reward failed.
-        max_failures: share of a step's samples whose reward or environment may fail before the run ends. Where all of
-            them fail, or all on held-out problems, it ends at any value.
-        overlong_buffer: tokens before the longest answer within which an answer loses reward, in proportion and up to 1
-            (arXiv 2503.14476, eq. 13); 0 takes none away.
+        name: `gsm8k`, `math`, `code`, or your own function as `module:function`.
+        model: Checkpoint of a sequence classifier with one label that reads the policy's tokens. Its score is the
+            training reward; `name` then scores held-out answers only.
+        shuffle: Permute rewards at random within a step, as a control experiment.
+        workers: Worker processes per rollout replica for rewards; your own environment gets as many again.
+        timeout_seconds: Time limit for scoring one answer, or for one reply of an environment.
+        default: Reward of an answer whose scoring failed.
+        max_failures: Maximum fraction of a step's samples whose reward or environment may fail before the run ends.
+            Whatever its value, the run ends if all samples of a step fail, or all held-out problems.
+        overlong_buffer: Number of tokens before the maximum answer length within which the reward decreases linearly,
+            by up to 1 (arXiv 2503.14476, eq. 13); 0 disables the penalty.
     """
 
     name: Text = "gsm8k"
@@ -80,42 +80,46 @@ class Reward:
     workers: Processes = 2
     timeout_seconds: Seconds = 10.0
     default: schema.Reward = 0.0
-    max_failures: Share = 1.0
-    overlong_buffer: ExtraTokens = 0
+    max_failures: ClosedFraction = 1.0
+    overlong_buffer: TokensOrZero = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kl:
-    """KL of the policy to the frozen model that it began as.
+    """KL divergence of the policy from the reference, which is a frozen copy of the initial policy.
 
     Attributes:
-        where: it is taken off the reward, added to the loss, or not measured.
-        estimator: `null`: k1 in the reward and k3 in the loss.
-        coef: what it is multiplied by. It must be given, but with `where: none`.
-        target: nats of an answer, summed over its tokens, that the coefficient follows; `null`: it is fixed.
-        horizon: answers in which it follows.
+        where: Subtract the KL from the reward, add it to the loss, or do not measure it.
+        estimator: KL estimator; `null`: `k1` in the reward and `k3` in the loss.
+        coef: Coefficient of the KL. Required unless `where` is `none`.
+        target: Target KL of an answer, in nats summed over its tokens, for an adaptive coefficient (arXiv 1909.08593,
+            section 2.2); `null`: the coefficient is fixed.
+        horizon: Number of answers over which an adaptive coefficient adjusts: a step changes it by a factor of at
+            most 1 ± 0.2 x answers / `horizon`.
     """
 
     where: Literal["reward", "loss", "none"]
     estimator: Literal["k1", "k2", "k3"] | None = None
-    coef: Coefficient = field(default=0.0, metadata={NEEDED_UNLESS: ("where", "none")})
+    coef: Coefficient = field(default=0.0, metadata={REQUIRED_UNLESS: ("where", "none")})
     target: Positive | None = None
     horizon: Steps = 10_000
 
     @property
-    def estimated_by(self) -> str:
+    def effective_estimator(self) -> str:
+        """Return the estimator in use: `estimator`, or the default of `where`."""
         return self.estimator or ("k1" if self.where == "reward" else "k3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """What is done where training and rollout give a token, or a whole answer, unlike probabilities.
+    """Correction of the mismatch between training and rollout probabilities of sampled tokens.
 
     Attributes:
-        kind: their ratio, train / rollout, weighs the loss (`truncate`), or what is out of bounds is left out (`mask`);
-            by tokens, or by whole answers (`sequence_`).
-        low: bound of `mask`.
-        high: bound of both.
+        kind: Weight the loss by the probability ratio train / rollout, capped at `high` (`truncate`) or set to 0
+            outside of `low` to `high` (`mask`); `sequence_*` uses the ratio of the whole answer instead of each
+            token's.
+        low: Lower bound of the ratio (`mask` only).
+        high: Upper bound of the ratio (`truncate` and `mask`).
     """
 
     kind: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"] = "none"
@@ -125,69 +129,73 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """What a step optimizes, and by how many updates. `null`: as the algorithm has it (`docs/algorithms.md`).
+    """The RL algorithm and its batch sizes. `null`: the algorithm's default (`docs/algorithms.md`).
 
     Attributes:
-        name: the algorithm.
-        prompts_per_step: prompts; of `sft` sequences.
-        samples_per_prompt: answers to each.
-        epochs: how often a step's samples are gone through.
-        minibatches: updates each time.
-        clip: how far below 1 the ratio of probabilities may be; said alone, also how far above.
-        clip_high: how far above 1.
-        dual_clip: bound of the ratio where an advantage is negative (arXiv 1912.09729, c); `null`: none.
-        loss_agg_mode: a loss is a mean over all tokens, a mean of answers' means, or a sum over what answers might have
-            been long.
-        entropy_coef: of the bonus for entropy.
-        gamma: discount of what is to come, a token (`ppo`, `reinforce_pp`).
-        lam: GAE's lambda (`ppo`).
-        dynamic_sampling: up to so many further batches are drawn for groups whose rewards differ.
-        kl, correction: sections, below.
+        name: The algorithm.
+        prompts_per_step: Prompts per step; with `sft`, sequences per step.
+        samples_per_prompt: Answers sampled per prompt.
+        epochs: Passes over a step's samples.
+        minibatches: Optimizer updates per epoch.
+        clip: Clip range of the probability ratio below 1, and above 1 too unless `clip_high` is given.
+        clip_high: Clip range of the probability ratio above 1.
+        dual_clip: Upper bound of the probability ratio for negative advantages (arXiv 1912.09729, c); `null`: none.
+        loss_agg_mode: Aggregate token losses as a mean over all tokens (`token`), a mean of per-answer means
+            (`sequence`), or a sum divided by the answers times the maximum answer length (`constant`).
+        entropy_coef: Coefficient of the entropy bonus.
+        gamma: Discount factor per token (`ppo`, `reinforce_pp`).
+        lam: Lambda of GAE (`ppo`).
+        dynamic_sampling: Maximum number of extra prompt batches that a step generates to replace groups whose rewards
+            are all equal.
+        kl, correction: Sections of their own, below.
     """
 
     name: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo", "sft"]
     prompts_per_step: Sequences
     samples_per_prompt: Sequences = 1
-    epochs: Times = 1
-    minibatches: Times = 1
-    clip: Fraction | None = None
+    epochs: Repeats = 1
+    minibatches: Repeats = 1
+    clip: OpenFraction | None = None
     clip_high: Positive | None = None
     dual_clip: AboveOne | None = None
     loss_agg_mode: Literal["token", "sequence", "constant"] | None = None
     entropy_coef: Coefficient = 0.0
-    gamma: Share = 1.0
-    lam: Share = 1.0
-    dynamic_sampling: ExtraTimes | None = None
+    gamma: ClosedFraction = 1.0
+    lam: ClosedFraction = 1.0
+    dynamic_sampling: RepeatsOrZero | None = None
     kl: Kl = Kl(where="none", coef=0.0)
     correction: Correction = Correction()
 
     @property
     def generates(self) -> bool:
+        """Return whether training samples answers with vLLM; only `sft` does not."""
         return self.name != "sft"
 
     @property
-    def critic(self) -> bool:
-        """Whether what is to come is estimated by a model that is trained too."""
+    def uses_critic(self) -> bool:
+        """Return whether the algorithm trains a value model."""
         return self.name == "ppo"
 
     @property
-    def grouped(self) -> bool:
-        """Whether answers to one prompt are compared."""
+    def uses_groups(self) -> bool:
+        """Return whether advantages compare the answers to one prompt."""
         return self.generates and self.name not in ("ppo", "reinforce_pp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Adam.
+    """Settings of the Adam optimizer and its learning rate schedule.
 
     Attributes:
-        lr: learning rate that warm-up leads to.
-        clip_grad: norm of the gradient at most; 0 does not clip.
-        weight_decay: decoupled (AdamW).
-        beta1, beta2, eps: Adam's.
-        warmup_steps: in which the rate rises to `lr`.
-        schedule: how it falls until the run's last step.
-        min_lr: to which it falls.
+        lr: Peak learning rate, reached after warmup.
+        clip_grad: Maximum gradient norm; 0 disables clipping.
+        weight_decay: Decoupled weight decay (AdamW).
+        beta1: Adam's beta1.
+        beta2: Adam's beta2.
+        eps: Adam's epsilon.
+        warmup_steps: Steps over which the learning rate rises linearly to `lr`.
+        schedule: Decay of the learning rate from `lr` to `min_lr` until the last step of the run.
+        min_lr: Final learning rate of the decay.
     """
 
     lr: LearningRate
@@ -196,80 +204,85 @@ class Optimizer:
     beta1: Decay = 0.9
     beta2: Decay = 0.999
     eps: Positive = 1e-8
-    warmup_steps: ExtraSteps = 0
+    warmup_steps: StepsOrZero = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr: LearningRate = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Critic:
-    """PPO's estimate of what is to come: a model in the policy's layout.
+    """PPO's value model, which uses the train layout of the policy.
 
     Attributes:
-        path: a checkpoint to begin from; `null`: the policy's.
-        clip: how far its values may move in a step; `null`: any amount.
-        warmup_steps: in which it alone is trained.
-        optimizer: settings of its own, as in the section `optimizer`; `null`: the policy's.
+        path: Initial checkpoint of the value model; `null`: the policy's.
+        clip: Clip range of value updates within a step; `null`: no clipping.
+        warmup_steps: Steps at the start of a run in which only the value model is trained.
+        optimizer: Optimizer settings of the value model, with the keys of the section `optimizer`; `null`: the
+            policy's.
     """
 
     path: FilePath | None = None
     clip: Positive | None = 0.2
-    warmup_steps: ExtraSteps = 0
+    warmup_steps: StepsOrZero = 0
     optimizer: Optimizer | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """Bounds of a healthy run, which says so when one is left; and what is done about faults. `null`: no such bound.
+    """Bounds on metrics, which are reported when violated, and automatic interventions. `null`: no bound.
 
     Attributes:
-        max_kl: nats of an answer to the reference.
-        max_clip_fraction: share of tokens whose ratio is clipped.
-        max_grad_norm: before clipping.
-        min_entropy: nats a token.
-        max_mismatch_kl: nats a token, rollout to training.
-        max_sync_share: of a step's seconds.
-        max_memory_gb: of a GPU, in 10^9 bytes.
-        min_tokens_per_second: of all ranks together.
-        initial_mismatch: what happens where training and vLLM differ at the first step by more than the dtype explains
-            (`docs/algorithms.md`): the run ends with exit code 1, it says so and goes on, or nobody looks.
-        spike: a batch is skipped whose gradient's norm is over `clip_grad`, and so many times what is usual.
-        kl_explosion: nats of an answer beyond which an adaptive coefficient of the KL becomes a fixed one.
-        max_interventions: how often something is done about a fault; one more ends the run.
+        max_kl: Maximum KL of an answer to the reference, in nats.
+        max_clip_fraction: Maximum fraction of tokens whose ratio is clipped.
+        max_grad_norm: Maximum gradient norm before clipping.
+        min_entropy: Minimum entropy, in nats per token.
+        max_mismatch_kl: Maximum KL of the rollout's to the trainer's probabilities, in nats per token.
+        max_sync_share: Maximum fraction of a step's time that the sync adds.
+        max_memory_gb: Maximum memory used on a GPU, in 10^9 bytes.
+        min_tokens_per_second: Minimum throughput of all ranks together.
+        initial_mismatch: What to do if the log-probabilities of training and vLLM differ at the first step by more
+            than the dtype explains (`docs/algorithms.md`): end the run with exit code 1, warn and continue, or skip
+            the check.
+        spike: Skip a batch whose gradient norm exceeds both `optimizer.clip_grad` and this multiple of the median of
+            recent norms.
+        kl_explosion: KL of an answer, in nats, above which an adaptive KL coefficient is reset to `algorithm.kl.coef`
+            and fixed.
+        max_interventions: Maximum number of interventions (skipped batches and fixed KL coefficients together), and
+            maximum number of restarts after running out of memory; one more ends the run.
     """
 
     max_kl: Positive | None = None
-    max_clip_fraction: Share | None = None
+    max_clip_fraction: ClosedFraction | None = None
     max_grad_norm: Positive | None = None
     min_entropy: Positive | None = None
     max_mismatch_kl: Positive | None = None
-    max_sync_share: Share | None = None
+    max_sync_share: ClosedFraction | None = None
     max_memory_gb: Positive | None = None
     min_tokens_per_second: Positive | None = None
     initial_mismatch: Literal["stop", "warn", "ignore"] = "stop"
     spike: AboveOne | None = None
     kl_explosion: Positive | None = None
-    max_interventions: ExtraTimes = 3
+    max_interventions: RepeatsOrZero = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Steps, and what happens at which.
+    """Length of the run, evaluation, checkpoints, seed and output folder.
 
     Attributes:
-        steps: of the run.
-        eval_every: steps between evaluations on held-out problems; there is one at the end, too.
-        checkpoint_every: steps between checkpoints; 0: only at the end.
-        keep_last: how many checkpoints are kept; 0: all.
-        async_checkpoints: training goes on while one is written, from a copy in the host's memory.
-        seed: of everything that is drawn.
-        dir: where the folder `name` of the run lies.
+        steps: Number of steps.
+        eval_every: Steps between evaluations on the held-out problems; the final policy is always evaluated.
+        checkpoint_every: Steps between checkpoints; 0: only at the end.
+        keep_last: Number of most recent checkpoints to keep; 0: all.
+        async_checkpoints: Write checkpoints in the background from a copy in host memory while training continues.
+        seed: Seed of all random numbers.
+        dir: Folder that contains the folder of the run, which is called `name`.
     """
 
     steps: Steps
     eval_every: Steps = 10
-    checkpoint_every: ExtraSteps = 0
-    keep_last: ExtraSteps = 0
+    checkpoint_every: StepsOrZero = 0
+    keep_last: StepsOrZero = 0
     async_checkpoints: bool = False
     seed: Seed = 1
     dir: FilePath = "runs"

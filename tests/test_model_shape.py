@@ -1,4 +1,4 @@
-"""Recipe against model: layouts that fit, and what each misfit is answered with, to the letter."""
+"""Tests a recipe against a model: layouts that fit, and the exact message for each that does not."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -77,9 +77,9 @@ def test_shape_from_a_broken_config() -> None:
     ]
 
 
-EXPERTS = "shards experts, and this model has none"
+EXPERTS = "shards experts, but this model has none"
 
-Misfits = Callable[..., list[str]]
+FindProblems = Callable[..., list[str]]
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ def load(tmp_path: Path) -> Callable[..., Recipe]:
 
 
 @pytest.fixture
-def misfits(load: Callable[..., Recipe]) -> Misfits:
-    """The problems that `check_layout` finds; an empty list is none."""
+def find_problems(load: Callable[..., Recipe]) -> FindProblems:
+    """Return the problems that `check_layout` finds."""
 
     def find(*overrides: str, shape: ModelShape = SHAPE, device: Device | None = "cpu", text: str = GRPO) -> list[str]:
         try:
@@ -106,9 +106,9 @@ def misfits(load: Callable[..., Recipe]) -> Misfits:
     return find
 
 
-def test_the_demo_fits(misfits: Misfits) -> None:
-    assert misfits() == []
-    assert misfits(text=SFT) == []
+def test_the_demo_fits(find_problems: FindProblems) -> None:
+    assert find_problems() == []
+    assert find_problems(text=SFT) == []
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_the_demo_fits(misfits: Misfits) -> None:
         ["algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=4"],
     ],
 )
-def test_layouts_that_fit(misfits: Misfits, overrides: list[str]) -> None:
-    assert misfits(*overrides) == []
+def test_layouts_that_fit(find_problems: FindProblems, overrides: list[str]) -> None:
+    assert find_problems(*overrides) == []
 
 
 @pytest.mark.parametrize(
@@ -156,14 +156,14 @@ def test_layouts_that_fit(misfits: Misfits, overrides: list[str]) -> None:
         ),
         (
             ["train.pp=1", "train.vpp=2"],
-            ["train.vpp=2 interleaves pipeline stages, and train.pp=1 has one: set train.vpp=1, or train.pp=2"],
+            ["train.vpp=2 interleaves pipeline stages, but train.pp=1 has one: set train.vpp=1, or train.pp=2"],
         ),
         (
             ["train.ep=2", "train.etp=3", "train.cp=2"],
             [
                 f"train.ep=2 {EXPERTS}: the only valid value is 1",
                 f"train.etp=3 {EXPERTS}: the only valid value is 1",
-                "train.cp=2 shards sequences, which this version does not: the only valid value is 1",
+                "train.cp=2: this version does not support context parallelism: the only valid value is 1",
             ],
         ),
         (
@@ -189,7 +189,7 @@ def test_layouts_that_fit(misfits: Misfits, overrides: list[str]) -> None:
         (
             ["algorithm.prompts_per_step=33"],
             [
-                "algorithm.prompts_per_step=33 is no multiple of the rollout replicas, ranks/rollout.tp=4/2=2: "
+                "algorithm.prompts_per_step=33 is not a multiple of the rollout replicas, ranks/rollout.tp=4/2=2: "
                 "nearest valid values of algorithm.prompts_per_step are 32, 34",
             ],
         ),
@@ -197,7 +197,7 @@ def test_layouts_that_fit(misfits: Misfits, overrides: list[str]) -> None:
             # 32 * 8 = 256 is no multiple of 24: 3 prompts are, and 2 replicas need an even number of them.
             ["train.micro_batch_size=24"],
             [
-                "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences, no multiple of "
+                "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences, not a multiple of "
                 "train.dp*train.micro_batch_size=1*24=24: "
                 "nearest valid values of algorithm.prompts_per_step are 30, 36",
             ],
@@ -206,7 +206,7 @@ def test_layouts_that_fit(misfits: Misfits, overrides: list[str]) -> None:
             # Interleaved stages want micro batches in rounds of pp=2, and 34 * 8 = 272 sequences make 17 of 16 each.
             ["train.vpp=2", "train.micro_batch_size=16", "algorithm.prompts_per_step=34"],
             [
-                "algorithm.prompts_per_step=34 of 8 samples each is 272 sequences, no multiple of "
+                "algorithm.prompts_per_step=34 of 8 samples each is 272 sequences, not a multiple of "
                 "train.dp*train.micro_batch_size*train.pp=1*16*2=32: "
                 "nearest valid values of algorithm.prompts_per_step are 32, 36",
             ],
@@ -214,64 +214,64 @@ def test_layouts_that_fit(misfits: Misfits, overrides: list[str]) -> None:
         (
             ["train.dp=2", "train.micro_batch_size=1024"],
             [
-                "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences, no multiple of "
+                "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences, not a multiple of "
                 "train.dp*train.micro_batch_size=2*1024=2048: "
                 "nearest valid value of algorithm.prompts_per_step is 256",
             ],
         ),
     ],
 )
-def test_layouts_that_do_not_fit(misfits: Misfits, overrides: list[str], expected: list[str]) -> None:
-    assert misfits(*overrides) == expected
+def test_layouts_that_do_not_fit(find_problems: FindProblems, overrides: list[str], expected: list[str]) -> None:
+    assert find_problems(*overrides) == expected
 
 
-def test_offered_values_keep_every_rule_of_their_key(misfits: Misfits) -> None:
-    """6 and 12 divide the 12 heads, but not the intermediate size, so they are not offered."""
+def test_suggested_values_satisfy_all_rules_of_their_key(find_problems: FindProblems) -> None:
+    """6 and 12 divide the 12 heads but not the intermediate size, so they are not suggested."""
     shape = replace(SHAPE, num_attention_heads=12, num_key_value_heads=4)
-    assert misfits("train.tp=5", "train.pp=1", "rollout.tp=1", shape=shape) == [
+    assert find_problems("train.tp=5", "train.pp=1", "rollout.tp=1", shape=shape) == [
         "train.tp=5 does not divide num_attention_heads=12: nearest valid value of train.tp is 4",
         "train.tp=5 and num_key_value_heads=4: one must divide the other: nearest valid value of train.tp is 4",
         "train.tp=5 does not divide intermediate_size=256: nearest valid value of train.tp is 4",
     ]
 
 
-def test_the_vocabulary_as_vllm_pads_it(misfits: Misfits) -> None:
-    """500 pads to 512, which 3 ranks cannot share; 570 pads to 576 = 3 x 192, and they can."""
+def test_the_vocabulary_as_vllm_pads_it(find_problems: FindProblems) -> None:
+    """500 is padded to 512, which 3 does not divide; 570 is padded to 576 = 3 x 192."""
     shape = replace(SHAPE, num_attention_heads=6, num_key_value_heads=3, intermediate_size=192, hidden_size=192)
     overrides = ["train.tp=3", "train.pp=1", "rollout.tp=3"]
-    assert misfits(*overrides, shape=shape) == [
-        "rollout.tp=3 does not divide vocab_size=500 as vLLM pads it, 512: nearest valid value of rollout.tp is 1"
+    assert find_problems(*overrides, shape=shape) == [
+        "rollout.tp=3 does not divide vocab_size=500, which vLLM pads to 512: nearest valid value of rollout.tp is 1"
     ]
-    assert misfits(*overrides, shape=replace(shape, vocab_size=570)) == []
+    assert find_problems(*overrides, shape=replace(shape, vocab_size=570)) == []
 
 
 @pytest.mark.parametrize("head_dim", [16, 40, 120])
-def test_head_dims_that_vllm_refuses_on_cpu(misfits: Misfits, head_dim: int) -> None:
+def test_head_dims_that_vllm_refuses_on_cpu(find_problems: FindProblems, head_dim: int) -> None:
     shape = replace(SHAPE, head_dim=head_dim)
     near = {16: "value of head_dim is 32", 40: "values of head_dim are 32, 64", 120: "values of head_dim are 112, 128"}
-    assert misfits(shape=shape) == [
+    assert find_problems(shape=shape) == [
         f"head_dim={head_dim} is not supported by vLLM's attention on CPU: nearest valid {near[head_dim]}"
     ]
-    assert misfits(shape=shape, device="cuda") == []
-    assert misfits(shape=shape, text=SFT) == []
+    assert find_problems(shape=shape, device="cuda") == []
+    assert find_problems(shape=shape, text=SFT) == []
 
 
-def test_sft_asks_nothing_of_replicas_or_samples(misfits: Misfits) -> None:
+def test_sft_asks_nothing_of_replicas_or_samples(find_problems: FindProblems) -> None:
     overrides = ["algorithm.name=sft", "algorithm.samples_per_prompt=1", "train.micro_batch_size=3"]
-    assert misfits(*overrides, "algorithm.prompts_per_step=33") == []
-    assert misfits(*overrides) == [
-        "algorithm.prompts_per_step=32 is no multiple of train.dp*train.micro_batch_size=1*3=3: "
+    assert find_problems(*overrides, "algorithm.prompts_per_step=33") == []
+    assert find_problems(*overrides) == [
+        "algorithm.prompts_per_step=32 is not a multiple of train.dp*train.micro_batch_size=1*3=3: "
         "nearest valid values of algorithm.prompts_per_step are 30, 33"
     ]
 
 
-def test_a_budget_of_tokens_takes_any_number_of_sequences(misfits: Misfits) -> None:
+def test_a_budget_of_tokens_takes_any_number_of_sequences(find_problems: FindProblems) -> None:
     overrides = ["train.micro_batch_size=24", "train.dp=2", "train.max_tokens_per_micro_batch=512"]
-    assert misfits(*overrides[1:]) == misfits(*overrides) == []
-    assert len(misfits(*overrides[:2])) == 1
+    assert find_problems(*overrides[1:]) == find_problems(*overrides) == []
+    assert len(find_problems(*overrides[:2])) == 1
     interleaved = ["train.vpp=2", "train.packed=true", "algorithm.prompts_per_step=12"]
-    assert misfits(*overrides[1:], *interleaved, "algorithm.samples_per_prompt=5") == []
-    assert misfits(*overrides[2:], *interleaved[:2], "algorithm.prompts_per_step=2", "rollout.tp=4") == []
+    assert find_problems(*overrides[1:], *interleaved, "algorithm.samples_per_prompt=5") == []
+    assert find_problems(*overrides[2:], *interleaved[:2], "algorithm.prompts_per_step=2", "rollout.tp=4") == []
 
 
 def test_every_misfit_in_one_message(load: Callable[..., Recipe]) -> None:
@@ -299,8 +299,8 @@ LATENT = replace(SPARSE, latents=Latents(q_rank=64, kv_rank=512, nope=32, rope=6
     ],
 )
 @pytest.mark.parametrize("shape", [SPARSE, LATENT], ids=["sparse", "latent"])
-def test_layouts_of_experts_that_fit(misfits: Misfits, overrides: list[str], shape: ModelShape) -> None:
-    assert misfits(*overrides, shape=shape) == []
+def test_layouts_of_experts_that_fit(find_problems: FindProblems, overrides: list[str], shape: ModelShape) -> None:
+    assert find_problems(*overrides, shape=shape) == []
 
 
 @pytest.mark.parametrize(
@@ -313,36 +313,36 @@ def test_layouts_of_experts_that_fit(misfits: Misfits, overrides: list[str], sha
             "train.etp=3 does not divide an expert's width 64",
         ),
         (["train.first_stage_layers=4"], "train.first_stage_layers=4 leave 0 of num_hidden_layers=4 to 1 other stages"),
-        (["train.first_stage_layers=1", "train.pp=1"], "needs several stages, and train.pp=1 has one"),
+        (["train.first_stage_layers=1", "train.pp=1"], "needs several stages, but train.pp=1 has one"),
         (["train.first_stage_layers=1", "train.vpp=2"], "does not divide the layers of each stage"),
         (["train.first_stage_layers=2", "train.last_stage_layers=2", "train.vpp=2"], "set train.vpp=1"),
-        (["rollout.expert_parallel=true"], "vLLM 0.32.0 cannot generate so on a CPU"),
-        (["rollout.dp=2"], "rollout.dp=2 joins engines that share experts, and rollout.expert_parallel=false"),
+        (["rollout.expert_parallel=true"], "vLLM 0.32.0 does not support expert parallelism on CPU"),
+        (["rollout.dp=2"], "rollout.dp=2 joins engines that share experts, but rollout.expert_parallel=false"),
     ],
 )
-def test_layouts_of_experts_that_do_not_fit(misfits: Misfits, overrides: list[str], expected: str) -> None:
-    (problem,) = misfits(*overrides, shape=SPARSE)
+def test_layouts_of_experts_that_do_not_fit(find_problems: FindProblems, overrides: list[str], expected: str) -> None:
+    (problem,) = find_problems(*overrides, shape=SPARSE)
     assert expected in problem
 
 
-def test_what_is_only_planned_may_be_more_than_this_machine_runs(misfits: Misfits) -> None:
+def test_what_is_only_planned_may_be_more_than_this_machine_runs(find_problems: FindProblems) -> None:
     wide = ["rollout.expert_parallel=true", "rollout.dp=2", "train.cp=2", "train.dp=2", "train.ep=8"]
-    assert misfits(*wide, shape=SPARSE, device=None) == []
-    assert len(misfits(*wide, shape=SPARSE)) == 2
+    assert find_problems(*wide, shape=SPARSE, device=None) == []
+    assert len(find_problems(*wide, shape=SPARSE)) == 2
 
 
-def test_an_engine_has_an_expert_for_each_of_its_ranks(misfits: Misfits) -> None:
+def test_an_engine_has_an_expert_for_each_of_its_ranks(find_problems: FindProblems) -> None:
     wide = ["rollout.expert_parallel=true", "train.dp=8", "algorithm.prompts_per_step=32"]
-    assert misfits(*wide, "rollout.dp=4", shape=SPARSE, device=None) == []
-    (problem,) = misfits(*wide, "rollout.dp=8", shape=SPARSE, device=None)
+    assert find_problems(*wide, "rollout.dp=4", shape=SPARSE, device=None) == []
+    (problem,) = find_problems(*wide, "rollout.dp=8", shape=SPARSE, device=None)
     assert problem == (
-        "rollout.dp=8: rollout.tp*dp=2*8=16 ranks of an engine share 8 experts, at most 8 can: "
+        "rollout.dp=8: rollout.tp*dp=2*8=16 ranks of an engine are more than the 8 experts that they share: "
         "nearest valid value of rollout.dp is 4; nearest valid value of rollout.tp is 1"
     )
 
 
-def test_latents_on_a_cpu(misfits: Misfits) -> None:
+def test_latents_on_a_cpu(find_problems: FindProblems) -> None:
     narrow = replace(LATENT, latents=Latents(q_rank=0, kv_rank=256, nope=32, rope=64, value=48))
-    assert misfits(shape=narrow, device="cuda") == []
-    (problem,) = misfits(shape=narrow)
-    assert problem == ("kv_lora_rank+qk_rope_head_dim=256+64=320: vLLM's latent attention on CPU has 576 only")
+    assert find_problems(shape=narrow, device="cuda") == []
+    (problem,) = find_problems(shape=narrow)
+    assert problem == ("kv_lora_rank+qk_rope_head_dim=256+64=320: vLLM's latent attention on CPU supports only 576")

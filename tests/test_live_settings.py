@@ -1,4 +1,4 @@
-"""Settings that change during a run: which may, what is refused, what a resumed run knows; and less memory."""
+"""Tests settings that change during a run, refused changes, their state after a resume, and out-of-memory recovery."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch.distributed as dist
 import yaml
 
 from hybrid3d.config import OFFLOADS, Optimizer, Recipe, RecipeError, load_recipe, recipe_to_yaml
-from hybrid3d.launch.launcher import first_cause
-from hybrid3d.launch.worker import last_words
+from hybrid3d.launch.launcher import find_root_cause
+from hybrid3d.launch.worker import failure_message
 from hybrid3d.rl.kl import KlController
 from hybrid3d.run import live_settings
-from hybrid3d.run.live_settings import MUTABLE_SETTINGS, LiveSettings, changed, check_schedule, settings_of
-from hybrid3d.run.oom_recovery import OomRecovery, OutOfMemoryRestart, smaller
+from hybrid3d.run.live_settings import MUTABLE_SETTINGS, LiveSettings, apply_settings, check_schedule, settings_of
+from hybrid3d.run.oom_recovery import OomRecovery, OutOfMemoryRestart, reduced_settings
 from hybrid3d.run.run_folder import RunFolder
 from run_ranks import ROOT
 
@@ -34,7 +34,7 @@ def recipe(tiny_checkpoint: Callable[..., Path]) -> Recipe:
 
 
 class Said:
-    """Stands for a `Record`: remembers events."""
+    """A fake `Record` that stores events."""
 
     def __init__(self, folder: Path):
         self.folder = RunFolder(folder)
@@ -53,7 +53,7 @@ Begin = Callable[..., tuple[LiveSettings, Said]]
 
 @pytest.fixture
 def begin(alone: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
-    monkeypatch.setattr(live_settings, "SETTLING_SECONDS", 0)
+    monkeypatch.setattr(live_settings, "STABLE_SECONDS", 0)
 
     def made(recipe: Recipe, **held: Any) -> tuple[LiveSettings, Said]:
         said, settings = Said(tmp_path), {f"train.{key}": value for key, value in held.items()}
@@ -76,31 +76,33 @@ def test_the_table_names_settings_that_there_are(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"train.tp": 4}, "train.tp: cannot change during a run; what can: algorithm.clip, "),
+        ({"train.tp": 4}, "train.tp: cannot change during a run; these can: algorithm.clip, "),
         ({"model": None}, "model: cannot change during a run"),
         ({"critic.optimizer.lr": 1e-5}, "critic.optimizer.lr: the recipe has no section critic.optimizer"),
-        ({"rollout.temperature": 0.009}, "rollout.temperature: expected a number, 0.01 to 100, as vLLM takes a"),
+        ({"rollout.temperature": 0.009}, "rollout.temperature: expected a number, 0.01 to 100, because vLLM ra"),
         ({"optimizer.lr": -1}, "optimizer.lr: expected a number, 0 to 100, got -1"),
         ({"optimizer.lr": {}}, "optimizer.lr: expected a number"),
         ({"guard.max": 1}, "guard.max: unknown key"),
-        ({"algorithm.kl.coef": 0, "algorithm.kl.target": 1}, "algorithm.kl.target=1.0 is followed by multiplying"),
+        ({"algorithm.kl.coef": 0, "algorithm.kl.target": 1}, "algorithm.kl.target=1.0 is approached by multiplying"),
         (
             {"algorithm.correction.kind": "mask", "algorithm.correction.low": 3},
             "algorithm.correction.low=3.0 is not below algorithm.correction.high=2.0",
         ),
-        ({"run.steps": 7}, "run.steps=7: step 7 comes next: at least 8"),
-        ({"train.max_tokens_per_micro_batch": 500}, "train.max_tokens_per_micro_batch=500: it was None: only a number"),
+        ({"run.steps": 7}, "run.steps=7: the next step is 7: at least 8"),
+        ({"train.max_tokens_per_micro_batch": 500}, "train.max_tokens_per_micro_batch=500: it was None, and can only"),
         ({"train.micro_batch_size": 100}, "algorithm.prompts_per_step=32 of 8 samples each is 256 sequences"),
     ],
 )
 def test_refused(recipe: Recipe, settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        changed(recipe, settings, step=7)
+        apply_settings(recipe, settings, step=7)
     assert [line[: len(problem)] for line in caught.value.problems] == [problem]
 
 
 def test_changed_is_the_recipe_with_these_settings_and_no_others(recipe: Recipe) -> None:
-    new = changed(recipe, {"optimizer.lr": "1e-6", "run.steps": 8, "rollout.temperature": 2, "guard.spike": 5}, step=7)
+    new = apply_settings(
+        recipe, {"optimizer.lr": "1e-6", "run.steps": 8, "rollout.temperature": 2, "guard.spike": 5}, step=7
+    )
     assert recipe.rollout is not None
     assert new == replace(
         recipe,
@@ -138,7 +140,7 @@ def test_a_schedule_is_read_nested_or_dotted_in_order_and_comes_back(tmp_path: P
         ("{0: {optimizer.lr: 1}}", "schedule.0: expected a step, 1 to 999,999,999, got 0 (an integer)"),
         ("{soon: {optimizer.lr: 1}}", "schedule.soon: expected a step, 1 to 999,999,999, got 'soon' (a string)"),
         ("{3: 4}", "schedule.3: expected sections with keys, got 4 (an integer)"),
-        ("{3: {optimizer.lr: 1, optimizer: {lr: 2}}}", "schedule.3: optimizer.lr stands twice"),
+        ("{3: {optimizer.lr: 1, optimizer: {lr: 2}}}", "schedule.3: optimizer.lr is given twice"),
     ],
 )
 def test_a_schedule_that_cannot_be_read(schedule: str, problem: str) -> None:
@@ -158,12 +160,13 @@ def test_a_schedule_is_checked_before_anything_starts(recipe: Recipe) -> None:
     wrong = {2: {"rollout.temperature": 0.009}, **wrong}
     with pytest.raises(RecipeError) as caught:
         check_schedule(scheduled(recipe, wrong))
-    assert [" ".join(problem.split()[:2]) for problem in caught.value.problems] == [
+    *first, last = caught.value.problems
+    assert [" ".join(problem.split()[:2]) for problem in first] == [
         "schedule.2: rollout.temperature:",
         "schedule.3: train.tp:",
         "schedule.7: algorithm.kl.target=1.0",
-        "schedule.40: run.steps=40",
     ]
+    assert last == "schedule.40: the run ends before, at run.steps=40: leave it out"
 
 
 # ---- while a run goes on
@@ -190,10 +193,10 @@ def test_each_change_is_applied_at_its_step_and_recorded(recipe: Recipe, begin: 
     [
         ("optimizer.lr: [1", "not valid YAML: line 1, column 17: "),
         ("just words", "expected sections with keys, got 'just words' (a string)"),
-        ("optimizer.lr: 1\noptimizer: {lr: 2}", "optimizer.lr stands twice"),
+        ("optimizer.lr: 1\noptimizer: {lr: 2}", "optimizer.lr is given twice"),
         ("optimizer.lr: 1\noptimizer.lr: 2", "not valid YAML: line 2, column 1: 'optimizer.lr' stands twice"),
         ("optimizer.lr: \udcff", "'utf-8' codec can't decode byte 0xff"),
-        ("run.steps: 4\noptimizer.lr: 1", "run.steps=4: step 5 comes next: at least 6"),
+        ("run.steps: 4\noptimizer.lr: 1", "run.steps=4: the next step is 5: at least 6"),
         ("seed: 4\noptimizer.lr: 1", "seed: cannot change during a run"),
     ],
 )
@@ -222,7 +225,7 @@ def test_a_file_that_cannot_be_read_is_told_once(recipe: Recipe, begin: Begin) -
 def test_a_file_that_is_being_written_is_not_believed(
     recipe: Recipe, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as it changes: what an editor had written of a number is a number too."""
+    """A partially written number would also be a valid number."""
     live, said = begin(recipe)
     drafts = ["optimizer.lr: 1", "optimizer.lr: 1.0e-", "optimizer.lr: 1.0e-6"]
     said.folder.control.write_text("")
@@ -234,7 +237,7 @@ def test_a_file_that_is_being_written_is_not_believed(
 
 
 def test_what_stands_there_unchanged_does_not_come_back(recipe: Recipe, begin: Begin) -> None:
-    """Over a schedule that has come since; until it is edited."""
+    """An unchanged line does not override a later schedule until it is edited."""
     live, said = begin(scheduled(recipe, {2: {"optimizer.lr": 1e-5}}))
     said.folder.control.write_text("optimizer.lr: 0.5\n# nothing else\n")
     assert live.settings_for_step(1).optimizer.lr == 0.5
@@ -282,12 +285,13 @@ def test_what_memory_has_taken_is_held(recipe: Recipe, begin: Begin) -> None:
     assert (now.train.micro_batch_size, now.train.offloads) == (16, ("optimizer",))
     assert (now.sync.verify, now.optimizer.lr) == ("always", 1e-5)
     refused = [(e["step"], e["why"]) for e in said.take() if e["event"] == "control_refused"]
-    assert refused == [(step, "train.micro_batch_size: held at 16 since memory ran out") for step in (0, 1)]
+    why = "train.micro_batch_size: pinned to 16 since the run ran out of memory"
+    assert refused == [(step, why) for step in (0, 1)]
     assert live.progress["control"]["settings"].keys() == {"sync.verify", "optimizer.lr"}
 
 
 def test_what_is_held_must_be_a_setting_too(recipe: Recipe, begin: Begin) -> None:
-    """Or a checkpoint could not be written, which has what the file said, as JSON."""
+    """Otherwise the checkpoint, which stores the file's settings as JSON, could not be written."""
     live, said = begin(recipe, micro_batch_size=16)
     said.folder.control.write_text("train.micro_batch_size: 2024-01-01\nsync.verify: always")
     assert live.settings_for_step(0).sync.verify == "never"
@@ -297,7 +301,7 @@ def test_what_is_held_must_be_a_setting_too(recipe: Recipe, begin: Begin) -> Non
 
 
 def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is() -> None:
-    """But for one that is set."""
+    """Only a changed setting replaces the adaptive coefficient."""
     kl = KlController(0.001, target=1.0)
     kl.coef = 0.7
     assert kl.coef_under(0.001) == 0.7
@@ -315,7 +319,7 @@ def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is() -> None:
 
 @pytest.mark.engines
 def test_a_rate_that_is_set_follows_the_schedule_that_there_was() -> None:
-    """Four steps of warm-up, then half a cosine down to `min_lr` at step 12."""
+    """Four steps of warmup, then half a cosine down to `min_lr` at step 12."""
     from hybrid3d.train.megatron_model import _scheduler, _set_learning_rate
 
     before = Optimizer(lr=0.1, warmup_steps=4, schedule="cosine", min_lr=0.01)
@@ -361,7 +365,7 @@ SFT = ["algorithm.name=sft", "algorithm.samples_per_prompt=1", "run.eval_every=1
 )
 def test_what_takes_less_memory(settings: list[str], less: dict[str, Any]) -> None:
     settings = [s if s != "algorithm.kl=null" else "algorithm.kl={where: none, coef: 0}" for s in settings]
-    assert smaller(load_recipe(DEMO, settings)) == {f"train.{key}": value for key, value in less.items()}
+    assert reduced_settings(load_recipe(DEMO, settings)) == {f"train.{key}": value for key, value in less.items()}
 
 
 OUT = torch.OutOfMemoryError("CUDA out of memory.\nsomething else")
@@ -370,17 +374,17 @@ OUT = torch.OutOfMemoryError("CUDA out of memory.\nsomething else")
 def test_memory_runs_out_again_and_again(recipe: Recipe, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for size, offloads in ((32, ()), (16, OFFLOADS), (8, OFFLOADS)):
-        relief = OomRecovery.of(folder)
-        now = live_settings.overlaid(recipe, relief.settings)
+        relief = OomRecovery.from_folder(folder)
+        now = live_settings.override_settings(recipe, relief.settings)
         assert (now.train.micro_batch_size, now.train.offloads) == (2 * size, offloads)
         for rank in (2, 3):  # two ranks run out together: once is enough
-            error = relief.after(OUT, now, folder, rank)
+            error = relief.prepare_restart(OUT, now, folder, rank)
             assert isinstance(error, OutOfMemoryRestart)
-            assert f"train.micro_batch_size={size} in place of {2 * size}" in str(error)
-    relief = OomRecovery.of(folder)
+            assert f"train.micro_batch_size={size} instead of {2 * size}" in str(error)
+    relief = OomRecovery.from_folder(folder)
     held = {"train.micro_batch_size": 8} | {f"train.{key}": True for key in ALL_AWAY}
     assert (relief.count, relief.settings) == (3, held)
-    last = relief.after(OUT, live_settings.overlaid(recipe, relief.settings), folder, 2)
+    last = relief.prepare_restart(OUT, live_settings.override_settings(recipe, relief.settings), folder, 2)
     assert not isinstance(last, OutOfMemoryRestart)
     assert str(last).startswith(
         "CUDA out of memory.: memory has run out 4 times, guard.max_interventions=3 allows 3: raise train.tp"
@@ -394,9 +398,9 @@ def test_memory_runs_out_again_and_again(recipe: Recipe, tmp_path: Path) -> None
 
 def test_nothing_is_left_to_give_up(recipe: Recipe, tmp_path: Path) -> None:
     least = replace(recipe, train=replace(recipe.train, micro_batch_size=1, **ALL_AWAY))
-    error = OomRecovery().after(OUT, least, RunFolder(tmp_path), 0)
+    error = OomRecovery().prepare_restart(OUT, least, RunFolder(tmp_path), 0)
     assert not isinstance(error, OutOfMemoryRestart)
-    assert "micro batches are as small as they can be: raise train.tp or train.pp" in str(error)
+    assert "micro batches cannot be made smaller: raise train.tp or train.pp" in str(error)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -406,14 +410,14 @@ def test_the_launcher_sees_who_ran_out(tmp_path: Path) -> None:
     lost = {"rank": 0, "time": 1.0, "peer": True, "reason": "lost", "kind": "error"}
     ran_out = {"rank": 2, "time": 2.0, "peer": False, "reason": "RanOut: 2 GiB", "kind": "out_of_memory"}
     for reason in (lost, ran_out):
-        folder.failure_of(reason["rank"]).write_text(json.dumps(reason))
-    cause = first_cause(folder, {})
+        folder.failure_path(reason["rank"]).write_text(json.dumps(reason))
+    cause = find_root_cause(folder, {})
     assert cause == ran_out
-    assert last_words(folder, 2, cause) == f"rank 2 failed: RanOut: 2 GiB\nits log: {folder.log_of(2)}"
+    assert failure_message(folder, 2, cause) == f"rank 2 failed: RanOut: 2 GiB\nits log: {folder.log_path(2)}"
 
 
 def test_settings_as_yaml_writes_them_are_known(recipe: Recipe) -> None:
-    """`settings_of` against what a recipe's YAML has."""
+    """`settings_of` has the same keys as the recipe's YAML."""
     written = yaml.safe_load(recipe_to_yaml(recipe))
     for key, value in settings_of(recipe).items():
         here = written

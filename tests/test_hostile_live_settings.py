@@ -1,4 +1,4 @@
-"""Whatever stands in a run's `control.yaml`, it is refused and told, and the run goes on."""
+"""Tests that any invalid `control.yaml` is refused and reported, and that the run continues."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ TEXTS: dict[str, str | bytes] = {
 
 
 class Said:
-    """Stands for a `Record`: remembers events, which must be writable as it writes them."""
+    """A fake `Record` that stores events, which must be serializable as JSON."""
 
     def __init__(self, folder: Path):
         self.folder = SimpleNamespace(control=folder / "control.yaml")
@@ -103,13 +103,13 @@ class Said:
 def control(
     alone: dist.ProcessGroup, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> LiveSettings:
-    monkeypatch.setattr(live_settings, "SETTLING_SECONDS", 0)
+    monkeypatch.setattr(live_settings, "STABLE_SECONDS", 0)
     recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", [f"model.path={tiny_checkpoint('qwen2')}"])
     return LiveSettings(recipe, Said(tmp_path), {}, alone)  # type: ignore[arg-type]
 
 
 def goes_on(control: LiveSettings) -> list[dict[str, Any]]:
-    """Two steps with what stands there, and one with a good file: what was told at the first."""
+    """Take two steps with this file and one with a valid file, and return the event of the first."""
     said, path = control._record, control._record.folder.control
     before, began = control.recipe, time.monotonic()
     assert control.settings_for_step(1) == before
@@ -157,7 +157,7 @@ def test_what_is_no_file(control: LiveSettings, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_damaged_files(control: LiveSettings) -> None:
-    """A good file with bytes changed, cut out or doubled: it is taken or refused, and nothing else comes of it."""
+    """A valid file with bytes changed, removed or duplicated is either applied or refused."""
     good = yaml.safe_dump({"optimizer": {"lr": 3e-4}, "algorithm": {"kl": {"coef": 0.01}}, "run": {"eval_every": 3}})
     dice, path = random.Random(1), control._record.folder.control
     for _ in range(300):

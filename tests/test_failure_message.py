@@ -1,4 +1,4 @@
-"""The last words of a rank: whatever ends it, its launcher is told why."""
+"""Tests that a failing rank always reports the reason to its launcher."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ENDS = {
 
 
 def test_a_rank_says_why_it_ends(tmp_path: Path) -> None:
-    """Some of what ends a rank is no `Exception`; then its launcher would only see an exit code."""
+    """Some errors are not subclasses of `Exception`, and must be reported too."""
     of_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     arguments = [f"[{', '.join(ENDS)}]", str(ROOT / "recipes/demo-cpu.yaml"), str(tmp_path)]
     command = [sys.executable, "-c", RANKS, *arguments]
