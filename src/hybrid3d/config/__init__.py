@@ -4,8 +4,9 @@
 standard library, yaml and the tables in `families/`, so that the command line responds fast.
 """
 
+from hybrid3d.config.layout_checks import check_layout, check_layout_early
 from hybrid3d.config.load import load_recipe, read_recipe, recipe_to_yaml
-from hybrid3d.config.model_shape import ModelShape, check_layout, check_layout_early
+from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.config.recipe import Recipe
 from hybrid3d.config.schema import RecipeError
 from hybrid3d.config.sections.engines import OFFLOADS, Machine, Model, Rollout, Sync, Train
