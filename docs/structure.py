@@ -63,6 +63,24 @@ def rooms() -> Graph:
     return {name: frozenset(targets) for name, targets in found.items()}
 
 
+@cache
+def modules() -> Graph:
+    """Return all modules, as dotted names below the package, with what they import of each other."""
+    paths = {file: file.relative_to(PACKAGE).with_suffix("") for file in sorted(PACKAGE.rglob("*.py"))}
+    names = {file: ".".join(path.parts).removesuffix(".__init__") for file, path in paths.items()}
+    known, found = set(names.values()), {}
+    for file, module in names.items():
+        targets = set()
+        for _, name in imported(file.read_text(), PurePosixPath(file.relative_to(PACKAGE).as_posix())):
+            target = name.removeprefix("hybrid3d.")
+            while name.startswith("hybrid3d.") and target and target not in known:
+                target = target.rpartition(".")[0]
+            targets |= {target} & known - {module}
+        if file.name != "__init__.py":  # a package's face only re-exports
+            found[module] = frozenset(target for target in targets if not (PACKAGE / target.replace(".", "/")).is_dir())
+    return found
+
+
 def reachable(graph: Graph, room: str) -> frozenset[str]:
     """Return what a room imports, directly or not."""
     found: set[str] = set()

@@ -106,6 +106,16 @@ def test_the_table_has_every_room_and_no_circle() -> None:
     structure.floors(structure.rooms())
 
 
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert len(structure.modules()) > 100
+    structure.floors(structure.modules())
+
+
+def test_a_circle_is_found() -> None:
+    with pytest.raises(ValueError, match="a imports itself, by a, b"):
+        structure.floors({"a": frozenset({"b"}), "b": frozenset({"a"})})
+
+
 def test_nothing_is_allowed_that_nobody_needs() -> None:
     assert {room: sorted(targets) for room, targets in structure.rooms().items()} == {
         room: sorted(targets) for room, targets in MAY_IMPORT.items()
