@@ -67,7 +67,7 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     asked: list[str] = []
     held = SimpleNamespace(
         example=SimpleNamespace(prompt="", prompt_ids=(1,), answer="right"), tokens=[2], loss_mask=[True],
-        logprobs=[-0.5], failure="", said="", weight_version=0,
+        logprobs=[-0.5], failure="", message="", weight_version=0,
     )  # fmt: skip
 
     def score(items: list[tuple[str, str, str]]) -> Scores:

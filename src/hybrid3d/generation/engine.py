@@ -1,4 +1,4 @@
-"""What generation asks of an engine, whichever it is."""
+"""The interface of the engine that generates, which vLLM implements."""
 
 from __future__ import annotations
 

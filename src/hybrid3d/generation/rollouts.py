@@ -17,11 +17,11 @@ from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.rewards.scorer import Scorer, Scores
 from hybrid3d.rl.data import PromptData
 
-OF_ENVIRONMENT = "environment_"  # what kinds of failures begin with that are a conversation's, not a reward's
+OF_ENVIRONMENT = "environment_"  # prefix of the kinds of failures of environments, not of rewards
 
 
 class FailedRewards(RuntimeError):
-    """More rewards (and replies) of a step failed than the recipe allows, or all of them."""
+    """More rewards (and environments) of a step failed than the recipe allows, or all of them."""
 
     raised_on_all_ranks = True  # every rank raises it: one of them is enough to tell
 
@@ -58,7 +58,7 @@ class Rollouts:
 
     @property
     def _scores_training(self) -> bool:
-        """Whether the reward by name is what is trained on; otherwise a reward model scores the samples later."""
+        """Whether training uses the reward by name; otherwise a reward model scores the samples later."""
         return self._recipe.reward.model is None
 
     def generate_batch(self, version: int, batch: int, temperature: float, extra_batches: int = 0) -> RolloutBatch:
@@ -86,9 +86,9 @@ class Rollouts:
         batches = zero_variance = 0
         while len(found) < wanted and batches <= extra_batches:
             samples, scores = self._generate_samples(version, batch + batches, temperature)
-            of_batch, said = _failed(scores)
+            of_batch, of_kinds = _failures(scores)
             failures.update(of_batch)
-            examples = said | examples
+            examples = of_kinds | examples
             for one in (samples[start : start + group] for start in range(0, len(samples), group)):
                 uniform = self._scores_training and group > 1 and all(sample.reward == one[0].reward for sample in one)
                 (fillers if uniform and extra_batches else found).append(len(groups))
@@ -104,7 +104,7 @@ class Rollouts:
     def _check(
         self, failures: Mapping[str, int], examples: Mapping[str, str], samples: int, allowed: float, where: str = ""
     ) -> None:
-        """Raise FailedRewards where more than the share `allowed` failed, or all rewards or all conversations did."""
+        """Raise FailedRewards if more than the fraction `allowed` failed, or all rewards or all environments did."""
         failed = sum(failures.values())
         of_environment = sum(count for kind, count in failures.items() if kind.startswith(OF_ENVIRONMENT))
         all_failed = max(of_environment, failed - of_environment) >= samples > 0
@@ -146,7 +146,7 @@ class Rollouts:
         examples = self._local(list(self.held_out.examples))
         samples, scores = self._scored(self._multi_turn.run(examples, None, version))
         rewards = [sample.reward for sample in samples]
-        failures, of_kinds = _failed(scores)
+        failures, of_kinds = _failures(scores)
         self._check(failures, of_kinds, len(rewards), allowed=1.0, where=" on held-out problems")
         full = sum(reward == 1.0 for reward in rewards)
         return EvalResult(full / len(rewards), sum(rewards) / len(rewards), failures, of_kinds)
@@ -178,24 +178,24 @@ class Rollouts:
             )
             for one, answer, reward in zip(held, answers, scores.rewards, strict=True)
         ]
-        broken = {f"{OF_ENVIRONMENT}{one.failure}": one.said for one in reversed(held) if one.failure}
+        broken = {f"{OF_ENVIRONMENT}{one.failure}": one.message for one in reversed(held) if one.failure}
         failures = Counter(f"{OF_ENVIRONMENT}{one.failure}" for one in held if one.failure)
         told = Scores([], failures | scores.failures, broken | scores.examples)
         return self._of_all_replicas(samples), self._of_all_replicas([told])
 
     def _local(self, items: list) -> list:
-        """This replica's consecutive share."""
+        """Return this replica's consecutive share of the items."""
         first, last = (len(items) * (self._engine.replica + i) // self._engine.replicas for i in (0, 1))
         return items[first:last]
 
     def _of_all_replicas(self, items: list) -> list:
-        """Everyone's items, in the order in which they were dealt out: that of replicas, whichever ranks they are."""
+        """Return the items of all replicas, in the order of replicas, which is the order of the shares."""
         shares = gather_objects((self._engine.replica, items) if self._engine.leads else None, self._group)
         return [item for _, share in sorted(filter(None, shares), key=lambda s: s[0]) for item in share]
 
 
-def _failed(scores: Sequence[Scores]) -> tuple[dict[str, int], dict[str, str]]:
-    """How many rewards (and conversations) failed, by kind, and what the first of each kind said."""
+def _failures(scores: Sequence[Scores]) -> tuple[dict[str, int], dict[str, str]]:
+    """Return how many rewards and environments failed, by kind, and an example of each kind."""
     failures: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for one in scores:
@@ -205,6 +205,6 @@ def _failed(scores: Sequence[Scores]) -> tuple[dict[str, int], dict[str, str]]:
 
 
 def request_seed(seed: int, batch: int, prompt: int, sample: int) -> int:
-    """A seed of its own for every request, the same in every layout."""
+    """Return a seed for a request, different for each and equal in every layout."""
     digest = hashlib.sha256(f"{seed}/{batch}/{prompt}/{sample}".encode()).digest()
     return int.from_bytes(digest[:4], "little")

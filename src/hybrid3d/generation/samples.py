@@ -1,4 +1,4 @@
-"""What generation gives: samples, a step's batch of them, and the result of an evaluation. Data only."""
+"""The results of generation: samples, a step's batch of them, and an evaluation. Data only."""
 
 from __future__ import annotations
 

@@ -183,12 +183,12 @@ def test_after_its_last_turn_the_policy_writes_alone(talk: Talk) -> None:
 
 def test_a_failure_ends_its_conversation_only(talk: Talk) -> None:
     (failed, fine), _ = talk("fail!b|", "mm!|")
-    assert (shown(failed), failed.failure, failed.said) == (("fail!", "^^^^^"), "raised", "ValueError: no more")
+    assert (shown(failed), failed.failure, failed.message) == (("fail!", "^^^^^"), "raised", "ValueError: no more")
     assert (shown(fine), fine.failure) == (("mm!|", "^^^^"), "")
 
 
 def test_a_replica_that_is_done_goes_on_stepping_with_the_others(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [[TurnResult(over=False)], [TurnResult(over=False)], [TurnResult(over=True)]]
+    others = [[TurnResult(done=False)], [TurnResult(done=False)], [TurnResult(done=True)]]
     monkeypatch.setattr(multi_turn, "check_environment", lambda spec: ("=",))
     gathered = lambda value, group: [value, None, (1, others.pop(0))]  # noqa: E731
     monkeypatch.setattr(multi_turn, "gather_objects", gathered)
