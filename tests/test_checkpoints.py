@@ -63,7 +63,7 @@ def test_a_checkpoint_that_its_owner_can_mend_is_not_set_aside(
 
     monkeypatch.setattr(trainer_checkpoints.checkpoint, "load", link)
     with pytest.raises(UnusableCheckpoint, match="symbolic link"):
-        checkpoints._load_last_whole()
+        checkpoints._load_last_intact()
     assert folder.exists()
 
 

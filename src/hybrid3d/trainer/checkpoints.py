@@ -1,4 +1,4 @@
-"""A run's checkpoints: which are written when, which are kept, and from which one a run goes on."""
+"""A run's checkpoints: when they are written, which are kept, and from which one a run resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hybrid3d.train.writing import CheckpointWriter, remove, remove_unfinished
 
 
 class Checkpoints:
-    """Saves the models and the progress of a run, and finds the last that is whole. Every rank calls every method."""
+    """Saves the models and the progress of a run, and loads the last intact checkpoint. Every rank calls every method."""
 
     def __init__(self, models: checkpoint.Models, replicas: int, record: Record, group: dist.ProcessGroup):
         """
@@ -39,17 +39,17 @@ class Checkpoints:
         self._first_rank = group.rank() == 0
 
     def resume(self) -> tuple[int, dict[str, Any]]:
-        """Bring the models to the folder's last whole checkpoint, if there is one; what is broken is set aside.
+        """Load the folder's last intact checkpoint, if there is one; broken ones are set aside.
 
         Returns:
-            Updates that the policy has behind it, and the progress that was saved with it.
+            The policy's version (its number of updates), and the progress that was saved with it.
         """
         folder = self._record.folder
         updates, progress = 0, {}
-        self._look_at_file_system()
+        self._check_file_system()
         if self._first_rank:
             remove_unfinished(folder.checkpoints)
-        loaded = self._load_last_whole()
+        loaded = self._load_last_intact()
         if loaded is not None:
             updates, progress = loaded
         if self._first_rank:
@@ -58,15 +58,15 @@ class Checkpoints:
         self._record.event("start" if loaded is None else "resume", said, step=updates)
         return updates, progress
 
-    def _load_last_whole(self) -> tuple[int, dict[str, Any]] | None:
-        """Load the last checkpoint that is whole.
+    def _load_last_intact(self) -> tuple[int, dict[str, Any]] | None:
+        """Load the last intact checkpoint.
 
         Returns:
-            The number of updates that it has behind it, and its progress; None where there is no checkpoint at all.
+            The number of updates behind it, and its progress; None if there is no checkpoint.
 
         Raises:
-            BrokenCheckpoint: there are checkpoints, and none is whole.
-            UnusableCheckpoint: the last cannot be used as it lies there, and shows no damage.
+            BrokenCheckpoint: there are checkpoints, and none is intact.
+            UnusableCheckpoint: the last cannot be read, and shows no damage.
         """
         folder = self._record.folder
         steps = self._steps()
@@ -74,7 +74,7 @@ class Checkpoints:
             path = checkpoint_folder(folder, step)
             try:
                 return step, checkpoint.load(self._models, path, self._group)
-            except UnusableCheckpoint:  # it would be lost to the user who can mend it, if it were set aside
+            except UnusableCheckpoint:  # not set aside, because its owner can repair it
                 raise
             except BrokenCheckpoint as error:
                 why = str(error)
@@ -94,9 +94,9 @@ class Checkpoints:
         return None
 
     def save_if_due(self, updates: int, progress: Mapping[str, Any], run: Run) -> None:
-        """Write a checkpoint if the settings want one after so many updates, and remove those that they do not keep.
+        """Write a checkpoint if one is due after so many updates, and remove those that are not kept.
 
-        One that is written beside training appears when it is complete, and is waited for when the next is due.
+        With `run.async_checkpoints` it is written in the background, and finished before the next one begins.
 
         Raises:
             CheckpointWriteError: one could not be written.
@@ -108,8 +108,8 @@ class Checkpoints:
         if updates == run.steps or (every and updates < run.steps and updates % every == 0):
             self.close()
             path = checkpoint_folder(self._record.folder, updates)
-            self._look_at_room(path, updates)
-            with self._telling(path, updates):
+            self._check_disk_room(path, updates)
+            with self._recording_failure(path, updates):
                 self._writing = checkpoint.begin(self._models, path, progress, self._group, run.async_checkpoints)
             self._updates = updates
             if not run.async_checkpoints:
@@ -119,14 +119,14 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Wait for what is being written, unless a rank is not there to."""
+        """Finish the checkpoint that is being written, unless another rank has failed."""
         if error is None or (
             getattr(error, "raised_on_all_ranks", False) and not isinstance(error, CheckpointWriteError)
         ):
             self.close()
 
     def close(self) -> None:
-        """Wait for what is being written.
+        """Finish the checkpoint that is being written.
 
         Raises:
             CheckpointWriteError: it could not be written.
@@ -134,7 +134,7 @@ class Checkpoints:
         if self._writing is None:
             return
         path, updates = self._writing.folder, self._updates
-        with self._telling(path, updates):
+        with self._recording_failure(path, updates):
             self._writing.finish()
         self._writing = None
         self._record.event("checkpoint", step=updates, path=str(path))
@@ -150,7 +150,7 @@ class Checkpoints:
             self._record.event("checkpoint_left", said, step=step, path=str(path), why=str(error))
 
     @contextmanager
-    def _telling(self, path: Path, updates: int) -> Iterator[None]:
+    def _recording_failure(self, path: Path, updates: int) -> Iterator[None]:
         try:
             yield
         except CheckpointWriteError as error:
@@ -160,8 +160,8 @@ class Checkpoints:
                 self._record.event("checkpoint_unwritten", step=updates, path=str(path), why=str(error))
             raise
 
-    def _look_at_room(self, path: Path, updates: int) -> None:
-        """Say beforehand that a checkpoint will hardly fit."""
+    def _check_disk_room(self, path: Path, updates: int) -> None:
+        """Warn if the disk has less room than the checkpoint will probably take."""
         before = self._steps()
         if before:
             wanted = bytes_in(checkpoint_folder(self._record.folder, before[-1]))
@@ -176,7 +176,7 @@ class Checkpoints:
         """Return the steps that the first rank sees: on a shared file system others may see them later."""
         return broadcast_object(checkpoint_steps(self._record.folder), self._group)
 
-    def _look_at_file_system(self) -> None:
+    def _check_file_system(self) -> None:
         if self._first_rank and MOUNTS.exists():
             path = Path(os.path.realpath(self._record.folder.path))
             kind, said = warning_of(path, MOUNTS.read_text())
