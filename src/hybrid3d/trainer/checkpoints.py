@@ -23,7 +23,7 @@ from hybrid3d.train.writing import CheckpointWriter, remove, remove_unfinished
 
 
 class Checkpoints:
-    """Saves the models and the progress of a run, and loads the last intact checkpoint. Every rank calls every method."""
+    """Saves models and progress of a run, and loads the last intact checkpoint. Every rank calls every method."""
 
     def __init__(self, models: checkpoint.Models, replicas: int, record: Record, group: dist.ProcessGroup):
         """
@@ -54,8 +54,8 @@ class Checkpoints:
             updates, progress = loaded
         if self._first_rank:
             folder.truncate_records(updates)
-        said = f"resumed from {checkpoint_folder(folder, updates)}" if loaded is not None else ""
-        self._record.event("start" if loaded is None else "resume", said, step=updates)
+        message = f"resumed from {checkpoint_folder(folder, updates)}" if loaded is not None else ""
+        self._record.event("start" if loaded is None else "resume", message, step=updates)
         return updates, progress
 
     def _load_last_intact(self) -> tuple[int, dict[str, Any]] | None:
@@ -83,8 +83,8 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
             then = "the one before is used" if step > steps[0] else "there is none before"
-            said = f"{why}: set aside as {aside.name}, {then}"
-            self._record.event("checkpoint_broken", said, step=step, path=str(aside), why=why)
+            message = f"{why}: set aside as {aside.name}, {then}"
+            self._record.event("checkpoint_broken", message, step=step, path=str(aside), why=why)
         if steps:
             raise BrokenCheckpoint(
                 f"none of the {len(steps)} checkpoints in {folder.checkpoints} is whole: mend one and take .broken off "
@@ -146,8 +146,8 @@ class Checkpoints:
         try:
             remove(path)
         except OSError as error:  # on NFS, as long as someone reads of its files
-            said = f"{path} is left over, in part or whole: {error.strerror}"
-            self._record.event("checkpoint_left", said, step=step, path=str(path), why=str(error))
+            message = f"{path} is left over, in part or whole: {error.strerror}"
+            self._record.event("checkpoint_left", message, step=step, path=str(path), why=str(error))
 
     @contextmanager
     def _recording_failure(self, path: Path, updates: int) -> Iterator[None]:
@@ -169,8 +169,8 @@ class Checkpoints:
             wanted = checkpoint.bytes_expected(self._models, self._replicas, self._group)
         free = free_bytes(path)
         if wanted > free:
-            said = f"{path} will take about {wanted} bytes, and {free} are free: free some, or lower run.keep_last"
-            self._record.event("disk_low", said, step=updates, path=str(path), wanted=wanted, free=free)
+            message = f"{path} will take about {wanted} bytes, and {free} are free: free some, or lower run.keep_last"
+            self._record.event("disk_low", message, step=updates, path=str(path), wanted=wanted, free=free)
 
     def _steps(self) -> list[int]:
         """Return the steps that the first rank sees: on a shared file system others may see them later."""
@@ -179,6 +179,6 @@ class Checkpoints:
     def _check_file_system(self) -> None:
         if self._first_rank and MOUNTS.exists():
             path = Path(os.path.realpath(self._record.folder.path))
-            kind, said = warning_of(path, MOUNTS.read_text())
-            if said:
-                self._record.event("file_system", said, type=kind, path=str(path))
+            kind, message = warning_of(path, MOUNTS.read_text())
+            if message:
+                self._record.event("file_system", message, type=kind, path=str(path))
