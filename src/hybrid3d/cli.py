@@ -201,15 +201,15 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
     from hybrid3d.inputs.checks import check_model
 
     config = check_model(recipe, planned=True)
-    from hybrid3d.planning.page import draw, page_of
-    from hybrid3d.planning.report import report
+    from hybrid3d.planning.page import draw, format_page
+    from hybrid3d.planning.report import make_report
 
     with _console(stderr=True).status("") as status:
-        found = report(recipe, config, say=status.update)
+        found = make_report(recipe, config, on_progress=status.update)
     if options.json:
         print(json.dumps(found.numbers(), indent=2))
     else:
-        _console().print(page_of(found))
+        _console().print(format_page(found))
     if picture is not None:
         try:
             draw(found, picture)
@@ -247,20 +247,20 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
         if value is not None and not 1 <= value <= most:
             problem = f"--{name} {shortened(value)}: expected an integer from 1 to {most:,}"
             raise RecipeError(recipe.name, [problem])
-    from hybrid3d.bench.scaling import Scale, scaled
+    from hybrid3d.bench.scaling import Scale, scale_recipe
     from hybrid3d.inputs.models import read_config
     from hybrid3d.launch import tasks
 
     scale = Scale(options.layers, options.hidden, options.experts)
-    smaller, config = scaled(recipe, scale)
-    said = scale.said(read_config(recipe.model.path))
+    smaller, config = scale_recipe(recipe, scale)
+    said = scale.describe(read_config(recipe.model.path))
     folder = RunFolder.of(smaller)
     if launch_environment.under_launcher():
         _check_world(smaller)
     if CHECKED not in os.environ:
-        from hybrid3d.bench.fitting import check_room
+        from hybrid3d.bench.fitting import check_benchmark_memory
 
-        check_room(smaller, config)
+        check_benchmark_memory(smaller, config)
     if launch_environment.under_launcher():
         task = functools.partial(tasks.bench, smaller, config, said, folder, options.repeats, options.json)
         return _run_rank(smaller, folder, task)

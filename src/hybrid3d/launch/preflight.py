@@ -20,7 +20,7 @@ from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.checks import check_model
 from hybrid3d.inputs.export import check_out, is_redundant, is_untrained
 from hybrid3d.inputs.models import check_as_transformers, read_config, read_data, read_tokenizer
-from hybrid3d.reshard.files import CheckpointError, CheckpointReader, Entry, pieces_of, read_index
+from hybrid3d.reshard.files import CheckpointError, CheckpointReader, TensorEntry, file_pieces, read_index
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rewards.environment_runner import check_environment
 from hybrid3d.rewards.environments import stop_tokens
@@ -204,7 +204,7 @@ def check_fit(recipe: Recipe) -> None:
     from hybrid3d.planning.isolated import run_in_subprocess
 
     weights = sum(math.prod(entry.shape) for entry in read_index(recipe.model.path).values()) * 4
-    small = 100 * weights <= hardware_of(recipe.machine).memory
+    small = 100 * weights <= hardware_of(recipe.machine).memory_bytes
     if recipe.rollout is None or small or (distributed.under_launcher() and distributed.rank() > 0):
         return
     misfit = json.loads(run_in_subprocess("hybrid3d.planning.fitting", recipe))
@@ -223,7 +223,7 @@ def check_weights(config: Config, recipe: Recipe) -> None:
     check_tied_copy(recipe.model.path, config, found)
 
 
-def _differences(expected: Mapping[str, Shape], found: Mapping[str, Entry], config: Config) -> Iterator[str]:
+def _differences(expected: Mapping[str, Shape], found: Mapping[str, TensorEntry], config: Config) -> Iterator[str]:
     """A line for each of the first 20 tensors that are missing, of those that do not fit and of those too many."""
     missing = [
         f"{name}: missing, shape {list(shape)} expected" for name, shape in expected.items() if name not in found
@@ -245,7 +245,7 @@ def _differences(expected: Mapping[str, Shape], found: Mapping[str, Entry], conf
             yield f"  ... {len(lines)} tensors are {what}"
 
 
-def check_tied_copy(folder: str, config: Config, found: Mapping[str, Entry]) -> None:
+def check_tied_copy(folder: str, config: Config, found: Mapping[str, TensorEntry]) -> None:
     """A head that config.json ties to the embedding may be in the files too, if it is the same.
 
     Raises:
@@ -254,7 +254,7 @@ def check_tied_copy(folder: str, config: Config, found: Mapping[str, Entry]) -> 
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if head not in found or not is_redundant(head, config):
         return
-    whole = {piece.name: piece for piece in pieces_of({name: found[name] for name in (head, embedding)})}
+    whole = {piece.name: piece for piece in file_pieces({name: found[name] for name in (head, embedding)})}
     with CheckpointReader(folder, found) as reader:
         for box in whole[head].box.split(TIED_CHUNK):
             if not torch.equal(reader.read(whole[head].part(box)), reader.read(whole[embedding].part(box))):

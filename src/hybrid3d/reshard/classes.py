@@ -15,7 +15,7 @@ from typing import TypeVar
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.layout import Demand, Holdings
 
-Side = TypeVar("Side", Holdings, Demand)
+RankPieces = TypeVar("RankPieces", Holdings, Demand)
 
 Boxes = tuple[tuple[Box, str], ...]
 """What a side has of one tensor: boxes, each with its dtype."""
@@ -55,8 +55,8 @@ def signature_of(side: Holdings | Demand) -> Signature:
     return {boxes: tuple(names) for boxes, names in found.items()}
 
 
-def classes_of(
-    holders: Sequence[Signature], readers: Sequence[Signature], times: Mapping[str, int] | None = None
+def classify_tensors(
+    holders: Sequence[Signature], readers: Sequence[Signature], multiplicity: Mapping[str, int] | None = None
 ) -> list[TensorClass]:
     """All tensors that are wanted, by class, in the order of their first names.
 
@@ -73,14 +73,14 @@ def classes_of(
         classes[held.get(name, ()), found].append(name)
     every = [
         TensorClass(
-            names=tuple(sorted(names, key=natural)),
-            count=sum(times[name] for name in names) if times else len(names),
+            names=tuple(sorted(names, key=natural_sort_key)),
+            count=sum(multiplicity[name] for name in names) if multiplicity else len(names),
             held={group: tuple(dict.fromkeys(box for box, _ in boxes[number])) for group, number in held_by},
             wanted={group: boxes[number] for group, number in wanted_by},
         )
         for (held_by, wanted_by), names in classes.items()
     ]
-    return sorted(every, key=lambda one: natural(one.names[0]))
+    return sorted(every, key=lambda one: natural_sort_key(one.names[0]))
 
 
 _Found = tuple[tuple[int, int], ...]
@@ -97,12 +97,12 @@ def _by_name(sides: Sequence[Signature], known: dict[Boxes, int]) -> dict[str, _
     return {name: tuple(entries) for name, entries in found.items()}
 
 
-def natural(name: str) -> list[tuple[int, str]]:
+def natural_sort_key(name: str) -> list[tuple[int, str]]:
     """Sorts layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def distinct(sides: Mapping[int, Side]) -> list[tuple[list[int], Side]]:
+def group_ranks(sides: Mapping[int, RankPieces]) -> list[tuple[list[int], RankPieces]]:
     """What ranks have, once for all ranks that share it (as one object), with those ranks."""
     ranks: dict[int, list[int]] = defaultdict(list)
     for rank, side in sorted(sides.items(), key=lambda entry: entry[0]):
@@ -110,16 +110,16 @@ def distinct(sides: Mapping[int, Side]) -> list[tuple[list[int], Side]]:
     return [(shared, sides[shared[0]]) for shared in ranks.values()]
 
 
-def groups_of(sides: Mapping[int, Side]) -> list[Group]:
+def rank_groups(sides: Mapping[int, RankPieces]) -> list[Group]:
     """The ranks that share a side, each group with the side's outline."""
-    return [(ranks, signature_of(side)) for ranks, side in distinct(sides)]
+    return [(ranks, signature_of(side)) for ranks, side in group_ranks(sides)]
 
 
-def only(sides: Mapping[int, Side], names: Iterable[str]) -> dict[int, Side]:
+def select_tensors(sides: Mapping[int, RankPieces], names: Iterable[str]) -> dict[int, RankPieces]:
     """What ranks have of these canonical tensors; what they share they share again."""
     names = frozenset(names)
-    kept: dict[int, Side] = {}
-    for ranks, side in distinct(sides):
+    kept: dict[int, RankPieces] = {}
+    for ranks, side in group_ranks(sides):
         part = replace(side, pieces=tuple(p for p in side.pieces if p.name in names))
         kept |= dict.fromkeys(ranks, part)
     return {rank: kept[rank] for rank in sides}

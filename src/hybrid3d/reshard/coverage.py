@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping
 
-from hybrid3d.reshard.box import Box, volume
-from hybrid3d.reshard.classes import Group, distinct, groups_of
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, by_name
+from hybrid3d.reshard.box import Box, union_numel
+from hybrid3d.reshard.classes import Group, group_ranks, rank_groups
+from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, pieces_by_name
 from hybrid3d.reshard.planner import FILES, Plan, PlanError, RankPlan, Transfer
 from hybrid3d.reshard.routes import Route, RoutedClass
 
@@ -18,7 +18,10 @@ def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping
     Raises:
         PlanError: with the first violation found.
     """
-    there, held = Counter[tuple[int, int, str, Box, str]](), {r: by_name(of.pieces) for r, of in holdings.items()}
+    there, held = (
+        Counter[tuple[int, int, str, Box, str]](),
+        {r: pieces_by_name(of.pieces) for r, of in holdings.items()},
+    )
     for rank, part in plan.items():
         for t in part.transfers:
             if t.src == rank:
@@ -40,7 +43,7 @@ def check_arrivals(part: RankPlan, demand: Demand) -> None:
         PlanError: with the first violation found.
     """
     rank = part.rank
-    wanted = by_name(demand.pieces)
+    wanted = pieces_by_name(demand.pieces)
     arriving: dict[str, list[Box]] = defaultdict(list)
     for t in part.transfers:
         if rank not in (t.src, t.dst):
@@ -52,7 +55,7 @@ def check_arrivals(part: RankPlan, demand: Demand) -> None:
             arriving[t.name].append(t.box)
     for name, pieces in wanted.items():
         got, asked = sum(b.numel for b in arriving[name]), sum(p.box.numel for p in pieces)
-        union = volume(tuple(arriving[name]))
+        union = union_numel(tuple(arriving[name]))
         if not got == asked == union:
             raise PlanError(f"rank {rank}, {name}: {asked} elements wanted, {got} arrive, {union} of them distinct")
     _check_messages(part)
@@ -137,7 +140,7 @@ def _check_parts(name: str, route: Route) -> None:
     """Of every wanted element one part, within what its source holds."""
     boxes = [part.box for parts in route.parts.values() for part in parts]
     asked, got = sum(box.numel for box in route.parts), sum(box.numel for box in boxes)
-    union = volume(tuple(boxes))
+    union = union_numel(tuple(boxes))
     inside = all(w.contains(p.box) and p.held.contains(p.box) for w, parts in route.parts.items() for p in parts)
     sources = all(p.source is None or p.source.box == p.held for parts in route.parts.values() for p in parts)
     if not (asked == got == union and inside and sources):
@@ -156,13 +159,13 @@ def _check_messages(part: RankPlan) -> None:
 
 def _check_end(transfer: Transfer, end: Piece | None, pieces: Iterable[Piece], problem: str) -> None:
     for piece in pieces:
-        if piece.box.contains(transfer.box) and piece.part(transfer.box) == end:
+        if piece.box.contains(transfer.box) and piece.restrict(transfer.box) == end:
             return
     raise PlanError(f"{problem} {transfer.name} {transfer.box} at {end and end.view}")
 
 
 def lower_bound(
-    holdings: Mapping[int, Holdings], demand: Mapping[int, Demand], times: Mapping[str, int] | None = None
+    holdings: Mapping[int, Holdings], demand: Mapping[int, Demand], multiplicity: Mapping[str, int] | None = None
 ) -> dict[int, int]:
     """Per rank, the fewest bytes that it must receive: the union of wanted boxes minus the union of held boxes.
 
@@ -171,12 +174,12 @@ def lower_bound(
     Args:
         times: how often a tensor counts, where it stands for others.
     """
-    names = {piece.name for _, side in distinct(demand) for piece in side.pieces}
-    held = _boxes_of_ranks(groups_of(holdings), names)
+    names = {piece.name for _, side in group_ranks(demand) for piece in side.pieces}
+    held = _boxes_of_ranks(rank_groups(holdings), names)
     bound = dict.fromkeys(demand, 0)
-    for ranks, side in distinct(demand):
-        wanted = by_name(side.pieces)
-        count = {name: times[name] if times else 1 for name in wanted}
+    for ranks, side in group_ranks(demand):
+        wanted = pieces_by_name(side.pieces)
+        count = {name: multiplicity[name] if multiplicity else 1 for name in wanted}
         whole = {name: _lacking(pieces, ()) * count[name] for name, pieces in wanted.items()}
         total = sum(whole.values())
         for rank in ranks:
@@ -192,4 +195,4 @@ def _lacking(wanted: Iterable[Piece], held: tuple[Box, ...]) -> int:
     by_dtype: dict[str, tuple[Box, ...]] = {}
     for piece in wanted:
         by_dtype[piece.dtype] = (*by_dtype.get(piece.dtype, ()), piece.box)
-    return sum(volume(boxes, held) * ITEMSIZE[dtype] for dtype, boxes in by_dtype.items())
+    return sum(union_numel(boxes, held) * ITEMSIZE[dtype] for dtype, boxes in by_dtype.items())

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 import torch
 
 from hybrid3d.reshard.layout import ITEMSIZE, Fill, Piece
-from hybrid3d.reshard.memory import Memory, strided
+from hybrid3d.reshard.memory import DeviceBuffer, strided_view
 from hybrid3d.reshard.planner import Bucket, Message, RankPlan, Transfer
 from hybrid3d.reshard.protocols import Sink, Source
 from hybrid3d.reshard.transport import Pending, Transport, as_bytes
-from hybrid3d.reshard.verify import Checks
+from hybrid3d.reshard.verify import TransferChecksums
 
 
 @dataclass(frozen=True)
-class Report:
+class ExecutionReport:
     """What one execution did on this rank, as measured, not as planned.
 
     Attributes:
@@ -33,7 +33,7 @@ class Report:
 
     received_bytes: int
     staging_bytes: int
-    wrong: tuple[str, ...] | None = None
+    corrupted: tuple[str, ...] | None = None
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
@@ -54,14 +54,14 @@ class _Laps:
         self._at = now
 
 
-class Tensors:
+class NamedTensors:
     """Source and sink over named tensors: a piece is the strided view that its `View` says."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self._tensors = tensors
 
     def read(self, piece: Piece) -> torch.Tensor:
-        return strided(self._tensors[piece.view.tensor], piece.view, piece.box.size)
+        return strided_view(self._tensors[piece.view.tensor], piece.view, piece.box.size)
 
     write = read
 
@@ -72,11 +72,11 @@ class Tensors:
         pass
 
     def fill(self, fill: Fill) -> None:
-        strided(self._tensors[fill.view.tensor], fill.view, fill.size).fill_(fill.value)
+        strided_view(self._tensors[fill.view.tensor], fill.view, fill.size).fill_(fill.value)
 
 
 @torch.no_grad()
-def copy_locally(plan: RankPlan, source: Source, sink: Tensors) -> None:
+def run_local_plan(plan: RankPlan, source: Source, sink: NamedTensors) -> None:
     """Carry out a load or an export: nothing travels, both ends are known, and one box is read at a time."""
     for t in plan.transfers:
         assert t.source is not None
@@ -84,7 +84,7 @@ def copy_locally(plan: RankPlan, source: Source, sink: Tensors) -> None:
         sink.write(t.target).copy_(source.read(t.source))
 
 
-class Copies:
+class BatchedCopies:
     """Tensors that are copied together, in as few launches as there are dtypes where nothing is strided."""
 
     def __init__(self) -> None:
@@ -119,9 +119,9 @@ class _Step:
     closes: bool
     sends: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
     receives: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
-    packing: Copies = field(default_factory=Copies)
-    unpacking: Copies = field(default_factory=Copies)
-    local: Copies = field(default_factory=Copies)
+    packing: BatchedCopies = field(default_factory=BatchedCopies)
+    unpacking: BatchedCopies = field(default_factory=BatchedCopies)
+    local: BatchedCopies = field(default_factory=BatchedCopies)
 
 
 class Executor:
@@ -140,7 +140,7 @@ class Executor:
         self._source = source
         self._sink = sink
         self._transport = transport
-        self._staging = [Memory(nbytes, device) for nbytes in plan.staging_bytes]
+        self._staging = [DeviceBuffer(nbytes, device) for nbytes in plan.staging_bytes]
         writing = [any(t.dst == plan.rank for t in bucket.transfers) for bucket in plan.buckets]
         opening = {bucket.layer: i for i, bucket in reversed(list(enumerate(plan.buckets))) if writing[i]}
         closing = {bucket.layer: i for i, bucket in enumerate(plan.buckets) if writing[i]}
@@ -149,13 +149,13 @@ class Executor:
             for i, bucket in enumerate(plan.buckets)
         ]
         self._give_back()
-        self._under_way: deque[tuple[_Step, Pending]] = deque()
+        self._in_flight: deque[tuple[_Step, Pending]] = deque()
 
-    def _bind(self, bucket: Bucket, staging: Memory, opens: bool, closes: bool) -> _Step:
+    def _bind(self, bucket: Bucket, staging: DeviceBuffer, opens: bool, closes: bool) -> _Step:
         step, at = _Step(bucket.layer, opens, closes), 0
         # widest dtype first, so that every message is aligned without padding
         for m in sorted(bucket.messages, key=lambda m: -ITEMSIZE[m.dtype]):
-            staged = m.staged_by(self._rank)
+            staged = m.staging_bytes_on(self._rank)
             if m.src == self._rank:
                 flat = self._staged(m, staging, at, step.packing) if staged else self._read(m.transfers[0])
                 step.sends.append((as_bytes(flat), m.dst, m.tag))
@@ -168,9 +168,9 @@ class Executor:
                 step.local.add(self._write(t), self._read(t))
         return step
 
-    def _staged(self, message: Message, staging: Memory, at: int, copies: Copies) -> torch.Tensor:
+    def _staged(self, message: Message, staging: DeviceBuffer, at: int, copies: BatchedCopies) -> torch.Tensor:
         """Where a message lies between its packing and its being sent, or its arrival and its unpacking."""
-        flat = staging.flat(at, message.nbytes, getattr(torch, message.dtype))
+        flat = staging.flat_view(at, message.nbytes, getattr(torch, message.dtype))
         parts = torch.split(flat, [t.box.numel for t in message.transfers])
         for t, part in zip(message.transfers, parts, strict=True):
             part = part.view(t.box.size)
@@ -197,10 +197,10 @@ class Executor:
         )
 
     @functools.cached_property
-    def _checks(self) -> Checks:
-        return Checks(self._plan, self._source, self._sink, self._transport, self._device)
+    def _checks(self) -> TransferChecksums:
+        return TransferChecksums(self._plan, self._source, self._sink, self._transport, self._device)
 
-    def run(self, verify: bool = False) -> Report:
+    def run(self, verify: bool = False) -> ExecutionReport:
         """Move everything as it is now.
 
         Args:
@@ -214,39 +214,39 @@ class Executor:
         self._received_before, self._laps = self._transport.received_bytes, _Laps()
         self._verifying = self._checks if verify else None
         for staging in self._staging:
-            staging.take()
+            staging.allocate()
         self._next = 0
-        self._under_way.clear()  # of a run that failed
+        self._in_flight.clear()  # of a run that failed
 
     @torch.no_grad()
-    def advance(self, upto: int) -> None:
+    def start_ready_buckets(self, upto: int) -> None:
         """Move the first buckets of this rank, up to so many, as what they hold is now; the last two stay in flight.
 
         Every rank of the plan must come to move the same buckets without waiting for what this rank does next. Where
         waiting for messages stops a rank, no more than two buckets are started.
         """
-        self._advance(upto, self._transport.stops)
+        self._start_buckets(upto, self._transport.blocks_host)
 
-    def _advance(self, upto: int, never_wait: bool) -> None:
+    def _start_buckets(self, upto: int, never_wait: bool) -> None:
         self._laps.resume()
-        while self._next < upto and not (never_wait and len(self._under_way) == 2):
-            if len(self._under_way) == 2:
-                self._finish(*self._under_way.popleft())
+        while self._next < upto and not (never_wait and len(self._in_flight) == 2):
+            if len(self._in_flight) == 2:
+                self._finish(*self._in_flight.popleft())
             step = self._steps[self._next]
-            self._under_way.append((step, self._start(step)))
+            self._in_flight.append((step, self._start(step)))
             self._next += 1
 
     @torch.no_grad()
-    def finish(self) -> Report:
+    def finish(self) -> ExecutionReport:
         """Move what is left."""
-        self._advance(len(self._steps), never_wait=False)
-        while self._under_way:
-            self._finish(*self._under_way.popleft())
+        self._start_buckets(len(self._steps), never_wait=False)
+        while self._in_flight:
+            self._finish(*self._in_flight.popleft())
         self._give_back()
         received = self._transport.received_bytes - self._received_before
-        wrong = tuple(self._verifying.compare()) if self._verifying else None
+        corrupted = tuple(self._verifying.compare()) if self._verifying else None
         self._laps("check")
-        return Report(received, sum(s.nbytes for s in self._staging), wrong, self._laps.seconds)
+        return ExecutionReport(received, sum(s.nbytes for s in self._staging), corrupted, self._laps.seconds)
 
     def _start(self, step: _Step) -> Pending:
         """Post the bucket's receives, pack and post its sends, and copy what stays on the rank meanwhile."""
@@ -282,4 +282,4 @@ class Executor:
 
     def _give_back(self) -> None:
         for staging in self._staging:
-            staging.give_back()
+            staging.release()

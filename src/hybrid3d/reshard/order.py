@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from hybrid3d.reshard.classes import natural
+from hybrid3d.reshard.classes import natural_sort_key
 from hybrid3d.reshard.stamp import layer_of
 
 _PARTS = 1 << 20  # of one tensor for one reader
@@ -38,7 +38,7 @@ class Order:
         self._place = {
             name: (place, len(together))
             for together in by_layer.values()
-            for place, name in enumerate(sorted(together, key=natural))
+            for place, name in enumerate(sorted(together, key=natural_sort_key))
         }
         self._layers = _turns(by_layer, stages)
         self._turn = [{layer: turn for turn, layer in enumerate(layers)} for layers in self._layers]

@@ -11,7 +11,7 @@ Largest = Callable[[list[int]], list[int]]
 """Place by place the largest of the numbers that all ranks of a plan give."""
 
 
-def ready_after(
+def required_optimizer_buckets(
     plan: RankPlan,
     parts: Mapping[str, int],
     buckets: int,

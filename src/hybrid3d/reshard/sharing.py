@@ -12,7 +12,7 @@ from hybrid3d.reshard.stamp import layer_of
 
 
 @dataclass(frozen=True)
-class Sharing:
+class StorageAlias:
     """A reader's tensor in a holder's memory.
 
     Attributes:
@@ -24,7 +24,9 @@ class Sharing:
     offset: int
 
 
-def sharable(transfers: Iterable[Transfer], demand: Demand, sizes: Mapping[str, int]) -> dict[str, Sharing]:
+def find_storage_aliases(
+    transfers: Iterable[Transfer], demand: Demand, sizes: Mapping[str, int]
+) -> dict[str, StorageAlias]:
     """By local tensor of a rank as a reader: those that lie in one of its own tensors exactly as they are wanted.
 
     What arrives in them comes from this rank, in the same dtype and strides, and leaves no element out. In each layer
@@ -55,12 +57,12 @@ def sharable(transfers: Iterable[Transfer], demand: Demand, sizes: Mapping[str, 
     return {tensor: sharing for tensor, sharing in found.items() if sharing is not None}
 
 
-def _sharing(t: Transfer) -> Sharing | None:
+def _sharing(t: Transfer) -> StorageAlias | None:
     if t.source is None or t.target is None or t.src != t.dst or t.source.dtype != t.target.dtype:
         return None
     if _steps(t.source) != _steps(t.target):
         return None
-    return Sharing(t.source.view.tensor, t.source.view.offset - t.target.view.offset)
+    return StorageAlias(t.source.view.tensor, t.source.view.offset - t.target.view.offset)
 
 
 def _steps(piece: Piece) -> list[int]:

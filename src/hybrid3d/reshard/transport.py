@@ -24,7 +24,7 @@ class Transport(Protocol):
     """
 
     received_bytes: int
-    stops: bool  # whether `wait` stops the process, rather than a stream of its GPU
+    blocks_host: bool  # whether `wait` stops the process, rather than a stream of its GPU
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None: ...
 
@@ -46,7 +46,7 @@ class _Works:
 class GlooTransport:
     """Point to point over gloo, for tensors on the CPU. `group` spans every rank of the plan."""
 
-    stops = True
+    blocks_host = True
 
     def __init__(self, group: dist.ProcessGroup):
         self.received_bytes = 0
@@ -68,7 +68,7 @@ class GlooTransport:
 class NcclTransport:
     """Point to point over NCCL: one batch per `run`, which NCCL launches as one group. Not yet run on GPUs."""
 
-    stops = False
+    blocks_host = False
 
     def __init__(self, group: dist.ProcessGroup):
         self.received_bytes = 0

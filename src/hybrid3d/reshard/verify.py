@@ -8,12 +8,12 @@ import torch
 
 from hybrid3d.reshard.checksum import checksum
 from hybrid3d.reshard.layout import Piece
-from hybrid3d.reshard.planner import MESSAGES, RankPlan, Transfer
+from hybrid3d.reshard.planner import CHECKSUM_TAG, RankPlan, Transfer
 from hybrid3d.reshard.protocols import Sink, Source
 from hybrid3d.reshard.transport import Transport, as_bytes
 
 
-class Checks:
+class TransferChecksums:
     """One rank's checksums of a plan: of each box in the memory that it is read from, and in that where it has landed.
 
     What is compared with nothing in between are the two engines' own tensors, in the dtype that was wanted.
@@ -52,10 +52,10 @@ class Checks:
             if src != self._rank
         }
         for src, numbers in told.items():
-            self._transport.submit_recv(as_bytes(numbers), src, MESSAGES)
+            self._transport.submit_recv(as_bytes(numbers), src, CHECKSUM_TAG)
         for dst, numbers in given.items():
             if dst != self._rank:
-                self._transport.submit_send(as_bytes(numbers), dst, MESSAGES)
+                self._transport.submit_send(as_bytes(numbers), dst, CHECKSUM_TAG)
         self._transport.run().wait()
         wrong: list[str] = []
         for src, transfers in self._taken.items():

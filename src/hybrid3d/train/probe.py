@@ -44,7 +44,7 @@ def holdings_of_all(
 
 def standing_layers(config: Config, layout: Train) -> dict[int, int]:
     """The first layer of each kind in every stage's every chunk, and how many layers there it stands for."""
-    kinds = family_of(config).kinds(config)
+    kinds = family_of(config).representative_layers(config)
     stages = layers_of_stages(config, layout)
     alike: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for stage, chunks in enumerate(stages):
@@ -68,7 +68,7 @@ def _replicate_layer(
     first_only: bool = False,
 ) -> dict[int, Holdings]:
     stage_ranks = layout.tp * layout.cp * layout.dp  # Megatron's ranks are those of one stage after the other
-    kinds = family_of(config).kinds(config)
+    kinds = family_of(config).representative_layers(config)
     stages = layers_of_stages(config, layout)
     found: dict[int, Holdings] = {}
     ask_last = functools.cache(lambda rank: _ask_last(config, layout, rank, dtype, max(kinds) + 1))
