@@ -136,7 +136,10 @@ def test_policy_and_critic_share_a_checkpoint(results: Results) -> None:
 
     def losses(what: str) -> list[float]:
         of_ranks = results.of("resume", what)
-        return [sum(rank[model]["sums"]["loss"] for rank in of_ranks if rank[model]["is_reporting_rank"]) for model in range(2)]
+        return [
+            sum(rank[model]["sums"]["loss"] for rank in of_ranks if rank[model]["is_reporting_rank"])
+            for model in range(2)
+        ]
 
     assert losses("resumed") == pytest.approx(losses("went on"), rel=1e-5)
     went_on, resumed = results.of("resume", "went on")[0], results.of("resume", "resumed")[0]

@@ -284,7 +284,9 @@ def test_a_checkpoint_loads_into_another_layout(results: Results, family: str, l
 
     def said(what: str) -> list[float]:
         ranks = results.of(family, "resume", what)
-        losses = [sum(rank[step]["sums"]["loss"] for rank in ranks if rank[step]["is_reporting_rank"]) for step in range(2)]
+        losses = [
+            sum(rank[step]["sums"]["loss"] for rank in ranks if rank[step]["is_reporting_rank"]) for step in range(2)
+        ]
         return losses + [ranks[0][step][key] for step in range(2) for key in ("grad_norm", "lr")]
 
     assert said(f"resumed {layout}") == pytest.approx(said("went on"), rel=1e-5)

@@ -220,10 +220,10 @@ def test_a_tensor_that_one_side_alone_has_is_named() -> None:
     check_same_tensors(rank_groups({0: few}), rank_groups({1: wants_few}))
     parts = {rank: Holdings(tuple(pieces[rank::3])) for rank in range(3)}
     check_same_tensors(rank_groups(parts), rank_groups({1: wants_few, 4: wants_all}))
-    with pytest.raises(PlanError, match="27 tensors are wanted by rollout ranks and no train rank holds them: ") as it:
+    with pytest.raises(PlanError, match="27 tensors are wanted by rollout ranks and held by no train rank: ") as it:
         check_same_tensors(rank_groups({0: few}), rank_groups({1: wants_all}))
     assert str(it.value).endswith(": " + ", ".join(f"t{i:02}" for i in range(3, 23)))
-    with pytest.raises(PlanError, match="27 tensors are trained and no rollout rank wants them: t03, "):
+    with pytest.raises(PlanError, match="27 tensors are held by train ranks and wanted by no rollout rank: t03, "):
         check_same_tensors(rank_groups({0: all_of_them}), rank_groups({1: wants_few}))
 
 

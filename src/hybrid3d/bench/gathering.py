@@ -149,7 +149,9 @@ class GatherBaseline:
                 for target in wants.get(piece.name, ()) if (piece.name, piece.box) not in seen else ():
                     common = piece.box.intersect(target.box)
                     if common is not None:
-                        bucket.unpacking.add(self._sink.write(target.restrict(common)), _view(flat, piece.restrict(common)))
+                        bucket.unpacking.add(
+                            self._sink.write(target.restrict(common)), _view(flat, piece.restrict(common))
+                        )
                 seen.add((piece.name, piece.box))
 
     def _bind_packing(self, bucket: _Bucket, holds: Mapping[str, list[Piece]], source: Source) -> None:

@@ -52,10 +52,10 @@ __all__ = [
     "Rope",
     "RowRange",
     "UnsupportedModel",
-    "with_value_head",
     "family_of",
     "head_dim",
     "is_expert",
     "query_groups",
     "rope_of",
+    "with_value_head",
 ]

@@ -1,7 +1,6 @@
-"""Runs a rank's part of a plan: pack, move and unpack, a bucket at a time, with two buckets of staging at most.
+"""Executes a rank's part of a plan: packs, moves and unpacks one bucket at a time, with two staging buffers.
 
-Everything that does not change from run to run is found once: the views that are read and written, the messages, and
-which tensors are copied together.
+The views, messages and batched copies of every bucket are set up once and reused in every run.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hybrid3d.reshard.verify import TransferChecksums
 
 @dataclass(frozen=True)
 class ExecutionReport:
-    """What one execution did on this rank, as measured, not as planned.
+    """The measurements of one execution on this rank.
 
     Attributes:
         wrong: tensors that have not landed as they were sent; None where nobody looked.
@@ -37,15 +36,15 @@ class ExecutionReport:
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
-class _Laps:
-    """Seconds by phase, each counted since the one before."""
+class _PhaseTimer:
+    """Measures the seconds of each phase; a phase starts where the last one ended."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._at = time.perf_counter()
 
     def resume(self) -> None:
-        """What has passed since the last lap is not counted."""
+        """Start the next phase now: the time since the last one ended is not counted."""
         self._at = time.perf_counter()
 
     def __call__(self, phase: str) -> None:
@@ -55,7 +54,7 @@ class _Laps:
 
 
 class NamedTensors:
-    """Source and sink over named tensors: a piece is the strided view that its `View` says."""
+    """A source and sink over local tensors by name: a piece is the strided view that its `View` describes."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self._tensors = tensors
@@ -77,7 +76,7 @@ class NamedTensors:
 
 @torch.no_grad()
 def run_local_plan(plan: RankPlan, source: Source, sink: NamedTensors) -> None:
-    """Carry out a load or an export: nothing travels, both ends are known, and one box is read at a time."""
+    """Execute the plan of a load or an export on one rank: copy one box after another, without communication."""
     for t in plan.transfers:
         assert t.source is not None
         assert t.target is not None
@@ -85,7 +84,7 @@ def run_local_plan(plan: RankPlan, source: Source, sink: NamedTensors) -> None:
 
 
 class BatchedCopies:
-    """Tensors that are copied together, in as few launches as there are dtypes where nothing is strided."""
+    """Copies that run together: one launch per dtype for contiguous tensors, one per tensor for the others."""
 
     def __init__(self) -> None:
         self._dense: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -100,7 +99,7 @@ class BatchedCopies:
             self._others.append((target, source))
 
     def __len__(self) -> int:
-        """How many copies there are."""
+        """Return the number of copies."""
         return len(self._others) + sum(len(targets) for targets, _ in self._dense.values())
 
     def run(self) -> None:
@@ -112,7 +111,7 @@ class BatchedCopies:
 
 @dataclass
 class _Step:
-    """A bucket of this rank, with all that it touches: packed, sent, received, unpacked, and copied on the rank."""
+    """The operations of one bucket on this rank: packing, sends, receives, unpacking and local copies."""
 
     layer: int | None
     opens: bool
@@ -125,10 +124,10 @@ class _Step:
 
 
 class Executor:
-    """Executes one rank's part of a plan, any number of times, between the same tensors.
+    """Executes one rank's part of a plan any number of times between the same tensors.
 
-    Every rank of the plan calls `run` together, or `begin`, `advance` and `finish`. Bucket k+1 is packed and posted
-    before bucket k is waited for, so that two are in flight, and what stays on the rank is copied while they are.
+    Every rank of the plan calls `run` together, or `begin`, `start_ready_buckets` and `finish`. Bucket k+1 is packed
+    and posted before the executor waits for bucket k, so two are in flight, and local copies run in the meantime.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class Executor:
             self._bind(bucket, self._staging[i % 2], opening.get(bucket.layer) == i, closing.get(bucket.layer) == i)
             for i, bucket in enumerate(plan.buckets)
         ]
-        self._give_back()
+        self._release_staging()
         self._in_flight: deque[tuple[_Step, Pending]] = deque()
 
     def _bind(self, bucket: Bucket, staging: DeviceBuffer, opens: bool, closes: bool) -> _Step:
@@ -169,7 +168,7 @@ class Executor:
         return step
 
     def _staged(self, message: Message, staging: DeviceBuffer, at: int, copies: BatchedCopies) -> torch.Tensor:
-        """Where a message lies between its packing and its being sent, or its arrival and its unpacking."""
+        """Return the staging memory of a message, and add the copies that pack it or unpack it."""
         flat = staging.flat_view(at, message.nbytes, getattr(torch, message.dtype))
         parts = torch.split(flat, [t.box.numel for t in message.transfers])
         for t, part in zip(message.transfers, parts, strict=True):
@@ -190,7 +189,7 @@ class Executor:
 
     @property
     def operations(self) -> int:
-        """Sends, receives and copies that a run launches."""
+        """The number of sends, receives and copies of one run."""
         return sum(
             len(step.sends) + len(step.receives) + len(step.packing) + len(step.unpacking) + len(step.local)
             for step in self._steps
@@ -201,35 +200,35 @@ class Executor:
         return TransferChecksums(self._plan, self._source, self._sink, self._transport, self._device)
 
     def run(self, verify: bool = False) -> ExecutionReport:
-        """Move everything as it is now.
+        """Move all weights as they are now.
 
         Args:
-            verify: compare both ends of every transfer, before what has landed is finalized.
+            verify: compare checksums of both ends of every transfer, taken before the sink finalizes a layer.
         """
         self.begin(verify)
         return self.finish()
 
     def begin(self, verify: bool = False) -> None:
-        """In place of `run`: what is moved when, `advance` and `finish` say."""
-        self._received_before, self._laps = self._transport.received_bytes, _Laps()
+        """Begin a run whose buckets are started by `start_ready_buckets` and `finish`."""
+        self._received_before, self._timer = self._transport.received_bytes, _PhaseTimer()
         self._verifying = self._checks if verify else None
         for staging in self._staging:
             staging.allocate()
         self._next = 0
-        self._in_flight.clear()  # of a run that failed
+        self._in_flight.clear()  # a failed run may have left some
 
     @torch.no_grad()
-    def start_ready_buckets(self, upto: int) -> None:
-        """Move the first buckets of this rank, up to so many, as what they hold is now; the last two stay in flight.
+    def start_ready_buckets(self, num_ready: int) -> None:
+        """Start the first `num_ready` buckets of this rank that are not started yet; up to two stay in flight.
 
-        Every rank of the plan must come to move the same buckets without waiting for what this rank does next. Where
-        waiting for messages stops a rank, no more than two buckets are started.
+        Their weights are sent as they are now. Every rank of the plan must start the same buckets without waiting for
+        what this rank does next. With a transport that blocks the host, at most two buckets are started.
         """
-        self._start_buckets(upto, self._transport.blocks_host)
+        self._start_buckets(num_ready, self._transport.blocks_host)
 
-    def _start_buckets(self, upto: int, never_wait: bool) -> None:
-        self._laps.resume()
-        while self._next < upto and not (never_wait and len(self._in_flight) == 2):
+    def _start_buckets(self, num_ready: int, never_wait: bool) -> None:
+        self._timer.resume()
+        while self._next < num_ready and not (never_wait and len(self._in_flight) == 2):
             if len(self._in_flight) == 2:
                 self._finish(*self._in_flight.popleft())
             step = self._steps[self._next]
@@ -238,48 +237,48 @@ class Executor:
 
     @torch.no_grad()
     def finish(self) -> ExecutionReport:
-        """Move what is left."""
+        """Start the remaining buckets, wait for all of them, and return what was measured."""
         self._start_buckets(len(self._steps), never_wait=False)
         while self._in_flight:
             self._finish(*self._in_flight.popleft())
-        self._give_back()
+        self._release_staging()
         received = self._transport.received_bytes - self._received_before
         corrupted = tuple(self._verifying.compare()) if self._verifying else None
-        self._laps("check")
-        return ExecutionReport(received, sum(s.nbytes for s in self._staging), corrupted, self._laps.seconds)
+        self._timer("check")
+        return ExecutionReport(received, sum(s.nbytes for s in self._staging), corrupted, self._timer.seconds)
 
     def _start(self, step: _Step) -> Pending:
-        """Post the bucket's receives, pack and post its sends, and copy what stays on the rank meanwhile."""
-        laps = self._laps
+        """Post the bucket's receives, pack and post its sends, then run its local copies."""
+        timer = self._timer
         if step.opens:
             self._sink.open(step.layer)
-            laps("open")
+            timer("open")
         for flat, src, tag in step.receives:
             self._transport.submit_recv(flat, src, tag)
-        laps("post")
+        timer("post")
         step.packing.run()
-        laps("pack")
+        timer("pack")
         for flat, dst, tag in step.sends:
             self._transport.submit_send(flat, dst, tag)
         pending = self._transport.run()
-        laps("post")
+        timer("post")
         step.local.run()
-        laps("copy")
+        timer("copy")
         return pending
 
     def _finish(self, step: _Step, pending: Pending) -> None:
-        laps = self._laps
+        timer = self._timer
         pending.wait()
-        laps("wait")
+        timer("wait")
         step.unpacking.run()
-        laps("unpack")
+        timer("unpack")
         if step.closes and self._verifying:
-            self._verifying.landed(step.layer)
-            laps("check")
+            self._verifying.record_layer(step.layer)
+            timer("check")
         if step.closes:
             self._sink.close(step.layer)
-            laps("finalize")
+            timer("finalize")
 
-    def _give_back(self) -> None:
+    def _release_staging(self) -> None:
         for staging in self._staging:
             staging.release()
