@@ -19,13 +19,13 @@ from dataclasses import replace
 
 import torch
 
-from hybrid3d.bench.report import machine
-from hybrid3d.bench.scaling import Scale, scaled, write_model
+from hybrid3d.bench.report import describe_machine
+from hybrid3d.bench.scaling import Scale, scale_recipe, write_model
 from hybrid3d.config import load_recipe
 from hybrid3d.inputs.models import read_config
-from hybrid3d.planning.agreed_placement import choose_placement
+from hybrid3d.planning.agreed_placement import compute_placement
 from hybrid3d.planning.engine_queries import query_engines
-from hybrid3d.reshard.executor import Executor, Tensors
+from hybrid3d.reshard.executor import Executor, NamedTensors
 from hybrid3d.reshard.layout import Piece
 from hybrid3d.reshard.planner import RankPlan, make_plan
 
@@ -36,7 +36,7 @@ class Nowhere:
     """A transport whose messages never arrive, and are never waited for."""
 
     received_bytes = 0
-    stops = True
+    blocks_host = True
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None: ...
 
@@ -48,7 +48,7 @@ class Nowhere:
     def wait(self) -> None: ...
 
 
-def memory(pieces: Iterable[Piece | None], device: torch.device) -> Tensors:
+def memory(pieces: Iterable[Piece | None], device: torch.device) -> NamedTensors:
     """Memory in which these pieces lie where they say."""
     extents: dict[str, int] = defaultdict(int)
     dtypes: dict[str, str] = {}
@@ -58,7 +58,7 @@ def memory(pieces: Iterable[Piece | None], device: torch.device) -> Tensors:
             last = piece.view.offset + sum((n - 1) * step for n, step in steps)
             extents[piece.view.tensor] = max(extents[piece.view.tensor], last + 1)
             dtypes[piece.view.tensor] = piece.dtype
-    return Tensors({t: torch.zeros(n, dtype=getattr(torch, dtypes[t]), device=device) for t, n in extents.items()})
+    return NamedTensors({t: torch.zeros(n, dtype=getattr(torch, dtypes[t]), device=device) for t, n in extents.items()})
 
 
 def seconds(run: Callable[[], object], repeats: int, device: torch.device) -> float:
@@ -77,7 +77,7 @@ def seconds(run: Callable[[], object], repeats: int, device: torch.device) -> fl
 
 def copied_bytes(plan: RankPlan) -> int:
     """Bytes that the executor copies on the rank: staged ones, and those that stay."""
-    staged = sum(m.staged_by(plan.rank) for bucket in plan.buckets for m in bucket.messages)
+    staged = sum(m.staging_bytes_on(plan.rank) for bucket in plan.buckets for m in bucket.messages)
     return staged + plan.local_bytes
 
 
@@ -92,13 +92,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scale = Scale(options.layers, options.hidden, options.experts)
         original = load_recipe(options.recipe, overrides)
-        recipe, config = scaled(replace(original, run=replace(original.run, dir=folder)), scale)
+        recipe, config = scale_recipe(replace(original, run=replace(original.run, dir=folder)), scale)
         write_model(recipe, config)
-        sides = query_engines(recipe, read_config(recipe.model.path))
-    wanted = [one.demand for one in sides.slots]
-    slots = choose_placement(recipe, sides.holdings, wanted, sides.times).slots
+        answers = query_engines(recipe, read_config(recipe.model.path))
+    wanted = [one.demand for one in answers.slots]
+    slots = compute_placement(recipe, answers.holdings, wanted, answers.multiplicity).slots
     demand = {rank: wanted[slot % len(wanted)] for rank, slot in enumerate(slots)}
-    plans = make_plan(sides.holdings, demand, recipe.sync.bucket_bytes, recipe.machine.gpus_per_node)
+    plans = make_plan(answers.holdings, demand, recipe.sync.bucket_bytes, recipe.machine.gpus_per_node)
     plan = max(plans.values(), key=copied_bytes)
     held = memory((t.source for t in plan.transfers if t.src == plan.rank), device)
     lies = memory((t.target for t in plan.transfers if t.dst == plan.rank), device)
@@ -108,7 +108,7 @@ def main() -> None:
     )
     best = one.nbytes / seconds(lambda: other.copy_(one), options.repeats, device)
     taken, nbytes = seconds(executor.run, options.repeats, device), copied_bytes(plan)
-    print(f"{original.name}, scaled: {scale.said(read_config(original.model.path))}; {machine()}")
+    print(f"{original.name}, scaled: {scale.describe(read_config(original.model.path))}; {describe_machine()}")
     print(f"rank {plan.rank} copies {nbytes / 1e6:.0f} MB in {executor.operations} operations")
     print(
         f"{nbytes / taken / 1e9:.1f} GB/s of {best / 1e9:.1f} GB/s that a plain copy does: {nbytes / taken / best:.2f}"

@@ -35,7 +35,7 @@ KINDS = {
 
 def prepare(arguments: list[str], folder: Path) -> tuple[Path, int]:
     """Write the smaller model and its recipe; return the recipe and how many ranks it takes."""
-    from hybrid3d.bench.scaling import Scale, scaled, write_model
+    from hybrid3d.bench.scaling import Scale, scale_recipe, write_model
     from hybrid3d.config import load_recipe, recipe_to_yaml
 
     parser = argparse.ArgumentParser()
@@ -44,7 +44,7 @@ def prepare(arguments: list[str], folder: Path) -> tuple[Path, int]:
     parser.add_argument("recipe")
     options, overrides = parser.parse_known_args(arguments)
     recipe = load_recipe(options.recipe, [*overrides, f"run.dir={folder}"])
-    smaller, config = scaled(recipe, Scale(options.layers, options.hidden, options.experts))
+    smaller, config = scale_recipe(recipe, Scale(options.layers, options.hidden, options.experts))
     write_model(smaller, config)
     path = folder / "recipe.yaml"
     path.write_text(recipe_to_yaml(smaller))

@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 from checkpoints import DENSE, FAMILIES, SPARSE
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
 from hybrid3d.reshard.coverage import check_coverage, lower_bound
-from hybrid3d.reshard.executor import Executor, Tensors
+from hybrid3d.reshard.executor import Executor, NamedTensors
 from hybrid3d.reshard.layout import Demand, Fill, Holdings
 from hybrid3d.reshard.planner import make_plan
 from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.rollout.probe import demand_of_slots, model_of_rank
+from hybrid3d.rollout.probe import model_of_rank, slot_demands
 from hybrid3d.rollout.weights import RolloutWeights
 from hybrid3d.train.model import build_model
 from hybrid3d.train.probe import holdings_of_all
@@ -141,7 +141,7 @@ class Wanted:
     truth: dict[str, torch.Tensor]
 
 
-class Judged(Tensors):
+class Judged(NamedTensors):
     """A sink whose tensors are compared with what they must be when their layer is closed.
 
     Attributes:
@@ -183,7 +183,7 @@ class Grid:
         mailbox, sinks = Mailbox(), {rank: Judged(wanted[rank].truth) for rank in ranks}
 
         def run(rank: int) -> int:
-            source, sink = Tensors(trained[rank].tensors), sinks[rank]
+            source, sink = NamedTensors(trained[rank].tensors), sinks[rank]
             for fill in demand[rank].fills:
                 sink.fill(fill)
             with mailbox.one_for_all():
@@ -230,7 +230,7 @@ class Grid:
         config, weights = self._weights(cell.family)
         recipe = self._recipe(cell.family, cell.train, cell.rollout)
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        holdings, slots = holdings_of_all(config, recipe), demand_of_slots(config, recipe, shapes)
+        holdings, slots = holdings_of_all(config, recipe), slot_demands(config, recipe, shapes)
         assert holdings.keys() == trained.keys()
         assert len(slots) == len(engine)
         held = [f"rank {rank} holds" for rank in trained if holdings[rank] != trained[rank].holdings]

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from hybrid3d.bench import fitting
-from hybrid3d.bench.scaling import Scale, scaled
+from hybrid3d.bench.scaling import Scale, scale_recipe
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.inputs.models import read_config
 
@@ -35,7 +35,7 @@ def sparse(*overrides: str) -> Recipe:
 
 def test_what_is_not_scaled_stays() -> None:
     one = dense()
-    smaller, config = scaled(one, Scale())
+    smaller, config = scale_recipe(one, Scale())
     assert config == read_config(one.model.path)
     assert smaller.name == "bench-qwen3-8b"
     assert smaller.train == one.train
@@ -43,14 +43,14 @@ def test_what_is_not_scaled_stays() -> None:
 
 def test_widths_shrink_together() -> None:
     """Of Qwen3-8B: hidden 4096, 32 heads of 128, 8 of them keys, 12288 in the MLP, 151936 tokens."""
-    _, config = scaled(dense(), Scale(layers=4, hidden=1024))
+    _, config = scale_recipe(dense(), Scale(layers=4, hidden=1024))
     found = {key: config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim")}
     assert found == {"num_hidden_layers": 4, "hidden_size": 1024, "num_attention_heads": 8, "head_dim": 128}
     assert (config["num_key_value_heads"], config["intermediate_size"], config["vocab_size"]) == (2, 3072, 38016)
 
 
 def test_experts_shrink_and_tokens_are_sent_to_no_more_than_there_are() -> None:
-    _, config = scaled(
+    _, config = scale_recipe(
         recipe("qwen3-30b-a3b", *"train.ep=2 train.tp=1 train.pp=1 train.dp=2 rollout.tp=2 rollout.dp=1".split()),
         Scale(experts=4),
     )
@@ -68,14 +68,14 @@ def test_experts_shrink_and_tokens_are_sent_to_no_more_than_there_are() -> None:
 )
 def test_a_scale_that_cannot_be_is_refused_with_the_smallest_that_can(one: Recipe, scale: Scale, problem: str) -> None:
     with pytest.raises(RecipeError, match=problem):
-        scaled(one, scale)
+        scale_recipe(one, scale)
 
 
 def test_what_was_scaled_is_said() -> None:
     config = read_config(sparse().model.path)
-    said = Scale(layers=4, hidden=1024).said(config)
+    said = Scale(layers=4, hidden=1024).describe(config)
     assert said == "layers 32 -> 4, hidden size 4096 -> 1024"
-    assert Scale().said(config) == "nothing"
+    assert Scale().describe(config) == "nothing"
 
 
 def test_a_container_s_limit_counts_and_its_caches_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_what_is_said_of_single_layers_is_scaled_with_them(tmp_path: Path, layer
     config = read_config(dense().model.path) | {"layer_types": ["full_attention"] * 36, "max_window_layers": 36}
     config["num_hidden_layers"] = 36
     (tmp_path / "config.json").write_text(json.dumps(config))
-    _, found = scaled(dense(f"model.path={tmp_path}"), Scale(layers=layers))
+    _, found = scale_recipe(dense(f"model.path={tmp_path}"), Scale(layers=layers))
     assert found["layer_types"] == ["full_attention"] * layers
     assert found["max_window_layers"] == layers
     (tmp_path / "config.json").write_text(json.dumps(found))
@@ -108,5 +108,5 @@ def test_layers_without_experts_are_those_that_are_left(tmp_path: Path) -> None:
     layout = "train.ep=2 train.tp=1 train.pp=1 train.dp=2 rollout.tp=2 rollout.dp=1".split()
     config = read_config(recipe("qwen3-30b-a3b").model.path) | {"mlp_only_layers": [0, 3, 40]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    _, found = scaled(recipe("qwen3-30b-a3b", f"model.path={tmp_path}", *layout), Scale(layers=8))
+    _, found = scale_recipe(recipe("qwen3-30b-a3b", f"model.path={tmp_path}", *layout), Scale(layers=8))
     assert found["mlp_only_layers"] == [0, 3]

@@ -1,4 +1,4 @@
-"""Syncs that go wrong, in a run of four ranks: what has not landed is moved once more, and never generated with."""
+"""Syncs that go wrong, in a run of four ranks: what arrives corrupted is sent once more, and never used for generation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_half_applied_sync_is_never_generated_with(tiny_checkpoint: Callable[.
         assert of_rank["before"].startswith(NOT_WHOLE)
         assert of_rank["synced"] == "8"
         assert (of_rank["once"], of_rank["after once"]) == ("1", "8")
-        assert "tensors have not landed as they were sent, twice: model." in of_rank["always"]
+        assert "tensors arrived corrupted twice: model." in of_rank["always"]
         assert of_rank["after always"].startswith(NOT_WHOLE)
         assert (of_rank["overlapped"], of_rank["after overlapped"]) == ("1", "8")
         assert of_rank["whole again"] == "0"

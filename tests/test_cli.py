@@ -15,8 +15,8 @@ import yaml
 
 from hybrid3d import cli, families
 from hybrid3d.config import load_recipe
-from hybrid3d.families import Config, Strip
-from hybrid3d.families.family import RowMap, Same
+from hybrid3d.families import Config, RowRange
+from hybrid3d.families.family import RowMap, SameTensor
 from hybrid3d.launch.preflight import check_run
 from hybrid3d.reshard.files import CheckpointError
 from run_ranks import environment
@@ -289,8 +289,8 @@ def with_table(monkeypatch: pytest.MonkeyPatch, final_norm: RowMap | None) -> No
 class Padding:
     """Rows that are not in a checkpoint."""
 
-    def strips(self, rows: int, config: Config) -> list[Strip]:
-        return [Strip(0, rows, None)]
+    def row_ranges(self, rows: int, config: Config) -> list[RowRange]:
+        return [RowRange(0, rows, None)]
 
 
 @pytest.mark.engines
@@ -302,7 +302,7 @@ def test_what_only_one_engine_knows_is_named(refused: Refused, monkeypatch: pyte
     message = refused("plan", "recipe.yaml")
     assert "1 tensors of vLLM's are not written by what Megatron holds" in message
     assert "model.norm.weight: of 128 elements 128 are left unwritten" in message
-    with_table(monkeypatch, Same("model.nrom.weight"))
+    with_table(monkeypatch, SameTensor("model.nrom.weight"))
     assert "vLLM's loader of Qwen2ForCausalLM fails on model.nrom.weight" in refused("plan", "recipe.yaml")
 
 

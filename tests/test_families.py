@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybrid3d.families import FAMILIES, Family, Rope, UnsupportedModel, family_of, head_dim, rope_of
 from hybrid3d.families.deepseek import COUNTS
-from hybrid3d.families.family import GroupedQKV, StackedTensors, Strip, Vocabulary
+from hybrid3d.families.family import GroupedQKV, PaddedVocabulary, RowRange, StackedTensors
 
 DENSE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -49,16 +49,16 @@ def rows_in_megatron(name: str, config: dict[str, Any], padding: int) -> int:
     return config["hidden_size"]
 
 
-def all_strips(family: Family, config: dict[str, Any], padding: int) -> dict[str, tuple[int, list[Strip]]]:
+def all_strips(family: Family, config: dict[str, Any], padding: int) -> dict[str, tuple[int, list[RowRange]]]:
     """(rows, strips) of every global tensor that the family's table has, by its name with the layer's number."""
     found = {}
     for pattern in family.tensors:
         for layer in range(config["num_hidden_layers"]) if "{layer}" in pattern else [None]:
             name = pattern.replace("{layer}", str(layer))
             rows = rows_in_megatron(name, config, padding)
-            strips = family.strips(name, rows, config)
-            assert strips is not None, name
-            found[name] = rows, strips
+            row_ranges = family.row_ranges(name, rows, config)
+            assert row_ranges is not None, name
+            found[name] = rows, row_ranges
     return found
 
 
@@ -67,13 +67,13 @@ def all_strips(family: Family, config: dict[str, Any], padding: int) -> dict[str
 @given(configs(), st.integers(0, 7))
 def test_strips_tile_both_sides_exactly_once(architecture: str, config: dict[str, Any], padding: int) -> None:
     canonical: dict[str | None, list[tuple[int, int]]] = {}
-    for rows, strips in all_strips(FAMILIES[architecture], config, padding).values():
+    for rows, row_ranges in all_strips(FAMILIES[architecture], config, padding).values():
         at = 0
-        for strip in strips:
-            assert strip.start == at
-            assert strip.rows > 0
-            at += strip.rows
-            canonical.setdefault(strip.name, []).append((strip.at, strip.rows))
+        for row_range in row_ranges:
+            assert row_range.start == at
+            assert row_range.rows > 0
+            at += row_range.rows
+            canonical.setdefault(row_range.name, []).append((row_range.canonical_start, row_range.rows))
         assert at == rows
     assert sum(rows for _, rows in canonical.pop(None, [])) == 2 * padding
     for ranges in canonical.values():
@@ -103,9 +103,9 @@ def test_every_row_of_transformers_model_is_named(architecture: str, sizes: tupl
     with torch.device("meta"):
         state = model_class(model_class.config_class(**config)).state_dict()
     heights: dict[str | None, int] = {}
-    for _, strips in all_strips(FAMILIES[architecture], config, padding=0).values():
-        for strip in strips:
-            heights[strip.name] = heights.get(strip.name, 0) + strip.rows
+    for _, row_ranges in all_strips(FAMILIES[architecture], config, padding=0).values():
+        for row_range in row_ranges:
+            heights[row_range.name] = heights.get(row_range.name, 0) + row_range.rows
     assert heights == {name: tensor.shape[0] for name, tensor in state.items()}
 
 
@@ -120,9 +120,11 @@ def test_qkv_is_interleaved_as_megatron_takes_it_apart(config: dict[str, Any], b
     rows = torch.arange(count * (1 if bias else 3)).view(count, *columns)
     q, k, v = (rows[a:b] for a, b in [(0, heads * width), (heads * width, -groups * width), (-groups * width, None)])
     mixed = torch.full_like(rows, -1)
-    for strip in GroupedQKV("q", "k", "v").strips(count, config):
-        source = {"q": q, "k": k, "v": v}[str(strip.name)]
-        mixed[strip.start : strip.start + strip.rows] = source[strip.at : strip.at + strip.rows]
+    for row_range in GroupedQKV("q", "k", "v").row_ranges(count, config):
+        source = {"q": q, "k": k, "v": v}[str(row_range.name)]
+        mixed[row_range.start : row_range.start + row_range.rows] = source[
+            row_range.canonical_start : row_range.canonical_start + row_range.rows
+        ]
     apart = mixed.view(groups, heads // groups + 2, width, *columns)
     assert apart[:, :-2].reshape(q.shape).equal(q)
     assert apart[:, -2].reshape(k.shape).equal(k)
@@ -133,13 +135,13 @@ def test_without_groups_every_head_is_one() -> None:
     """As `LlamaConfig` has it: the key is absent from configs older than grouped-query attention."""
     config = {"num_attention_heads": 3, "hidden_size": 12}
     qkv = GroupedQKV("q", "k", "v")
-    assert qkv.strips(36, config) == qkv.strips(36, {**config, "num_key_value_heads": 3})
+    assert qkv.row_ranges(36, config) == qkv.row_ranges(36, {**config, "num_key_value_heads": 3})
 
 
 def test_vocabulary_is_padded_and_gate_lies_above_up() -> None:
-    assert Vocabulary("e").strips(12, {"vocab_size": 10}) == [Strip(0, 10, "e"), Strip(10, 2, None)]
-    assert Vocabulary("e").strips(10, {"vocab_size": 10}) == [Strip(0, 10, "e")]
-    assert StackedTensors(("gate", "up")).strips(8, {}) == [Strip(0, 4, "gate"), Strip(4, 4, "up")]
+    assert PaddedVocabulary("e").row_ranges(12, {"vocab_size": 10}) == [RowRange(0, 10, "e"), RowRange(10, 2, None)]
+    assert PaddedVocabulary("e").row_ranges(10, {"vocab_size": 10}) == [RowRange(0, 10, "e")]
+    assert StackedTensors(("gate", "up")).row_ranges(8, {}) == [RowRange(0, 4, "gate"), RowRange(4, 4, "up")]
 
 
 # Megatron's name within a layer, transformers' names of its rows from the top, and the architectures that have it.
@@ -160,13 +162,13 @@ IN_A_LAYER = [
 def test_names_within_a_layer(architecture: str) -> None:
     family, config = FAMILIES[architecture], {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 4}
     for ours, theirs, only in IN_A_LAYER:
-        strips = family.strips(f"decoder.layers.17.{ours}", 8, config)
+        row_ranges = family.row_ranges(f"decoder.layers.17.{ours}", 8, config)
         if architecture.startswith(only):
-            assert [s.name for s in strips] == [f"model.layers.17.{name}" for name in theirs]
+            assert [s.name for s in row_ranges] == [f"model.layers.17.{name}" for name in theirs]
         else:
-            assert strips is None
+            assert row_ranges is None
     for unknown in ("decoder.layers.x.mlp.linear_fc2.weight", "mtp.decoder.layers.1.mlp.linear_fc2.weight", "", "x"):
-        assert family.strips(unknown, 4, config) is None
+        assert family.row_ranges(unknown, 4, config) is None
 
 
 @pytest.mark.parametrize("names", [["GemmaForCausalLM"], [], None])

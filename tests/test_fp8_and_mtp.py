@@ -16,11 +16,11 @@ from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.files import (
     CheckpointError,
     CheckpointReader,
-    carry_files,
+    copy_tensors,
     create_files,
     file_holdings,
+    file_pieces,
     load_files,
-    pieces_of,
     read_index,
 )
 from hybrid3d.reshard.layout import Demand, Piece, View
@@ -85,12 +85,12 @@ def test_every_slice_is_dequantized_with_its_own_scales(checkpoint: Path) -> Non
     name, entries = "model.layers.0.self_attn.o_proj.weight", read_index(checkpoint)
     assert entries.keys() == truth(checkpoint).keys()
     assert entries[name].dtype == "bfloat16"
-    (whole,) = pieces_of({name: entries[name]})
+    (whole,) = file_pieces({name: entries[name]})
     with CheckpointReader(checkpoint, entries) as reader:
         for top in range(10):
             for left in range(0, 22, 3):
                 box = Box((top, left), (10 - top, 22 - left) if left % 2 else (1, 2 if left < 21 else 1))
-                found = reader.read(whole.part(box))
+                found = reader.read(whole.restrict(box))
                 rows, columns = (slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
                 assert torch.equal(found, truth(checkpoint)[name][rows, columns])
 
@@ -109,7 +109,7 @@ def test_layers_that_predict_further_tokens_are_carried_unchanged(checkpoint: Pa
     out = tmp_path / "out"
     create_files(out, entries)
     copy_companions(checkpoint, out)
-    carry_files(checkpoint, out, entries, carried)
+    copy_tensors(checkpoint, out, entries, carried)
     assert torch.equal(load_file(out / "model.safetensors")[carried[0]], truth(checkpoint)[carried[0]])
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     assert file_holdings(read_index(out)).pieces

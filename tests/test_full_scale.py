@@ -19,7 +19,7 @@ from hybrid3d.planning import traffic
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.layout import Holdings, Piece
 from hybrid3d.reshard.planner import PlanError
-from hybrid3d.rollout.probe import demand_of, demand_of_slots
+from hybrid3d.rollout.probe import slot_demands, trace_demand
 from hybrid3d.train.probe import expected_shapes, holdings_of, holdings_of_all
 
 pytestmark = [pytest.mark.engines]
@@ -68,7 +68,7 @@ def asked(case: str) -> Any:
     recipe = recipe_of(case)
     config = config_of(recipe)
     shapes = expected_shapes(config)
-    return recipe, shapes, demand_of_slots(config, recipe, shapes)
+    return recipe, shapes, slot_demands(config, recipe, shapes)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def asked(case: str) -> Any:
 def test_vllm_says_the_same_of_every_layer(case: str, ranks: tuple[int, ...]) -> None:
     recipe, shapes, replicate_layer = asked(case)
     for rank in ranks:
-        assert replicate_layer[rank] == demand_of(recipe, shapes, rank), f"rank {rank}"
+        assert replicate_layer[rank] == trace_demand(recipe, shapes, rank), f"rank {rank}"
 
 
 LOST = "model.layers.40.mlp.experts.77.down_proj.weight"
@@ -108,10 +108,10 @@ def test_one_tensor_unlike_the_others_is_not_lost_among_them(
         rank: Holdings(tuple(q for p in held.pieces for q in ([p] if p.name != LOST else spoil(p))))
         for rank, held in holdings_of_all(config, recipe).items()
     }
-    monkeypatch.setattr(sides_module, "standing_layers", lambda config, layout: dict.fromkeys(range(61), 1))
+    monkeypatch.setattr(sides_module, "representative_layer_counts", lambda config, layout: dict.fromkeys(range(61), 1))
     monkeypatch.setattr(sides_module, "holdings_of_all", lambda config, recipe, layers: spoiled)
     with pytest.raises(PlanError, match=LOST):
-        traffic.planned(recipe, sides_module.query_engines(recipe, config))
+        traffic.compute_sync_traffic(recipe, sides_module.query_engines(recipe, config))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3"])
@@ -124,9 +124,9 @@ def test_a_plan_by_classes_has_the_numbers_of_the_whole_plan(
     experts = 2 if family != "qwen2" else 1
     recipe = recipe_of("deepseek-v3-671b", *layout, *changes, f"train.ep={experts}", "rollout.tp=2")
     config = config_of(recipe)
-    whole = traffic.planned(recipe, sides_module.query_engines(recipe, config))
+    whole = traffic.compute_sync_traffic(recipe, sides_module.query_engines(recipe, config))
     monkeypatch.setattr(sides_module, "WHOLE_PLAN", 0)
-    by_class = traffic.planned(recipe, sides_module.query_engines(recipe, config))
+    by_class = traffic.compute_sync_traffic(recipe, sides_module.query_engines(recipe, config))
     assert whole.buckets is not None
     assert by_class.buckets is None
     assert whole.staging <= by_class.staging

@@ -18,8 +18,8 @@ from checkpoints import DENSE, FAMILIES, LATENT, SPARSE
 from grid import LAYOUTS, Cell, Grid, cells, rollout_of
 from hybrid3d import families
 from hybrid3d.config import Train
-from hybrid3d.families import Config, Family, Strip
-from hybrid3d.families.family import GroupedQKV, Same, StackedTensors
+from hybrid3d.families import Config, Family, RowRange
+from hybrid3d.families.family import GroupedQKV, SameTensor, StackedTensors
 
 pytestmark = [pytest.mark.engines, pytest.mark.grid]
 
@@ -96,25 +96,30 @@ def test_the_grid_is_as_large_as_promised(grid: Grid, capsys: pytest.CaptureFixt
 class _Shifted(GroupedQKV):
     """Takes each key for that of the next query group."""
 
-    def strips(self, rows: int, config: Config) -> list[Strip]:
-        strips = super().strips(rows, config)
-        height = sum(strip.rows for strip in strips if strip.name == self.k)
-        return [dataclasses.replace(s, at=(s.at + s.rows) % height) if s.name == self.k else s for s in strips]
+    def row_ranges(self, rows: int, config: Config) -> list[RowRange]:
+        row_ranges = super().row_ranges(rows, config)
+        height = sum(row_range.rows for row_range in row_ranges if row_range.name == self.k)
+        return [
+            dataclasses.replace(s, canonical_start=(s.canonical_start + s.rows) % height) if s.name == self.k else s
+            for s in row_ranges
+        ]
 
 
-class _ShiftedHead(Same):
+class _ShiftedHead(SameTensor):
     """Takes each head's rows for those of the next head."""
 
-    def strips(self, rows: int, config: Config) -> list[Strip]:
+    def row_ranges(self, rows: int, config: Config) -> list[RowRange]:
         heads = config["num_attention_heads"]
         each = rows // heads
-        return [Strip(i * each, each, self.name, (i + 1) % heads * each) for i in range(heads)]
+        return [RowRange(i * each, each, self.name, (i + 1) % heads * each) for i in range(heads)]
 
 
 class _NextExpert(Family):
-    def strips(self, megatron_name: str, rows: int, config: Config, expert: int | None = None) -> list[Strip] | None:
+    def row_ranges(
+        self, megatron_name: str, rows: int, config: Config, expert: int | None = None
+    ) -> list[RowRange] | None:
         moved = None if expert is None else (expert + 1) % 8
-        return super().strips(megatron_name, rows, config, moved)
+        return super().row_ranges(megatron_name, rows, config, moved)
 
 
 def swap_gate_and_up(family: Family) -> Family:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from hybrid3d.reshard.files import INDEX, SINGLE, CheckpointError, read_index
+from hybrid3d.reshard.files import INDEX_FILE, SINGLE_FILE, CheckpointError, read_index
 
 
 def problem_of(folder: Path) -> str:
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write_index(folder: Path, read: Any) -> None:
-    (folder / INDEX).write_text(json.dumps(read))
+    (folder / INDEX_FILE).write_text(json.dumps(read))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def write_index(folder: Path, read: Any) -> None:
 def test_an_index_that_leads_out_of_its_folder(folder: Path, file: Any) -> None:
     write_index(folder, {"weight_map": {"bias": file}})
     told = problem_of(folder)
-    assert f"{INDEX} is no index of a checkpoint" in told
+    assert f"{INDEX_FILE} is no index of a checkpoint" in told
     if "\0" not in str(file):
         assert "it says that 'bias' is in " in told
         assert "expected the path of a file within the folder" in told
@@ -77,11 +77,11 @@ def test_an_index_may_name_files_deeper_in_its_folder_and_links(folder: Path) ->
     ids=range(6),
 )  # fmt: skip
 def test_an_index_that_is_none(folder: Path, content: bytes) -> None:
-    (folder / INDEX).write_bytes(content)
-    assert INDEX in problem_of(folder)
+    (folder / INDEX_FILE).write_bytes(content)
+    assert INDEX_FILE in problem_of(folder)
 
 
-@pytest.mark.parametrize("name", [INDEX, SINGLE])
+@pytest.mark.parametrize("name", [INDEX_FILE, SINGLE_FILE])
 def test_what_is_no_file(folder: Path, name: str) -> None:
     path = folder / name
     path.mkdir()
@@ -126,11 +126,11 @@ def entry(start: int, end: int, shape: list[int], dtype: str = "F32") -> dict[st
     ids=range(16),
 )
 def test_headers_that_lie(folder: Path, content: bytes) -> None:
-    (folder / SINGLE).write_bytes(content)
-    assert f"{SINGLE} is damaged or cut short ({len(content)} bytes)" in problem_of(folder)
+    (folder / SINGLE_FILE).write_bytes(content)
+    assert f"{SINGLE_FILE} is damaged or cut short ({len(content)} bytes)" in problem_of(folder)
 
 
 def test_a_file_cut_short_is_told_with_both_sizes(folder: Path) -> None:
     whole = save({"a": torch.arange(1000.0)})
-    (folder / SINGLE).write_bytes(whole[:-100])
+    (folder / SINGLE_FILE).write_bytes(whole[:-100])
     assert f"({len(whole) - 100} bytes): its header describes {len(whole)} bytes" in problem_of(folder)

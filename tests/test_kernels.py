@@ -108,13 +108,13 @@ def test_the_tables_know_every_name_under_transformer_engine(
     table, settings = family_of(config), transformer_config(config, Train(), torch.float32)
     experts = table.experts(config)
     canonical = expected_shapes(config)
-    for layer in set(table.kinds(config)):
+    for layer in set(table.representative_layers(config)):
         sparse = experts is not None and experts.sparse[layer]
         named = set()
         for name in parameters(te_layer(settings, sparse, monkeypatch), settings):
-            strips = table.strips(f"decoder.layers.{layer}.{name}", 64, config)
-            assert strips is not None, name
-            named |= {strip.name for strip in strips}
+            row_ranges = table.row_ranges(f"decoder.layers.{layer}.{name}", 64, config)
+            assert row_ranges is not None, name
+            named |= {row_range.name for row_range in row_ranges}
         routed = re.compile(r"\.(experts\.\d+|gate)\.")  # experts: below; the router is Megatron's own in both
         assert named == {n for n in canonical if n.startswith(f"model.layers.{layer}.") and not routed.search(n)}
 

@@ -15,7 +15,7 @@ import pytest
 from commands import ROOT, python
 from hybrid3d.config import Machine, Recipe, Rollout, load_recipe, recipe_to_yaml
 from hybrid3d.planning import agreed_placement, engine_queries, traffic
-from hybrid3d.planning.page import shrunk
+from hybrid3d.planning.page import group_traffic
 from hybrid3d.reshard.planner import PlanError
 from hybrid3d.rollout import probe
 from hybrid3d.rollout.engine import external_rank
@@ -35,15 +35,15 @@ def test_a_class_that_has_lost_a_tensor_is_seen(
 ) -> None:
     recipe, config = recipe_for(tiny_checkpoint("qwen2"))
     asked = engine_queries.query_engines(recipe, config)
-    real = agreed_placement.classes_of
+    real = agreed_placement.classify_tensors
 
     def fewer(*args: Any) -> list[Any]:
         return [replace(one, count=max(1, one.count - 1)) for one in real(*args)]
 
-    traffic.planned(recipe, asked)
+    traffic.compute_sync_traffic(recipe, asked)
     monkeypatch.setattr(agreed_placement, "classes_of", fewer)
     with pytest.raises(PlanError, match=r"bytes, .* arrive"):
-        traffic.planned(recipe, asked)
+        traffic.compute_sync_traffic(recipe, asked)
 
 
 def test_experts_of_layers_around_a_dense_one(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -53,8 +53,8 @@ def test_experts_of_layers_around_a_dense_one(tiny_checkpoint: Callable[..., Pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     recipe, config = recipe_for(tmp_path, "rollout.tp=1", "rollout.dp=4", "rollout.expert_parallel=true")
     shapes = expected_shapes(config)
-    slots = probe.demand_of_slots(config, recipe, shapes)
-    assert [slot.demand for slot in slots] == [probe.demand_of(recipe, shapes, slot).demand for slot in range(4)]
+    slots = probe.slot_demands(config, recipe, shapes)
+    assert [slot.demand for slot in slots] == [probe.trace_demand(recipe, shapes, slot).demand for slot in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_vllm_takes_the_slot_for_its_rank(
 def test_the_picture_keeps_every_byte(ranks: int, per_node: int) -> None:
     recipe = replace(load_recipe(ROOT / "recipes/demo-cpu.yaml"), machine=Machine(gpus_per_node=per_node))
     whole = np.arange(ranks * ranks).reshape(ranks, ranks)
-    matrix, size = shrunk(whole, recipe, 16)
+    matrix, size = group_traffic(whole, recipe, 16)
     assert matrix.shape == (ranks // size, ranks // size)
     assert len(matrix) <= 16
     assert matrix.sum() == whole.sum()

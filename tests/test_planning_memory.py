@@ -11,9 +11,16 @@ import checkpoints
 from hybrid3d.config import OFFLOADS, Train
 from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.families import FAMILIES, family_of
-from hybrid3d.planning.memory import HeldElements, Memory, Resident, held_elements, kept_of_token, stage_activations
+from hybrid3d.planning.memory import (
+    MemoryEstimate,
+    ParameterCounts,
+    StageMemory,
+    activation_elements_per_token,
+    count_parameters,
+    stage_activations,
+)
 from hybrid3d.train.model import build_model
-from hybrid3d.train.probe import expected_shapes, holdings_of_all, standing_layers
+from hybrid3d.train.probe import expected_shapes, holdings_of_all, representative_layer_counts
 from hybrid3d.train.runtime import as_rank, on_device
 from test_full_scale import config_of, recipe_of
 
@@ -61,7 +68,7 @@ def test_what_a_layer_keeps_of_a_token(family: str) -> None:
     sparse = shape.experts is not None
     dense_layers = config.get("first_k_dense_replace", 0) if sparse else 0
     measured = kept(config, dense_layers + 2, Train()) - kept(config, dense_layers + 1, Train())
-    assert kept_of_token(shape, Train(), sparse) * 4 * TOKENS == pytest.approx(measured, rel=0.12)
+    assert activation_elements_per_token(shape, Train(), sparse) * 4 * TOKENS == pytest.approx(measured, rel=0.12)
 
 
 def test_under_full_recompute_a_layer_keeps_its_input() -> None:
@@ -74,7 +81,7 @@ def test_a_rank_of_every_stage_holds_what_the_layout_makes_of_the_parameters() -
     """671B: experts over EP x PP, by their number; all ranks together hold every parameter once per replica."""
     recipe = recipe_of("deepseek-v3-671b")
     config, train = config_of(recipe), recipe.train
-    standing = standing_layers(config, train)
+    standing = representative_layer_counts(config, train)
     holdings = holdings_of_all(config, recipe, standing, first_only=True)
     stage_ranks = recipe.world_size // train.pp
 
@@ -83,10 +90,10 @@ def test_a_rank_of_every_stage_holds_what_the_layout_makes_of_the_parameters() -
 
         return standing.get(layer_of(name), 1)
 
-    held = [held_elements(holdings[stage * stage_ranks].pieces, times) for stage in range(train.pp)]
+    held = [count_parameters(holdings[stage * stage_ranks].pieces, times) for stage in range(train.pp)]
     experts = sum(s[0] * s[1] for name, s in expected_shapes(config).items() if ".experts." in name)
     assert sum(its.experts for its in held) * train.ep == experts
-    assert held[5] == HeldElements(dense=held[6].dense, experts=held[6].experts)
+    assert held[5] == ParameterCounts(dense=held[6].dense, experts=held[6].experts)
 
 
 def test_pipeline_stages_keep_as_many_micro_batches_as_wait_there() -> None:
@@ -98,7 +105,7 @@ def test_pipeline_stages_keep_as_many_micro_batches_as_wait_there() -> None:
     stages = [[range(stage * 4, stage * 4 + 4)] for stage in range(15)] + [[range(60, 61)]]
     found = stage_activations(recipe, shape, stages)
     tokens, inputs = 8192, 7168 * 2 // 8
-    one_layer = {sparse: kept_of_token(shape, recipe.train, sparse) * 2 for sparse in (True, False)}
+    one_layer = {sparse: activation_elements_per_token(shape, recipe.train, sparse) * 2 for sparse in (True, False)}
     assert found[1] == tokens * (15 * 4 * inputs + one_layer[True])
     assert found[14] == tokens * (2 * 4 * inputs + one_layer[True])
     assert found[15] > tokens * (inputs + one_layer[True])  # and the logits
@@ -108,12 +115,12 @@ def test_pipeline_stages_keep_as_many_micro_batches_as_wait_there() -> None:
     assert stage_activations(budget, shape, stages) == [2 * nbytes for nbytes in found]
 
 
-def memory(**changes: Any) -> Memory:
+def memory(**changes: Any) -> MemoryEstimate:
     stage = dict(
         weights=10, gradients=20, optimizer=15, reference=10, activations=20, rollout_weights=10, staging=1
-    ) | {key: value for key, value in changes.items() if key in Resident.__dataclass_fields__}
-    return Memory(
-        stages=(Resident(**{key: value * 10**9 for key, value in stage.items()}),),
+    ) | {key: value for key, value in changes.items() if key in StageMemory.__dataclass_fields__}
+    return MemoryEstimate(
+        stages=(StageMemory(**{key: value * 10**9 for key, value in stage.items()}),),
         capacity=80 * 10**9,
         fraction=changes.get("percent", 30) / 100,
         work_space=2 * 10**9,

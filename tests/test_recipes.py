@@ -16,12 +16,12 @@ from commands import ROOT
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.checks import check_model
 from hybrid3d.planning.engine_queries import query_engines
-from hybrid3d.planning.fitting import MemoryOf
+from hybrid3d.planning.fitting import MemoryEstimator
 from hybrid3d.planning.hardware import hardware_of
-from hybrid3d.planning.peers import gathered
-from hybrid3d.planning.report import report
-from hybrid3d.planning.seconds import over_network, predict
-from hybrid3d.planning.traffic import planned
+from hybrid3d.planning.peers import gather_traffic
+from hybrid3d.planning.report import make_report
+from hybrid3d.planning.seconds import estimate_sync_time, inter_node_bytes
+from hybrid3d.planning.traffic import compute_sync_traffic
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -54,7 +54,7 @@ def test_a_recipe_is_reasoned_in_two_lines(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != LARGEST])
 def test_a_recipe_s_plan_is_exact_and_its_memory_fits(name: str) -> None:
     recipe = recipe_of(name)
-    check_numbers(recipe, report(recipe, check_model(recipe, planned=True)).numbers())
+    check_numbers(recipe, make_report(recipe, check_model(recipe, planned=True)).numbers())
 
 
 def test_deepseek_v3_over_1024_gpus_takes_a_minute_of_one_core_and_8_gib() -> None:
@@ -97,14 +97,14 @@ def test_deepseek_v3_is_hybridflow_s_table_2() -> None:
     """
     layers, batch = ["train.first_stage_layers=6", "train.last_stage_layers=5"], "algorithm.prompts_per_step=510"
     recipe = recipe_of("deepseek-v3-671b", "train.tp=8", "train.pp=12", "train.ep=8", "train.dp=1", *layers, batch)
-    plan = planned(recipe, query_engines(recipe, check_model(recipe, planned=True)))
-    peers = gathered(recipe, plan)
+    plan = compute_sync_traffic(recipe, query_engines(recipe, check_model(recipe, planned=True)))
+    peers = gather_traffic(recipe, plan)
     assert plan.model / 1e9 == pytest.approx(1342, abs=0.5)
     assert plan.model_experts / 1e9 == pytest.approx(1308, abs=0.5)
     assert peers.received.mean() / 1e9 == pytest.approx(1328, abs=1)
     sharded = plan.model / 32
     assert sharded / 1e9 == pytest.approx(41.9, abs=0.05)
-    assert sharded / hardware_of(recipe.machine).network == pytest.approx(0.84, abs=0.005)
+    assert sharded / hardware_of(recipe.machine).network_bandwidth == pytest.approx(0.84, abs=0.005)
     assert (plan.wanted >= sharded).all()
     assert plan.wanted.max() / sharded < 1.06  # compressed queries and keys are whole on every rank
     assert (plan.traffic.sum(0) == plan.lower_bound).all()
@@ -114,7 +114,7 @@ def test_wide_expert_parallelism_over_512_gpus_worked_by_hand() -> None:
     """EP128 over TP8: two experts of each of 58 layers; vLLM replicates shared experts, routers and latents there."""
     recipe = recipe_of("deepseek-v3-671b-wide-ep")
     assert recipe.world_size == 512
-    plan = planned(recipe, query_engines(recipe, check_model(recipe, planned=True)))
+    plan = compute_sync_traffic(recipe, query_engines(recipe, check_model(recipe, planned=True)))
     expert = 58 * 3 * 7168 * 2048 * 2
     assert plan.model_experts == 256 * expert
     latents = 61 * 7168 * (1536 + 512 + 64) * 2
@@ -124,8 +124,8 @@ def test_wide_expert_parallelism_over_512_gpus_worked_by_hand() -> None:
     assert plan.wanted.mean() == pytest.approx(2 * expert + whole + eighth, rel=1e-3)
     received = plan.traffic.sum(0)
     assert (received == plan.lower_bound).all()
-    far = over_network(plan.traffic, 8)
-    sync = predict(plan.traffic, plan.local, hardware_of(recipe.machine), 8)
+    far = inter_node_bytes(plan.traffic, 8)
+    sync = estimate_sync_time(plan.traffic, plan.local, hardware_of(recipe.machine), 8)
     assert sync.bottleneck == "network"
     assert sync.seconds == max(far.sum(0).max(), far.sum(1).max()) / 50e9
     assert sync.seconds == pytest.approx(0.41, abs=0.01)  # of 20.8 GB wanted hardly any is on the node: 20.8 / 50
@@ -144,4 +144,4 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     assert 1 <= len(offer) <= 3
     for changes in offer:  # each then fits
         recipe = load_recipe(arguments[0], [*arguments[1:], *changes.split()])
-        assert MemoryOf(check_model(recipe, planned=True))(recipe).problems() == []
+        assert MemoryEstimator(check_model(recipe, planned=True))(recipe).problems() == []

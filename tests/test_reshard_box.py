@@ -36,13 +36,13 @@ def box_in(draw: st.DrawFn, outer: Box) -> Box:
 @st.composite
 def two_boxes(draw: st.DrawFn) -> tuple[Shape, Box, Box]:
     shape = draw(SHAPES)
-    return shape, draw(box_in(Box.whole(shape))), draw(box_in(Box.whole(shape)))
+    return shape, draw(box_in(Box.full(shape))), draw(box_in(Box.full(shape)))
 
 
 @st.composite
 def box_and_hole(draw: st.DrawFn) -> tuple[Shape, Box, Box]:
     shape = draw(SHAPES)
-    box = draw(box_in(Box.whole(shape)))
+    box = draw(box_in(Box.full(shape)))
     return shape, box, draw(box_in(box))
 
 
@@ -77,7 +77,7 @@ def test_contains_is_subset(case: tuple[Shape, Box, Box]) -> None:
     shape, a, b = case
     assert a.contains(b) == (not (mask(shape, b) & ~mask(shape, a)).any())
     assert a.contains(a)
-    assert Box.whole(shape).contains(a)
+    assert Box.full(shape).contains(a)
 
 
 @QUICK
@@ -127,12 +127,12 @@ def test_numel_and_stop(case: tuple[Shape, Box, Box]) -> None:
     shape, box, _ = case
     assert box.numel == mask(shape, box).sum()
     assert box.stop == tuple(a + n for a, n in zip(box.start, box.size, strict=True))
-    assert Box.whole(shape) == Box((0,) * len(shape), shape)
-    assert mask(shape, Box.whole(shape)).all()
+    assert Box.full(shape) == Box((0,) * len(shape), shape)
+    assert mask(shape, Box.full(shape)).all()
 
 
 def test_scalar_is_one_element() -> None:
-    scalar = Box.whole(())
+    scalar = Box.full(())
     assert scalar.numel == 1
     assert scalar.intersect(scalar) == scalar
     assert scalar.subtract(scalar) == []

@@ -47,7 +47,7 @@ def shifted(box: Box, by: int = 1) -> Box:
 
 def beside(piece: Piece) -> Piece:
     """The box one further on, at the place where it would be in the same memory."""
-    return piece.part(shifted(piece.box))
+    return piece.restrict(shifted(piece.box))
 
 
 def lacking(world: World, t: Transfer) -> int:
@@ -158,8 +158,8 @@ def test_a_transfer_between_others_is_refused(world: World) -> None:
 def two_alike() -> tuple[World, Transfer, Transfer]:
     world = World({}, Side(2), Side(2))
     for name in ("k_proj", "v_proj"):
-        world.held.add(0, name, Box.whole((4, 6)))
-        world.wanted.add(1, name, Box.whole((4, 6)))
+        world.held.add(0, name, Box.full((4, 6)))
+        world.wanted.add(1, name, Box.full((4, 6)))
     k, v = sorted(transfers_of(make_plan(world.holdings, world.demand, 1 << 20)), key=lambda t: t.name)
     return world, k, v
 

@@ -19,10 +19,10 @@ from hybrid3d import distributed
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import signature_of
 from hybrid3d.reshard.coverage import check_arrivals, check_coverage, lower_bound
-from hybrid3d.reshard.executor import Executor, Report, Tensors, copy_locally
+from hybrid3d.reshard.executor import ExecutionReport, Executor, NamedTensors, run_local_plan
 from hybrid3d.reshard.layout import Fill, Holdings, Piece, View
 from hybrid3d.reshard.planner import FILES, LocalPieces, Plan, RankPlan, Routes, local_plan, make_plan
-from hybrid3d.reshard.ready import ready_after
+from hybrid3d.reshard.ready import required_optimizer_buckets
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import GlooTransport, Transport, make_transport
 from test_reshard_box import Shape, Side, World, addresses, index, worlds
@@ -32,7 +32,7 @@ MIB = 1 << 20
 BEFORE = 7.0  # what a destination holds until something lands there
 
 
-class Bound(Tensors):
+class Bound(NamedTensors):
     """Tensors that are asked for once, before the first run."""
 
     bound = False
@@ -151,12 +151,12 @@ class Ranks:
             self.executors.append(Executor(plan[rank], source, sink, via))
             source.bound = sink.bound = True
 
-    def run(self, values: dict[str, torch.Tensor]) -> list[Report]:
+    def run(self, values: dict[str, torch.Tensor]) -> list[ExecutionReport]:
         for rank in self.ranks:
             write_pieces(self.world.held.pieces[rank], values, self.held[rank])
         return run_in_threads(self._run, self.ranks)
 
-    def _run(self, rank: int) -> Report:
+    def _run(self, rank: int) -> ExecutionReport:
         sink = self.sinks[rank]
         sink.begin()
         with self.mailbox.one_for_all():
@@ -187,7 +187,7 @@ def test_values_land_bit_for_bit_and_bytes_are_as_planned(world: World, limit: i
 class Posted(LocalTransport):
     """What both ends have posted arrives before either of them waits for it; what one has posted may be waited for."""
 
-    stops = False
+    blocks_host = False
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         self._leaving = [*getattr(self, "_leaving", []), (self._rank, dst, tag)]
@@ -217,20 +217,24 @@ class Updated(Ranks):
         early: how many buckets were begun before the rank's last part.
     """
 
-    def update(self, values: dict[str, torch.Tensor], parts: list[dict[str, int]], last: list[int]) -> list[Report]:
+    def update(
+        self, values: dict[str, torch.Tensor], parts: list[dict[str, int]], last: list[int]
+    ) -> list[ExecutionReport]:
         self._parts, self._values, self.early = parts, values, 0
         numbers = [bucket.number for part in self.plan.values() for bucket in part.buckets]
         self._buckets = max(numbers, default=-1) + 1
         own: list[list[int]] = []
         for rank in self.ranks:
-            ready_after(self.plan[rank], parts[rank], self._buckets, lambda last: own.append(last) or last)
+            required_optimizer_buckets(
+                self.plan[rank], parts[rank], self._buckets, lambda last: own.append(last) or last
+            )
         self._last = [max(of_bucket) for of_bucket in zip(*own, strict=True)]
         self._meet = threading.Barrier(len(self.ranks), timeout=60)
         return run_in_threads(lambda rank: self._update(rank, last[rank]), self.ranks)
 
-    def _update(self, rank: int, last: int) -> Report:
+    def _update(self, rank: int, last: int) -> ExecutionReport:
         sink, executor, held = self.sinks[rank], self.executors[rank], self.world.held.pieces[rank]
-        ready = ready_after(self.plan[rank], self._parts[rank], self._buckets, lambda own: self._last)
+        ready = required_optimizer_buckets(self.plan[rank], self._parts[rank], self._buckets, lambda own: self._last)
         sink.begin()
         executor.begin()
         with self.mailbox.one_for_all():
@@ -238,7 +242,7 @@ class Updated(Ranks):
                 now = [p for p in held if self._parts[rank].get(p.name, -1) == part]
                 write_pieces(now, self._values, self.held[rank])
                 upto = len(ready) if part == last else bisect_right(ready, part)
-                executor.advance(upto)
+                executor.start_ready_buckets(upto)
                 self.early += upto if part < last else 0
             self._meet.wait()
             report = executor.finish()
@@ -249,12 +253,12 @@ class Updated(Ranks):
 @settings(max_examples=60, deadline=None)
 @given(worlds(), st.integers(4, 300), st.booleans(), st.data())
 def test_what_moves_while_the_rest_is_updated_is_what_has_been(
-    world: World, limit: int, stops: bool, data: st.DataObject
+    world: World, limit: int, blocks_host: bool, data: st.DataObject
 ) -> None:
     plan, names = make_plan(world.holdings, world.demand, limit), sorted(world.shapes)
     ranks = Updated(world, plan, Posted)
     for transport in ranks.transports:
-        transport.stops = stops
+        transport.blocks_host = blocks_host
     last = [data.draw(st.integers(0, 4)) for _ in ranks.ranks]
     parts = [data.draw(st.dictionaries(st.sampled_from(names), st.integers(0, of_rank))) for of_rank in last]
     for seed in (1, 2):
@@ -280,7 +284,7 @@ def test_a_layer_is_not_finished_before_what_is_shared_of_it_is_updated() -> Non
     world = large_world()
     plan = make_plan(world.holdings, world.demand, 300_000)[0]
     numbers = 1 + max(bucket.number for bucket in plan.buckets)
-    ready = ready_after(plan, {}, numbers, list, {1: 5})
+    ready = required_optimizer_buckets(plan, {}, numbers, list, {1: 5})
     assert [part for part, bucket in zip(ready, plan.buckets, strict=True) if bucket.layer == 1] == [5] * sum(
         bucket.layer == 1 for bucket in plan.buckets
     )
@@ -372,15 +376,15 @@ class Nothing(LocalTransport):
 
 def one_converted() -> World:
     world = World({"t": (4, 6)}, Side(1), Side(1))
-    world.held.add(0, "t", Box.whole((4, 6)), "float32")
-    world.wanted.add(0, "t", Box.whole((4, 6)), "bfloat16", order=(1, 0), gap=1)
+    world.held.add(0, "t", Box.full((4, 6)), "float32")
+    world.wanted.add(0, "t", Box.full((4, 6)), "bfloat16", order=(1, 0), gap=1)
     return world
 
 
 def test_what_is_there_already_needs_no_transport_and_no_staging() -> None:
     world, values = one_converted(), canonical(one_converted(), 1)
     ranks = Ranks(world, make_plan(world.holdings, world.demand, 4), Nothing)
-    assert ranks.run(values) == [Report(received_bytes=0, staging_bytes=0)]
+    assert ranks.run(values) == [ExecutionReport(received_bytes=0, staging_bytes=0)]
     assert ranks.wrong(values) == []
 
 
@@ -391,26 +395,24 @@ def test_a_load_is_copied_to_every_rank(world: World, seed: int) -> None:
     values, dtypes = canonical(world, seed), {p.name: p.dtype for ps in world.held.pieces.values() for p in ps}
     files = {name: value.to(getattr(torch, dtypes[name])) for name, value in values.items()}
     held = {
-        FILES: Holdings(
-            tuple(Piece(n, Box.whole(f.shape), View(n, 0, f.stride()), dtypes[n]) for n, f in files.items())
-        )
+        FILES: Holdings(tuple(Piece(n, Box.full(f.shape), View(n, 0, f.stride()), dtypes[n]) for n, f in files.items()))
     }
     for rank in world.wanted.pieces:
         wanted = memories(world.wanted, rank, BEFORE)
         plan = local_plan(rank, held, {rank: world.demand[rank]})
         check_arrivals(plan, world.demand[rank])
-        copy_locally(plan, Tensors(files), Tensors(wanted))
+        run_local_plan(plan, NamedTensors(files), NamedTensors(wanted))
         assert unlike(wanted, truth(world, rank, values)) == []
 
 
 def test_a_copy_needs_both_of_its_ends() -> None:
     world = World({"t": (4,)}, Side(2), Side(2))
-    world.held.add(0, "t", Box.whole((4,)))
-    world.wanted.add(1, "t", Box.whole((4,)))
-    memory = Tensors({"float32": torch.zeros(4)})
+    world.held.add(0, "t", Box.full((4,)))
+    world.wanted.add(1, "t", Box.full((4,)))
+    memory = NamedTensors({"float32": torch.zeros(4)})
     for rank in (0, 1):
         with pytest.raises(AssertionError):
-            copy_locally(own_part(world, rank, int, 64), memory, memory)
+            run_local_plan(own_part(world, rank, int, 64), memory, memory)
 
 
 def own_part(world: World, rank: int, agree: Callable[[int], int], bucket: int) -> RankPlan:
@@ -429,7 +431,7 @@ def own_part(world: World, rank: int, agree: Callable[[int], int], bucket: int) 
 
 def test_fill_writes_its_view_alone() -> None:
     memory = torch.arange(24.0)
-    Tensors({"w": memory[4:]}).fill(Fill(View("w", 1, (6, 2)), (2, 2), -1.0))
+    NamedTensors({"w": memory[4:]}).fill(Fill(View("w", 1, (6, 2)), (2, 2), -1.0))
     assert [i for i in range(24) if memory[i] == -1] == [5, 7, 11, 13]
 
 
@@ -459,14 +461,14 @@ def gloo_rank(rank: int, folder: Path) -> None:
     transport = make_transport(torch.device("cpu"), dist.new_group(range(4)))
     assert isinstance(transport, GlooTransport)
     held, sink = memories(world.held, rank, 0.0), Layers(world.wanted, rank)
-    executor = Executor(plan, Tensors(held), sink, transport)
+    executor = Executor(plan, NamedTensors(held), sink, transport)
     for step in (1, 2):
         values = canonical(world, step)
         write_pieces(world.held.pieces[rank], values, held)
         sink.begin()
         report = executor.run()
         sink.end()
-        assert report == Report(world.must_receive(rank), sum(plan.staging_bytes))
+        assert report == ExecutionReport(world.must_receive(rank), sum(plan.staging_bytes))
         assert transport.received_bytes == step * world.must_receive(rank)
         assert unlike(sink.landed, truth(world, rank, values)) == [], f"step {step}"
     (folder / f"rank{rank}.done").touch()

@@ -15,17 +15,17 @@ from safetensors.torch import load_file, save, save_file
 
 from hybrid3d.reshard import files
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.files import CheckpointError, CheckpointReader, Entry
+from hybrid3d.reshard.files import CheckpointError, CheckpointReader, TensorEntry
 from hybrid3d.reshard.layout import Demand, Fill, Holdings, Piece, View
 from hybrid3d.reshard.planner import FILES, PlanError, make_plan
 from test_reshard_box import Side, box_in, index, random_grid
 from test_reshard_executor import by_element, memories, write_pieces
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-Tensors = dict[str, torch.Tensor]
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+NamedTensors = dict[str, torch.Tensor]
 
 
-def same(a: Tensors, b: Tensors) -> bool:
+def same(a: NamedTensors, b: NamedTensors) -> bool:
     """Equal names, shapes, dtypes and bits."""
     return a.keys() == b.keys() and all(
         (t.shape, t.dtype) == (b[n].shape, b[n].dtype) and by_element(t).equal(by_element(b[n])) for n, t in a.items()
@@ -45,7 +45,7 @@ RANDOM = torch.Generator().manual_seed(1)
 MIXED = {name: torch.randn(shape, generator=RANDOM).to(dtype) for name, (shape, dtype) in SHAPES.items()}
 
 
-def entries_of(tensors: Tensors, max_file_bytes: int = 10**9) -> dict[str, Entry]:
+def entries_of(tensors: NamedTensors, max_file_bytes: int = 10**9) -> dict[str, TensorEntry]:
     shapes = {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
     return files.shard_entries(shapes, max_file_bytes)
 
@@ -53,12 +53,12 @@ def entries_of(tensors: Tensors, max_file_bytes: int = 10**9) -> dict[str, Entry
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixed")
-    save_file(MIXED, folder / SINGLE)
+    save_file(MIXED, folder / SINGLE_FILE)
     return folder
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NamedTensors]:
     """A tiny model as transformers saves it, in several files with an index; and its state dict."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -71,15 +71,15 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
 
 def test_the_index_of_one_file_is_what_safetensors_says(mixed: Path) -> None:
     dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in MIXED.items()}
-    with safetensors.safe_open(mixed / SINGLE, framework="pt") as opened:
+    with safetensors.safe_open(mixed / SINGLE_FILE, framework="pt") as opened:
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    assert files.read_index(mixed) == {n: Entry(SINGLE, shapes[n], dtypes[n]) for n in shapes}
+    assert files.read_index(mixed) == {n: TensorEntry(SINGLE_FILE, shapes[n], dtypes[n]) for n in shapes}
     assert shapes.keys() == MIXED.keys()
 
 
-def test_the_index_of_several_files_is_transformers_own(sharded: tuple[Path, Tensors]) -> None:
+def test_the_index_of_several_files_is_transformers_own(sharded: tuple[Path, NamedTensors]) -> None:
     folder, state = sharded
-    theirs = json.loads((folder / INDEX).read_text())["weight_map"]
+    theirs = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
     assert len(set(theirs.values())) > 2
     entries = files.read_index(folder)
     assert {n: e.file for n, e in entries.items()} == theirs
@@ -91,9 +91,9 @@ def test_the_index_of_several_files_is_transformers_own(sharded: tuple[Path, Ten
 def test_a_slice_has_the_right_bits(mixed: Path, data: st.DataObject) -> None:
     entries = files.read_index(mixed)
     with CheckpointReader(mixed, entries) as reader:
-        for whole in files.pieces_of(entries):
+        for whole in files.file_pieces(entries):
             box = data.draw(box_in(whole.box))
-            read = reader.read(whole.part(box))
+            read = reader.read(whole.restrict(box))
             assert same({"read": read}, {"read": MIXED[whole.name][index(box)]})
 
 
@@ -125,7 +125,7 @@ class Recorded:
         return Slice()
 
 
-def test_a_rank_reads_only_what_it_wants(sharded: tuple[Path, Tensors], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_only_what_it_wants(sharded: tuple[Path, NamedTensors], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two pipeline stages and TP ranks: rows, columns, a strided destination, another dtype, padding."""
     monkeypatch.setattr(files, "safe_open", Recorded)
     monkeypatch.setattr(Recorded, "elements", Counter(), raising=False)
@@ -146,7 +146,7 @@ def test_a_rank_reads_only_what_it_wants(sharded: tuple[Path, Tensors], monkeypa
     assert Recorded.elements == {p.name: p.box.numel for p in side.pieces[0]}
 
 
-def held_by_four(tensors: Tensors) -> tuple[dict[int, Holdings], list[Tensors]]:
+def held_by_four(tensors: NamedTensors) -> tuple[dict[int, Holdings], list[NamedTensors]]:
     """Cut tensors at random over four ranks, some boxes on two of them; the ranks' memories hold the values."""
     random, side = Random(2), Side(4)
     for name, tensor in tensors.items():
@@ -160,7 +160,7 @@ def held_by_four(tensors: Tensors) -> tuple[dict[int, Holdings], list[Tensors]]:
     return {rank: Holdings(tuple(pieces)) for rank, pieces in side.pieces.items()}, memory
 
 
-def export(folder: Path, tensors: Tensors, max_file_bytes: int = 10**9) -> dict[str, Entry]:
+def export(folder: Path, tensors: NamedTensors, max_file_bytes: int = 10**9) -> dict[str, TensorEntry]:
     entries, (holdings, memory) = entries_of(tensors, max_file_bytes), held_by_four(tensors)
     files.create_files(folder, entries)
     for rank in (2, 0, 3, 1):  # ranks come as they come
@@ -182,12 +182,14 @@ def test_four_holders_export_every_dtype(tmp_path: Path, max_file_bytes: int) ->
             assert opened.metadata() == {"format": "pt"}  # transformers insists on it
 
 
-def test_transformers_reads_an_export_and_gets_the_same_model(sharded: tuple[Path, Tensors], tmp_path: Path) -> None:
+def test_transformers_reads_an_export_and_gets_the_same_model(
+    sharded: tuple[Path, NamedTensors], tmp_path: Path
+) -> None:
     from transformers import Qwen2ForCausalLM
 
     folder, state = sharded
     export(tmp_path, state, 12_000)
-    assert len(json.loads((tmp_path / INDEX).read_text())["weight_map"]) == len(state)
+    assert len(json.loads((tmp_path / INDEX_FILE).read_text())["weight_map"]) == len(state)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     model, info = Qwen2ForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
@@ -205,10 +207,10 @@ def test_files_are_divided_and_named_as_the_hub_does(tmp_path: Path) -> None:
         assert {n: e.file for n, e in entries.items()} == theirs.tensor_to_filename
         files.create_files(tmp_path / str(limit), entries)
         if len(theirs.filename_to_tensors) > 1:
-            index = json.loads((tmp_path / str(limit) / INDEX).read_text())
+            index = json.loads((tmp_path / str(limit) / INDEX_FILE).read_text())
             assert index == {"metadata": theirs.metadata, "weight_map": theirs.tensor_to_filename}
         else:
-            assert not (tmp_path / str(limit) / INDEX).exists()
+            assert not (tmp_path / str(limit) / INDEX_FILE).exists()
     assert [e.file for e in entries_of({"a": torch.zeros(9), "b": torch.zeros(1)}, 8).values()] == [
         "model-00001-of-00002.safetensors",  # larger than a file may be: alone
         "model-00002-of-00002.safetensors",
@@ -218,13 +220,13 @@ def test_files_are_divided_and_named_as_the_hub_does(tmp_path: Path) -> None:
 def test_files_are_zero_and_whole_before_anyone_writes(tmp_path: Path) -> None:
     files.create_files(tmp_path, entries_of(MIXED))
     zeros = {n: torch.zeros_like(t) for n, t in MIXED.items()}
-    assert same(load_file(tmp_path / SINGLE), zeros)
+    assert same(load_file(tmp_path / SINGLE_FILE), zeros)
     assert same(files.open_for_writing(tmp_path, entries_of(MIXED)), zeros)
 
 
 def test_replicas_share_the_writing() -> None:
-    entries = {f"t{i}": Entry(SINGLE, (10,), "float32") for i in range(8)}
-    everything = Holdings(files.pieces_of(entries))
+    entries = {f"t{i}": TensorEntry(SINGLE_FILE, (10,), "float32") for i in range(8)}
+    everything = Holdings(files.file_pieces(entries))
     plan = make_plan(dict.fromkeys(range(4), everything), {FILES: files.file_demand(entries)}, 1)
     assert {rank: part.local_bytes for rank, part in plan.items()} == dict.fromkeys(range(4), 80) | {FILES: 8 * 40}
 
@@ -234,32 +236,36 @@ def weight_map(content: Any) -> bytes:
 
 
 WHOLE = save({"bias": torch.zeros(5)})
-NO_INDEX = rf"{INDEX} is no index of a checkpoint"
-CUT = rf"{SINGLE} is damaged or cut short"
+NO_INDEX = rf"{INDEX_FILE} is no index of a checkpoint"
+CUT = rf"{SINGLE_FILE} is damaged or cut short"
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        (SINGLE, None, rf"{SINGLE} is not there"),
-        (SINGLE, WHOLE[:-1], rf"{CUT} \({len(WHOLE) - 1} bytes\)"),
-        (SINGLE, WHOLE[:20], CUT),
-        (SINGLE, b"", CUT),
-        (SINGLE, b"no tensors here" * 9, CUT),
-        (SINGLE, (9).to_bytes(8, "little") + b"[1, 2, 3]", CUT),
-        (SINGLE, save({"ids": torch.arange(3)}), rf"{SINGLE}: ids has dtype I64; known are F64, F32"),
-        (INDEX, weight_map({"bias": "gone.safetensors"}), r"gone\.safetensors is not there"),
-        (INDEX, weight_map({"bias": SINGLE, "q": SINGLE}), rf"{INDEX} names 1 tensors that its files lack: \['q'\]"),
-        (INDEX, b"{", NO_INDEX),
-        (INDEX, b"{}", NO_INDEX),
-        (INDEX, weight_map(["bias"]), NO_INDEX),
-        (INDEX, weight_map(None), NO_INDEX),
+        (SINGLE_FILE, None, rf"{SINGLE_FILE} is not there"),
+        (SINGLE_FILE, WHOLE[:-1], rf"{CUT} \({len(WHOLE) - 1} bytes\)"),
+        (SINGLE_FILE, WHOLE[:20], CUT),
+        (SINGLE_FILE, b"", CUT),
+        (SINGLE_FILE, b"no tensors here" * 9, CUT),
+        (SINGLE_FILE, (9).to_bytes(8, "little") + b"[1, 2, 3]", CUT),
+        (SINGLE_FILE, save({"ids": torch.arange(3)}), rf"{SINGLE_FILE}: ids has dtype I64; known are F64, F32"),
+        (INDEX_FILE, weight_map({"bias": "gone.safetensors"}), r"gone\.safetensors is not there"),
+        (
+            INDEX_FILE,
+            weight_map({"bias": SINGLE_FILE, "q": SINGLE_FILE}),
+            rf"{INDEX_FILE} names 1 tensors that its files lack: \['q'\]",
+        ),
+        (INDEX_FILE, b"{", NO_INDEX),
+        (INDEX_FILE, b"{}", NO_INDEX),
+        (INDEX_FILE, weight_map(["bias"]), NO_INDEX),
+        (INDEX_FILE, weight_map(None), NO_INDEX),
     ],
 )
 def test_damage_is_answered_with_the_file_s_name(
     tmp_path: Path, file: str, content: bytes | None, message: str
 ) -> None:
-    (tmp_path / SINGLE).write_bytes(WHOLE)
+    (tmp_path / SINGLE_FILE).write_bytes(WHOLE)
     if content is None:
         (tmp_path / file).unlink()
     else:
@@ -272,15 +278,15 @@ def test_damage_is_answered_with_the_file_s_name(
 def test_the_index_decides_which_of_two_files_a_tensor_is_in(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "1.safetensors")
     save_file({"a": torch.zeros(2), "b": torch.ones(2)}, tmp_path / "2.safetensors")  # as an editing tool may leave it
-    (tmp_path / INDEX).write_bytes(weight_map({"a": "1.safetensors", "b": "2.safetensors"}))
+    (tmp_path / INDEX_FILE).write_bytes(weight_map({"a": "1.safetensors", "b": "2.safetensors"}))
     assert {n: e.file for n, e in files.read_index(tmp_path).items()} == {"a": "1.safetensors", "b": "2.safetensors"}
 
 
 def test_what_the_files_or_the_ranks_lack_is_named(mixed: Path, tmp_path: Path) -> None:
-    wanted = Piece("missing.weight", Box.whole((2, 2)), View("local", 0, (2, 1)), "float32")
+    wanted = Piece("missing.weight", Box.full((2, 2)), View("local", 0, (2, 1)), "float32")
     with pytest.raises(PlanError, match=r"missing\.weight \[0, 0\] \+ \[2, 2\], wanted by rank 3"):
         files.load_files(mixed, Demand((wanted,)), {"local": torch.zeros(4)}, rank=3)
-    larger = Piece("bias", Box.whole((9,)), View("local", 0, (1,)), "float32")
+    larger = Piece("bias", Box.full((9,)), View("local", 0, (1,)), "float32")
     with pytest.raises(PlanError, match=r"bias \[5\] \+ \[4\]"):
         files.load_files(mixed, Demand((larger,)), {"local": torch.zeros(9)}, rank=0)
     entries = entries_of(MIXED)
@@ -290,7 +296,7 @@ def test_what_the_files_or_the_ranks_lack_is_named(mixed: Path, tmp_path: Path) 
 
 
 def test_an_export_never_overwrites_a_checkpoint(mixed: Path) -> None:
-    before = (mixed / SINGLE).read_bytes()
+    before = (mixed / SINGLE_FILE).read_bytes()
     with pytest.raises(FileExistsError, match=f"{mixed} holds a checkpoint already"):
         files.create_files(mixed, entries_of({"a": torch.zeros(2)}))
-    assert (mixed / SINGLE).read_bytes() == before
+    assert (mixed / SINGLE_FILE).read_bytes() == before

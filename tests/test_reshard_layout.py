@@ -119,7 +119,7 @@ def check_replay(canonical: torch.Tensor, source: torch.Tensor, target: torch.Te
     replayed = memory_of(target).clone()
     writes = torch.zeros_like(replayed)
     for box, offset, stride in found:
-        assert Box.whole(tuple(canonical.shape)).contains(box)
+        assert Box.full(tuple(canonical.shape)).contains(box)
         assert box.numel > 0
         values = canonical[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
         replayed.as_strided(box.size, stride, offset).copy_(values)
@@ -185,7 +185,7 @@ def test_dims_of_one_and_scalars() -> None:
         for source in (canonical, canonical.view(-1), canonical.squeeze()):
             target = torch.full(source.shape, -1)
             found = boxes(canonical, source, target)
-            assert [box for box, _, _ in found] == [Box.whole(shape)]
+            assert [box for box, _, _ in found] == [Box.full(shape)]
             check_replay(canonical, source, target, found)
 
 
@@ -228,12 +228,12 @@ def test_part_is_the_slice_of_the_view(case: tuple[torch.Tensor, Piece], data: s
     memory, piece = case
     box = data.draw(box_in(piece.box))
     index = tuple(slice(a - o, b - o) for a, b, o in zip(box.start, box.stop, piece.box.start, strict=True))
-    part = piece.part(box)
+    part = piece.restrict(box)
     assert part.box == box
     assert read(memory, part).equal(read(memory, piece)[index])
     assert replace(part, box=piece.box, view=piece.view) == piece  # nothing else changes
     inner = data.draw(box_in(box))
-    assert part.part(inner) == piece.part(inner)
+    assert part.restrict(inner) == piece.restrict(inner)
 
 
 @settings(max_examples=120, deadline=None)

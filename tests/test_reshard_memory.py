@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid3d.reshard import executor
-from hybrid3d.reshard.memory import ALIGNED, Memory, aligned
+from hybrid3d.reshard.memory import ALIGNMENT, DeviceBuffer, align_up
 from hybrid3d.reshard.planner import make_plan
 from test_reshard_box import World, worlds
 from test_reshard_executor import Ranks, canonical
 
 
-class GivenBack(Memory):
+class GivenBack(DeviceBuffer):
     """Gives back what a CPU would keep, as a GPU does."""
 
     def __init__(self, nbytes: int, device: torch.device | str):
@@ -25,16 +25,16 @@ class GivenBack(Memory):
 
 
 def test_on_a_cpu_memory_is_kept() -> None:
-    memory = Memory(64, "cpu")
-    view = memory.flat(8, 16, torch.float32)
+    memory = DeviceBuffer(64, "cpu")
+    view = memory.flat_view(8, 16, torch.float32)
     view.copy_(torch.arange(4.0))
     where = view.data_ptr()
     for _ in range(2):
-        memory.give_back()
+        memory.release()
         kept = view.untyped_storage().nbytes()
         assert kept == 64  # and not the view's: a view of nothing cannot be shown
         assert view.tolist() == [0, 1, 2, 3]
-        memory.take()
+        memory.allocate()
         assert view.tolist() == [0, 1, 2, 3]
         assert view.data_ptr() == where
 
@@ -42,15 +42,18 @@ def test_on_a_cpu_memory_is_kept() -> None:
 def test_views_stay_right_though_memory_is_given_back() -> None:
     """Whatever other memory takes its place meanwhile."""
     memory = GivenBack(4096, "cpu")
-    floats, halves = memory.flat(0, 2048, torch.float32), memory.flat(2048, 1024, torch.bfloat16).view(16, 32).t()
-    last, whole = memory.flat(4088, 8, torch.float64), memory.flat(0, 4096, torch.uint8)
+    floats, halves = (
+        memory.flat_view(0, 2048, torch.float32),
+        memory.flat_view(2048, 1024, torch.bfloat16).view(16, 32).t(),
+    )
+    last, whole = memory.flat_view(4088, 8, torch.float64), memory.flat_view(0, 4096, torch.uint8)
     views, others = (floats, halves, last), []
     for turn in range(3):
-        memory.give_back()
+        memory.release()
         assert memory.taken_bytes == 0
         assert memory.nbytes == 4096
         others.append(torch.full((4096,), turn, dtype=torch.uint8))
-        memory.take()
+        memory.allocate()
         assert memory.taken_bytes == 4096
         assert [view.data_ptr() - whole.data_ptr() for view in views] == [0, 2048, 4088]
         whole.fill_(0xFF)
@@ -64,19 +67,23 @@ def test_views_stay_right_though_memory_is_given_back() -> None:
 
 
 def test_a_tensor_that_lies_in_memory_is_known() -> None:
-    memory, other = GivenBack(64, "cpu"), Memory(64, "cpu")
-    view = memory.flat(8, 16, torch.float32)
+    memory, other = GivenBack(64, "cpu"), DeviceBuffer(64, "cpu")
+    view = memory.flat_view(8, 16, torch.float32)
     strided, copy = view[1:].as_strided((1, 2), (5, 2)), view.clone()
     for _ in range(2):
-        assert memory.holds(view)
-        assert memory.holds(strided)
-        assert not memory.holds(copy)
-        assert not other.holds(view)
-        memory.give_back()
+        assert memory.contains(view)
+        assert memory.contains(strided)
+        assert not memory.contains(copy)
+        assert not other.contains(view)
+        memory.release()
 
 
 def test_what_lies_behind_is_aligned() -> None:
-    assert [aligned(n) for n in (0, 1, ALIGNED - 1, ALIGNED, ALIGNED + 1)] == [0, *[ALIGNED] * 3, 2 * ALIGNED]
+    assert [align_up(n) for n in (0, 1, ALIGNMENT - 1, ALIGNMENT, ALIGNMENT + 1)] == [
+        0,
+        *[ALIGNMENT] * 3,
+        2 * ALIGNMENT,
+    ]
 
 
 @settings(max_examples=30, deadline=None)

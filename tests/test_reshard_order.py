@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import Group, groups_of, signature_of
+from hybrid3d.reshard.classes import Group, rank_groups, signature_of
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings
 from hybrid3d.reshard.order import Order
 from hybrid3d.reshard.planner import Bucket, LocalPieces, Message, Plan, RankPlan, Routes, Transfer, make_plan
@@ -97,9 +97,9 @@ def test_readers_begin_at_different_stages_and_at_different_tensors(
 def test_readers_take_the_first_layers_of_all_stages_before_the_second_ones() -> None:
     world = World({}, Side(5), Side(5))
     for layer, holder in (("layers.0.", 4), ("layers.1.", 4), ("layers.2.", 3), ("layers.10.", 3), ("", 4)):
-        world.held.add(holder, f"{layer}t0", Box.whole((4,)))
+        world.held.add(holder, f"{layer}t0", Box.full((4,)))
         for rank in range(4):
-            world.wanted.add(rank, f"{layer}t0", Box.whole((4,)))
+            world.wanted.add(rank, f"{layer}t0", Box.full((4,)))
     plan = make_plan(world.holdings, {rank: world.demand[rank] for rank in range(4)}, 1 << 20)
     first, second = [2, 0, 10, 1, None], [0, 2, 1, 10, None]
     assert [plan[rank].layers for rank in range(4)] == [first, first, second, second]
@@ -114,7 +114,7 @@ def test_readers_take_the_first_layers_of_all_stages_before_the_second_ones() ->
 @RANDOM
 @given(worlds(), st.integers(4, 100), st.integers(1, 3))
 def test_both_ends_have_a_transfer_under_one_key_of_its_own(world: World, limit: int, per_node: int) -> None:
-    routes = Routes(groups_of(world.holdings), groups_of(world.demand), limit, per_node)
+    routes = Routes(rank_groups(world.holdings), rank_groups(world.demand), limit, per_node)
     known, at = LocalPieces(world.holdings, world.demand), defaultdict[int, set[Transfer]](set)
     for rank in world.held.pieces:
         moves = routes.rank_transfers(rank, known)
@@ -143,7 +143,7 @@ def test_a_rank_takes_one_layer_after_another_and_one_in_a_bucket(world: World, 
 @given(worlds(), st.integers(4, 100), st.integers(1, 3))
 def test_buckets_end_at_the_same_keys_on_all_ranks_and_none_too_early(world: World, limit: int, per_node: int) -> None:
     """A bucket ends with its round, or before a transfer that some rank has no room for."""
-    routes = Routes(groups_of(world.holdings), groups_of(world.demand), limit, per_node)
+    routes = Routes(rank_groups(world.holdings), rank_groups(world.demand), limit, per_node)
     known = LocalPieces(world.holdings, world.demand)
     moves = {rank: routes.rank_transfers(rank, known) for rank in world.held.pieces}
     bucket_boundaries = routes.bucket_boundaries(moves.values())

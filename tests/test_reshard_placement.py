@@ -10,10 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import classes_of, groups_of, signature_of
+from hybrid3d.reshard.classes import classify_tensors, rank_groups, signature_of
 from hybrid3d.reshard.coverage import lower_bound
 from hybrid3d.reshard.layout import Demand, Holdings, Piece, View
-from hybrid3d.reshard.placement import NETWORK, Lacking, consecutive, lacking, place
+from hybrid3d.reshard.placement import (
+    NETWORK_WEIGHT,
+    MissingBytes,
+    assign_slots,
+    consecutive_slots,
+    count_missing_bytes,
+)
 
 ROWS = 64  # of each tensor; an element is 4 bytes
 
@@ -23,25 +29,25 @@ def shard(name: str, part: int, parts: int, rows: int = ROWS) -> Piece:
     return Piece(name, Box((part * each,), (each,)), View(name, 0, (1,)), "float32")
 
 
-def lacking_of(held: dict[int, list[Piece]], slots: list[list[Piece]], per_node: int) -> Lacking:
-    groups = groups_of({rank: Holdings(tuple(pieces)) for rank, pieces in held.items()})
+def lacking_of(held: dict[int, list[Piece]], slots: list[list[Piece]], per_node: int) -> MissingBytes:
+    groups = rank_groups({rank: Holdings(tuple(pieces)) for rank, pieces in held.items()})
     readers = [signature_of(Demand(tuple(pieces))) for pieces in slots]
-    classes = classes_of([side for _, side in groups], readers)
-    return lacking(classes, [ranks for ranks, _ in groups], len(slots), len(held), per_node)
+    classes = classify_tensors([side for _, side in groups], readers)
+    return count_missing_bytes(classes, [ranks for ranks, _ in groups], len(slots), len(held), per_node)
 
 
 @pytest.mark.parametrize(("train", "rollout"), [(8, 4), (8, 2), (4, 2), (8, 8), (2, 1)])
 def test_tp_to_smaller_tp_is_hybridflow_s_strided_grouping(train: int, rollout: int) -> None:
     """A rank receives (t - t_g) / (t_g t) of the model (arXiv 2409.19256, table 2, no pipeline): nothing twice."""
     held = {rank: [shard("w", rank, train)] for rank in range(train)}
-    lacks = lacking_of(held, [[shard("w", slot, rollout)] for slot in range(rollout)], 8)
-    slots = place(lacks, rollout, rollout, 8)
+    missing = lacking_of(held, [[shard("w", slot, rollout)] for slot in range(rollout)], 8)
+    slots = assign_slots(missing, rollout, rollout, 8)
     assert (slots % rollout).tolist() == [rank * rollout // train for rank in range(train)]
     assert sorted(slots) == list(range(train))
     model = ROWS * 4
-    assert lacks.received(slots % rollout) == train * (train - rollout) / (rollout * train) * model
+    assert missing.received_bytes(slots % rollout) == train * (train - rollout) / (rollout * train) * model
     if rollout < train and rollout > 1:
-        assert lacks.received(slots % rollout) < lacks.received(consecutive(train) % rollout)
+        assert missing.received_bytes(slots % rollout) < missing.received_bytes(consecutive_slots(train) % rollout)
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -51,28 +57,28 @@ def test_with_a_pipeline_a_rank_receives_what_other_stages_hold(stages: int) -> 
     ranks = tp * stages
     held = {rank: [shard(f"stage{rank // tp}", rank % tp, tp)] for rank in range(ranks)}
     wanted = [[shard(f"stage{stage}", slot, rollout) for stage in range(stages)] for slot in range(rollout)]
-    lacks = lacking_of(held, wanted, 8)
-    slots = place(lacks, rollout, rollout, 8)
+    missing = lacking_of(held, wanted, 8)
+    slots = assign_slots(missing, rollout, rollout, 8)
     model = stages * ROWS * 4
-    assert lacks.received(slots % rollout) == ranks * (ranks - rollout) / (rollout * ranks) * model
+    assert missing.received_bytes(slots % rollout) == ranks * (ranks - rollout) / (rollout * ranks) * model
 
 
 def test_experts_go_where_they_are_held() -> None:
     """EP4, with two replicas, to experts over eight: on consecutive ranks one in four has the expert that it wants."""
     held = {rank: [shard("experts", rank % 4, 4)] for rank in range(8)}
-    lacks = lacking_of(held, [[shard("experts", slot, 8)] for slot in range(8)], 8)
-    slots = place(lacks, 8, 1, 8)
-    assert lacks.received(slots) == 0
-    assert lacks.received(consecutive(8)) == 6 * ROWS // 8 * 4
+    missing = lacking_of(held, [[shard("experts", slot, 8)] for slot in range(8)], 8)
+    slots = assign_slots(missing, 8, 1, 8)
+    assert missing.received_bytes(slots) == 0
+    assert missing.received_bytes(consecutive_slots(8)) == 6 * ROWS // 8 * 4
     assert sorted(slots) == list(range(8))
 
 
 def test_a_tp_group_stays_within_its_node() -> None:
     """Engines of two nodes of four: each node gets whole groups of two, those of the experts that its ranks hold."""
     held = {rank: [shard("experts", (rank // 4 + 1) % 2, 2)] for rank in range(8)}
-    lacks = lacking_of(held, [[shard("experts", slot, 8)] for slot in range(8)], 4)
-    slots = place(lacks, 8, 2, 4)
-    assert lacks.over_network(slots) == 0 < lacks.over_network(consecutive(8))
+    missing = lacking_of(held, [[shard("experts", slot, 8)] for slot in range(8)], 4)
+    slots = assign_slots(missing, 8, 2, 4)
+    assert missing.network_bytes(slots) == 0 < missing.network_bytes(consecutive_slots(8))
     for group in range(4):
         nodes = {rank // 4 for rank in range(8) if slots[rank] // 2 == group}
         assert len(nodes) == 1
@@ -80,8 +86,8 @@ def test_a_tp_group_stays_within_its_node() -> None:
 
 def test_what_is_no_better_stays_consecutive() -> None:
     held = {rank: [shard("w", rank % 2, 2)] for rank in range(4)}
-    lacks = lacking_of(held, [[shard("w", slot, 2)] for slot in range(2)], 4)
-    assert place(lacks, 2, 2, 4).tolist() == [0, 1, 2, 3]
+    missing = lacking_of(held, [[shard("w", slot, 2)] for slot in range(2)], 4)
+    assert assign_slots(missing, 2, 2, 4).tolist() == [0, 1, 2, 3]
 
 
 @settings(max_examples=60, deadline=None)
@@ -92,17 +98,17 @@ def test_no_placement_of_a_node_moves_less(data: st.DataObject, sizes: tuple[int
     parts = st.integers(0, 3)
     held = {rank: [shard(name, data.draw(parts), 4) for name in ("a", "b")] for rank in range(ranks)}
     wanted = [[shard("a", slot, slots, 48), shard("b", data.draw(parts), 4)] for slot in range(slots)]
-    lacks = lacking_of(held, wanted, ranks)
+    missing = lacking_of(held, wanted, ranks)
 
     def cost(placed: np.ndarray) -> int:
-        return NETWORK * lacks.over_network(placed % slots) + lacks.received(placed % slots)
+        return NETWORK_WEIGHT * missing.network_bytes(placed % slots) + missing.received_bytes(placed % slots)
 
-    best = place(lacks, slots, slots, ranks)
+    best = assign_slots(missing, slots, slots, ranks)
     assert sorted(best) == list(range(ranks))
     assert cost(best) == min(cost(np.array(every)) for every in itertools.permutations(range(ranks)))
     demand = {rank: Demand(tuple(wanted[slot % slots])) for rank, slot in enumerate(best)}
     holdings = {rank: Holdings(tuple(pieces)) for rank, pieces in held.items()}
-    assert lacks.received(best % slots) == sum(lower_bound(holdings, demand).values())
+    assert missing.received_bytes(best % slots) == sum(lower_bound(holdings, demand).values())
 
 
 @settings(max_examples=40, deadline=None)
@@ -112,11 +118,11 @@ def test_over_several_nodes_nothing_is_lost_and_nothing_gets_worse(
 ) -> None:
     ranks, slots, tp, per_node = sizes
     held = {rank: [shard("a", data.draw(st.integers(0, 15)), 16)] for rank in range(ranks)}
-    lacks = lacking_of(held, [[shard("a", slot, slots, 48)] for slot in range(slots)], per_node)
-    placed, usual = place(lacks, slots, tp, per_node), consecutive(ranks)
+    missing = lacking_of(held, [[shard("a", slot, slots, 48)] for slot in range(slots)], per_node)
+    placed, usual = assign_slots(missing, slots, tp, per_node), consecutive_slots(ranks)
 
     def cost(of: np.ndarray) -> int:
-        return NETWORK * lacks.over_network(of % slots) + lacks.received(of % slots)
+        return NETWORK_WEIGHT * missing.network_bytes(of % slots) + missing.received_bytes(of % slots)
 
     assert sorted(placed) == list(range(ranks))
     assert cost(placed) <= cost(usual)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import groups_of
+from hybrid3d.reshard.classes import rank_groups
 from hybrid3d.reshard.coverage import check_coverage, check_same_tensors, lower_bound
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, View
 from hybrid3d.reshard.planner import DIRECT_BYTES, FILES, PlanError, Transfer, local_plan, make_plan
@@ -62,9 +62,9 @@ def test_replicas_share_the_sending(replicas: int, rows: list[int]) -> None:
     """Who has sent least goes next, so no two replicas are ever further apart than the largest piece."""
     held, wanted = Side(replicas + 1), Side(replicas + 1)
     for i, n in enumerate(rows):
-        wanted.add(replicas, f"t{i}", Box.whole((n, 2)), "float32")
+        wanted.add(replicas, f"t{i}", Box.full((n, 2)), "float32")
         for rank in range(replicas):
-            held.add(rank, f"t{i}", Box.whole((n, 2)), "float32")
+            held.add(rank, f"t{i}", Box.full((n, 2)), "float32")
     world = World({f"t{i}": (n, 2) for i, n in enumerate(rows)}, held, wanted)
     plan = make_plan(world.holdings, world.demand, 64)
     each = [plan[rank].sent_bytes for rank in range(replicas)]
@@ -137,8 +137,8 @@ def test_layouts_worked_out_by_hand(
 def one_tensor(shape: Shape) -> World:
     """Rank 0 holds a tensor, rank 1 wants it."""
     world = World({"t": shape}, Side(2), Side(2))
-    world.held.add(0, "t", Box.whole(shape))
-    world.wanted.add(1, "t", Box.whole(shape))
+    world.held.add(0, "t", Box.full(shape))
+    world.wanted.add(1, "t", Box.full(shape))
     return world
 
 
@@ -154,8 +154,8 @@ def test_large_boxes_travel_alone_and_small_ones_together() -> None:
     sizes = {"a": rows - 1, "b": rows, "c": 3, "d": rows + 1, "e": 2 * rows}
     for name, n in sizes.items():
         strided = 1 if name in "ae" else 0
-        world.held.add(0, name, Box.whole((n, 1)), gap=strided)
-        world.wanted.add(1, name, Box.whole((n, 1)), gap=strided if name == "a" else 0)
+        world.held.add(0, name, Box.full((n, 1)), gap=strided)
+        world.wanted.add(1, name, Box.full((n, 1)), gap=strided if name == "a" else 0)
     plan = make_plan(world.holdings, world.demand, 1 << 30)
     for rank in (0, 1):
         (bucket,) = plan[rank].buckets
@@ -205,8 +205,8 @@ def test_what_would_travel_is_no_load() -> None:
 def test_what_nobody_holds_is_named_with_its_box_and_rank() -> None:
     world = World({"a.weight": (4, 6)}, Side(3), Side(3))
     world.held.add(0, "a.weight", Box((0, 0), (4, 4)))
-    world.wanted.add(2, "a.weight", Box.whole((4, 6)))
-    world.wanted.add(1, "b.weight", Box.whole((2,)))
+    world.wanted.add(2, "a.weight", Box.full((4, 6)))
+    world.wanted.add(1, "b.weight", Box.full((2,)))
     with pytest.raises(PlanError, match="2 wanted tensors are held by no rank in full") as caught:
         make_plan(world.holdings, world.demand, 64)
     assert "a.weight [0, 4] + [4, 2], wanted by rank 2" in str(caught.value)
@@ -214,17 +214,17 @@ def test_what_nobody_holds_is_named_with_its_box_and_rank() -> None:
 
 
 def test_a_tensor_that_one_side_alone_has_is_named() -> None:
-    pieces = [Piece(f"t{i:02}", Box.whole((2,)), View("x", 2 * i, (1,)), "float32") for i in range(30)]
+    pieces = [Piece(f"t{i:02}", Box.full((2,)), View("x", 2 * i, (1,)), "float32") for i in range(30)]
     few, all_of_them = Holdings(tuple(pieces[:3])), Holdings(tuple(pieces))
     wants_few, wants_all = Demand(few.pieces), Demand(all_of_them.pieces)
-    check_same_tensors(groups_of({0: few}), groups_of({1: wants_few}))
+    check_same_tensors(rank_groups({0: few}), rank_groups({1: wants_few}))
     parts = {rank: Holdings(tuple(pieces[rank::3])) for rank in range(3)}
-    check_same_tensors(groups_of(parts), groups_of({1: wants_few, 4: wants_all}))
-    with pytest.raises(PlanError, match="27 tensors are wanted by rollout ranks and no train rank holds them: ") as it:
-        check_same_tensors(groups_of({0: few}), groups_of({1: wants_all}))
+    check_same_tensors(rank_groups(parts), rank_groups({1: wants_few, 4: wants_all}))
+    with pytest.raises(PlanError, match="27 tensors are wanted by rollout ranks and held by no train rank: ") as it:
+        check_same_tensors(rank_groups({0: few}), rank_groups({1: wants_all}))
     assert str(it.value).endswith(": " + ", ".join(f"t{i:02}" for i in range(3, 23)))
-    with pytest.raises(PlanError, match="27 tensors are trained and no rollout rank wants them: t03, "):
-        check_same_tensors(groups_of({0: all_of_them}), groups_of({1: wants_few}))
+    with pytest.raises(PlanError, match="27 tensors are held by train ranks and wanted by no rollout rank: t03, "):
+        check_same_tensors(rank_groups({0: all_of_them}), rank_groups({1: wants_few}))
 
 
 def test_wanting_an_element_twice_is_refused() -> None:

@@ -12,7 +12,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import Signature, classes_of, distinct, groups_of, only, signature_of
+from hybrid3d.reshard.classes import Signature, classify_tensors, group_ranks, rank_groups, select_tensors, signature_of
 from hybrid3d.reshard.coverage import check_routes, lower_bound
 from hybrid3d.reshard.layout import Demand, Holdings, Piece, View
 from hybrid3d.reshard.planner import LocalPieces, PlanError, Routes, make_plan
@@ -29,18 +29,18 @@ def piece(name: str, local: str, start: int = 0, size: int = 4) -> Piece:
 
 
 def classes(holdings: dict[int, Holdings], demand: dict[int, Demand]) -> dict[tuple[str, ...], int]:
-    found = classes_of([side for _, side in groups_of(holdings)], [side for _, side in groups_of(demand)])
+    found = classify_tensors([side for _, side in rank_groups(holdings)], [side for _, side in rank_groups(demand)])
     return {one.names: one.count for one in found}
 
 
 def routed(sides: Sides, per_node: int, times: dict[str, int] | None = None) -> list[RoutedClass]:
-    holders, readers = groups_of(sides[0]), groups_of(sides[1])
-    found = classes_of([side for _, side in holders], [side for _, side in readers], times)
+    holders, readers = rank_groups(sides[0]), rank_groups(sides[1])
+    found = classify_tensors([side for _, side in holders], [side for _, side in readers], times)
     return list(route(found, [ranks for ranks, _ in holders], [ranks for ranks, _ in readers], per_node))
 
 
 def check(routes: list[RoutedClass], sides: Sides) -> None:
-    check_routes(routes, groups_of(sides[0]), groups_of(sides[1]))
+    check_routes(routes, rank_groups(sides[0]), rank_groups(sides[1]))
 
 
 def repeated(world: World, copies: int) -> Sides:
@@ -95,14 +95,14 @@ def test_an_outline_says_all_but_the_places(world: World) -> None:
 def test_groups_are_of_ranks_that_share_a_side() -> None:
     both, other = Demand((piece("a", "x"), piece("b", "y"))), Demand((piece("b", "x"),))
     signature = {((piece("a", "x").box, "float32"),): ("a", "b")}
-    assert groups_of({2: both, 1: other, 0: both}) == [([0, 2], signature), ([1], signature_of(other))]
+    assert rank_groups({2: both, 1: other, 0: both}) == [([0, 2], signature), ([1], signature_of(other))]
 
 
 def test_what_ranks_share_they_share_again() -> None:
     both, other = Demand((piece("a", "x"), piece("b", "y"))), Demand((piece("b", "x"),))
-    kept = only({0: both, 1: other, 2: both}, ["b"])
+    kept = select_tensors({0: both, 1: other, 2: both}, ["b"])
     assert kept == {0: Demand((piece("b", "y"),)), 1: other, 2: Demand((piece("b", "y"),))}
-    assert [ranks for ranks, _ in distinct(kept)] == [[0, 2], [1]]
+    assert [ranks for ranks, _ in group_ranks(kept)] == [[0, 2], [1]]
 
 
 @RANDOM
@@ -113,7 +113,7 @@ def test_one_layer_s_routes_are_the_traffic_of_all_between_every_two_ranks(
     """Counted for one layer and multiplied, against every transfer of the plan of all layers: who sends included."""
     sides = repeated(world, copies)
     kept = {p.name for side in sides for of in side.values() for p in of.pieces if layer_of(p.name) == 0}
-    first = only(sides[0], kept), only(sides[1], kept)
+    first = select_tensors(sides[0], kept), select_tensors(sides[1], kept)
     routes = routed(first, per_node, dict.fromkeys(kept, copies))
     sent: Counter[tuple[int, int]] = Counter()
     for one in routes:
@@ -135,7 +135,7 @@ def test_one_layer_s_routes_are_the_traffic_of_all_between_every_two_ranks(
 def test_replicas_take_turns(replicas: int, readers: int, count: int) -> None:
     """Over all readers and tensors no two replicas are further apart than one message."""
     source = Source(Box((0,), (8,)), tuple(range(replicas)), {100 + reader: 32 for reader in range(readers)})
-    source.start(Counter())
+    source.fix_turns(Counter())
     servers = Counter(source.server(reader, number) for number in range(count) for reader in source.readers)
     each = [servers.get(rank, 0) for rank in range(replicas)]
     assert sum(each) == readers * count
@@ -207,8 +207,8 @@ def test_who_shares_an_object_does_not_matter(world: World, per_node: int) -> No
     wanted = next(iter(world.demand.values()))
     ranks = sorted(world.holdings)
     shared, own = dict.fromkeys(ranks, wanted), {rank: replace(wanted) for rank in ranks}
-    assert len(distinct(shared)) == 1
-    assert len(distinct(own)) == len(ranks)
+    assert len(group_ranks(shared)) == 1
+    assert len(group_ranks(own)) == len(ranks)
     backwards = dict(reversed(own.items()))
     assert make_plan(world.holdings, shared, 64, per_node) == make_plan(world.holdings, own, 64, per_node)
     assert make_plan(world.holdings, shared, 64, per_node) == make_plan(world.holdings, backwards, 64, per_node)

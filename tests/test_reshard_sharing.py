@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.layout import Piece
 from hybrid3d.reshard.planner import Transfer, make_plan
-from hybrid3d.reshard.sharing import Sharing, sharable
+from hybrid3d.reshard.sharing import StorageAlias, find_storage_aliases
 from test_reshard_box import Side, World, addresses, worlds
 
 
@@ -21,16 +21,16 @@ def of_rank(world: World, rank: int) -> tuple[list[Transfer], dict[str, int]]:
 def one(tensor: str = "layers.0.a", held: str = "float32", **wanted) -> World:
     """Rank 0 holds what it wants: one tensor, and another that is small and has something else in its layer."""
     world = World({}, Side(2), Side(2))
-    world.held.add(1, "layers.0.b", Box.whole((3,)))
-    world.wanted.add(0, "layers.0.b", Box.whole((3,)), "bfloat16")
-    world.held.add(0, tensor, Box.whole((4, 6)), held)
-    world.wanted.add(0, tensor, Box.whole((4, 6)), "float32", **wanted)
+    world.held.add(1, "layers.0.b", Box.full((3,)))
+    world.wanted.add(0, "layers.0.b", Box.full((3,)), "bfloat16")
+    world.held.add(0, tensor, Box.full((4, 6)), held)
+    world.wanted.add(0, tensor, Box.full((4, 6)), "float32", **wanted)
     world.shapes |= {tensor: (4, 6), "layers.0.b": (3,)}
     return world
 
 
 def test_what_lies_as_it_is_wanted_is_shared() -> None:
-    assert sharable(*with_demand(one())) == {"float32": Sharing("float32", 0)}
+    assert find_storage_aliases(*with_demand(one())) == {"float32": StorageAlias("float32", 0)}
 
 
 def with_demand(world: World):
@@ -40,17 +40,17 @@ def with_demand(world: World):
 
 def test_what_does_not_is_copied() -> None:
     for other in (one(held="bfloat16"), one(order=(1, 0)), one(gap=1)):
-        assert sharable(*with_demand(other)) == {}
+        assert find_storage_aliases(*with_demand(other)) == {}
     arriving, demand, sizes = with_demand(one())
-    assert sharable(arriving, demand, sizes | {"float32": 25}) == {}, "an element is left out"
+    assert find_storage_aliases(arriving, demand, sizes | {"float32": 25}) == {}, "an element is left out"
 
 
 def test_a_layer_keeps_a_tensor_to_receive() -> None:
     world = World({"layers.0.a": (8,), "layers.0.b": (4,)}, Side(1), Side(1))
     for name, dtype in (("layers.0.a", "float32"), ("layers.0.b", "bfloat16")):
         for side in (world.held, world.wanted):
-            side.add(0, name, Box.whole(world.shapes[name]), dtype)
-    assert sharable(*with_demand(world)) == {"float32": Sharing("float32", 0)}
+            side.add(0, name, Box.full(world.shapes[name]), dtype)
+    assert find_storage_aliases(*with_demand(world)) == {"float32": StorageAlias("float32", 0)}
 
 
 @settings(max_examples=200, deadline=None)
@@ -58,7 +58,7 @@ def test_a_layer_keeps_a_tensor_to_receive() -> None:
 def test_each_element_of_a_shared_tensor_is_the_one_that_is_wanted(world: World) -> None:
     for rank in world.wanted.pieces:
         arriving, sizes = of_rank(world, rank)
-        for tensor, sharing in sharable(arriving, world.demand[rank], sizes).items():
+        for tensor, sharing in find_storage_aliases(arriving, world.demand[rank], sizes).items():
             seen = set()
             for piece in (p for p in world.wanted.pieces[rank] if p.view.tensor == tensor):
                 held = [p for p in world.held.pieces[rank] if (p.name, p.view.tensor) == (piece.name, sharing.source)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid3d.reshard.executor import Executor, Report, Tensors
+from hybrid3d.reshard.executor import ExecutionReport, Executor, NamedTensors
 from hybrid3d.reshard.layout import Demand, Holdings
 from hybrid3d.reshard.planner import make_plan
 from test_reshard_executor import canonical, large_world, memories, write_pieces
@@ -18,22 +18,22 @@ WORLD = large_world()
 RANKS = range(4)
 
 
-def synced(transport: Any = LocalTransport) -> list[Report]:
+def synced(transport: Any = LocalTransport) -> list[ExecutionReport]:
     plan = make_plan(WORLD.holdings, WORLD.demand, 300_000)
     mailbox, values = Mailbox(), canonical(WORLD, 1)
 
-    def run(rank: int) -> Report:
+    def run(rank: int) -> ExecutionReport:
         held, wanted = memories(WORLD.held, rank, 0.0), memories(WORLD.wanted, rank, 7.0)
         write_pieces(WORLD.held.pieces[rank], values, held)
         with mailbox.one_for_all():
-            executor = Executor(plan[rank], Tensors(held), Tensors(wanted), transport(rank, mailbox))
+            executor = Executor(plan[rank], NamedTensors(held), NamedTensors(wanted), transport(rank, mailbox))
             return executor.run(verify=True)
 
     return run_in_threads(run, RANKS)
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
-    assert [report.wrong for report in synced()] == [()] * 4
+    assert [report.corrupted for report in synced()] == [()] * 4
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -50,10 +50,10 @@ def test_a_bit_that_flips_in_transit_is_found_at_the_reader(seed: int) -> None:
                 tensor[bit % tensor.numel()] ^= 1 << bit % 8
             super().submit_send(tensor, dst, tag)
 
-    found = [report.wrong for report in synced(FlipsOneBit)]
+    found = [report.corrupted for report in synced(FlipsOneBit)]
     assert sum(len(wrong or ()) for wrong in found) == 1
 
 
 def test_a_sync_that_is_not_verified_says_nothing_of_it() -> None:
     plan = make_plan({0: Holdings(())}, {0: Demand(())}, 1 << 20)
-    assert Executor(plan[0], Tensors({}), Tensors({}), LocalTransport(0, {})).run().wrong is None
+    assert Executor(plan[0], NamedTensors({}), NamedTensors({}), LocalTransport(0, {})).run().corrupted is None

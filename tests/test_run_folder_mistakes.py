@@ -15,7 +15,7 @@ import yaml
 from hybrid3d import cli
 from hybrid3d.inputs import export
 from hybrid3d.launch import launcher
-from hybrid3d.reshard.files import Entry, create_files
+from hybrid3d.reshard.files import TensorEntry, create_files
 from hybrid3d.run.run_folder import RunFolder
 from hybrid3d.storage import manifest
 from sound import RECIPE, write_inputs
@@ -143,11 +143,11 @@ def test_a_place_without_room(run: Path, refused: Refused, monkeypatch: pytest.M
 
 def test_an_export_takes_its_room_before_anything_is_written(tmp_path: Path) -> None:
     """Its files are memory-mapped: a rank that runs out of disk space would be killed without a message."""
-    create_files(tmp_path, {"a": Entry("model.safetensors", (1 << 20,), "float32")})
+    create_files(tmp_path, {"a": TensorEntry("model.safetensors", (1 << 20,), "float32")})
     found = (tmp_path / "model.safetensors").stat()
     assert found.st_blocks * 512 >= found.st_size > 4 << 20
     with pytest.raises(OSError, match=r"bytes are needed: '.*model\.safetensors'"):
-        create_files(tmp_path / "large", {"a": Entry("model.safetensors", (1 << 55,), "float32")})
+        create_files(tmp_path / "large", {"a": TensorEntry("model.safetensors", (1 << 55,), "float32")})
 
 
 def test_an_export_removes_nothing_of_the_user(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

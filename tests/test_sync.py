@@ -19,7 +19,7 @@ from hybrid3d.config import load_recipe
 from hybrid3d.families import family_of
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import query_engines
-from hybrid3d.planning.traffic import planned
+from hybrid3d.planning.traffic import compute_sync_traffic
 from reference import tensors_in
 from run_ranks import run_ranks
 
@@ -137,7 +137,7 @@ def test_the_plan_says_what_is_measured(results: list[dict], tmp_path: Path) -> 
     for case in cases_of(results):
         (tmp_path / "recipe.yaml").write_text(case[0]["recipe"])
         recipe = load_recipe(tmp_path / "recipe.yaml")
-        plan = planned(recipe, query_engines(recipe, read_config(recipe.model.path)), case[0]["slots"])
+        plan = compute_sync_traffic(recipe, query_engines(recipe, read_config(recipe.model.path)), case[0]["slots"])
         by_rank = sorted(case, key=lambda result: result["rank"])
         assert [result["report"]["received_bytes"] for result in by_rank] == plan.traffic.sum(0).tolist()
         assert [result["c10d"].get("c10d::send", 0) for result in by_rank] == plan.traffic.sum(1).tolist()

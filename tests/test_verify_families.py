@@ -12,9 +12,9 @@ import torch
 from checkpoints import FAMILIES
 from grid import LAYOUTS, Cell, Grid, rollout_of
 from hybrid3d.config import Train
-from hybrid3d.reshard.executor import Executor, Tensors
+from hybrid3d.reshard.executor import Executor, NamedTensors
 from hybrid3d.reshard.planner import make_plan
-from hybrid3d.reshard.verify import Checks
+from hybrid3d.reshard.verify import TransferChecksums
 from worlds import LocalTransport, Mailbox, run_in_threads
 
 pytestmark = pytest.mark.engines
@@ -51,22 +51,22 @@ def test_every_flipped_bit_is_found_in_its_tensor_and_nothing_else(
     landing = [(rank, t) for rank in ranks for t in plan[rank].transfers if t.dst == rank and t.box.numel]
     chosen = draw.sample(landing, FLIPS)
     flipped = {id(t): draw.randrange(1 << 30) for _, t in chosen}
-    landed = Checks.landed
+    record_layer = TransferChecksums.record_layer
 
-    def flipping(checks: Checks, layer: int | None) -> None:
-        for t, box in checks._landing[layer]:
+    def flipping(checks: TransferChecksums, layer: int | None) -> None:
+        for t, box in checks._targets[layer]:
             if id(t) in flipped:
                 flip(box, random.Random(flipped[id(t)]))
-        landed(checks, layer)
+        record_layer(checks, layer)
 
-    monkeypatch.setattr(Checks, "landed", flipping)
+    monkeypatch.setattr(TransferChecksums, "record_layer", flipping)
     mailbox = Mailbox()
 
     def run(rank: int) -> tuple[str, ...] | None:
-        got = Tensors({name: torch.zeros_like(tensor) for name, tensor in wanted[rank].truth.items()})
+        got = NamedTensors({name: torch.zeros_like(tensor) for name, tensor in wanted[rank].truth.items()})
         with mailbox.one_for_all():
-            executor = Executor(plan[rank], Tensors(trained[rank].tensors), got, LocalTransport(rank, mailbox))
-            return executor.run(verify=True).wrong
+            executor = Executor(plan[rank], NamedTensors(trained[rank].tensors), got, LocalTransport(rank, mailbox))
+            return executor.run(verify=True).corrupted
 
     found = dict(zip(ranks, run_in_threads(run, ranks), strict=True))
     assert found == {rank: tuple(sorted({t.name for r, t in chosen if r == rank})) for rank in ranks}, str(cell)

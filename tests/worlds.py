@@ -76,7 +76,7 @@ class Mailbox(dict):
 class LocalTransport:
     """Several ranks in one process: every `LocalTransport` of one `mailbox` is a rank."""
 
-    stops = True
+    blocks_host = True
 
     def __init__(self, rank: int, mailbox: dict[tuple[int, int, int], torch.Tensor]):
         self.received_bytes = 0
@@ -122,7 +122,7 @@ class Strict(LocalTransport):
         self.sent: list[tuple[int, int, int]] = []
         self.received: list[tuple[int, int, int]] = []
         self._leaving: list[tuple[int, int, int]] = []
-        self._under_way = 0
+        self._in_flight = 0
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         assert_bytes(tensor)
@@ -137,8 +137,8 @@ class Strict(LocalTransport):
         super().submit_recv(tensor, src, tag)
 
     def run(self) -> Any:
-        self._under_way += 1
-        assert self._under_way <= 2, "more than two buckets under way"
+        self._in_flight += 1
+        assert self._in_flight <= 2, "more than two buckets under way"
         expected, leaving = self._expected, self._leaving
         self._expected, self._leaving = [], []
         transport = self
@@ -150,7 +150,7 @@ class Strict(LocalTransport):
                     transport._mailbox.pop(key)
                 for key in leaving:
                     transport._mailbox.wait_until_taken(key)
-                transport._under_way -= 1
+                transport._in_flight -= 1
 
         return Deliveries()
 

@@ -200,15 +200,15 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
     from hybrid3d.inputs.checks import check_model
 
     config = check_model(recipe, planned=True)
-    from hybrid3d.planning.page import draw, page_of
-    from hybrid3d.planning.report import report
+    from hybrid3d.planning.page import draw, format_page
+    from hybrid3d.planning.report import make_report
 
     with _console(stderr=True).status("") as status:
-        plan = report(recipe, config, say=status.update)
+        plan = make_report(recipe, config, on_progress=status.update)
     if options.json:
         print(json.dumps(plan.numbers(), indent=2))
     else:
-        _console().print(page_of(plan))
+        _console().print(format_page(plan))
     if picture is not None:
         try:
             draw(plan, picture)
@@ -254,20 +254,20 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
         if value is not None and not 1 <= value <= maximum:
             problem = f"--{name} {abbreviate(value)}: expected an integer from 1 to {maximum:,}"
             raise RecipeError(recipe.name, [problem])
-    from hybrid3d.bench.scaling import Scale, scaled
+    from hybrid3d.bench.scaling import Scale, scale_recipe
     from hybrid3d.inputs.models import read_config
     from hybrid3d.launch import tasks
 
     scale = Scale(options.layers, options.hidden, options.experts)
-    scaled_recipe, config = scaled(recipe, scale)
-    scaling = scale.said(read_config(recipe.model.path))
+    scaled_recipe, config = scale_recipe(recipe, scale)
+    scaling = scale.describe(read_config(recipe.model.path))
     folder = RunFolder.for_recipe(scaled_recipe)
     if launch_environment.under_launcher():
         _check_world(scaled_recipe)
     if CHECKED not in os.environ:
-        from hybrid3d.bench.fitting import check_room
+        from hybrid3d.bench.fitting import check_benchmark_memory
 
-        check_room(scaled_recipe, config)
+        check_benchmark_memory(scaled_recipe, config)
     if launch_environment.under_launcher():
         task = functools.partial(tasks.bench, scaled_recipe, config, scaling, folder, options.repeats, options.json)
         return _run_rank(scaled_recipe, folder, task)

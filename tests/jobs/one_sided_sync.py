@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Run, Sync, Train
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.executor import Tensors
+from hybrid3d.reshard.executor import NamedTensors
 from hybrid3d.reshard.layout import Demand, Piece, View
 from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.train.weights import MegatronWeights
@@ -31,7 +31,7 @@ def pieces(first: int, rows: int) -> tuple[Piece, ...]:
     return tuple(Piece(name, Box((first, 0), (rows, SHAPE[1])), View(name, 0, view), "float32") for name in NAMES)
 
 
-class Landing(Tensors):
+class Landing(NamedTensors):
     """A sink of plain tensors, with what the session of a sync asks of vLLM's weights."""
 
     finalize_bytes = 0

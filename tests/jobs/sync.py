@@ -101,7 +101,9 @@ class Engine(rollout_engine.RolloutEngine):
                 found[f"{path}.linear"] = method.apply(module, inputs, module.bias)
             elif hasattr(module, "experts") and not hasattr(module, "layers"):
                 found[f"{path}.block"] = self._block(module)
-            derived = {name: getattr(module, name) for name in rollout_weights.DERIVED if hasattr(module, name)}
+            derived = {
+                name: getattr(module, name) for name in rollout_weights.DERIVED_PARAMETERS if hasattr(module, name)
+            }
             found |= {f"{path}.{name}": tensor.clone() for name, tensor in derived.items()}
         return found
 
@@ -164,13 +166,13 @@ class Landed:
 
     def __init__(self):
         self.tensors = {}
-        finalize = rollout_weights._Opened.finalize
+        finalize = rollout_weights._OpenUnit.finalize
 
         def seen(opened, vllm_config):
             self.tensors.update({name: t.detach().clone() for name, t in opened.unit.tensors()})
             finalize(opened, vllm_config)
 
-        rollout_weights._Opened.finalize = seen
+        rollout_weights._OpenUnit.finalize = seen
 
 
 class CountCollectives(TorchDispatchMode):
@@ -232,7 +234,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def compare(engine: Engine, landed: Landed, truth: tuple) -> dict:
     _, before, outputs, logprobs = truth
     live, computed = tensors_of(engine.model), engine.outputs()
-    assert live.keys() - before.keys() <= {n for n in live if n.endswith(rollout_weights.DERIVED)}
+    assert live.keys() - before.keys() <= {n for n in live if n.endswith(rollout_weights.DERIVED_PARAMETERS)}
     got = {name: landed.tensors.get(name, live[name]) for name in before}
     return {
         "landed": len(landed.tensors),

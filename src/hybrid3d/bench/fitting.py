@@ -16,14 +16,14 @@ from hybrid3d.families import Config
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import query_engines
 from hybrid3d.planning.isolated import run_in_subprocess
-from hybrid3d.planning.traffic import planned
+from hybrid3d.planning.traffic import compute_sync_traffic
 
-PROCESS = 1_500_000_000  # of a rank with both engines' libraries, before there is a model; measured on a CPU
+PROCESS_BYTES = 1_500_000_000  # of a rank with both engines' libraries, before there is a model; measured on a CPU
 
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def check_room(recipe: Recipe, config: Config) -> None:
+def check_benchmark_memory(recipe: Recipe, config: Config) -> None:
     """Both engines' weights, the wire's buffers and the others' staging must fit. Of several ranks rank 0 looks.
 
     Raises:
@@ -37,7 +37,7 @@ def check_room(recipe: Recipe, config: Config) -> None:
         needed, free = fullest, torch.cuda.mem_get_info()[0]
     else:
         here = distributed.local_world_size() if distributed.under_launcher() else recipe.world_size
-        needed, free = together * here // recipe.world_size + here * PROCESS, _available()
+        needed, free = together * here // recipe.world_size + here * PROCESS_BYTES, _available()
     if needed > free:
         problem = f"it takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
         raise RecipeError(recipe.name, [f"{problem}: scale it down with --layers, --hidden or --experts"])
@@ -56,9 +56,9 @@ def _available() -> int:
     return min(left)
 
 
-def room(recipe: Recipe) -> tuple[int, int]:
+def required_bytes(recipe: Recipe) -> tuple[int, int]:
     """Bytes of the fullest rank, and of all: weights (vLLM's twice, as it packs them on a CPU) and buffers."""
-    found = planned(recipe, query_engines(recipe, read_config(recipe.model.path)))
+    found = compute_sync_traffic(recipe, query_engines(recipe, read_config(recipe.model.path)))
     wire = found.traffic.sum(0) + found.traffic.sum(1) + 2 * found.local
     staging = 2 * found.staging + found.finalize + 4 * recipe.sync.bucket_bytes
     each = found.held + 2 * found.wanted + wire + staging
@@ -66,4 +66,4 @@ def room(recipe: Recipe) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(room(load_recipe(sys.argv[1]))))
+    Path(sys.argv[2]).write_text(json.dumps(required_bytes(load_recipe(sys.argv[1]))))

@@ -18,16 +18,16 @@ import torch.distributed as dist
 from hybrid3d.distributed import gather_objects
 from hybrid3d.families import is_expert
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import Signature, natural
-from hybrid3d.reshard.executor import Copies
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape, View, by_name, contiguous_stride
-from hybrid3d.reshard.memory import Memory, aligned, strided
+from hybrid3d.reshard.classes import Signature, natural_sort_key
+from hybrid3d.reshard.executor import BatchedCopies
+from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape, View, contiguous_stride, pieces_by_name
+from hybrid3d.reshard.memory import DeviceBuffer, align_up, strided_view
 from hybrid3d.reshard.protocols import Sink, Source
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import Pending, Transport
 
-AHEAD = 2  # buckets that are broadcast while one is gathered
-BUFFERS = AHEAD + 2
+BROADCASTS_IN_FLIGHT = 2  # buckets that are broadcast while one is gathered
+BUFFERS = BROADCASTS_IN_FLIGHT + 2
 
 Group = dist.ProcessGroup
 Kind = tuple[int | None, str, str]
@@ -52,7 +52,7 @@ class Peers:
     columns: Sequence[Sequence[int]]
 
     @classmethod
-    def meet(
+    def create(
         cls,
         signatures: Sequence[Signature],
         shapes: Mapping[str, Shape],
@@ -84,8 +84,8 @@ class _Bucket:
     closes: bool = False
     local: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     parts: list[torch.Tensor] = field(default_factory=list)
-    packing: Copies = field(default_factory=Copies)
-    unpacking: Copies = field(default_factory=Copies)
+    packing: BatchedCopies = field(default_factory=BatchedCopies)
+    unpacking: BatchedCopies = field(default_factory=BatchedCopies)
 
     @property
     def nbytes(self) -> int:
@@ -93,10 +93,10 @@ class _Bucket:
 
     @property
     def buffer_bytes(self) -> int:
-        return aligned(self.nbytes) * len(self.members)
+        return align_up(self.nbytes) * len(self.members)
 
 
-class Gather:
+class GatherBaseline:
     """Rebuilds every tensor on this rank, a bucket at a time. Every rank calls `run` together.
 
     Attributes:
@@ -117,8 +117,8 @@ class Gather:
         self._transport = transport
         self._buckets = list(_buckets(peers, bucket_bytes))
         sizes = [[bucket.buffer_bytes for bucket in self._buckets[turn::BUFFERS]] for turn in range(BUFFERS)]
-        memory = [Memory(max(of_turn, default=0), device) for of_turn in sizes]
-        holds, wants = by_name(held[0].pieces), by_name(wanted[0].pieces)
+        memory = [DeviceBuffer(max(of_turn, default=0), device) for of_turn in sizes]
+        holds, wants = pieces_by_name(held[0].pieces), pieces_by_name(wanted[0].pieces)
         for i, bucket in enumerate(self._buckets):
             self._place(bucket, memory[i % BUFFERS])
             self._bind_unpacking(bucket, wants)
@@ -137,9 +137,9 @@ class Gather:
             found += spread + 2 * (len(bucket.ranks) - 1) + len(bucket.packing) + len(bucket.unpacking)
         return found
 
-    def _place(self, bucket: _Bucket, memory: Memory) -> None:
-        step = aligned(bucket.nbytes)
-        bucket.parts = [memory.flat(i * step, bucket.nbytes, torch.uint8) for i in range(len(bucket.ranks))]
+    def _place(self, bucket: _Bucket, memory: DeviceBuffer) -> None:
+        step = align_up(bucket.nbytes)
+        bucket.parts = [memory.flat_view(i * step, bucket.nbytes, torch.uint8) for i in range(len(bucket.ranks))]
         bucket.local = bucket.parts[list(bucket.ranks).index(self._peers.rank)]
 
     def _bind_unpacking(self, bucket: _Bucket, wants: Mapping[str, list[Piece]]) -> None:
@@ -149,25 +149,27 @@ class Gather:
                 for target in wants.get(piece.name, ()) if (piece.name, piece.box) not in seen else ():
                     common = piece.box.intersect(target.box)
                     if common is not None:
-                        bucket.unpacking.add(self._sink.write(target.part(common)), _view(flat, piece.part(common)))
+                        bucket.unpacking.add(
+                            self._sink.write(target.restrict(common)), _view(flat, piece.restrict(common))
+                        )
                 seen.add((piece.name, piece.box))
 
     def _bind_packing(self, bucket: _Bucket, holds: Mapping[str, list[Piece]], source: Source) -> None:
         for piece in bucket.members[list(bucket.ranks).index(self._peers.rank)]:
             lies = next(p for p in holds[piece.name] if p.box.contains(piece.box))
-            bucket.packing.add(_view(bucket.local, piece), source.read(lies.part(piece.box)))
+            bucket.packing.add(_view(bucket.local, piece), source.read(lies.restrict(piece.box)))
 
     @torch.no_grad()
     def run(self) -> int:
         """The bytes received."""
         received_before = self._transport.received_bytes
         before: tuple[_Bucket, Pending] | None = None
-        spreading = deque(map(self._spread, range(min(AHEAD, len(self._buckets)))))
+        spreading = deque(map(self._spread, range(min(BROADCASTS_IN_FLIGHT, len(self._buckets)))))
         for number, bucket in enumerate(self._buckets):
             spreading.popleft().wait()
             gathered = self._exchange(number)
-            if number + AHEAD < len(self._buckets):
-                spreading.append(self._spread(number + AHEAD))
+            if number + BROADCASTS_IN_FLIGHT < len(self._buckets):
+                spreading.append(self._spread(number + BROADCASTS_IN_FLIGHT))
             if before is not None:
                 self._finish(*before)
             before = bucket, gathered
@@ -206,7 +208,7 @@ class Gather:
         if bucket.closes:
             self._sink.close(bucket.layer)
 
-    def peers_bytes(self) -> tuple[dict[int, int], dict[int, int]]:
+    def bytes_by_peer(self) -> tuple[dict[int, int], dict[int, int]]:
         """By peer, the bytes that a run sends to it, and receives from it."""
         sent: dict[int, int] = defaultdict(int)
         received: dict[int, int] = defaultdict(int)
@@ -218,10 +220,10 @@ class Gather:
             for other in bucket.ranks:
                 sent[other] += bucket.nbytes
                 received[other] += bucket.nbytes
-        return without(sent, self._peers.rank), without(received, self._peers.rank)
+        return exclude_rank(sent, self._peers.rank), exclude_rank(received, self._peers.rank)
 
 
-def without(counts: dict[int, int], rank: int) -> dict[int, int]:
+def exclude_rank(counts: dict[int, int], rank: int) -> dict[int, int]:
     return {other: nbytes for other, nbytes in counts.items() if other != rank}
 
 
@@ -249,10 +251,10 @@ def _kinds(peers: Peers, column: Sequence[int]) -> list[dict[Kind, list[Piece]]]
         for boxes, names in peers.signatures[rank].items():
             for name in names:
                 for box, dtype in boxes if name not in seen else ():
-                    over = "experts" if is_expert(name) else "" if box == Box.whole(peers.shapes[name]) else "tp"
+                    over = "experts" if is_expert(name) else "" if box == Box.full(peers.shapes[name]) else "tp"
                     found[layer_of(name), over, dtype].append(Piece(name, box, View("", 0, ()), dtype))
         for pieces in found.values():
-            pieces.sort(key=lambda piece: (natural(piece.name), piece.box.start))
+            pieces.sort(key=lambda piece: (natural_sort_key(piece.name), piece.box.start))
         seen |= {name for names in peers.signatures[rank].values() for name in names}
         of_ranks.append(found)
     return of_ranks
@@ -290,4 +292,4 @@ def _laid_out(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return strided(flat.view(getattr(torch, piece.dtype)), piece.view, piece.box.size)
+    return strided_view(flat.view(getattr(torch, piece.dtype)), piece.view, piece.box.size)

@@ -31,7 +31,7 @@ COLUMNS = (
 BYTES = {"hybrid3d": "received_bytes", "gather": "gather_bytes", "wire": "wire_bytes", "gather_wire": "gather_bytes"}
 
 
-def numbers(recipe: Recipe, scaled: str, measured: dict[str, Any]) -> dict[str, Any]:
+def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any]) -> dict[str, Any]:
     """What `hybrid3d bench --json` prints: what was measured, what it says, and where and when that was."""
     seconds = measured["seconds"]
     layout = {
@@ -58,19 +58,19 @@ def numbers(recipe: Recipe, scaled: str, measured: dict[str, Any]) -> dict[str, 
             "hybrid3d": measured["max_staging_bytes"] + measured["max_finalize_bytes"],
             "gather": measured["max_gather_buffer_bytes"] + measured["max_finalize_bytes"],
         },
-        "machine": machine(),
+        "machine": describe_machine(),
         "date": datetime.now(UTC).date().isoformat(),
     }
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """The hardware in words."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     return f"{os.cpu_count()} CPU cores ({platform.machine()})"
 
 
-def table(found: dict[str, Any]) -> str:
+def format_table(found: dict[str, Any]) -> str:
     """Markdown."""
     ratios, layout = found["ratios"], found["layout"]
     rows = [
@@ -119,10 +119,10 @@ def _sides(layout: dict[str, Any]) -> str:
     return f"{' '.join(said).upper() or 'TP1'} -> TP{rollout['tp']}{experts}"
 
 
-def write(folder: RunFolder, found: dict[str, Any]) -> None:
+def write_results(folder: RunFolder, found: dict[str, Any]) -> None:
     """Into the folder: `bench.json`, `bench.md` and `bench.png`."""
     (folder.path / "bench.json").write_text(json.dumps(found, indent=2) + "\n")
-    (folder.path / "bench.md").write_text(table(found) + "\n")
+    (folder.path / "bench.md").write_text(format_table(found) + "\n")
     draw(found, folder.path / "bench.png")
 
 

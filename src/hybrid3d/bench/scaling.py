@@ -15,9 +15,9 @@ from hybrid3d.inputs.models import read_config
 # Sizes that go with the model's width. Those of latent attention stay: they do not shard.
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-OF_LAYERS = ("layer_types", "mlp_layer_types")  # an entry for each layer
+PER_LAYER_KEYS = ("layer_types", "mlp_layer_types")  # an entry for each layer
 VOCABULARY = 128  # the vocabulary is a multiple of it
-MOST_TRIED = 16_384  # sizes, in looking for the smallest that works
+MAX_TRIED = 16_384  # sizes, in looking for the smallest that works
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Scale:
     hidden: int | None = None
     experts: int | None = None
 
-    def said(self, config: Config) -> str:
+    def describe(self, config: Config) -> str:
         """What was scaled, from what to what."""
         changes = {
             "layers": (config["num_hidden_layers"], self.layers),
@@ -39,7 +39,7 @@ class Scale:
         return ", ".join(said) or "nothing"
 
 
-def scaled(recipe: Recipe, scale: Scale) -> tuple[Recipe, dict[str, Any]]:
+def scale_recipe(recipe: Recipe, scale: Scale) -> tuple[Recipe, dict[str, Any]]:
     """A recipe of the benchmark, and its model's config, to be written to the recipe's `model.path`.
 
     What only generation needs (KV cache, lengths) is as small as it can be.
@@ -82,7 +82,7 @@ def _scaled_config(config: Config, scale: Scale) -> dict[str, Any]:
     found = dict(config)
     if scale.layers:
         found["num_hidden_layers"] = scale.layers
-        for key in OF_LAYERS:
+        for key in PER_LAYER_KEYS:
             if isinstance(config.get(key), list):
                 found[key] = [config[key][layer % len(config[key])] for layer in range(scale.layers)]
         if config.get("max_window_layers") is not None:
@@ -143,7 +143,7 @@ def _check(config: Config, recipe: Recipe) -> None:
 def _smallest(config: Config, recipe: Recipe, key: str) -> int | None:
     most = {"layers": "num_hidden_layers", "hidden": "hidden_size"}.get(key)
     most = most or next((name for name in EXPERTS if name in config), None)
-    for value in range(1, min(config[most], MOST_TRIED) + 1) if most else ():
+    for value in range(1, min(config[most], MAX_TRIED) + 1) if most else ():
         if not list(_problems(config, recipe, Scale(**{key: value}))):
             return value
     return None

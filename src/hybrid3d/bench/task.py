@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from hybrid3d import distributed
-from hybrid3d.bench.gathering import Gather, Peers
+from hybrid3d.bench.gathering import GatherBaseline, Peers
 from hybrid3d.bench.values import fill, wrong
-from hybrid3d.bench.wire import Wire, peers_bytes
+from hybrid3d.bench.wire import Wire, bytes_by_peer
 from hybrid3d.config import Recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.classes import Signature
@@ -27,7 +27,7 @@ from hybrid3d.train.model import build_model
 from hybrid3d.train.runtime import device, gather_groups, synchronize
 from hybrid3d.train.weights import canonical_shapes, megatron_weights
 
-Say = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 T = TypeVar("T")
 
 
@@ -59,23 +59,23 @@ class Bench:
     Every rank calls every method together.
     """
 
-    def __init__(self, recipe: Recipe, group: dist.ProcessGroup, slots: Sequence[int], say: Say):
+    def __init__(self, recipe: Recipe, group: dist.ProcessGroup, slots: Sequence[int], on_progress: ProgressCallback):
         self._group = group
-        say("building both engines")
+        on_progress("building both engines")
         config = read_config(recipe.model.path)
         self._trained = megatron_weights(build_model(config, recipe.train, getattr(torch, recipe.model.dtype)), config)
         self._engine = RolloutEngine(recipe, group.rank(), distributed.run_id(), slots)
-        say("planning")
+        on_progress("planning")
         self._sync = sync = WeightSync(recipe, group, self._trained, self._engine)
         signatures = {r: signature for those, signature in sync.holders for r in those}
         self._sink = CheckedSink(sync.sink, _dtypes(signatures.values()))
         self._hybrid = Executor(sync.plan, sync.source, self._sink, sync.transport, device())
         shapes = canonical_shapes(signatures.values())
-        peers = Peers.meet([signatures[r] for r in sorted(signatures)], shapes, gather_groups(), group)
+        peers = Peers.create([signatures[r] for r in sorted(signatures)], shapes, gather_groups(), group)
         ends = (self._trained.holdings, sync.source), (sync.sink.demand, self._sink)
-        self._gather = Gather(peers, *ends, recipe.sync.bucket_bytes, sync.transport, device())
-        self._wire = Wire(*peers_bytes(sync.plan), sync.plan.local_bytes, sync.transport, device())
-        self._gather_wire = Wire(*self._gather.peers_bytes(), sync.plan.local_bytes, sync.transport, device())
+        self._gather = GatherBaseline(peers, *ends, recipe.sync.bucket_bytes, sync.transport, device())
+        self._wire = Wire(*bytes_by_peer(sync.plan), sync.plan.local_bytes, sync.transport, device())
+        self._gather_wire = Wire(*self._gather.bytes_by_peer(), sync.plan.local_bytes, sync.transport, device())
         self.phases: dict[str, dict[str, float]] = {"hybrid3d": defaultdict(float), "sync": defaultdict(float)}
         self.methods: dict[str, Callable[[], object]] = {
             "hybrid3d": lambda: self._add("hybrid3d", self._whole(self._hybrid.run).seconds),
@@ -149,17 +149,19 @@ class Bench:
         self._engine.close()
 
 
-def measure(recipe: Recipe, repeats: int, group: dist.ProcessGroup, slots: Sequence[int], say: Say) -> dict[str, Any]:
+def measure(
+    recipe: Recipe, repeats: int, group: dist.ProcessGroup, slots: Sequence[int], on_progress: ProgressCallback
+) -> dict[str, Any]:
     """Each method's seconds, bytes, operations, memory, and whether it was bit-exact: the same on every rank."""
-    bench = Bench(recipe, group, slots, say)
+    bench = Bench(recipe, group, slots, on_progress)
     exact = {}
     for number, name in enumerate(("hybrid3d", "gather"), start=1):
-        say(f"checking every bit of {name}")
+        on_progress(f"checking every bit of {name}")
         by_rank = distributed.gather_objects(bench.wrong(name, number), group)
         exact[name] = sorted({tensor for wrong in by_rank for tensor in wrong})
     taken: dict[str, list[float]] = {name: [] for name in bench.methods}
     for turn in range(repeats + 1):  # the first is not counted
-        say(f"run {turn} of {repeats}" if turn else "warming up")
+        on_progress(f"run {turn} of {repeats}" if turn else "warming up")
         for name, seconds in taken.items():
             seconds.append(bench.seconds(name))
         if not turn:

@@ -40,7 +40,7 @@ def fill(holdings: Holdings, source: Source, number: int) -> None:
     for piece in holdings.pieces:
         device = source.read(piece).device
         for part, content in values(piece.name, piece.box, number, getattr(torch, piece.dtype), device):
-            source.read(piece.part(part)).copy_(content)
+            source.read(piece.restrict(part)).copy_(content)
 
 
 def wrong(pieces: Iterable[Piece], sink: Sink, number: int, travelled: Mapping[str, str]) -> list[str]:
@@ -53,7 +53,7 @@ def wrong(pieces: Iterable[Piece], sink: Sink, number: int, travelled: Mapping[s
     for piece in pieces:
         device, held = sink.write(piece).device, getattr(torch, travelled[piece.name])
         for part, content in values(piece.name, piece.box, number, held, device):
-            there = sink.write(piece.part(part)).contiguous()
+            there = sink.write(piece.restrict(part)).contiguous()
             if not as_bytes(there).equal(as_bytes(content.to(there.dtype))):
                 found.append(piece.name)
                 break

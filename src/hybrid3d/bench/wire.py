@@ -47,7 +47,7 @@ class Wire:
         return self._transport.received_bytes - before
 
 
-def peers_bytes(plan: RankPlan) -> tuple[dict[int, int], dict[int, int]]:
+def bytes_by_peer(plan: RankPlan) -> tuple[dict[int, int], dict[int, int]]:
     """By peer, the bytes that a rank's plan sends to it, and receives from it."""
     sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from hybrid3d.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from hybrid3d.families.dense import LLAMA, QWEN2, QWEN3
-from hybrid3d.families.family import VALUE_HEAD, Experts, Family, Latents, Strip, as_scorer, head_dim, query_groups
+from hybrid3d.families.family import (
+    VALUE_HEAD,
+    Experts,
+    Family,
+    Latents,
+    RowRange,
+    head_dim,
+    query_groups,
+    with_value_head,
+)
 from hybrid3d.families.moe import EXPERT, MIXTRAL, QWEN3_MOE, is_expert
 from hybrid3d.families.rope import Rope, rope_of
 from hybrid3d.families.values import Config, UnsupportedModel
@@ -41,12 +50,12 @@ __all__ = [
     "Family",
     "Latents",
     "Rope",
-    "Strip",
+    "RowRange",
     "UnsupportedModel",
-    "as_scorer",
     "family_of",
     "head_dim",
     "is_expert",
     "query_groups",
     "rope_of",
+    "with_value_head",
 ]

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from hybrid3d.families.dense import HF, MEGATRON, TENSORS, check_decoder
-from hybrid3d.families.family import Experts, Family, Latents, RowMap, Same, StackedTensors
-from hybrid3d.families.moe import check_experts, experts_of
+from hybrid3d.families.family import Experts, Family, Latents, RowMap, SameTensor, StackedTensors
+from hybrid3d.families.moe import check_experts, expert_tensors
 from hybrid3d.families.rope import rope_of
-from hybrid3d.families.values import Config, UnsupportedModel, need, refuse
+from hybrid3d.families.values import Config, UnsupportedModel, require_counts, require_values
 
 ATTENTION = f"{MEGATRON}self_attention."
 # Some norms have a module of their own here, and lie in the linear that follows them in Transformer Engine.
 LATENT_ATTENTION: dict[str, RowMap] = {
-    f"{MEGATRON}input_layernorm.weight": Same(f"{HF}input_layernorm.weight"),
-    f"{ATTENTION}linear_q_proj.weight": Same(f"{HF}self_attn.q_proj.weight"),
-    f"{ATTENTION}linear_q_down_proj.weight": Same(f"{HF}self_attn.q_a_proj.weight"),
-    f"{ATTENTION}linear_q_up_proj.weight": Same(f"{HF}self_attn.q_b_proj.weight"),
-    f"{ATTENTION}linear_kv_down_proj.weight": Same(f"{HF}self_attn.kv_a_proj_with_mqa.weight"),
-    f"{ATTENTION}linear_kv_up_proj.weight": Same(f"{HF}self_attn.kv_b_proj.weight"),
+    f"{MEGATRON}input_layernorm.weight": SameTensor(f"{HF}input_layernorm.weight"),
+    f"{ATTENTION}linear_q_proj.weight": SameTensor(f"{HF}self_attn.q_proj.weight"),
+    f"{ATTENTION}linear_q_down_proj.weight": SameTensor(f"{HF}self_attn.q_a_proj.weight"),
+    f"{ATTENTION}linear_q_up_proj.weight": SameTensor(f"{HF}self_attn.q_b_proj.weight"),
+    f"{ATTENTION}linear_kv_down_proj.weight": SameTensor(f"{HF}self_attn.kv_a_proj_with_mqa.weight"),
+    f"{ATTENTION}linear_kv_up_proj.weight": SameTensor(f"{HF}self_attn.kv_b_proj.weight"),
     **{
-        f"{ATTENTION}{norm}": Same(f"{HF}self_attn.{x}_a_layernorm.weight")
+        f"{ATTENTION}{norm}": SameTensor(f"{HF}self_attn.{x}_a_layernorm.weight")
         for x in ("q", "kv")
         for norm in (f"{x}_layernorm.weight", f"linear_{x}_up_proj.layer_norm_weight")
     },
@@ -29,10 +29,12 @@ SHARED_EXPERTS: dict[str, RowMap] = {
     f"{MEGATRON}mlp.shared_experts.linear_fc1.weight": StackedTensors(
         (f"{HF}mlp.shared_experts.gate_proj.weight", f"{HF}mlp.shared_experts.up_proj.weight")
     ),
-    f"{MEGATRON}mlp.shared_experts.linear_fc2.weight": Same(f"{HF}mlp.shared_experts.down_proj.weight"),
+    f"{MEGATRON}mlp.shared_experts.linear_fc2.weight": SameTensor(f"{HF}mlp.shared_experts.down_proj.weight"),
 }
-DEEPSEEK = TENSORS | LATENT_ATTENTION | experts_of("mlp", "gate_proj", "up_proj", "down_proj") | SHARED_EXPERTS
-ROUTER_BIAS: dict[str, RowMap] = {f"{MEGATRON}mlp.router.expert_bias": Same(f"{HF}mlp.gate.e_score_correction_bias")}
+DEEPSEEK = TENSORS | LATENT_ATTENTION | expert_tensors("mlp", "gate_proj", "up_proj", "down_proj") | SHARED_EXPERTS
+ROUTER_BIAS: dict[str, RowMap] = {
+    f"{MEGATRON}mlp.router.expert_bias": SameTensor(f"{HF}mlp.gate.e_score_correction_bias")
+}
 
 
 def _experts(config: Config) -> Experts:
@@ -92,11 +94,11 @@ COUNTS = (
 
 def _check(config: Config, least: int) -> None:
     """What both generations have: all of it said, and nothing that vLLM or transformers leaves out."""
-    need(config, *COUNTS, *(["q_lora_rank"] if config.get("q_lora_rank", 0) is not None else []))
-    need(config, "first_k_dense_replace", least=0)
+    require_counts(config, *COUNTS, *(["q_lora_rank"] if config.get("q_lora_rank", 0) is not None else []))
+    require_counts(config, "first_k_dense_replace", least=0)
     if not isinstance(config.get("routed_scaling_factor"), (int, float)):
         raise UnsupportedModel(f"routed_scaling_factor={config.get('routed_scaling_factor')!r}: a number is needed")
-    refuse(config, moe_layer_freq=1, tie_word_embeddings=False, sliding_window=None)
+    require_values(config, moe_layer_freq=1, tie_word_embeddings=False, sliding_window=None)
     check_experts(config, _experts, least)
 
 
@@ -105,7 +107,9 @@ def _check_v3(config: Config) -> None:
     check_decoder(config, attention_bias=False, rope_interleave=True, norm_topk_prob=True)
     _check(config, least=2)
     # vLLM takes what is not said for DeepSeek-V2's way, which is another.
-    refuse({"scoring_func": None, "topk_method": None} | dict(config), scoring_func="sigmoid", topk_method="noaux_tc")
+    require_values(
+        {"scoring_func": None, "topk_method": None} | dict(config), scoring_func="sigmoid", topk_method="noaux_tc"
+    )
     groups, chosen, per_token = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
     if config["n_routed_experts"] % groups or chosen > groups:
         raise UnsupportedModel(
@@ -128,7 +132,9 @@ def _check_v2(config: Config) -> None:
             "sum of several; only 'greedy' is computed faithfully"
         )
     # vLLM scores groups, of which there is one, whatever the method, and needs to be told so.
-    refuse({"n_group": None, "topk_group": None} | dict(config), scoring_func="softmax", n_group=1, topk_group=1)
+    require_values(
+        {"n_group": None, "topk_group": None} | dict(config), scoring_func="softmax", n_group=1, topk_group=1
+    )
 
 
 def _predictors(config: Config) -> list[str]:

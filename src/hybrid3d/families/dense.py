@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybrid3d.families.family import Family, GroupedQKV, RowMap, Same, StackedTensors, Vocabulary
-from hybrid3d.families.values import Config, need, refuse
+from hybrid3d.families.family import Family, GroupedQKV, PaddedVocabulary, RowMap, SameTensor, StackedTensors
+from hybrid3d.families.values import Config, require_counts, require_values
 
 HF = "model.layers.{layer}."
 MEGATRON = "decoder.layers.{layer}."
@@ -16,19 +16,19 @@ def _qkv(kind: str) -> GroupedQKV:
 
 
 TENSORS: dict[str, RowMap] = {
-    "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight"),
-    f"{MEGATRON}self_attention.linear_qkv.layer_norm_weight": Same(f"{HF}input_layernorm.weight"),
+    "embedding.word_embeddings.weight": PaddedVocabulary("model.embed_tokens.weight"),
+    f"{MEGATRON}self_attention.linear_qkv.layer_norm_weight": SameTensor(f"{HF}input_layernorm.weight"),
     f"{MEGATRON}self_attention.linear_qkv.weight": _qkv("weight"),
-    f"{MEGATRON}self_attention.linear_proj.weight": Same(f"{HF}self_attn.o_proj.weight"),
-    f"{MEGATRON}mlp.linear_fc1.layer_norm_weight": Same(f"{HF}post_attention_layernorm.weight"),
+    f"{MEGATRON}self_attention.linear_proj.weight": SameTensor(f"{HF}self_attn.o_proj.weight"),
+    f"{MEGATRON}mlp.linear_fc1.layer_norm_weight": SameTensor(f"{HF}post_attention_layernorm.weight"),
     f"{MEGATRON}mlp.linear_fc1.weight": StackedTensors((f"{HF}mlp.gate_proj.weight", f"{HF}mlp.up_proj.weight")),
-    f"{MEGATRON}mlp.linear_fc2.weight": Same(f"{HF}mlp.down_proj.weight"),
-    "decoder.final_layernorm.weight": Same("model.norm.weight"),
-    "output_layer.weight": Vocabulary("lm_head.weight"),
+    f"{MEGATRON}mlp.linear_fc2.weight": SameTensor(f"{HF}mlp.down_proj.weight"),
+    "decoder.final_layernorm.weight": SameTensor("model.norm.weight"),
+    "output_layer.weight": PaddedVocabulary("lm_head.weight"),
 }
 QKV_BIAS: dict[str, RowMap] = {f"{MEGATRON}self_attention.linear_qkv.bias": _qkv("bias")}
 QK_NORM: dict[str, RowMap] = {
-    f"{MEGATRON}self_attention.{x}_layernorm.weight": Same(f"{HF}self_attn.{x}_norm.weight") for x in "qk"
+    f"{MEGATRON}self_attention.{x}_layernorm.weight": SameTensor(f"{HF}self_attn.{x}_norm.weight") for x in "qk"
 }
 
 
@@ -47,17 +47,17 @@ _VLLM_ALONE = (
 def check_decoder(config: Config, **faithful: Any) -> None:
     """Refuse what no family computes, and other values than `faithful`."""
     faithful |= dict(hidden_act="silu", use_sliding_window=False, partial_rotary_factor=1.0, attention_dropout=0.0)
-    refuse(config, is_causal=True, **dict.fromkeys(_VLLM_ALONE), **faithful)
+    require_values(config, is_causal=True, **dict.fromkeys(_VLLM_ALONE), **faithful)
 
 
 def _check_qwen2(config: Config) -> None:
-    need(config, "num_key_value_heads")
+    require_counts(config, "num_key_value_heads")
     size = config["hidden_size"] // config["num_attention_heads"]
     check_decoder(config, head_dim=config.get("head_dim") and size)  # vLLM takes no other
 
 
 def _check_qwen3(config: Config) -> None:
-    need(config, "num_key_value_heads", "head_dim")
+    require_counts(config, "num_key_value_heads", "head_dim")
     check_decoder(config, attention_bias=False)
 
 

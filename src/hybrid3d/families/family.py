@@ -15,7 +15,7 @@ from hybrid3d.families.values import Config
 
 
 @dataclass(frozen=True, slots=True)
-class Strip:
+class RowRange:
     """Rows `start .. start + rows` of a Megatron tensor are rows `at .. at + rows` of a canonical tensor.
 
     `name` is None for rows that Megatron adds and no checkpoint has (a vocabulary padded to divide by TP).
@@ -24,37 +24,37 @@ class Strip:
     start: int
     rows: int
     name: str | None
-    at: int = 0
+    canonical_start: int = 0
 
 
 class RowMap(Protocol):
     """How the rows (dim 0) of one Megatron tensor are made of rows of canonical tensors."""
 
-    def strips(self, rows: int, config: Config) -> list[Strip]:
+    def row_ranges(self, rows: int, config: Config) -> list[RowRange]:
         """Strips in ascending order that tile `rows` rows."""
         ...
 
 
 @dataclass(frozen=True)
-class Same:
+class SameTensor:
     """The same tensor under another name."""
 
     name: str
 
-    def strips(self, rows: int, config: Config) -> list[Strip]:
-        return [Strip(0, rows, self.name)]
+    def row_ranges(self, rows: int, config: Config) -> list[RowRange]:
+        return [RowRange(0, rows, self.name)]
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class PaddedVocabulary:
     """One row a token; rows from `vocab_size` on are padding."""
 
     name: str
 
-    def strips(self, rows: int, config: Config) -> list[Strip]:
+    def row_ranges(self, rows: int, config: Config) -> list[RowRange]:
         tokens = config["vocab_size"]
-        padding = [Strip(tokens, rows - tokens, None)] if rows > tokens else []
-        return [Strip(0, tokens, self.name), *padding]
+        padding = [RowRange(tokens, rows - tokens, None)] if rows > tokens else []
+        return [RowRange(0, tokens, self.name), *padding]
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class StackedTensors:
 
     names: tuple[str, ...]
 
-    def strips(self, rows: int, config: Config) -> list[Strip]:
+    def row_ranges(self, rows: int, config: Config) -> list[RowRange]:
         each = rows // len(self.names)
-        return [Strip(i * each, each, name) for i, name in enumerate(self.names)]
+        return [RowRange(i * each, each, name) for i, name in enumerate(self.names)]
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,15 @@ class GroupedQKV:
     k: str
     v: str
 
-    def strips(self, rows: int, config: Config) -> list[Strip]:
+    def row_ranges(self, rows: int, config: Config) -> list[RowRange]:
         groups, per_head = query_groups(config), head_dim(config)
         queries = config["num_attention_heads"] // groups * per_head
-        strips, start = [], 0
+        row_ranges, start = [], 0
         for group in range(groups):
             for name, height in ((self.q, queries), (self.k, per_head), (self.v, per_head)):
-                strips.append(Strip(start, height, name, group * height))
+                row_ranges.append(RowRange(start, height, name, group * height))
                 start += height
-        return strips
+        return row_ranges
 
 
 VALUE_HEAD = "score.weight"
@@ -161,13 +161,15 @@ class Family:
         """Rotary settings of a model of this family; UnsupportedModel for what it does not compute."""
         return rope_of(config, self.scaling, self.theta)
 
-    def kinds(self, config: Config) -> tuple[int, ...]:
+    def representative_layers(self, config: Config) -> tuple[int, ...]:
         """For each layer the first one that is like it: layers differ in being sparse or dense, and in nothing else."""
         experts = self.experts(config)
         sparse = experts.sparse if experts else (False,) * config["num_hidden_layers"]
         return tuple(sparse.index(this) for this in sparse)
 
-    def strips(self, megatron_name: str, rows: int, config: Config, expert: int | None = None) -> list[Strip] | None:
+    def row_ranges(
+        self, megatron_name: str, rows: int, config: Config, expert: int | None = None
+    ) -> list[RowRange] | None:
         """The canonical rows that make up one global tensor of Megatron's, or None for a tensor in no table.
 
         Args:
@@ -179,12 +181,12 @@ class Family:
             if match:
                 named = {**match.groupdict(), "expert": expert}
                 return [
-                    Strip(s.start, s.rows, s.name and s.name.format(**named), s.at)
-                    for s in row_map.strips(rows, config)
+                    RowRange(s.start, s.rows, s.name and s.name.format(**named), s.canonical_start)
+                    for s in row_map.row_ranges(rows, config)
                 ]
         return None
 
 
-def as_scorer(family: Family) -> Family:
+def with_value_head(family: Family) -> Family:
     """The family's models with one row, `VALUE_HEAD`, in the place of the vocabulary's."""
-    return replace(family, tensors={**family.tensors, "output_layer.weight": Same(VALUE_HEAD)})
+    return replace(family, tensors={**family.tensors, "output_layer.weight": SameTensor(VALUE_HEAD)})

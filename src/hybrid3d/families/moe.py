@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hybrid3d.families.dense import HF, MEGATRON, QK_NORM, TENSORS, check_decoder
-from hybrid3d.families.family import Experts, Family, RowMap, Same, StackedTensors
-from hybrid3d.families.values import Config, UnsupportedModel, need
+from hybrid3d.families.family import Experts, Family, RowMap, SameTensor, StackedTensors
+from hybrid3d.families.values import Config, UnsupportedModel, require_counts
 
 # The number of a routed expert in the name of a canonical tensor.
 EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -19,16 +19,16 @@ def is_expert(name: str) -> bool:
     return EXPERT.search(name) is not None
 
 
-def experts_of(block: str, gate: str, up: str, down: str) -> dict[str, RowMap]:
+def expert_tensors(block: str, gate: str, up: str, down: str) -> dict[str, RowMap]:
     """A sparse layer's tensors, whose checkpoint calls the block and an expert's three projections so."""
     expert = f"{HF}{block}.experts.{{expert}}."
     return {
-        f"{MEGATRON}pre_mlp_layernorm.weight": Same(f"{HF}post_attention_layernorm.weight"),
-        f"{MEGATRON}mlp.router.weight": Same(f"{HF}{block}.gate.weight"),
+        f"{MEGATRON}pre_mlp_layernorm.weight": SameTensor(f"{HF}post_attention_layernorm.weight"),
+        f"{MEGATRON}mlp.router.weight": SameTensor(f"{HF}{block}.gate.weight"),
         f"{MEGATRON}mlp.experts.experts.linear_fc1.weight": StackedTensors(
             (f"{expert}{gate}.weight", f"{expert}{up}.weight")
         ),
-        f"{MEGATRON}mlp.experts.experts.linear_fc2.weight": Same(f"{expert}{down}.weight"),
+        f"{MEGATRON}mlp.experts.experts.linear_fc2.weight": SameTensor(f"{expert}{down}.weight"),
     }
 
 
@@ -63,14 +63,14 @@ def _count_key(config: Config) -> str:
 
 def _check_qwen3(config: Config) -> None:
     check_decoder(config, attention_bias=False)
-    need(config, "num_key_value_heads", _count_key(config), "num_experts_per_tok", "moe_intermediate_size")
-    need({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step")
+    require_counts(config, "num_key_value_heads", _count_key(config), "num_experts_per_tok", "moe_intermediate_size")
+    require_counts({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step")
     check_experts(config, _qwen3_experts, least=2 if config.get("norm_topk_prob") else 1)
 
 
 def _check_mixtral(config: Config) -> None:
     check_decoder(config, sliding_window=None, router_jitter_noise=0.0)
-    need(config, "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
+    require_counts(config, "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
     check_experts(config, _mixtral_experts, least=2)
 
 
@@ -86,14 +86,14 @@ def _qwen3_config(config: Config) -> dict[str, Any]:
 
 QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
-    TENSORS | QK_NORM | experts_of("mlp", "gate_proj", "up_proj", "down_proj"),
+    TENSORS | QK_NORM | expert_tensors("mlp", "gate_proj", "up_proj", "down_proj"),
     transformer_config=_qwen3_config,
     check=_check_qwen3,
     experts=_qwen3_experts,
 )
 MIXTRAL = Family(
     "MixtralForCausalLM",
-    TENSORS | experts_of("block_sparse_moe", "w1", "w3", "w2"),
+    TENSORS | expert_tensors("block_sparse_moe", "w1", "w3", "w2"),
     check=_check_mixtral,
     experts=_mixtral_experts,
     theta=1e6,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid3d.families.values import COUNTS, Config, UnsupportedModel, abbreviate, is_number, refuse
+from hybrid3d.families.values import COUNTS, Config, UnsupportedModel, abbreviate, is_finite_number, require_values
 
 _CONSTANTS = {
     "default": (),
@@ -53,7 +53,7 @@ def rope_of(config: Config, known: str = "llama3", theta: float = 10000.0) -> Ro
         UnsupportedModel: the scaling is of another kind, lacks a constant, or has one that is not computed; or two
             places say different things.
     """
-    refuse(config, **dict.fromkeys(_ALIASES))
+    require_values(config, **dict.fromkeys(_ALIASES))
     scaling, parameters = _table(config, "rope_scaling"), _table(config, "rope_parameters")
     key = "rope_scaling" if scaling else "rope_parameters"
     used = _read(config, key, scaling or parameters, known, theta)
@@ -83,12 +83,12 @@ def _read(config: Config, key: str, table: Mapping[str, Any], known: str, theta:
     """What one of the two tables says, completed by keys beside it."""
     base = _agreed(config, key, table, "rope_theta")
     base = theta if base is None else base
-    if not is_number(base) or base <= 1:
+    if not is_finite_number(base) or base <= 1:
         raise UnsupportedModel(f"rope_theta={abbreviate(base)}: a number above 1 is needed")
     if table.get("partial_rotary_factor", 1.0) != 1.0:
         factor = table["partial_rotary_factor"]
         raise UnsupportedModel(f"partial_rotary_factor={factor}: only 1.0 is computed faithfully")
-    refuse(table, **dict.fromkeys(_VLLM_ALONE))
+    require_values(table, **dict.fromkeys(_VLLM_ALONE))
     kind = _kind(key, table)
     if kind == "default":
         return Rope(base)
@@ -97,7 +97,7 @@ def _read(config: Config, key: str, table: Mapping[str, Any], known: str, theta:
     length = "original_max_position_embeddings"
     table = {**table, length: _agreed(config, key, table, length)}
     for name in _CONSTANTS[kind]:
-        if table.get(name) is not None and not is_number(table[name]):
+        if table.get(name) is not None and not is_finite_number(table[name]):
             raise UnsupportedModel(f"{key} has {name}={abbreviate(table[name])}: a number is needed")
     lacking = [name for name in _CONSTANTS[kind] if table.get(name) is None]
     if lacking:
@@ -105,11 +105,11 @@ def _read(config: Config, key: str, table: Mapping[str, Any], known: str, theta:
     _check_constants(config, key, table)
     if kind == "llama3":
         return Rope(base, llama3={name: table[name] for name in _CONSTANTS[kind]})
-    refuse(table, attention_factor=None, truncate=True)
+    require_values(table, attention_factor=None, truncate=True)
     if bool(table.get("mscale")) != bool(table.get("mscale_all_dim")):
         said = ", ".join(f"{name}={table.get(name)}" for name in ("mscale", "mscale_all_dim"))
         raise UnsupportedModel(f"{said}: one without the other is computed differently by each engine")
-    return Rope(base, yarn={name: value for name, value in table.items() if is_number(value)})
+    return Rope(base, yarn={name: value for name, value in table.items() if is_finite_number(value)})
 
 
 def _kind(key: str, table: Mapping[str, Any]) -> str:
@@ -133,7 +133,7 @@ def _agreed(config: Config, key: str, table: Mapping[str, Any], name: str) -> An
 def _check_constants(config: Config, key: str, table: Mapping[str, Any]) -> None:
     for name, value in table.items():
         least = 1 if name in ("factor", "original_max_position_embeddings") else 0
-        if type(value) in (int, float) and (not is_number(value) or value < least):
+        if type(value) in (int, float) and (not is_finite_number(value) or value < least):
             raise UnsupportedModel(f"{key} has {name}={value!r}: a number of {least} or more is needed")
     length = table["original_max_position_embeddings"]
     longest = COUNTS["max_position_embeddings"]

@@ -58,13 +58,13 @@ _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 NESTED = ("text_config", "decoder", "generator", "text_encoder", "thinker_config", "llm_config", "language_config")
 
 
-def is_number(value: object) -> bool:
+def is_finite_number(value: object) -> bool:
     """Whether this is a finite number, and not a truth value."""
     # A comparison, because `math.isfinite` raises at an integer beyond the floats
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def problems_of(config: Config) -> Iterator[str]:
+def config_problems(config: Config) -> Iterator[str]:
     """Every value that no engine could use, as `key=value: what is expected`. A null counts as left out."""
     for key, value in config.items():
         expected = None if value is None else _expected(key, value, config)
@@ -101,7 +101,7 @@ def _expected(key: str, value: Any, config: Config) -> str | None:
 
 def _expected_number(key: str, value: Any) -> str | None:
     words = {"rms_norm_eps": "a float above 0 and below 1, such as 1e-06", "attention_dropout": "a number from 0 to 1"}
-    fits = is_number(value)
+    fits = is_finite_number(value)
     if fits and key == "rms_norm_eps":
         fits = isinstance(value, float) and 0 < value < 1
     elif fits and key == "attention_dropout":
@@ -136,7 +136,7 @@ def _expected_token(key: str, value: Any, config: Config) -> str | None:
     return None
 
 
-def refuse(config: Config, **faithful: Any) -> None:
+def require_values(config: Config, **faithful: Any) -> None:
     """Refuse every key whose value is not the one that a family computes.
 
     Raises:
@@ -147,7 +147,7 @@ def refuse(config: Config, **faithful: Any) -> None:
             raise UnsupportedModel(f"{key}={config[key]!r}: only {value!r} is computed faithfully")
 
 
-def need(config: Config, *keys: str, least: int = 1) -> None:
+def require_counts(config: Config, *keys: str, least: int = 1) -> None:
     """Refuse a config that does not say these counts: what is left out means another number in each library.
 
     Raises:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hybrid3d.config import RecipeError
 from hybrid3d.families import Config, family_of
-from hybrid3d.reshard.files import Entry, read_index, shard_entries
+from hybrid3d.reshard.files import TensorEntry, read_index, shard_entries
 from hybrid3d.reshard.layout import ITEMSIZE
 from hybrid3d.storage.disk import free_bytes
 
@@ -36,7 +36,7 @@ def is_untrained(name: str, config: Config) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in family_of(config).untrained(config))
 
 
-def export_entries(source: str | Path, config: Config) -> dict[str, Entry]:
+def export_entries(source: str | Path, config: Config) -> dict[str, TensorEntry]:
     """The tensors of the checkpoint that the run started from, in its dtypes, dealt out to files anew."""
     found = {name: entry for name, entry in read_index(source).items() if not is_redundant(name, config)}
     return shard_entries({name: (entry.shape, entry.dtype) for name, entry in found.items()})

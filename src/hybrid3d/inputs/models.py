@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config, Family, head_dim, query_groups
-from hybrid3d.families.values import abbreviate, problems_of
+from hybrid3d.families.values import abbreviate, config_problems
 from hybrid3d.reshard.files import CheckpointError
 from hybrid3d.rl.data import DataError, PromptData, encode_pair
 from hybrid3d.storage.user_files import UnreadableFile, check_regular_file, read_json_file
@@ -48,7 +48,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     lacking = [key for key in REQUIRED if config.get(key) is None]
     if lacking:
         raise CheckpointError(f"{path} lacks {', '.join(lacking)}")
-    problems = list(problems_of(config))
+    problems = list(config_problems(config))
     if problems:
         raise CheckpointError("\n".join([f"{path} has values that cannot be used:", *(f"  {one}" for one in problems)]))
     check_generation_config(folder, config["vocab_size"])

@@ -20,7 +20,7 @@ from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.checks import check_model
 from hybrid3d.inputs.export import check_out, is_redundant, is_untrained
 from hybrid3d.inputs.models import check_as_transformers, read_config, read_data, read_tokenizer
-from hybrid3d.reshard.files import CheckpointError, CheckpointReader, Entry, pieces_of, read_index
+from hybrid3d.reshard.files import CheckpointError, CheckpointReader, TensorEntry, file_pieces, read_index
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rewards.environment_runner import check_environment
 from hybrid3d.rewards.environments import stop_tokens
@@ -212,7 +212,7 @@ def check_fit(recipe: Recipe) -> None:
     from hybrid3d.planning.isolated import run_in_subprocess
 
     weights = sum(math.prod(entry.shape) for entry in read_index(recipe.model.path).values()) * 4
-    is_small = 100 * weights <= hardware_of(recipe.machine).memory
+    is_small = 100 * weights <= hardware_of(recipe.machine).memory_bytes
     if recipe.rollout is None or is_small or (distributed.under_launcher() and distributed.rank() > 0):
         return
     misfit = json.loads(run_in_subprocess("hybrid3d.planning.fitting", recipe))
@@ -235,7 +235,7 @@ def check_weights(config: Config, recipe: Recipe) -> None:
     check_tied_copy(recipe.model.path, config, entries)
 
 
-def _differences(expected: Mapping[str, Shape], entries: Mapping[str, Entry], config: Config) -> Iterator[str]:
+def _differences(expected: Mapping[str, Shape], entries: Mapping[str, TensorEntry], config: Config) -> Iterator[str]:
     """Yield a line for each of the first 20 tensors that are missing, of another shape, and unknown."""
     missing = [
         f"{name}: missing, expected shape {list(shape)}" for name, shape in expected.items() if name not in entries
@@ -257,7 +257,7 @@ def _differences(expected: Mapping[str, Shape], entries: Mapping[str, Entry], co
             yield f"  ... {len(lines)} tensors are {kind}"
 
 
-def check_tied_copy(folder: str, config: Config, entries: Mapping[str, Entry]) -> None:
+def check_tied_copy(folder: str, config: Config, entries: Mapping[str, TensorEntry]) -> None:
     """Check that a head that config.json ties to the embedding, if the files contain it too, equals the embedding.
 
     Raises:
@@ -266,10 +266,10 @@ def check_tied_copy(folder: str, config: Config, entries: Mapping[str, Entry]) -
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if head not in entries or not is_redundant(head, config):
         return
-    pieces = {piece.name: piece for piece in pieces_of({name: entries[name] for name in (head, embedding)})}
+    pieces = {piece.name: piece for piece in file_pieces({name: entries[name] for name in (head, embedding)})}
     with CheckpointReader(folder, entries) as reader:
         for box in pieces[head].box.split(TIED_CHUNK):
-            if not torch.equal(reader.read(pieces[head].part(box)), reader.read(pieces[embedding].part(box))):
+            if not torch.equal(reader.read(pieces[head].restrict(box)), reader.read(pieces[embedding].restrict(box))):
                 raise CheckpointError(
                     f"{folder}: config.json ties {head} to {embedding}, but the files have a different {head}: "
                     "remove it from them, or set tie_word_embeddings to false"

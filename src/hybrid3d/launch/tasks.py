@@ -127,7 +127,7 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face checkpoint; every rank writes the boxes that it holds."""
     from hybrid3d.inputs.export import UNFINISHED, copy_companions, export_entries, is_untrained, unfinished_folder
-    from hybrid3d.reshard.files import carry_files, create_files, export_files
+    from hybrid3d.reshard.files import copy_tensors, create_files, export_files
     from hybrid3d.train import checkpoint, runtime
     from hybrid3d.train.policy import Policy
 
@@ -148,7 +148,7 @@ def export(
         holdings = dict(enumerate(distributed.gather_objects(policy.weights.holdings, group)))
         export_files(unfinished, entries, holdings, policy.weights.tensors, rank, carried)
         if rank == 0:
-            carry_files(recipe.model.path, unfinished, entries, carried)
+            copy_tensors(recipe.model.path, unfinished, entries, carried)
         dist.barrier(group)
         if rank == 0:
             os.rename(unfinished, os.path.realpath(out))  # so that an interrupted export never looks like a checkpoint
@@ -190,8 +190,8 @@ def bench(
     print_status = console.print if console is not None and not as_json else lambda message: None
     measurements = measure(recipe, repeats, group, slots, print_status)
     if rank == 0:
-        numbers = report.numbers(recipe, scaling, measurements)
-        report.write(folder, numbers)
+        numbers = report.summarize(recipe, scaling, measurements)
+        report.write_results(folder, numbers)
         if console is not None:
-            text = json.dumps(numbers, indent=2) if as_json else report.table(numbers)
+            text = json.dumps(numbers, indent=2) if as_json else report.format_table(numbers)
             console.print(text, highlight=False, markup=False, soft_wrap=True)

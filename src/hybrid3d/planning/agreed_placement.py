@@ -16,10 +16,10 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import query_engines
-from hybrid3d.planning.isolated import ASKING, EngineQueryFailed, run_in_subprocess
-from hybrid3d.reshard.classes import TensorClass, classes_of, groups_of, signature_of
+from hybrid3d.planning.isolated import ENGINE_QUERY_TIMEOUT, EngineQueryFailed, run_in_subprocess
+from hybrid3d.reshard.classes import TensorClass, classify_tensors, rank_groups, signature_of
 from hybrid3d.reshard.layout import Demand, Holdings
-from hybrid3d.reshard.placement import Lacking, consecutive, lacking, place
+from hybrid3d.reshard.placement import MissingBytes, assign_slots, consecutive_slots, count_missing_bytes
 
 _KEY = "slots"
 
@@ -35,34 +35,34 @@ def broadcast_placement(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
     """
     rollout = recipe.rollout
     if rollout is None or rollout.placement == "consecutive" or rollout.tp * rollout.dp == 1:
-        return tuple(consecutive(recipe.world_size).tolist())
+        return tuple(consecutive_slots(recipe.world_size).tolist())
     if distributed.rank() == 0:
         try:
             store.set(_KEY, run_in_subprocess("hybrid3d.planning.agreed_placement", recipe))
         except EngineQueryFailed as error:
             store.set(_KEY, json.dumps(str(error)))
-    store.wait([_KEY], ASKING + timedelta(minutes=5))
+    store.wait([_KEY], ENGINE_QUERY_TIMEOUT + timedelta(minutes=5))
     found = json.loads(store.get(_KEY))
     if isinstance(found, str):
         raise RuntimeError(f"where to place ranks could not be asked: {found}")
     return tuple(found)
 
 
-def choose(recipe: Recipe) -> list[int]:
+def compute_slots(recipe: Recipe) -> list[int]:
     """The slot of each rank, from what both engines say."""
-    sides = query_engines(recipe, read_config(recipe.model.path))
-    slots: list[int] = choose_placement(
-        recipe, sides.holdings, [one.demand for one in sides.slots], sides.times
+    answers = query_engines(recipe, read_config(recipe.model.path))
+    slots: list[int] = compute_placement(
+        recipe, answers.holdings, [one.demand for one in answers.slots], answers.multiplicity
     ).slots.tolist()
     return slots
 
 
 @dataclass(frozen=True)
-class ChosenPlacement:
+class Placement:
     """Where ranks generate: the slot of each, and what was counted to choose it."""
 
     slots: np.ndarray
-    lacks: Lacking
+    missing: MissingBytes
     classes: Sequence[TensorClass]
     holders: Sequence[Sequence[int]]
 
@@ -71,9 +71,12 @@ class ChosenPlacement:
         return [np.flatnonzero(self.slots % slots == slot).tolist() for slot in range(slots)]
 
 
-def choose_placement(
-    recipe: Recipe, holdings: Mapping[int, Holdings], wanted: Sequence[Demand], times: Mapping[str, int] | None = None
-) -> ChosenPlacement:
+def compute_placement(
+    recipe: Recipe,
+    holdings: Mapping[int, Holdings],
+    wanted: Sequence[Demand],
+    multiplicity: Mapping[str, int] | None = None,
+) -> Placement:
     """Place a recipe's ranks.
 
     Args:
@@ -82,14 +85,14 @@ def choose_placement(
     """
     assert recipe.rollout is not None
     world, per_node = recipe.world_size, recipe.machine.gpus_per_node
-    groups = groups_of(holdings)
+    groups = rank_groups(holdings)
     holders = [ranks for ranks, _ in groups]
-    classes = classes_of([side for _, side in groups], [signature_of(one) for one in wanted], times)
-    lacks = lacking(classes, holders, len(wanted), world, per_node)
+    classes = classify_tensors([side for _, side in groups], [signature_of(one) for one in wanted], multiplicity)
+    missing = count_missing_bytes(classes, holders, len(wanted), world, per_node)
     chosen = recipe.rollout.placement == "overlap"
-    slots = place(lacks, len(wanted), recipe.rollout.tp, per_node) if chosen else consecutive(world)
-    return ChosenPlacement(slots, lacks, classes, holders)
+    slots = assign_slots(missing, len(wanted), recipe.rollout.tp, per_node) if chosen else consecutive_slots(world)
+    return Placement(slots, missing, classes, holders)
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(choose(load_recipe(sys.argv[1]))))
+    Path(sys.argv[2]).write_text(json.dumps(compute_slots(load_recipe(sys.argv[1]))))

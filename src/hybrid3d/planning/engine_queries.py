@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
-from hybrid3d.reshard.classes import distinct, groups_of
+from hybrid3d.reshard.classes import group_ranks, rank_groups
 from hybrid3d.reshard.coverage import check_same_tensors
 from hybrid3d.reshard.layout import Holdings, Shape
 from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.rollout.probe import SlotDemand, demand_of_slots
-from hybrid3d.train.probe import expected_shapes, holdings_of_all, standing_layers
+from hybrid3d.rollout.probe import SlotDemand, slot_demands
+from hybrid3d.train.probe import expected_shapes, holdings_of_all, representative_layer_counts
 
-Say = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 # Of more wanted pieces than this, the plan is not made transfer by transfer: that would take minutes, or hours.
-WHOLE_PLAN = 20_000
+MAX_FULL_PLAN_PIECES = 20_000
 
 
 @dataclass(frozen=True)
-class Sides:
+class EngineAnswers:
     """What both engines say of a recipe's layouts.
 
     Attributes:
@@ -35,11 +35,11 @@ class Sides:
     shapes: Mapping[str, Shape]
     holdings: Mapping[int, Holdings]
     slots: Sequence[SlotDemand]
-    times: Mapping[str, int]
-    whole: bool
+    multiplicity: Mapping[str, int]
+    all_layers: bool
 
 
-def query_engines(recipe: Recipe, config: Config, say: Say = lambda what: None) -> Sides:
+def query_engines(recipe: Recipe, config: Config, on_progress: ProgressCallback = lambda what: None) -> EngineAnswers:
     """Ask Megatron about every rank and vLLM about every slot.
 
     Raises:
@@ -47,13 +47,13 @@ def query_engines(recipe: Recipe, config: Config, say: Say = lambda what: None) 
     """
     assert recipe.rollout is not None, "checked when the recipe was read"
     shapes = expected_shapes(config)
-    whole = len(shapes) * recipe.world_size <= WHOLE_PLAN
-    standing = None if whole else standing_layers(config, recipe.train)
-    say(f"asking Megatron what {recipe.world_size} ranks hold")
+    all_layers = len(shapes) * recipe.world_size <= MAX_FULL_PLAN_PIECES
+    standing = None if all_layers else representative_layer_counts(config, recipe.train)
+    on_progress(f"asking Megatron what {recipe.world_size} ranks hold")
     holdings = holdings_of_all(config, recipe, standing)
-    say(f"asking vLLM what {recipe.rollout.tp * recipe.rollout.dp} ranks of an engine want")
-    slots = demand_of_slots(config, recipe, shapes, standing)
-    held = {piece.name for _, side in distinct(holdings) for piece in side.pieces}
-    times = {name: standing.get(layer_of(name), 1) if standing else 1 for name in held}
-    check_same_tensors(groups_of(holdings), groups_of(dict(enumerate(one.demand for one in slots))))
-    return Sides(shapes, holdings, slots, times, whole)
+    on_progress(f"asking vLLM what {recipe.rollout.tp * recipe.rollout.dp} ranks of an engine want")
+    slots = slot_demands(config, recipe, shapes, standing)
+    held = {piece.name for _, side in group_ranks(holdings) for piece in side.pieces}
+    multiplicity = {name: standing.get(layer_of(name), 1) if standing else 1 for name in held}
+    check_same_tensors(rank_groups(holdings), rank_groups(dict(enumerate(one.demand for one in slots))))
+    return EngineAnswers(shapes, holdings, slots, multiplicity, all_layers)

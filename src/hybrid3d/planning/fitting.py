@@ -12,29 +12,36 @@ from pathlib import Path
 from hybrid3d.config import ModelShape, Recipe, RecipeError, Train, check_layout, load_recipe
 from hybrid3d.families import Config, family_of
 from hybrid3d.inputs.models import read_config
-from hybrid3d.planning.engine_queries import Say
+from hybrid3d.planning.engine_queries import ProgressCallback
 from hybrid3d.planning.hardware import hardware_of
-from hybrid3d.planning.memory import HeldElements, Memory, fullest, gb, held_elements, memory_of
+from hybrid3d.planning.memory import (
+    MemoryEstimate,
+    ParameterCounts,
+    count_parameters,
+    estimate_memory,
+    gb,
+    max_over_stages,
+)
 from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.rollout.probe import SlotDemand, demand_of_slots
-from hybrid3d.train.probe import expected_shapes, holdings_of_all, standing_layers
+from hybrid3d.rollout.probe import SlotDemand, slot_demands
+from hybrid3d.train.probe import expected_shapes, holdings_of_all, representative_layer_counts
 
 OFFERED = 3
 
 
-def check_memory(recipe: Recipe, config: Config, say: Say = lambda what: None) -> Memory:
+def check_memory(recipe: Recipe, config: Config, on_progress: ProgressCallback = lambda what: None) -> MemoryEstimate:
     """The memory of a recipe that fits its machine.
 
     Raises:
         RecipeError: it does not; with the numbers, and the nearest layouts that fit.
     """
-    say("asking both engines how much a rank holds")
-    ask_memory = MemoryOf(config)
+    on_progress("asking both engines how much a rank holds")
+    ask_memory = MemoryEstimator(config)
     memory = ask_memory(recipe)
     problems = memory.problems()
     if problems:
-        most = ", ".join(f"{key.replace('_', ' ')} {gb(n)}" for key, n in fullest(memory.stages).items())
-        say("looking for layouts that fit")
+        most = ", ".join(f"{key.replace('_', ' ')} {gb(n)}" for key, n in max_over_stages(memory.stages).items())
+        on_progress("looking for layouts that fit")
         near = [
             " ".join(f"{key}={value}" for key, value in changes.items()) for changes in _fitting(recipe, ask_memory)
         ]
@@ -44,7 +51,7 @@ def check_memory(recipe: Recipe, config: Config, say: Say = lambda what: None) -
     return memory
 
 
-def _fitting(recipe: Recipe, ask_memory: MemoryOf) -> list[dict[str, object]]:
+def _fitting(recipe: Recipe, ask_memory: MemoryEstimator) -> list[dict[str, object]]:
     """Up to three ways to make a recipe fit, fewest changes first, none of them another with something added."""
     found: list[dict[str, object]] = []
     for changes in _changes(recipe):
@@ -94,13 +101,13 @@ def _changed(recipe: Recipe, changes: dict[str, object]) -> Recipe:
     return recipe
 
 
-class MemoryOf:
+class MemoryEstimator:
     """The memory of recipes of one model; each engine is asked about a layout once, and about as little as says it."""
 
     def __init__(self, config: Config):
         self._config = config
         self._shapes = expected_shapes(config)
-        self._held: dict[Train, list[HeldElements]] = {}
+        self._held: dict[Train, list[ParameterCounts]] = {}
         self._wanted: dict[tuple[int, int, bool], tuple[SlotDemand, int]] = {}
 
     def is_valid(self, recipe: Recipe) -> bool:
@@ -112,23 +119,25 @@ class MemoryOf:
             return False
         return True
 
-    def __call__(self, recipe: Recipe) -> Memory:
+    def __call__(self, recipe: Recipe) -> MemoryEstimate:
         layout, rollout = dataclasses.replace(recipe.train, micro_batch_size=1, recompute="none"), recipe.rollout
         assert rollout is not None
         if layout not in self._held:
-            times = _times(standing_layers(self._config, layout))
-            holdings = holdings_of_all(self._config, recipe, standing_layers(self._config, layout), first_only=True)
+            times = _times(representative_layer_counts(self._config, layout))
+            holdings = holdings_of_all(
+                self._config, recipe, representative_layer_counts(self._config, layout), first_only=True
+            )
             stage_ranks = recipe.world_size // layout.pp
             firsts = [holdings[stage * stage_ranks] for stage in range(layout.pp)]
-            self._held[layout] = [held_elements(first.pieces, times) for first in firsts]
+            self._held[layout] = [count_parameters(first.pieces, times) for first in firsts]
         slots = rollout.tp, rollout.dp, rollout.expert_parallel
         if slots not in self._wanted:
-            standing = standing_layers(self._config, Train())
-            first = demand_of_slots(self._config, recipe, self._shapes, standing, first_only=True)[0]
+            standing = representative_layer_counts(self._config, Train())
+            first = slot_demands(self._config, recipe, self._shapes, standing, first_only=True)[0]
             times = _times(standing)
             self._wanted[slots] = first, sum(piece.nbytes * times(piece.name) for piece in first.demand.pieces)
         hardware = hardware_of(recipe.machine)
-        return memory_of(recipe, self._config, hardware, self._held[layout], *self._wanted[slots])
+        return estimate_memory(recipe, self._config, hardware, self._held[layout], *self._wanted[slots])
 
 
 def _times(standing: Mapping[int, int]) -> Callable[[str], int]:

@@ -20,15 +20,15 @@ class Hardware:
         network: to other nodes.
     """
 
-    memory: float
-    copies: float
-    nvlink: float
-    network: float
+    memory_bytes: float
+    memory_bandwidth: float
+    nvlink_bandwidth: float
+    network_bandwidth: float
 
 
 # Data sheets of NVIDIA's A100 80GB SXM, H100 SXM and H200 SXM; NVLink is quoted there for both directions together.
 # The last number of a name is the network adapter's rate in Gb/s, one adapter to each GPU.
-_NAMED = {
+_MACHINES = {
     "a100-8x200g": Hardware(80 * GB, 2039 * GB, 300 * GB, 25 * GB),
     "h100-8x400g": Hardware(80 * GB, 3350 * GB, 450 * GB, 50 * GB),
     "h200-8x400g": Hardware(141 * GB, 4800 * GB, 450 * GB, 50 * GB),
@@ -37,14 +37,14 @@ _NAMED = {
 
 def hardware_of(machine: Machine) -> Hardware:
     """The machine that a recipe names, with the numbers that it says itself."""
-    named = _NAMED[machine.kind]
+    named = _MACHINES[machine.kind]
 
-    def said(value: float | None, otherwise: float) -> float:
-        return otherwise if value is None else value * GB
+    def overridden(value: float | None, default: float) -> float:
+        return default if value is None else value * GB
 
     return Hardware(
-        memory=said(machine.memory_gb, named.memory),
-        copies=said(machine.copies_gb_per_s, named.copies),
-        nvlink=said(machine.nvlink_gb_per_s, named.nvlink),
-        network=said(machine.network_gb_per_s, named.network),
+        memory_bytes=overridden(machine.memory_gb, named.memory_bytes),
+        memory_bandwidth=overridden(machine.copies_gb_per_s, named.memory_bandwidth),
+        nvlink_bandwidth=overridden(machine.nvlink_gb_per_s, named.nvlink_bandwidth),
+        network_bandwidth=overridden(machine.network_gb_per_s, named.network_bandwidth),
     )

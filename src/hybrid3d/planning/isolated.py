@@ -12,7 +12,7 @@ from pathlib import Path
 from hybrid3d.config import Recipe, recipe_to_yaml
 from hybrid3d.errors import UserMistake
 
-ASKING = timedelta(minutes=10)  # the largest models take a minute
+ENGINE_QUERY_TIMEOUT = timedelta(minutes=10)  # the largest models take a minute
 _OF_A_RANK = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 
 
@@ -33,10 +33,15 @@ def run_in_subprocess(module: str, recipe: Recipe) -> str:
         command = [sys.executable, "-m", module, str(said), str(answer)]
         try:
             done = subprocess.run(
-                command, env=alone, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=ASKING.total_seconds()
+                command,
+                env=alone,
+                stdout=sys.stderr,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=ENGINE_QUERY_TIMEOUT.total_seconds(),
             )
         except subprocess.TimeoutExpired:
-            raise EngineQueryFailed(f"no answer within {ASKING}") from None
+            raise EngineQueryFailed(f"no answer within {ENGINE_QUERY_TIMEOUT}") from None
         sys.stderr.write(done.stderr)
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:]

@@ -35,23 +35,23 @@ BATCHED_TOKENS, SEQUENCES = 16384, 1024
 
 
 @dataclass(frozen=True)
-class HeldElements:
+class ParameterCounts:
     """Elements that a rank holds: of routed experts, and of all else."""
 
     dense: int
     experts: int
 
 
-def held_elements(pieces: Iterable[Piece], times: Callable[[str], int]) -> HeldElements:
+def count_parameters(pieces: Iterable[Piece], times: Callable[[str], int]) -> ParameterCounts:
     """What pieces add up to, where a tensor stands for `times` of them."""
     counts = {True: 0, False: 0}
     for piece in pieces:
         counts[is_expert(piece.name)] += piece.box.numel * times(piece.name)
-    return HeldElements(dense=counts[False], experts=counts[True])
+    return ParameterCounts(dense=counts[False], experts=counts[True])
 
 
 @dataclass(frozen=True)
-class Resident:
+class StageMemory:
     """Bytes on the fullest rank of a stage, by what they are."""
 
     weights: int
@@ -63,11 +63,11 @@ class Resident:
     staging: int
 
     @property
-    def always(self) -> int:
+    def persistent(self) -> int:
         """What stays through the whole step."""
         return self.weights + self.gradients + self.optimizer + self.reference
 
-    def offload(self, offloads: Iterable[str]) -> int:
+    def offloaded_bytes(self, offloads: Iterable[str]) -> int:
         """What is not there while vLLM generates."""
         of_kind = {
             "parameters": self.weights + self.reference,
@@ -78,7 +78,7 @@ class Resident:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """The phases of a step on the GPU that is fullest in each.
 
     Attributes:
@@ -92,7 +92,7 @@ class Memory:
         offloads: what of training's is given to vLLM, as `train.offload_*` says.
     """
 
-    stages: tuple[Resident, ...]
+    stages: tuple[StageMemory, ...]
     capacity: int
     fraction: float
     work_space: int
@@ -104,18 +104,18 @@ class Memory:
     @cached_property
     def train(self) -> int:
         beside = 0 if self.sleeps else self.rollout
-        return max(stage.always + stage.activations for stage in self.stages) + beside
+        return max(stage.persistent + stage.activations for stage in self.stages) + beside
 
     @cached_property
     def sync(self) -> int:
         return max(
-            stage.always + (stage.rollout_weights if self.sleeps else self.rollout) + stage.staging
+            stage.persistent + (stage.rollout_weights if self.sleeps else self.rollout) + stage.staging
             for stage in self.stages
         )
 
     @cached_property
     def generate(self) -> int:
-        return max(stage.always - stage.offload(self.offloads) for stage in self.stages) + self.rollout
+        return max(stage.persistent - stage.offloaded_bytes(self.offloads) for stage in self.stages) + self.rollout
 
     @property
     def rollout(self) -> int:
@@ -149,20 +149,20 @@ def gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:.1f} GB"
 
 
-def fullest(stages: tuple[Resident, ...]) -> dict[str, int]:
+def max_over_stages(stages: tuple[StageMemory, ...]) -> dict[str, int]:
     """Of each kind of bytes the most that a stage has."""
     rows = [asdict(stage) for stage in stages]
     return {key: max(row[key] for row in rows) for key in rows[0]}
 
 
-def memory_of(
+def estimate_memory(
     recipe: Recipe,
     config: Config,
     hardware: Hardware,
-    held: Sequence[HeldElements],
+    held: Sequence[ParameterCounts],
     wanted: SlotDemand,
     wanted_bytes: int,
-) -> Memory:
+) -> MemoryEstimate:
     """Each phase's memory.
 
     Args:
@@ -185,7 +185,7 @@ def memory_of(
         weights = elements * itemsize
         sharded = its.dense / (train.dp * train.cp) + its.experts / (stage_ranks // (train.ep * train.etp))
         stages.append(
-            Resident(
+            StageMemory(
                 weights=weights,
                 gradients=elements * FLOAT32 * trained,
                 optimizer=round(sharded * FLOAT32 * (2 if itemsize == FLOAT32 else 3)) * trained,
@@ -195,9 +195,9 @@ def memory_of(
                 staging=2 * recipe.sync.bucket_bytes + wanted.finalize_bytes,
             )
         )
-    return Memory(
+    return MemoryEstimate(
         stages=tuple(stages),
-        capacity=int(hardware.memory),
+        capacity=int(hardware.memory_bytes),
         fraction=rollout.gpu_memory_utilization,
         work_space=_work_space(shape, rollout.tp, itemsize),
         kv_bytes_per_token=sum(wanted.kv_bytes.values()),
@@ -221,7 +221,7 @@ def stage_activations(recipe: Recipe, shape: ModelShape, stages: Sequence[Sequen
     sequences = train.micro_batch_size if budget is None else budget // longest
     micro_batches = -(-recipe.sequences_per_step // (train.dp * sequences))
     sparse = shape.experts.sparse if shape.experts else (False,) * shape.num_layers
-    kept = {kind: kept_of_token(shape, train, kind) * itemsize for kind in set(sparse)}
+    kept = {kind: activation_elements_per_token(shape, train, kind) * itemsize for kind in set(sparse)}
     inputs = shape.hidden_size * itemsize // _sequence_shards(shape, train)
     found = []
     for stage, chunks in enumerate(stages):
@@ -241,7 +241,7 @@ def stage_activations(recipe: Recipe, shape: ModelShape, stages: Sequence[Sequen
     return found
 
 
-def kept_of_token(shape: ModelShape, train: Train, sparse: bool) -> int:
+def activation_elements_per_token(shape: ModelShape, train: Train, sparse: bool) -> int:
     """Elements that one layer keeps of a token on a rank, for the backward pass, where its activation is fused.
 
     Whole rows: the inputs and the outputs of both norms, and a sum between them. Split over TP: what attention is

@@ -11,22 +11,22 @@ from rich.text import Text
 
 from hybrid3d.config import Recipe
 from hybrid3d.planning.memory import gb
-from hybrid3d.planning.report import Report
-from hybrid3d.reshard.placement import consecutive
+from hybrid3d.planning.report import PlanReport
+from hybrid3d.reshard.placement import consecutive_slots
 
 SHADES = " ░▒▓█"
 MOST_GROUPS = 16  # rows of the picture on a terminal
 MOST_PIXELS = 512  # rows of the picture in a file
 
 
-def page_of(report: Report) -> RenderableType:
+def format_page(report: PlanReport) -> RenderableType:
     """Layouts, bytes, seconds, memory, and the traffic drawn."""
     return Group(
         _layouts(report), "", _bytes(report), "", _sentences(report), "", _memory(report), "", _traffic(report)
     )
 
 
-def _layouts(report: Report) -> Table:
+def _layouts(report: PlanReport) -> Table:
     recipe = report.recipe
     train, rollout, ranks = recipe.train, recipe.rollout, recipe.world_size
     assert rollout is not None
@@ -50,7 +50,7 @@ def _range(of_ranks: np.ndarray) -> str:
     return high if low == high else f"{low} to {high}"
 
 
-def _bytes(report: Report) -> Table:
+def _bytes(report: PlanReport) -> Table:
     table = Table(title="bytes of a sync")
     for title in ("", "min of ranks", "mean", "max", "all ranks"):
         table.add_column(title, justify="left" if not title else "right")
@@ -68,10 +68,13 @@ def _bytes(report: Report) -> Table:
     return table
 
 
-def _sentences(report: Report) -> Text:
+def _sentences(report: PlanReport) -> Text:
     traffic, sync = report.traffic, report.sync
     received, bound = traffic.traffic.sum(), traffic.lower_bound.sum()
-    usual, chosen = report.moved_if(consecutive(report.recipe.world_size)), report.moved_if(traffic.placement.slots)
+    usual, chosen = (
+        report.traffic_with_slots(consecutive_slots(report.recipe.world_size)),
+        report.traffic_with_slots(traffic.placement.slots),
+    )
     return Text(
         f"coverage   exact: every wanted element arrives once, from a rank that holds it\n"
         f"received   {received:,} bytes; the lower bound is {bound:,}\n"
@@ -79,18 +82,18 @@ def _sentences(report: Report) -> Text:
         f"{gb(usual['network_bytes'] - chosen['network_bytes'])} fewer over the network, than on consecutive ranks\n"
         f"staging    {traffic.staging / 2**20:.0f} MiB a rank; finalization {gb(traffic.finalize)} at most\n"
         f"seconds    {sync.seconds:.3f} on {report.recipe.machine.kind}: {_bottleneck(report)}; "
-        f"gathered: {report.gathered.seconds(report.hardware):.3f}"
+        f"gathered: {report.gather_traffic.seconds(report.hardware):.3f}"
     )
 
 
-def _bottleneck(report: Report) -> str:
+def _bottleneck(report: PlanReport) -> str:
     sync = report.sync
     names = {"network": "the network", "nvlink": "NVLink", "copies": "copies in memory"}
     others = ", ".join(f"{text} {getattr(sync, key):.3f}" for key, text in names.items() if key != sync.bottleneck)
     return f"{names[sync.bottleneck]} of rank {sync.rank} decides ({others})"
 
 
-def _memory(report: Report) -> Table:
+def _memory(report: PlanReport) -> Table:
     memory = report.memory
     table = Table(title=f"memory of the fullest GPU, of {gb(memory.capacity)}")
     for title in ("phase", "taken", "of it"):
@@ -110,9 +113,9 @@ def _memory(report: Report) -> Table:
     return table
 
 
-def _traffic(report: Report) -> Text:
+def _traffic(report: PlanReport) -> Text:
     """Senders down, receivers across; the darker the more bytes."""
-    matrix, size = shrunk(report.traffic.traffic, report.recipe, MOST_GROUPS)
+    matrix, size = group_traffic(report.traffic.traffic, report.recipe, MOST_GROUPS)
     shade = np.ceil(matrix / max(1, matrix.max()) * (len(SHADES) - 1)).astype(int)
     what = f"{size} ranks" if size > 1 else "rank"
     scale = f"a cell is {what} to {what}, the darkest {gb(matrix.max())}"
@@ -122,7 +125,7 @@ def _traffic(report: Report) -> Text:
     return text
 
 
-def shrunk(traffic: np.ndarray, recipe: Recipe, most: int) -> tuple[np.ndarray, int]:
+def group_traffic(traffic: np.ndarray, recipe: Recipe, most: int) -> tuple[np.ndarray, int]:
     """The traffic between groups of consecutive ranks, and their size: a node, or several, where there are many."""
     size, ranks = 1, len(traffic)
     while ranks // size > most or ranks % size:
@@ -133,14 +136,14 @@ def shrunk(traffic: np.ndarray, recipe: Recipe, most: int) -> tuple[np.ndarray, 
     return traffic.reshape(groups, size, groups, size).sum((1, 3)), size
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: PlanReport, path: Path) -> None:
     """The traffic as a picture in a file, whose ending says its format."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    matrix, size = shrunk(report.traffic.traffic, report.recipe, MOST_PIXELS)
+    matrix, size = group_traffic(report.traffic.traffic, report.recipe, MOST_PIXELS)
     figure, axis = pyplot.subplots(figsize=(7, 6))
     image = axis.imshow(matrix / 1e9, cmap="viridis", interpolation="nearest")
     unit = f"group of {size} ranks" if size > 1 else "rank"

@@ -12,7 +12,7 @@ import numpy as np
 
 from hybrid3d.config import Recipe
 from hybrid3d.planning.hardware import Hardware
-from hybrid3d.planning.traffic import PlannedTraffic
+from hybrid3d.planning.traffic import SyncTraffic
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class GatherTraffic:
     near: np.ndarray
 
     @property
-    def received(self) -> np.ndarray:
+    def received_bytes(self) -> np.ndarray:
         return self.far + self.near
 
     def seconds(self, hardware: Hardware) -> float:
         """With both kinds of links at their full rate, and at the same time."""
-        return float(np.maximum(self.far / hardware.network, self.near / hardware.nvlink).max())
+        return float(np.maximum(self.far / hardware.network_bandwidth, self.near / hardware.nvlink_bandwidth).max())
 
 
-def gathered(recipe: Recipe, traffic: PlannedTraffic) -> GatherTraffic:
+def gather_traffic(recipe: Recipe, traffic: SyncTraffic) -> GatherTraffic:
     """What ranks receive when they rebuild every tensor."""
     train, per_node = recipe.train, recipe.machine.gpus_per_node
     node = (np.arange(recipe.world_size) // per_node).reshape(train.pp, -1)

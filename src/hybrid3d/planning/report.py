@@ -9,26 +9,26 @@ import numpy as np
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
-from hybrid3d.planning.engine_queries import Say, query_engines
+from hybrid3d.planning.engine_queries import ProgressCallback, query_engines
 from hybrid3d.planning.fitting import check_memory
 from hybrid3d.planning.hardware import Hardware, hardware_of
-from hybrid3d.planning.memory import Memory, fullest
-from hybrid3d.planning.peers import GatherTraffic, gathered
-from hybrid3d.planning.seconds import Prediction, over_network, predict
-from hybrid3d.planning.traffic import PlannedTraffic, planned
-from hybrid3d.reshard.placement import consecutive
+from hybrid3d.planning.memory import MemoryEstimate, max_over_stages
+from hybrid3d.planning.peers import GatherTraffic, gather_traffic
+from hybrid3d.planning.seconds import SyncTime, estimate_sync_time, inter_node_bytes
+from hybrid3d.planning.traffic import SyncTraffic, compute_sync_traffic
+from hybrid3d.reshard.placement import consecutive_slots
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """All that is known of a recipe's run before it starts."""
 
     recipe: Recipe
     hardware: Hardware
-    traffic: PlannedTraffic
-    sync: Prediction
-    memory: Memory
-    gathered: GatherTraffic
+    traffic: SyncTraffic
+    sync: SyncTime
+    memory: MemoryEstimate
+    gather_traffic: GatherTraffic
 
     @property
     def per_rank(self) -> dict[str, np.ndarray]:
@@ -38,16 +38,16 @@ class Report:
             "held_bytes": self.traffic.held,
             "local_bytes": self.traffic.local,
             "received_bytes": traffic.sum(0),
-            "received_over_network_bytes": over_network(traffic, per_node).sum(0),
+            "received_over_network_bytes": inter_node_bytes(traffic, per_node).sum(0),
             "sent_bytes": traffic.sum(1),
-            "gather_bytes": self.gathered.received,
+            "gather_bytes": self.gather_traffic.received_bytes,
         }
 
-    def moved_if(self, slots: np.ndarray) -> dict[str, int]:
+    def traffic_with_slots(self, slots: np.ndarray) -> dict[str, int]:
         """Bytes received, and over the network, where ranks have these slots."""
-        lacks = self.traffic.placement.lacks
-        within = slots % lacks.by_group.shape[1]
-        return {"received_bytes": lacks.received(within), "network_bytes": lacks.over_network(within)}
+        missing = self.traffic.placement.missing
+        within = slots % missing.by_group.shape[1]
+        return {"received_bytes": missing.received_bytes(within), "network_bytes": missing.network_bytes(within)}
 
     def numbers(self) -> dict[str, Any]:
         """Sums over ranks, except where a key starts with `max_`. Sizes are bytes.
@@ -57,7 +57,7 @@ class Report:
         large to be made transfer by transfer, `max_staging_bytes` is a bound too, and `buckets` is null.
         """
         traffic, ranks = self.traffic, self.per_rank
-        usual = consecutive(self.recipe.world_size)
+        usual = consecutive_slots(self.recipe.world_size)
         sums = {key: int(ranks[key].sum()) for key in ranks if key != "sent_bytes"}
         return {
             "name": self.recipe.name,
@@ -71,28 +71,29 @@ class Report:
             "coverage": "exact",
             "buckets": traffic.buckets,
             "per_rank": {key: _spread(of_ranks) for key, of_ranks in ranks.items()},
-            "placement": self.moved_if(traffic.placement.slots) | {"consecutive": self.moved_if(usual)},
+            "placement": self.traffic_with_slots(traffic.placement.slots)
+            | {"consecutive": self.traffic_with_slots(usual)},
             "seconds": {
                 "sync": self.sync.seconds,
                 "bottleneck": self.sync.bottleneck,
                 "network": self.sync.network,
                 "nvlink": self.sync.nvlink,
                 "copies": self.sync.copies,
-                "gather": self.gathered.seconds(self.hardware),
+                "gather": self.gather_traffic.seconds(self.hardware),
             },
             "memory": {
                 "gpu": self.memory.capacity,
                 "train": self.memory.train,
                 "sync": self.memory.sync,
                 "generate": self.memory.generate,
-                **{f"max_{key}": n for key, n in fullest(self.memory.stages).items()},
+                **{f"max_{key}": n for key, n in max_over_stages(self.memory.stages).items()},
                 "kv_cache": self.memory.kv_cache,
                 "kv_cache_tokens": self.memory.kv_tokens,
             },
         }
 
 
-def report(recipe: Recipe, config: Config, say: Say = lambda what: None) -> Report:
+def make_report(recipe: Recipe, config: Config, on_progress: ProgressCallback = lambda what: None) -> PlanReport:
     """Plan a recipe that fits.
 
     Args:
@@ -103,12 +104,12 @@ def report(recipe: Recipe, config: Config, say: Say = lambda what: None) -> Repo
         PlanError: what is held and what is wanted do not fit each other.
         UnsupportedModel: an engine does with a tensor what cannot be planned.
     """
-    memory = check_memory(recipe, config, say)
-    sides = query_engines(recipe, config, say)
-    say("placing ranks, planning, and checking that every wanted element arrives once")
-    traffic, hardware = planned(recipe, sides), hardware_of(recipe.machine)
-    sync = predict(traffic.traffic, traffic.local, hardware, recipe.machine.gpus_per_node)
-    return Report(recipe, hardware, traffic, sync, memory, gathered(recipe, traffic))
+    memory = check_memory(recipe, config, on_progress)
+    answers = query_engines(recipe, config, on_progress)
+    on_progress("placing ranks, planning, and checking that every wanted element arrives once")
+    traffic, hardware = compute_sync_traffic(recipe, answers), hardware_of(recipe.machine)
+    sync = estimate_sync_time(traffic.traffic, traffic.local, hardware, recipe.machine.gpus_per_node)
+    return PlanReport(recipe, hardware, traffic, sync, memory, gather_traffic(recipe, traffic))
 
 
 def _spread(of_ranks: np.ndarray) -> dict[str, float]:

@@ -14,7 +14,7 @@ from hybrid3d.planning.hardware import Hardware
 
 
 @dataclass(frozen=True)
-class Prediction:
+class SyncTime:
     """Seconds that each resource of its busiest rank is busy; the longest is the sync's.
 
     Attributes:
@@ -35,27 +35,27 @@ class Prediction:
         return max(("network", "nvlink", "copies"), key=lambda name: getattr(self, name))
 
 
-def predict(traffic: np.ndarray, local: np.ndarray, hardware: Hardware, ranks_per_node: int) -> Prediction:
+def estimate_sync_time(traffic: np.ndarray, local: np.ndarray, hardware: Hardware, ranks_per_node: int) -> SyncTime:
     """Of a sync.
 
     Args:
         traffic: bytes by sender and receiver.
         local: bytes that each rank copies within its own memory.
     """
-    far = over_network(traffic, ranks_per_node)
+    far = inter_node_bytes(traffic, ranks_per_node)
     near = traffic - far
     # What is sent is packed and what is received unpacked: each byte is read and written once at either end.
     copied = 2 * (local + traffic.sum(0) + traffic.sum(1))
     busy = {
-        "network": np.maximum(far.sum(0), far.sum(1)) / hardware.network,
-        "nvlink": np.maximum(near.sum(0), near.sum(1)) / hardware.nvlink,
-        "copies": copied / hardware.copies,
+        "network": np.maximum(far.sum(0), far.sum(1)) / hardware.network_bandwidth,
+        "nvlink": np.maximum(near.sum(0), near.sum(1)) / hardware.nvlink_bandwidth,
+        "copies": copied / hardware.memory_bandwidth,
     }
     slowest = np.maximum.reduce(list(busy.values()))
-    return Prediction(**{name: float(s.max()) for name, s in busy.items()}, rank=int(slowest.argmax()))
+    return SyncTime(**{name: float(s.max()) for name, s in busy.items()}, rank=int(slowest.argmax()))
 
 
-def over_network(traffic: np.ndarray, ranks_per_node: int) -> np.ndarray:
+def inter_node_bytes(traffic: np.ndarray, ranks_per_node: int) -> np.ndarray:
     """The part of the traffic between ranks of different nodes."""
     node = np.arange(len(traffic)) // ranks_per_node
     return np.where(node[:, None] == node[None, :], 0, traffic)

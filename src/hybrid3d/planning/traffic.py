@@ -12,9 +12,9 @@ import numpy as np
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import is_expert
-from hybrid3d.planning.agreed_placement import ChosenPlacement, choose_placement
-from hybrid3d.planning.engine_queries import Sides
-from hybrid3d.reshard.classes import distinct, groups_of, only
+from hybrid3d.planning.agreed_placement import Placement, compute_placement
+from hybrid3d.planning.engine_queries import EngineAnswers
+from hybrid3d.reshard.classes import group_ranks, rank_groups, select_tensors
 from hybrid3d.reshard.coverage import check_coverage, check_routes, lower_bound
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings
 from hybrid3d.reshard.planner import PlanError, make_plan
@@ -22,7 +22,7 @@ from hybrid3d.reshard.routes import RoutedClass, route
 
 
 @dataclass(frozen=True)
-class PlannedTraffic:
+class SyncTraffic:
     """A recipe's sync, as far as it is known before ranks start.
 
     Attributes:
@@ -45,7 +45,7 @@ class PlannedTraffic:
     lower_bound: np.ndarray
     model: int
     model_experts: int
-    placement: ChosenPlacement
+    placement: Placement
     finalize: int
     buckets: int | None
     staging: int
@@ -64,7 +64,7 @@ def _no_collector() -> Iterator[None]:
 
 
 @_no_collector()
-def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) -> PlannedTraffic:
+def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence[int] | None = None) -> SyncTraffic:
     """Place the ranks and route every tensor; all of it is checked.
 
     Args:
@@ -74,29 +74,29 @@ def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) ->
         PlanError: what is held and what is wanted do not fit each other.
     """
     world, per_node = recipe.world_size, recipe.machine.gpus_per_node
-    holdings, wanted = sides.holdings, [one.demand for one in sides.slots]
-    found = choose_placement(recipe, holdings, wanted, sides.times)
+    holdings, wanted = answers.holdings, [one.demand for one in answers.slots]
+    found = compute_placement(recipe, holdings, wanted, answers.multiplicity)
     if slots is not None:
         found = replace(found, slots=np.array(slots))
     demand = {rank: wanted[slot % len(wanted)] for rank, slot in enumerate(found.slots)}
     routed = _routed(found, recipe, len(wanted))
     first = {one.names[0]: one.count for one in found.classes}
-    part = only(holdings, first), only(demand, first)
-    check_routes(routed, *map(groups_of, part))
+    part = select_tensors(holdings, first), select_tensors(demand, first)
+    check_routes(routed, *map(rank_groups, part))
     traffic, local = _traffic(routed, world)
     bound = lower_bound(*part, first)
-    wanted_bytes = _nbytes(demand, sides.times)
+    wanted_bytes = _nbytes(demand, answers.multiplicity)
     unlike = np.flatnonzero(traffic.sum(0) + local != wanted_bytes)
     if unlike.size:  # the classes, on which all of the above rests, have lost or doubled a tensor
         rank = int(unlike[0])
         raise PlanError(f"rank {rank} wants {wanted_bytes[rank]} bytes, {traffic.sum(0)[rank] + local[rank]} arrive")
     bucket = recipe.sync.bucket_bytes
-    plan = make_plan(holdings, demand, bucket, per_node) if sides.whole else {}
+    plan = make_plan(holdings, demand, bucket, per_node) if answers.all_layers else {}
     check_coverage(plan, holdings, demand if plan else {})
-    sizes = {name: math.prod(shape) * ITEMSIZE[recipe.model.dtype] for name, shape in sides.shapes.items()}
-    return PlannedTraffic(
-        held=_nbytes(holdings, sides.times),
-        held_experts=_nbytes(holdings, sides.times, is_expert),
+    sizes = {name: math.prod(shape) * ITEMSIZE[recipe.model.dtype] for name, shape in answers.shapes.items()}
+    return SyncTraffic(
+        held=_nbytes(holdings, answers.multiplicity),
+        held_experts=_nbytes(holdings, answers.multiplicity, is_expert),
         wanted=wanted_bytes,
         traffic=traffic,
         local=local,
@@ -104,13 +104,13 @@ def planned(recipe: Recipe, sides: Sides, slots: Sequence[int] | None = None) ->
         model=sum(sizes.values()),
         model_experts=sum(nbytes for name, nbytes in sizes.items() if is_expert(name)),
         placement=found,
-        finalize=max(one.finalize_bytes for one in sides.slots),
+        finalize=max(one.finalize_bytes for one in answers.slots),
         buckets=max(len(part.buckets) for part in plan.values()) if plan else None,
         staging=max(sum(part.staging_bytes) for part in plan.values()) if plan else 2 * bucket,
     )
 
 
-def _routed(found: ChosenPlacement, recipe: Recipe, slots: int) -> list[RoutedClass]:
+def _routed(found: Placement, recipe: Recipe, slots: int) -> list[RoutedClass]:
     routed = list(route(found.classes, found.holders, found.readers(slots), recipe.machine.gpus_per_node))
     for one in routed:
         for way in one.routes:
@@ -134,11 +134,11 @@ def _traffic(routed: Sequence[RoutedClass], world: int) -> tuple[np.ndarray, np.
 
 
 def _nbytes(
-    sides: Mapping[int, Holdings] | Mapping[int, Demand],
-    times: Mapping[str, int],
+    answers: Mapping[int, Holdings] | Mapping[int, Demand],
+    multiplicity: Mapping[str, int],
     counts: Callable[[str], bool] = lambda name: True,
 ) -> np.ndarray:
-    found = np.zeros(len(sides), np.int64)
-    for ranks, side in distinct(sides):
-        found[ranks] = sum(piece.nbytes * times[piece.name] for piece in side.pieces if counts(piece.name))
+    found = np.zeros(len(answers), np.int64)
+    for ranks, side in group_ranks(answers):
+        found[ranks] = sum(piece.nbytes * multiplicity[piece.name] for piece in side.pieces if counts(piece.name))
     return found

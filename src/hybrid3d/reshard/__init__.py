@@ -1,5 +1,5 @@
-"""Moves boxes of canonical tensors from where they are held to where they are wanted.
+"""Resharding: move boxes of canonical tensors from the ranks that hold them to the ranks that want them.
 
-Planning (`box`, `layout`, `planner`, `coverage`) is pure and runs anywhere, for any number of ranks. Execution
-(`transport`, `executor`, `files`) needs torch. Nothing here knows an engine.
+Planning (`box`, `layout`, `planner`, `coverage`) is pure and needs no ranks. Execution (`transport`, `executor`,
+`files`) needs torch. This package imports neither Megatron nor vLLM.
 """

@@ -18,11 +18,13 @@ class Box:
     size: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
+    def full(cls, shape: tuple[int, ...]) -> Box:
+        """Return the box that covers a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def stop(self) -> tuple[int, ...]:
+        """The exclusive end in each dim."""
         return tuple(map(operator.add, self.start, self.size))
 
     @property
@@ -30,22 +32,23 @@ class Box:
         return math.prod(self.size)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part of two boxes of the same tensor, or None when they share no element."""
+        """Return the intersection with another box of the same tensor, or None where it is empty."""
         start = tuple([max(a, b) for a, b in zip(self.start, other.start, strict=True)])
         size = tuple(map(operator.sub, map(min, self.stop, other.stop), start))
         return Box(start, size) if min(size, default=1) > 0 else None
 
     def overlaps(self, other: Box) -> bool:
-        """Whether two boxes of the same tensor, neither of them empty, share an element."""
+        """Return whether two non-empty boxes of the same tensor intersect."""
         ends = zip(self.start, self.size, other.start, other.size, strict=True)
         return all(a < b + m and b < a + n for a, n, b, m in ends)
 
     def contains(self, other: Box) -> bool:
+        """Return whether another box of the same tensor lies inside this one."""
         ends = zip(self.start, self.size, other.start, other.size, strict=True)
         return all(a <= b and b + m <= a + n for a, n, b, m in ends)
 
     def subtract(self, hole: Box) -> list[Box]:
-        """Disjoint boxes that make up this box without `hole`, which must lie inside it."""
+        """Return disjoint boxes that cover this box minus `hole`, which must lie inside it."""
         rest = []
         start, stop = list(self.start), list(self.stop)
         for d in range(len(start)):
@@ -58,7 +61,7 @@ class Box:
         return rest
 
     def split(self, limit: int) -> list[Box]:
-        """Cut into boxes of at most `limit` elements, along the outermost dims, so that parts stay contiguous."""
+        """Split the box along its outermost dims into contiguous boxes of at most `limit` elements."""
         if self.numel <= limit:
             return [self]
         dim = next(d for d, n in enumerate(self.size) if n > 1)
@@ -73,19 +76,19 @@ class Box:
 
 
 @functools.lru_cache(1 << 16)
-def volume(boxes: tuple[Box, ...], without: tuple[Box, ...] = ()) -> int:
-    """The number of elements in the union of `boxes` that lie in none of `without`.
+def union_numel(boxes: tuple[Box, ...], excluded: tuple[Box, ...] = ()) -> int:
+    """Return the number of elements in the union of `boxes` minus the union of `excluded`.
 
-    Counted on the grid that the edges of all boxes draw (coordinate compression).
+    The elements are counted on the grid of all box edges (coordinate compression).
     """
     if not boxes:
         return 0
-    if len(boxes) == 1 and not without:
+    if len(boxes) == 1 and not excluded:
         return boxes[0].numel
-    every = [*boxes, *without]
-    edges = [np.unique([e for b in every for e in (b.start[d], b.stop[d])]) for d in range(len(boxes[0].size))]
+    all_boxes = [*boxes, *excluded]
+    edges = [np.unique([e for b in all_boxes for e in (b.start[d], b.stop[d])]) for d in range(len(boxes[0].size))]
     covered = np.zeros([len(e) for e in edges], dtype=bool)
-    for value, group in ((True, boxes), (False, without)):
+    for value, group in ((True, boxes), (False, excluded)):
         for box in group:
             cells = (np.searchsorted(e, ab) for e, ab in zip(edges, zip(box.start, box.stop, strict=True), strict=True))
             covered[tuple(slice(a, b) for a, b in cells)] = value

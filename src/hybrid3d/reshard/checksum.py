@@ -1,4 +1,4 @@
-"""A checksum of what is in a box: the same at both ends of a transfer, wherever and however the box lies there."""
+"""A checksum of the contents of a box that does not depend on the strides or the address of the box in memory."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ _BLOCK = 32  # words
 
 
 def checksum(box: torch.Tensor) -> torch.Tensor:
-    """One number (int64, on the box's device) for the bytes of a tensor in row-major order.
+    """Return a checksum (int64 scalar on the box's device) of the bytes of a tensor in row-major order.
 
-    Words are added up in blocks, and blocks with an odd weight each, modulo 2^64. One flipped bit always changes it,
-    and so do blocks that change places; words that change places within 256 bytes do not.
+    Words are summed within blocks, and the block sums with an odd weight each, modulo 2^64. Any single flipped bit
+    changes the checksum, and so does swapping two blocks; swapping two words within 256 bytes does not.
     """
     blocks = _blocks_in_place(box)
     if blocks is not None:
-        return _weighted(blocks.sum(-1).flatten())
+        return _weighted_sum(blocks.sum(-1).flatten())
     flat = box.contiguous().view(-1).as_strided((box.numel(),), (1,))
     if flat.storage_offset() * flat.itemsize % _WORD:
         flat = flat.clone()
-    whole = flat.numel() * flat.itemsize // (_WORD * _BLOCK) * (_WORD * _BLOCK) // flat.itemsize
-    rest = torch.zeros(_WORD * _BLOCK // flat.itemsize, dtype=flat.dtype, device=flat.device)
-    rest[: flat.numel() - whole] = flat[whole:]
-    return _weighted(
-        torch.cat([flat[:whole].view(torch.int64).view(-1, _BLOCK).sum(-1), rest.view(torch.int64).sum(-1, True)])
+    full_blocks = flat.numel() * flat.itemsize // (_WORD * _BLOCK) * (_WORD * _BLOCK) // flat.itemsize
+    tail = torch.zeros(_WORD * _BLOCK // flat.itemsize, dtype=flat.dtype, device=flat.device)
+    tail[: flat.numel() - full_blocks] = flat[full_blocks:]
+    return _weighted_sum(
+        torch.cat([flat[:full_blocks].view(torch.int64).view(-1, _BLOCK).sum(-1), tail.view(torch.int64).sum(-1, True)])
     )
 
 
 def _blocks_in_place(box: torch.Tensor) -> torch.Tensor | None:
-    """The tensor as [..., blocks, words] where each of its rows is whole blocks; else None."""
+    """Return a view of shape [..., blocks, words] if each row is a multiple of the block size, else None."""
     per_word = _WORD // box.itemsize
     if box.dim() == 0 or box.stride(-1) != 1 or box.shape[-1] * box.itemsize % (_WORD * _BLOCK):
         return None
@@ -39,6 +39,6 @@ def _blocks_in_place(box: torch.Tensor) -> torch.Tensor | None:
     return blocks
 
 
-def _weighted(sums: torch.Tensor) -> torch.Tensor:
+def _weighted_sum(sums: torch.Tensor) -> torch.Tensor:
     weights = torch.arange(1, 2 * sums.numel(), 2, dtype=torch.int64, device=sums.device)
     return (sums * weights).sum()

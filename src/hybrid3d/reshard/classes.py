@@ -1,7 +1,7 @@
-"""Tensors that move alike, as one: all that the same ranks hold and want in the same boxes.
+"""Classes of tensors that the same ranks hold and want in the same boxes.
 
-In a model of 61 layers with 256 experts there are 45,000 tensors and a few hundred classes of them. Whatever is decided
-or counted is so for a class at a time, and for each group of ranks that share what they hold or what they want.
+A model of 61 layers with 256 experts has 45,000 tensors but only a few hundred classes. Planning and counting work on
+one class at a time, and on groups of ranks that hold or want the same.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import TypeVar
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.layout import Demand, Holdings
 
-Side = TypeVar("Side", Holdings, Demand)
+RankPieces = TypeVar("RankPieces", Holdings, Demand)
 
 Boxes = tuple[tuple[Box, str], ...]
-"""What a side has of one tensor: boxes, each with its dtype."""
+"""The boxes of one tensor that a rank holds or wants, each with its dtype."""
 
 Signature = Mapping[Boxes, tuple[str, ...]]
-"""What others need to know of a side: of which tensors it has which boxes, not where they lie in its memory."""
+"""The tensors of which a rank holds (or wants) the same boxes, by those boxes; without local memory locations."""
 
 Group = tuple[Sequence[int], Signature]
-"""Ranks that share a side."""
+"""Ranks that hold (or want) the same, and the signature of it."""
 
 
 @dataclass(frozen=True)
 class TensorClass:
-    """Tensors of which every group of ranks holds the same boxes and wants the same boxes, in the same dtypes.
+    """Tensors of which every group of ranks holds and wants the same boxes, in the same dtypes.
 
     Attributes:
-        names: the tensors, by the numbers in them, so that all who count them count alike.
-        count: how many there are, with those that they stand for.
-        held: the boxes that a group of holders has, by the group's number.
-        wanted: the boxes that a group of readers wants, each with its dtype, by the group's number.
+        names: the tensors in natural order, so that every rank numbers them equally.
+        count: the number of tensors, including those that a listed tensor stands for.
+        held: the boxes that each group of holders has, by the group's index.
+        wanted: the boxes that each group of readers wants, with their dtypes, by the group's index.
     """
 
     names: tuple[str, ...]
@@ -44,82 +44,82 @@ class TensorClass:
     wanted: Mapping[int, Boxes]
 
 
-def signature_of(side: Holdings | Demand) -> Signature:
-    """A side without the places where its pieces lie."""
-    of_tensor: dict[str, list[tuple[Box, str]]] = defaultdict(list)
-    for piece in side.pieces:
-        of_tensor[piece.name].append((piece.box, piece.dtype))
-    found: dict[Boxes, list[str]] = defaultdict(list)
-    for name, boxes in of_tensor.items():
-        found[tuple(boxes)].append(name)
-    return {boxes: tuple(names) for boxes, names in found.items()}
+def signature_of(rank_pieces: Holdings | Demand) -> Signature:
+    """Return the boxes and dtypes that a rank holds or wants, without their local memory locations."""
+    boxes_by_name: dict[str, list[tuple[Box, str]]] = defaultdict(list)
+    for piece in rank_pieces.pieces:
+        boxes_by_name[piece.name].append((piece.box, piece.dtype))
+    names_by_boxes: dict[Boxes, list[str]] = defaultdict(list)
+    for name, boxes in boxes_by_name.items():
+        names_by_boxes[tuple(boxes)].append(name)
+    return {boxes: tuple(names) for boxes, names in names_by_boxes.items()}
 
 
-def classes_of(
-    holders: Sequence[Signature], readers: Sequence[Signature], times: Mapping[str, int] | None = None
+def classify_tensors(
+    holders: Sequence[Signature], readers: Sequence[Signature], multiplicity: Mapping[str, int] | None = None
 ) -> list[TensorClass]:
-    """All tensors that are wanted, by class, in the order of their first names.
+    """Return the classes of all wanted tensors, in the natural order of their first names.
 
     Args:
         holders: what each group of ranks holds.
         readers: what each group of ranks wants.
-        times: how often a tensor counts, where it stands for others; once where nothing is said.
+        times: how many tensors each name stands for; 1 by default.
     """
-    known: dict[Boxes, int] = {}
-    held, wanted = _by_name(holders, known), _by_name(readers, known)
-    boxes = list(known)
-    classes: dict[tuple[_Found, _Found], list[str]] = defaultdict(list)
-    for name, found in wanted.items():
-        classes[held.get(name, ()), found].append(name)
-    every = [
+    box_ids: dict[Boxes, int] = {}
+    held, wanted = _by_name(holders, box_ids), _by_name(readers, box_ids)
+    boxes = list(box_ids)
+    names_by_class: dict[tuple[_GroupBoxes, _GroupBoxes], list[str]] = defaultdict(list)
+    for name, wanted_by in wanted.items():
+        names_by_class[held.get(name, ()), wanted_by].append(name)
+    classes = [
         TensorClass(
-            names=tuple(sorted(names, key=natural)),
-            count=sum(times[name] for name in names) if times else len(names),
+            names=tuple(sorted(names, key=natural_sort_key)),
+            count=sum(multiplicity[name] for name in names) if multiplicity else len(names),
             held={group: tuple(dict.fromkeys(box for box, _ in boxes[number])) for group, number in held_by},
             wanted={group: boxes[number] for group, number in wanted_by},
         )
-        for (held_by, wanted_by), names in classes.items()
+        for (held_by, wanted_by), names in names_by_class.items()
     ]
-    return sorted(every, key=lambda one: natural(one.names[0]))
+    return sorted(classes, key=lambda tensors: natural_sort_key(tensors.names[0]))
 
 
-_Found = tuple[tuple[int, int], ...]
-"""Of a tensor: (group, number of the boxes that it has)."""
+_GroupBoxes = tuple[tuple[int, int], ...]
+"""For one tensor: (group, id of the boxes that the group has of it)."""
 
 
-def _by_name(sides: Sequence[Signature], known: dict[Boxes, int]) -> dict[str, _Found]:
+def _by_name(signatures: Sequence[Signature], box_ids: dict[Boxes, int]) -> dict[str, _GroupBoxes]:
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for group, side in enumerate(sides):
-        for boxes, names in side.items():
-            entry = group, known.setdefault(boxes, len(known))
+    for group, signature in enumerate(signatures):
+        for boxes, names in signature.items():
+            entry = group, box_ids.setdefault(boxes, len(box_ids))
             for name in names:
                 found[name].append(entry)
     return {name: tuple(entries) for name, entries in found.items()}
 
 
-def natural(name: str) -> list[tuple[int, str]]:
-    """Sorts layer 2 before layer 10."""
+def natural_sort_key(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that puts layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def distinct(sides: Mapping[int, Side]) -> list[tuple[list[int], Side]]:
-    """What ranks have, once for all ranks that share it (as one object), with those ranks."""
+def group_ranks(pieces_by_rank: Mapping[int, RankPieces]) -> list[tuple[list[int], RankPieces]]:
+    """Group the ranks whose holdings (or demands) are one shared object; return each group with that object."""
     ranks: dict[int, list[int]] = defaultdict(list)
-    for rank, side in sorted(sides.items(), key=lambda entry: entry[0]):
-        ranks[id(side)].append(rank)
-    return [(shared, sides[shared[0]]) for shared in ranks.values()]
+    for rank, rank_pieces in sorted(pieces_by_rank.items(), key=lambda entry: entry[0]):
+        ranks[id(rank_pieces)].append(rank)
+    return [(group, pieces_by_rank[group[0]]) for group in ranks.values()]
 
 
-def groups_of(sides: Mapping[int, Side]) -> list[Group]:
-    """The ranks that share a side, each group with the side's outline."""
-    return [(ranks, signature_of(side)) for ranks, side in distinct(sides)]
+def rank_groups(pieces_by_rank: Mapping[int, RankPieces]) -> list[Group]:
+    """Return the groups of ranks that share one object, each with its signature."""
+    return [(ranks, signature_of(rank_pieces)) for ranks, rank_pieces in group_ranks(pieces_by_rank)]
 
 
-def only(sides: Mapping[int, Side], names: Iterable[str]) -> dict[int, Side]:
-    """What ranks have of these canonical tensors; what they share they share again."""
+def select_tensors(pieces_by_rank: Mapping[int, RankPieces], names: Iterable[str]) -> dict[int, RankPieces]:
+    """Keep only the pieces of these canonical tensors; ranks that shared an object share one again."""
     names = frozenset(names)
-    kept: dict[int, Side] = {}
-    for ranks, side in distinct(sides):
-        part = replace(side, pieces=tuple(p for p in side.pieces if p.name in names))
-        kept |= dict.fromkeys(ranks, part)
-    return {rank: kept[rank] for rank in sides}
+    selected: dict[int, RankPieces] = {}
+    for ranks, rank_pieces in group_ranks(pieces_by_rank):
+        part = replace(rank_pieces, pieces=tuple(p for p in rank_pieces.pieces if p.name in names))
+        selected |= dict.fromkeys(ranks, part)
+    return {rank: selected[rank] for rank in pieces_by_rank}

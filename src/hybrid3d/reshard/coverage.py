@@ -1,46 +1,49 @@
-"""Checks that a plan is right before it runs, and counts its lower bound, each without the planner's own code."""
+"""Checks of a plan before it runs, and its lower bound, computed independently of the planner."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping
 
-from hybrid3d.reshard.box import Box, volume
-from hybrid3d.reshard.classes import Group, distinct, groups_of
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, by_name
+from hybrid3d.reshard.box import Box, union_numel
+from hybrid3d.reshard.classes import Group, group_ranks, rank_groups
+from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, pieces_by_name
 from hybrid3d.reshard.planner import FILES, Plan, PlanError, RankPlan, Transfer
 from hybrid3d.reshard.routes import Route, RoutedClass
 
 
 def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> None:
-    """Every wanted element arrives exactly once, at its place, from a rank that holds it, and nothing else moves.
+    """Check that each wanted element arrives exactly once, where it is wanted, from a rank that holds it.
+
+    Nothing else may move.
 
     Raises:
         PlanError: with the first violation found.
     """
-    there, held = Counter[tuple[int, int, str, Box, str]](), {r: by_name(of.pieces) for r, of in holdings.items()}
+    sent = Counter[tuple[int, int, str, Box, str]]()
+    held = {rank: pieces_by_name(rank_holdings.pieces) for rank, rank_holdings in holdings.items()}
     for rank, part in plan.items():
         for t in part.transfers:
             if t.src == rank:
                 _check_end(t, t.source, held.get(rank, {}).get(t.name, []), f"rank {rank} does not hold")
-                there[t.src, t.dst, t.name, t.box, t.dtype] += 1
+                sent[t.src, t.dst, t.name, t.box, t.dtype] += 1
     for rank in {**plan, **demand}:
         part = plan.get(rank, RankPlan(rank, ()))
         check_arrivals(part, demand.get(rank, Demand(())))
-        there.subtract((t.src, t.dst, t.name, t.box, t.dtype) for t in part.transfers if t.dst == rank)
-    for (src, dst, name, box, _), count in there.items():
+        sent.subtract((t.src, t.dst, t.name, t.box, t.dtype) for t in part.transfers if t.dst == rank)
+    for (src, dst, name, box, _), count in sent.items():
         if count:
             raise PlanError(f"{name} {box} is {'sent' if count > 0 else 'received'} once too often: {src} to {dst}")
 
 
 def check_arrivals(part: RankPlan, demand: Demand) -> None:
-    """Of what a rank wants every element arrives exactly once at its place, and nothing else does.
+    """Check that each element that a rank wants arrives exactly once, where it is wanted, and nothing else does.
 
     Raises:
         PlanError: with the first violation found.
     """
     rank = part.rank
-    wanted = by_name(demand.pieces)
+    wanted = pieces_by_name(demand.pieces)
     arriving: dict[str, list[Box]] = defaultdict(list)
     for t in part.transfers:
         if rank not in (t.src, t.dst):
@@ -51,15 +54,17 @@ def check_arrivals(part: RankPlan, demand: Demand) -> None:
                 raise PlanError(f"rank {rank} does not want {t.name} {t.box} as {t.dtype}")
             arriving[t.name].append(t.box)
     for name, pieces in wanted.items():
-        got, asked = sum(b.numel for b in arriving[name]), sum(p.box.numel for p in pieces)
-        union = volume(tuple(arriving[name]))
-        if not got == asked == union:
-            raise PlanError(f"rank {rank}, {name}: {asked} elements wanted, {got} arrive, {union} of them distinct")
+        num_arriving, num_wanted = sum(b.numel for b in arriving[name]), sum(p.box.numel for p in pieces)
+        union = union_numel(tuple(arriving[name]))
+        if not num_arriving == num_wanted == union:
+            raise PlanError(
+                f"rank {rank}, {name}: {num_wanted} elements wanted, {num_arriving} arrive, {union} of them distinct"
+            )
     _check_messages(part)
 
 
 def check_same_tensors(holders: Iterable[Group], readers: Iterable[Group]) -> None:
-    """What some rank holds some rank wants, and the reverse: else the two sides would compute different models.
+    """Check that both engines have the same tensors; otherwise they would compute different models.
 
     Raises:
         PlanError: naming the tensors (20 of them) and how many there are.
@@ -68,128 +73,138 @@ def check_same_tensors(holders: Iterable[Group], readers: Iterable[Group]) -> No
         {name for _, side in groups for names in side.values() for name in names} for groups in (holders, readers)
     )
     for names, problem in (
-        (held - wanted, "tensors are trained and no rollout rank wants them"),
-        (wanted - held, "tensors are wanted by rollout ranks and no train rank holds them"),
+        (held - wanted, "tensors are held by train ranks and wanted by no rollout rank"),
+        (wanted - held, "tensors are wanted by rollout ranks and held by no train rank"),
     ):
         if names:
             raise PlanError(f"{len(names)} {problem}: {', '.join(sorted(names)[:20])}")
 
 
 def check_routes(routed: Iterable[RoutedClass], holders: Iterable[Group], readers: Iterable[Group]) -> None:
-    """What `check_coverage` says of every transfer, said of the first tensor of each class; others are not looked at.
+    """Check the routes of the first tensor of each class as `check_coverage` checks every transfer.
 
     Raises:
         PlanError: with the first violation found.
     """
     routed, holders, readers = list(routed), list(holders), list(readers)
-    known = {name for one in routed for name in one.tensors.names}
-    lost = [
-        (ranks[0], name) for ranks, side in readers for names in side.values() for name in names if name not in known
+    routed_names = {name for routed_class in routed for name in routed_class.tensors.names}
+    missing = [
+        (ranks[0], name)
+        for ranks, side in readers
+        for names in side.values()
+        for name in names
+        if name not in routed_names
     ]
-    if lost:
-        raise PlanError(f"rank {lost[0][0]} wants {lost[0][1]}, and nothing arrives")
-    first = {one.tensors.names[0] for one in routed}
+    if missing:
+        raise PlanError(f"rank {missing[0][0]} wants {missing[0][1]}, and nothing arrives")
+    first = {routed_class.tensors.names[0] for routed_class in routed}
     held, wanted = _boxes_of_ranks(holders, first), _boxes_of_ranks(readers, first)
     wanting: dict[str, list[int]] = defaultdict(list)
     for rank, boxes in wanted.items():
         for name in boxes:
             wanting[name].append(rank)
-    for one in routed:
-        name = one.tensors.names[0]
-        for source in one.sources:
+    for routed_class in routed:
+        name = routed_class.tensors.names[0]
+        for source in routed_class.sources:
             for rank in source.holders:
                 if source.box not in held.get(rank, {}).get(name, ()):
                     raise PlanError(f"rank {rank} does not hold {name} {source.box}")
-        for route in one.routes:
+        for route in routed_class.routes:
             _check_parts(name, route)
-            own = {part.held for parts in route.parts.values() for part in parts if part.source is None}
-            its = {id(wanted.get(rank)): rank for rank in route.readers}.values()  # of those that want the same, one
-            for rank in its:
-                if sorted(wanted.get(rank, {}).get(name, ()), key=_place) != sorted(route.parts, key=_place):
-                    raise PlanError(f"rank {rank} does not want {name} as it would land there")
-            for rank in route.readers if own else ():
-                if not own <= set(held.get(rank, {}).get(name, ())):
-                    raise PlanError(f"rank {rank} does not hold what it would copy of {name}")
-        served = Counter(rank for route in one.routes for rank in route.readers)
-        lacking = set(wanting.pop(name, ())).symmetric_difference(served)
-        if lacking:
-            raise PlanError(f"rank {min(lacking)} wants {name}, and nothing arrives")
+            local_boxes = {part.held for parts in route.parts.values() for part in parts if part.source is None}
+            # ranks that share one object want the same: check one of them
+            representatives = {id(wanted.get(rank)): rank for rank in route.readers}.values()
+            for rank in representatives:
+                if sorted(wanted.get(rank, {}).get(name, ()), key=_sort_key) != sorted(route.parts, key=_sort_key):
+                    raise PlanError(f"rank {rank} does not want the boxes of {name} that its route brings")
+            for rank in route.readers if local_boxes else ():
+                if not local_boxes <= set(held.get(rank, {}).get(name, ())):
+                    raise PlanError(f"rank {rank} does not hold the boxes of {name} that it would copy locally")
+        served = Counter(rank for route in routed_class.routes for rank in route.readers)
+        unmatched = set(wanting.pop(name, ())).symmetric_difference(served)
+        if unmatched:
+            raise PlanError(f"rank {min(unmatched)} wants {name}, and nothing arrives")
         if max(served.values(), default=1) > 1:
             raise PlanError(f"rank {served.most_common(1)[0][0]} gets {name} more than once")
 
 
-def _place(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _sort_key(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return box.start, box.size
 
 
 def _boxes_of_ranks(groups: Iterable[Group], names: Container[str]) -> dict[int, dict[str, tuple[Box, ...]]]:
-    """By rank and name, of these tensors; ranks that share a side share one object."""
+    """Return the boxes of these tensors by rank and name; the ranks of one group share one object."""
     found: dict[int, dict[str, tuple[Box, ...]]] = {}
-    for ranks, side in groups:
-        of_side = {
-            name: tuple(box for box, _ in boxes) for boxes, named in side.items() for name in named if name in names
+    for ranks, signature in groups:
+        boxes_by_name = {
+            name: tuple(box for box, _ in boxes)
+            for boxes, tensors in signature.items()
+            for name in tensors
+            if name in names
         }
-        found |= dict.fromkeys(ranks, of_side)
+        found |= dict.fromkeys(ranks, boxes_by_name)
     return found
 
 
 def _check_parts(name: str, route: Route) -> None:
-    """Of every wanted element one part, within what its source holds."""
+    """Check that the parts of a route cover each wanted element once, and lie within what their source holds."""
     boxes = [part.box for parts in route.parts.values() for part in parts]
-    asked, got = sum(box.numel for box in route.parts), sum(box.numel for box in boxes)
-    union = volume(tuple(boxes))
+    num_wanted, num_arriving = sum(box.numel for box in route.parts), sum(box.numel for box in boxes)
+    union = union_numel(tuple(boxes))
     inside = all(w.contains(p.box) and p.held.contains(p.box) for w, parts in route.parts.items() for p in parts)
     sources = all(p.source is None or p.source.box == p.held for parts in route.parts.values() for p in parts)
-    if not (asked == got == union and inside and sources):
+    if not (num_wanted == num_arriving == union and inside and sources):
         readers = f"ranks {', '.join(map(str, route.readers[:5]))}"
-        raise PlanError(f"{readers}, {name}: {asked} elements wanted, {got} arrive, {union} of them distinct")
+        raise PlanError(
+            f"{readers}, {name}: {num_wanted} elements wanted, {num_arriving} arrive, {union} of them distinct"
+        )
 
 
 def _check_messages(part: RankPlan) -> None:
-    """What is not local travels in its bucket's messages, each transfer in one of them, and nothing else does."""
+    """Check that the messages of each bucket carry each of its transfers between ranks once, and nothing else."""
     for bucket in part.buckets:
         carried = Counter(t for message in bucket.messages for t in message.transfers)
-        fitting = all((t.src, t.dst, t.dtype) == (m.src, m.dst, m.dtype) for m in bucket.messages for t in m.transfers)
-        if not fitting or carried != Counter(t for t in bucket.transfers if not t.is_local):
+        matching = all((t.src, t.dst, t.dtype) == (m.src, m.dst, m.dtype) for m in bucket.messages for t in m.transfers)
+        if not matching or carried != Counter(t for t in bucket.transfers if not t.is_local):
             raise PlanError("a bucket's messages do not carry each of its transfers once")
 
 
 def _check_end(transfer: Transfer, end: Piece | None, pieces: Iterable[Piece], problem: str) -> None:
     for piece in pieces:
-        if piece.box.contains(transfer.box) and piece.part(transfer.box) == end:
+        if piece.box.contains(transfer.box) and piece.restrict(transfer.box) == end:
             return
     raise PlanError(f"{problem} {transfer.name} {transfer.box} at {end and end.view}")
 
 
 def lower_bound(
-    holdings: Mapping[int, Holdings], demand: Mapping[int, Demand], times: Mapping[str, int] | None = None
+    holdings: Mapping[int, Holdings], demand: Mapping[int, Demand], multiplicity: Mapping[str, int] | None = None
 ) -> dict[int, int]:
-    """Per rank, the fewest bytes that it must receive: the union of wanted boxes minus the union of held boxes.
+    """Return the fewest bytes that each rank must receive: the union of wanted boxes minus the union of held boxes.
 
-    In the dtype that is wanted.
+    Bytes are counted in the wanted dtype.
 
     Args:
-        times: how often a tensor counts, where it stands for others.
+        times: how many tensors each name stands for; 1 by default.
     """
-    names = {piece.name for _, side in distinct(demand) for piece in side.pieces}
-    held = _boxes_of_ranks(groups_of(holdings), names)
+    names = {piece.name for _, side in group_ranks(demand) for piece in side.pieces}
+    held = _boxes_of_ranks(rank_groups(holdings), names)
     bound = dict.fromkeys(demand, 0)
-    for ranks, side in distinct(demand):
-        wanted = by_name(side.pieces)
-        count = {name: times[name] if times else 1 for name in wanted}
-        whole = {name: _lacking(pieces, ()) * count[name] for name, pieces in wanted.items()}
-        total = sum(whole.values())
+    for ranks, side in group_ranks(demand):
+        wanted = pieces_by_name(side.pieces)
+        count = {name: multiplicity[name] if multiplicity else 1 for name in wanted}
+        wanted_bytes = {name: _missing_bytes(pieces, ()) * count[name] for name, pieces in wanted.items()}
+        total = sum(wanted_bytes.values())
         for rank in ranks:
             if rank != FILES:
-                in_both = ((name, boxes) for name, boxes in held.get(rank, {}).items() if name in wanted)
+                held_boxes = ((name, boxes) for name, boxes in held.get(rank, {}).items() if name in wanted)
                 bound[rank] = total - sum(
-                    whole[name] - _lacking(wanted[name], boxes) * count[name] for name, boxes in in_both
+                    wanted_bytes[name] - _missing_bytes(wanted[name], boxes) * count[name] for name, boxes in held_boxes
                 )
     return bound
 
 
-def _lacking(wanted: Iterable[Piece], held: tuple[Box, ...]) -> int:
+def _missing_bytes(wanted: Iterable[Piece], held: tuple[Box, ...]) -> int:
     by_dtype: dict[str, tuple[Box, ...]] = {}
     for piece in wanted:
         by_dtype[piece.dtype] = (*by_dtype.get(piece.dtype, ()), piece.box)
-    return sum(volume(boxes, held) * ITEMSIZE[dtype] for dtype, boxes in by_dtype.items())
+    return sum(union_numel(boxes, held) * ITEMSIZE[dtype] for dtype, boxes in by_dtype.items())

@@ -1,7 +1,6 @@
-"""Runs a rank's part of a plan: pack, move and unpack, a bucket at a time, with two buckets of staging at most.
+"""Executes a rank's part of a plan: packs, moves and unpacks one bucket at a time, with two staging buffers.
 
-Everything that does not change from run to run is found once: the views that are read and written, the messages, and
-which tensors are copied together.
+The views, messages and batched copies of every bucket are set up once and reused in every run.
 """
 
 from __future__ import annotations
@@ -15,37 +14,37 @@ from dataclasses import dataclass, field
 import torch
 
 from hybrid3d.reshard.layout import ITEMSIZE, Fill, Piece
-from hybrid3d.reshard.memory import Memory, strided
+from hybrid3d.reshard.memory import DeviceBuffer, strided_view
 from hybrid3d.reshard.planner import Bucket, Message, RankPlan, Transfer
 from hybrid3d.reshard.protocols import Sink, Source
 from hybrid3d.reshard.transport import Pending, Transport, as_bytes
-from hybrid3d.reshard.verify import Checks
+from hybrid3d.reshard.verify import TransferChecksums
 
 
 @dataclass(frozen=True)
-class Report:
-    """What one execution did on this rank, as measured, not as planned.
+class ExecutionReport:
+    """The measurements of one execution on this rank.
 
     Attributes:
-        wrong: tensors that have not landed as they were sent; None where nobody looked.
+        corrupted: tensors whose checksums differ between sender and receiver; None without verification.
         seconds: by phase; on a GPU what launching took.
     """
 
     received_bytes: int
     staging_bytes: int
-    wrong: tuple[str, ...] | None = None
+    corrupted: tuple[str, ...] | None = None
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
-class _Laps:
-    """Seconds by phase, each counted since the one before."""
+class _PhaseTimer:
+    """Measures the seconds of each phase; a phase starts where the last one ended."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._at = time.perf_counter()
 
     def resume(self) -> None:
-        """What has passed since the last lap is not counted."""
+        """Start the next phase now: the time since the last one ended is not counted."""
         self._at = time.perf_counter()
 
     def __call__(self, phase: str) -> None:
@@ -54,14 +53,14 @@ class _Laps:
         self._at = now
 
 
-class Tensors:
-    """Source and sink over named tensors: a piece is the strided view that its `View` says."""
+class NamedTensors:
+    """A source and sink over local tensors by name: a piece is the strided view that its `View` describes."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self._tensors = tensors
 
     def read(self, piece: Piece) -> torch.Tensor:
-        return strided(self._tensors[piece.view.tensor], piece.view, piece.box.size)
+        return strided_view(self._tensors[piece.view.tensor], piece.view, piece.box.size)
 
     write = read
 
@@ -72,20 +71,20 @@ class Tensors:
         pass
 
     def fill(self, fill: Fill) -> None:
-        strided(self._tensors[fill.view.tensor], fill.view, fill.size).fill_(fill.value)
+        strided_view(self._tensors[fill.view.tensor], fill.view, fill.size).fill_(fill.value)
 
 
 @torch.no_grad()
-def copy_locally(plan: RankPlan, source: Source, sink: Tensors) -> None:
-    """Carry out a load or an export: nothing travels, both ends are known, and one box is read at a time."""
+def run_local_plan(plan: RankPlan, source: Source, sink: NamedTensors) -> None:
+    """Execute the plan of a load or an export on one rank: copy one box after another, without communication."""
     for t in plan.transfers:
         assert t.source is not None
         assert t.target is not None
         sink.write(t.target).copy_(source.read(t.source))
 
 
-class Copies:
-    """Tensors that are copied together, in as few launches as there are dtypes where nothing is strided."""
+class BatchedCopies:
+    """Copies that run together: one launch per dtype for contiguous tensors, one per tensor for the others."""
 
     def __init__(self) -> None:
         self._dense: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -100,7 +99,7 @@ class Copies:
             self._others.append((target, source))
 
     def __len__(self) -> int:
-        """How many copies there are."""
+        """Return the number of copies."""
         return len(self._others) + sum(len(targets) for targets, _ in self._dense.values())
 
     def run(self) -> None:
@@ -112,23 +111,23 @@ class Copies:
 
 @dataclass
 class _Step:
-    """A bucket of this rank, with all that it touches: packed, sent, received, unpacked, and copied on the rank."""
+    """The operations of one bucket on this rank: packing, sends, receives, unpacking and local copies."""
 
     layer: int | None
     opens: bool
     closes: bool
     sends: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
     receives: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
-    packing: Copies = field(default_factory=Copies)
-    unpacking: Copies = field(default_factory=Copies)
-    local: Copies = field(default_factory=Copies)
+    packing: BatchedCopies = field(default_factory=BatchedCopies)
+    unpacking: BatchedCopies = field(default_factory=BatchedCopies)
+    local: BatchedCopies = field(default_factory=BatchedCopies)
 
 
 class Executor:
-    """Executes one rank's part of a plan, any number of times, between the same tensors.
+    """Executes one rank's part of a plan any number of times between the same tensors.
 
-    Every rank of the plan calls `run` together, or `begin`, `advance` and `finish`. Bucket k+1 is packed and posted
-    before bucket k is waited for, so that two are in flight, and what stays on the rank is copied while they are.
+    Every rank of the plan calls `run` together, or `begin`, `start_ready_buckets` and `finish`. Bucket k+1 is packed
+    and posted before the executor waits for bucket k, so two are in flight, and local copies run in the meantime.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class Executor:
         self._source = source
         self._sink = sink
         self._transport = transport
-        self._staging = [Memory(nbytes, device) for nbytes in plan.staging_bytes]
+        self._staging = [DeviceBuffer(nbytes, device) for nbytes in plan.staging_bytes]
         writing = [any(t.dst == plan.rank for t in bucket.transfers) for bucket in plan.buckets]
         opening = {bucket.layer: i for i, bucket in reversed(list(enumerate(plan.buckets))) if writing[i]}
         closing = {bucket.layer: i for i, bucket in enumerate(plan.buckets) if writing[i]}
@@ -148,14 +147,14 @@ class Executor:
             self._bind(bucket, self._staging[i % 2], opening.get(bucket.layer) == i, closing.get(bucket.layer) == i)
             for i, bucket in enumerate(plan.buckets)
         ]
-        self._give_back()
-        self._under_way: deque[tuple[_Step, Pending]] = deque()
+        self._release_staging()
+        self._in_flight: deque[tuple[_Step, Pending]] = deque()
 
-    def _bind(self, bucket: Bucket, staging: Memory, opens: bool, closes: bool) -> _Step:
+    def _bind(self, bucket: Bucket, staging: DeviceBuffer, opens: bool, closes: bool) -> _Step:
         step, at = _Step(bucket.layer, opens, closes), 0
         # widest dtype first, so that every message is aligned without padding
         for m in sorted(bucket.messages, key=lambda m: -ITEMSIZE[m.dtype]):
-            staged = m.staged_by(self._rank)
+            staged = m.staging_bytes_on(self._rank)
             if m.src == self._rank:
                 flat = self._staged(m, staging, at, step.packing) if staged else self._read(m.transfers[0])
                 step.sends.append((as_bytes(flat), m.dst, m.tag))
@@ -168,9 +167,9 @@ class Executor:
                 step.local.add(self._write(t), self._read(t))
         return step
 
-    def _staged(self, message: Message, staging: Memory, at: int, copies: Copies) -> torch.Tensor:
-        """Where a message lies between its packing and its being sent, or its arrival and its unpacking."""
-        flat = staging.flat(at, message.nbytes, getattr(torch, message.dtype))
+    def _staged(self, message: Message, staging: DeviceBuffer, at: int, copies: BatchedCopies) -> torch.Tensor:
+        """Return the staging memory of a message, and add the copies that pack it or unpack it."""
+        flat = staging.flat_view(at, message.nbytes, getattr(torch, message.dtype))
         parts = torch.split(flat, [t.box.numel for t in message.transfers])
         for t, part in zip(message.transfers, parts, strict=True):
             part = part.view(t.box.size)
@@ -190,96 +189,96 @@ class Executor:
 
     @property
     def operations(self) -> int:
-        """Sends, receives and copies that a run launches."""
+        """The number of sends, receives and copies of one run."""
         return sum(
             len(step.sends) + len(step.receives) + len(step.packing) + len(step.unpacking) + len(step.local)
             for step in self._steps
         )
 
     @functools.cached_property
-    def _checks(self) -> Checks:
-        return Checks(self._plan, self._source, self._sink, self._transport, self._device)
+    def _checks(self) -> TransferChecksums:
+        return TransferChecksums(self._plan, self._source, self._sink, self._transport, self._device)
 
-    def run(self, verify: bool = False) -> Report:
-        """Move everything as it is now.
+    def run(self, verify: bool = False) -> ExecutionReport:
+        """Move all weights as they are now.
 
         Args:
-            verify: compare both ends of every transfer, before what has landed is finalized.
+            verify: compare checksums of both ends of every transfer, taken before the sink finalizes a layer.
         """
         self.begin(verify)
         return self.finish()
 
     def begin(self, verify: bool = False) -> None:
-        """In place of `run`: what is moved when, `advance` and `finish` say."""
-        self._received_before, self._laps = self._transport.received_bytes, _Laps()
+        """Begin a run whose buckets are started by `start_ready_buckets` and `finish`."""
+        self._received_before, self._timer = self._transport.received_bytes, _PhaseTimer()
         self._verifying = self._checks if verify else None
         for staging in self._staging:
-            staging.take()
+            staging.allocate()
         self._next = 0
-        self._under_way.clear()  # of a run that failed
+        self._in_flight.clear()  # a failed run may have left some
 
     @torch.no_grad()
-    def advance(self, upto: int) -> None:
-        """Move the first buckets of this rank, up to so many, as what they hold is now; the last two stay in flight.
+    def start_ready_buckets(self, num_ready: int) -> None:
+        """Start the first `num_ready` buckets of this rank that are not started yet; up to two stay in flight.
 
-        Every rank of the plan must come to move the same buckets without waiting for what this rank does next. Where
-        waiting for messages stops a rank, no more than two buckets are started.
+        Their weights are sent as they are now. Every rank of the plan must start the same buckets without waiting for
+        what this rank does next. With a transport that blocks the host, at most two buckets are started.
         """
-        self._advance(upto, self._transport.stops)
+        self._start_buckets(num_ready, self._transport.blocks_host)
 
-    def _advance(self, upto: int, never_wait: bool) -> None:
-        self._laps.resume()
-        while self._next < upto and not (never_wait and len(self._under_way) == 2):
-            if len(self._under_way) == 2:
-                self._finish(*self._under_way.popleft())
+    def _start_buckets(self, num_ready: int, never_wait: bool) -> None:
+        self._timer.resume()
+        while self._next < num_ready and not (never_wait and len(self._in_flight) == 2):
+            if len(self._in_flight) == 2:
+                self._finish(*self._in_flight.popleft())
             step = self._steps[self._next]
-            self._under_way.append((step, self._start(step)))
+            self._in_flight.append((step, self._start(step)))
             self._next += 1
 
     @torch.no_grad()
-    def finish(self) -> Report:
-        """Move what is left."""
-        self._advance(len(self._steps), never_wait=False)
-        while self._under_way:
-            self._finish(*self._under_way.popleft())
-        self._give_back()
+    def finish(self) -> ExecutionReport:
+        """Start the remaining buckets, wait for all of them, and return what was measured."""
+        self._start_buckets(len(self._steps), never_wait=False)
+        while self._in_flight:
+            self._finish(*self._in_flight.popleft())
+        self._release_staging()
         received = self._transport.received_bytes - self._received_before
-        wrong = tuple(self._verifying.compare()) if self._verifying else None
-        self._laps("check")
-        return Report(received, sum(s.nbytes for s in self._staging), wrong, self._laps.seconds)
+        corrupted = tuple(self._verifying.compare()) if self._verifying else None
+        self._timer("check")
+        return ExecutionReport(received, sum(s.nbytes for s in self._staging), corrupted, self._timer.seconds)
 
     def _start(self, step: _Step) -> Pending:
-        """Post the bucket's receives, pack and post its sends, and copy what stays on the rank meanwhile."""
-        laps = self._laps
+        """Post the bucket's receives, pack and post its sends, then run its local copies."""
+        timer = self._timer
         if step.opens:
             self._sink.open(step.layer)
-            laps("open")
+            timer("open")
         for flat, src, tag in step.receives:
             self._transport.submit_recv(flat, src, tag)
-        laps("post")
+        timer("post")
         step.packing.run()
-        laps("pack")
+        timer("pack")
         for flat, dst, tag in step.sends:
             self._transport.submit_send(flat, dst, tag)
         pending = self._transport.run()
-        laps("post")
+        timer("post")
         step.local.run()
-        laps("copy")
+        timer("copy")
         return pending
 
     def _finish(self, step: _Step, pending: Pending) -> None:
-        laps = self._laps
+        timer = self._timer
         pending.wait()
-        laps("wait")
+        timer("wait")
         step.unpacking.run()
-        laps("unpack")
+        timer("unpack")
         if step.closes and self._verifying:
-            self._verifying.landed(step.layer)
-            laps("check")
+            self._verifying.record_layer(step.layer)
+            timer("check")
         if step.closes:
             self._sink.close(step.layer)
-            laps("finalize")
+            timer("finalize")
 
-    def _give_back(self) -> None:
+    def _release_staging(self) -> None:
         for staging in self._staging:
-            staging.give_back()
+            staging.release()

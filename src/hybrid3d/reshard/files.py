@@ -19,13 +19,13 @@ from safetensors import SafetensorError, safe_open
 
 from hybrid3d.errors import UserMistake
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.executor import Tensors, copy_locally
+from hybrid3d.reshard.executor import NamedTensors, run_local_plan
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape, View, contiguous_stride
 from hybrid3d.reshard.planner import FILES, local_plan
 from hybrid3d.storage.user_files import parse_json, read_json_file
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 
 # The format's names of dtypes, https://github.com/huggingface/safetensors (README, Format)
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
@@ -42,7 +42,7 @@ class CheckpointError(UserMistake):
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a checkpoint: its file, its shape and its dtype (torch's name) as it is read.
 
     A tensor that lies there in FP8 reads as bfloat16: `scales` are its block scales and `block` a block's sides.
@@ -51,20 +51,20 @@ class Entry:
     file: str
     shape: Shape
     dtype: str
-    scales: Entry | None = None
+    scales: TensorEntry | None = None
     block: tuple[int, int] = (0, 0)
 
 
-def read_index(folder: str | Path) -> dict[str, Entry]:
+def read_index(folder: str | Path) -> dict[str, TensorEntry]:
     """Every tensor of a checkpoint from the files' headers alone; no weight is read.
 
     Raises:
         CheckpointError: no safetensors file, a truncated file, a file or tensor that the index names and is not there.
     """
     folder = Path(folder)
-    weight_map = _weight_map(folder) if os.path.lexists(folder / INDEX) else None
-    files = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
-    entries: dict[str, Entry] = {}
+    weight_map = _weight_map(folder) if os.path.lexists(folder / INDEX_FILE) else None
+    files = [SINGLE_FILE] if weight_map is None else sorted(set(weight_map.values()))
+    entries: dict[str, TensorEntry] = {}
     for file in files:
         _check_regular(folder / file)
         found = _read_header(folder, file)
@@ -72,11 +72,11 @@ def read_index(folder: str | Path) -> dict[str, Entry]:
     if weight_map is not None:
         lost = sorted(name for name in weight_map if name not in entries)
         if lost:
-            raise CheckpointError(f"{folder / INDEX} names {len(lost)} tensors that its files lack: {lost[:20]}")
+            raise CheckpointError(f"{folder / INDEX_FILE} names {len(lost)} tensors that its files lack: {lost[:20]}")
     return _dequantized(folder, entries)
 
 
-def _dequantized(folder: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
+def _dequantized(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The entries with FP8 weights as they read, and without their scales; FP8 that has none anywhere is itself."""
     quantized = {name for name, entry in entries.items() if entry.dtype == FP8}
     if not quantized or not any(name.endswith(SCALES) for name in entries):
@@ -95,7 +95,7 @@ def _dequantized(folder: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
                     f"{folder}: {name}{SCALES} has shape {list(scales.shape)}, "
                     f"and {list(entry.shape)} in blocks of {list(block)} needs {list(grid)}"
                 )
-            read[name] = Entry(entry.file, entry.shape, "bfloat16", scales, block)
+            read[name] = TensorEntry(entry.file, entry.shape, "bfloat16", scales, block)
         elif name.removesuffix(SCALES) not in quantized:
             read[name] = entry
     return read
@@ -114,7 +114,7 @@ def _block_of(folder: Path) -> tuple[int, int]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """By tensor, the file that an index says it is in: a path that stays in the folder."""
-    path = folder / INDEX
+    path = folder / INDEX_FILE
     try:
         read = read_json_file(path)
         weight_map = read.get("weight_map") if isinstance(read, dict) else None
@@ -140,7 +140,7 @@ def _check_regular(path: Path) -> None:
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        told = f"{path} is not there: a checkpoint needs {SINGLE}, or {INDEX} and its files"
+        told = f"{path} is not there: a checkpoint needs {SINGLE_FILE}, or {INDEX_FILE} and its files"
         raise CheckpointError(told) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
@@ -149,12 +149,13 @@ def _check_regular(path: Path) -> None:
         raise CheckpointError(f"{path} is {kind}, expected a file in the safetensors format")
 
 
-def _read_header(folder: Path, file: str) -> dict[str, Entry]:
+def _read_header(folder: Path, file: str) -> dict[str, TensorEntry]:
     try:
         with safe_open(folder / file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no iterator)
             return {
-                n: Entry(file, tuple(s.get_shape()), _dtype(folder / file, n, s.get_dtype())) for n, s in slices.items()
+                n: TensorEntry(file, tuple(s.get_shape()), _dtype(folder / file, n, s.get_dtype()))
+                for n, s in slices.items()
             }
     except (SafetensorError, OSError) as error:
         size, expected = (folder / file).stat().st_size, _size_by_header(folder / file)
@@ -184,26 +185,26 @@ def _dtype(path: Path, name: str, dtype: str) -> str:
     return DTYPES[dtype]
 
 
-def pieces_of(entries: Mapping[str, Entry]) -> tuple[Piece, ...]:
+def file_pieces(entries: Mapping[str, TensorEntry]) -> tuple[Piece, ...]:
     """Every tensor as one piece that lies, contiguous, in the files."""
     return tuple(
-        Piece(name, Box.whole(e.shape), View(name, 0, contiguous_stride(e.shape)), e.dtype)
+        Piece(name, Box.full(e.shape), View(name, 0, contiguous_stride(e.shape)), e.dtype)
         for name, e in entries.items()
     )
 
 
-def file_holdings(entries: Mapping[str, Entry]) -> Holdings:
-    return Holdings(pieces_of(entries))
+def file_holdings(entries: Mapping[str, TensorEntry]) -> Holdings:
+    return Holdings(file_pieces(entries))
 
 
-def file_demand(entries: Mapping[str, Entry]) -> Demand:
-    return Demand(pieces_of(entries))
+def file_demand(entries: Mapping[str, TensorEntry]) -> Demand:
+    return Demand(file_pieces(entries))
 
 
 class CheckpointReader:
     """Source over a checkpoint's files: reads the slice that a piece asks for and nothing else."""
 
-    def __init__(self, folder: str | Path, entries: Mapping[str, Entry]):
+    def __init__(self, folder: str | Path, entries: Mapping[str, TensorEntry]):
         self._folder = Path(folder)
         self._entries = entries
         self._stack = ExitStack()
@@ -238,7 +239,7 @@ class CheckpointReader:
         return part
 
 
-def shard_entries(shapes: Mapping[str, tuple[Shape, str]], max_file_bytes: int = 5 * 10**9) -> dict[str, Entry]:
+def shard_entries(shapes: Mapping[str, tuple[Shape, str]], max_file_bytes: int = 5 * 10**9) -> dict[str, TensorEntry]:
     """Distribute tensors over files in the given order, as Hugging Face names them.
 
     Args:
@@ -255,11 +256,11 @@ def shard_entries(shapes: Mapping[str, tuple[Shape, str]], max_file_bytes: int =
         groups[-1].append(name)
         used += nbytes
     count = len(groups)
-    files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    return {name: Entry(file, *shapes[name]) for file, group in zip(files, groups, strict=True) for name in group}
+    files = [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    return {name: TensorEntry(file, *shapes[name]) for file, group in zip(files, groups, strict=True) for name in group}
 
 
-def create_files(folder: str | Path, entries: Mapping[str, Entry]) -> None:
+def create_files(folder: str | Path, entries: Mapping[str, TensorEntry]) -> None:
     """Lay out the files of a checkpoint: headers written, data of full length and zero, and the index.
 
     The room for the data is taken now: a rank that writes to memory whose file finds none is killed (SIGBUS).
@@ -285,10 +286,10 @@ def create_files(folder: str | Path, entries: Mapping[str, Entry]) -> None:
     if len(_by_file(entries)) > 1:
         total = sum(math.prod(e.shape) * ITEMSIZE[e.dtype] for e in entries.values())
         index = {"metadata": {"total_size": total}, "weight_map": {n: e.file for n, e in entries.items()}}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def open_for_writing(folder: str | Path, entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
+def open_for_writing(folder: str | Path, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
     """The tensors of files that `create_files` laid out, mapped into memory: writing them writes the files.
 
     Ranks write disjoint boxes of the same files, so the folder must be on a file system that all of them share and
@@ -305,14 +306,14 @@ def open_for_writing(folder: str | Path, entries: Mapping[str, Entry]) -> dict[s
     return tensors
 
 
-def _by_file(entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
-    files: dict[str, dict[str, Entry]] = {}
+def _by_file(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
+    files: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in sorted(entries.items(), key=lambda item: -ITEMSIZE[item[1].dtype]):  # wide first: aligned
         files.setdefault(entry.file, {})[name] = entry
     return files
 
 
-def _header(group: Mapping[str, Entry]) -> bytes:
+def _header(group: Mapping[str, TensorEntry]) -> bytes:
     """8 bytes of length, then JSON padded with spaces to a multiple of 8."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -337,20 +338,20 @@ def load_files(folder: str | Path, demand: Demand, tensors: Mapping[str, torch.T
     """
     entries = read_index(folder)
     plan = local_plan(rank, {FILES: file_holdings(entries)}, {rank: demand})
-    sink = Tensors(tensors)
+    sink = NamedTensors(tensors)
     with CheckpointReader(folder, entries) as source, torch.no_grad():
-        copy_locally(plan, source, sink)
+        run_local_plan(plan, source, sink)
         for fill in demand.fills:
             sink.fill(fill)
 
 
 def export_files(
     folder: str | Path,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, TensorEntry],
     holdings: Mapping[int, Holdings],
     tensors: Mapping[str, torch.Tensor],
     rank: int,
-    but: Collection[str] = (),
+    excluded: Collection[str] = (),
 ) -> None:
     """Write a rank's share of a checkpoint whose files `create_files` laid out; every rank of `holdings` calls this.
 
@@ -360,16 +361,18 @@ def export_files(
     Raises:
         PlanError: a tensor of the checkpoint is held by no rank.
     """
-    wanted = {name: entry for name, entry in entries.items() if name not in but}
+    wanted = {name: entry for name, entry in entries.items() if name not in excluded}
     plan = local_plan(rank, holdings, {FILES: file_demand(wanted)})
-    copy_locally(plan, Tensors(tensors), Tensors(open_for_writing(folder, entries)))
+    run_local_plan(plan, NamedTensors(tensors), NamedTensors(open_for_writing(folder, entries)))
 
 
-def carry_files(source: str | Path, folder: str | Path, entries: Mapping[str, Entry], names: Collection[str]) -> None:
+def copy_tensors(
+    source: str | Path, folder: str | Path, entries: Mapping[str, TensorEntry], names: Collection[str]
+) -> None:
     """Copy tensors of one checkpoint into the files of another, tensor by tensor, as they read there."""
     if not names:
         return
     found, out = read_index(source), open_for_writing(folder, entries)
     with CheckpointReader(source, found) as reader:
-        for piece in pieces_of({name: found[name] for name in names}):
+        for piece in file_pieces({name: found[name] for name in names}):
             out[piece.name].copy_(reader.read(piece))

@@ -1,4 +1,4 @@
-"""What a rank holds and what it wants, in terms of canonical tensors."""
+"""The pieces of canonical tensors that a rank holds and wants, and where they lie in its memory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Shape = tuple[int, ...]
 
 
 def contiguous_stride(shape: Shape) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor of this shape."""
+    """Return the strides, in elements, of a contiguous tensor of this shape."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A strided view of a local tensor, whose shape is the size of the box that lies there.
+    """A strided view of a local tensor; its shape is the size of the box that is stored there.
 
-    `tensor` is the local name of a parameter or buffer; `offset` and `stride` count elements of its memory, from
-    the tensor's own first element.
+    `tensor` is the local name of a parameter or buffer. `offset` and `stride` count elements from the tensor's first
+    element.
     """
 
     tensor: str
@@ -35,7 +35,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a canonical tensor and where it lies locally."""
+    """A box of a canonical tensor, and the local memory that stores it."""
 
     name: str
     box: Box
@@ -48,19 +48,20 @@ class Piece:
 
     @property
     def contiguous(self) -> bool:
+        """Whether the local view is contiguous."""
         dims = [(n, s) for n, s in zip(self.box.size, self.view.stride, strict=True) if n > 1]
         return all(s == math.prod(n for n, _ in dims[i + 1 :]) for i, (_, s) in enumerate(dims))
 
-    def part(self, box: Box) -> Piece:
-        """This piece restricted to a box inside it."""
+    def restrict(self, box: Box) -> Piece:
+        """Return the part of this piece that stores a box inside it."""
         steps = zip(box.start, self.box.start, self.view.stride, strict=True)
         offset = self.view.offset + sum((a - b) * s for a, b, s in steps)
-        view = View(self.view.tensor, offset, self.view.stride)  # as `dataclasses.replace`, at a fraction of its time
+        view = View(self.view.tensor, offset, self.view.stride)  # `dataclasses.replace` is several times slower
         return Piece(self.name, box, view, self.dtype)
 
 
-def by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
-    """Pieces by the tensor that they are of."""
+def pieces_by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    """Group pieces by canonical tensor."""
     found: dict[str, list[Piece]] = defaultdict(list)
     for piece in pieces:
         found[piece.name].append(piece)
@@ -69,7 +70,7 @@ def by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A constant that the engine's loader writes and nobody holds, such as the rows that pad a vocabulary."""
+    """A constant that the engine's loader writes and no rank holds, such as vocabulary padding."""
 
     view: View
     size: Shape
@@ -78,14 +79,14 @@ class Fill:
 
 @dataclass(frozen=True)
 class Holdings:
-    """The pieces that a rank has."""
+    """The pieces that a rank holds."""
 
     pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The pieces that a rank wants, and the constants that it fills in."""
+    """The pieces that a rank wants, and the constants that it fills in itself."""
 
     pieces: tuple[Piece, ...]
     fills: tuple[Fill, ...] = field(default=())
@@ -93,7 +94,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """One dim of a pair of views: its length, its stride in the canonical tensor, its stride in the local one."""
+    """One dim of a pair of views: its length, its stride in the canonical tensor and its stride in local memory."""
 
     length: int
     source: int
@@ -103,14 +104,14 @@ class _Axis:
 def boxes_of_copy(
     shape: Shape, size: Shape, source: tuple[int, tuple[int, ...]], target: tuple[int, tuple[int, ...]]
 ) -> list[tuple[Box, int, tuple[int, ...]]]:
-    """Say a copy between two strided views as boxes of the canonical tensor.
+    """Express a copy between two strided views as boxes of the canonical tensor.
 
     `source` is (offset, stride) in the contiguous canonical tensor of `shape`, `target` is (offset, stride) in local
     memory, and both views have the shape `size`. Returns (box, local offset, local stride per canonical dim) for
     each box: one for slices, transposes and merged or split dims, more where the view skips indices.
 
     Raises:
-        ValueError: the source view runs along no set of dims of the canonical tensor.
+        ValueError: the source view does not follow the dims of the canonical tensor.
     """
     if 0 in size:
         return []
@@ -125,7 +126,7 @@ def boxes_of_copy(
         if start[dim] + (axis.length - 1) * step < shape[dim]:
             by_dim.setdefault(dim, []).append(axis)
             continue
-        rows = shape[dim] // step  # the view runs on into the next outer dim: cut it there
+        rows = shape[dim] // step  # the view continues into the next outer dim: split it there
         if start[dim] or shape[dim] % step or axis.length % rows:
             raise ValueError(f"a view of length {axis.length} and stride {axis.source} in shape {shape} is no box")
         axes.append(_Axis(axis.length // rows, axis.source * rows, axis.target * rows))
@@ -133,7 +134,7 @@ def boxes_of_copy(
     for dim, parts in by_dim.items():
         if start[dim] + sum((axis.length - 1) * axis.source // strides[dim] for axis in parts) >= shape[dim]:
             raise ValueError(f"a view of size {size} and strides {source[1]} in shape {shape} is no box")
-    extent, along, loose = [1] * len(shape), [0] * len(shape), []
+    extent, along, separate = [1] * len(shape), [0] * len(shape), []
     for dim, parts in by_dim.items():
         for axis in sorted(parts, key=lambda a: a.source):
             if extent[dim] == 1 and axis.source == strides[dim]:
@@ -141,19 +142,19 @@ def boxes_of_copy(
             elif axis.source == strides[dim] * extent[dim] and axis.target == along[dim] * extent[dim]:
                 extent[dim] *= axis.length
             else:
-                loose.append(axis)  # skips indices on one side: one box for each index
+                separate.append(axis)  # one view skips indices: one box for each index
     boxes = []
-    for index in itertools.product(*(range(axis.length) for axis in loose)):
-        moved = list(zip(index, loose, strict=True))
-        first = source[0] + sum(i * axis.source for i, axis in moved)
+    for index in itertools.product(*(range(axis.length) for axis in separate)):
+        shifts = list(zip(index, separate, strict=True))
+        first = source[0] + sum(i * axis.source for i, axis in shifts)
         corner = tuple(first // s % n if n > 1 else 0 for s, n in zip(strides, shape, strict=True))
-        offset = target[0] + sum(i * axis.target for i, axis in moved)
+        offset = target[0] + sum(i * axis.target for i, axis in shifts)
         boxes.append((Box(corner, tuple(extent)), offset, tuple(along)))
     return boxes
 
 
 def _dim_along(shape: Shape, strides: tuple[int, ...], stride: int) -> int:
-    """The dim of the canonical tensor along which a step of `stride` elements moves."""
+    """Return the dim of the canonical tensor along which a step of `stride` elements moves."""
     for dim, s in enumerate(strides):
         if shape[dim] > 1 and 0 < s <= stride and stride % s == 0:
             return dim

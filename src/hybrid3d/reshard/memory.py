@@ -1,4 +1,4 @@
-"""Memory that is there only while it is used, and views of it that stay."""
+"""Device memory that is allocated only while it is used, with views that stay valid."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import torch
 
 from hybrid3d.reshard.layout import Shape, View
 
-ALIGNED = 64
+ALIGNMENT = 64
 
 
-def strided(tensor: torch.Tensor, view: View, size: Shape) -> torch.Tensor:
-    """What a view says, of the tensor that it names."""
+def strided_view(tensor: torch.Tensor, view: View, size: Shape) -> torch.Tensor:
+    """Return the part of a tensor that `view` describes, with shape `size`."""
     return tensor.as_strided(size, view.stride, tensor.storage_offset() + view.offset)
 
 
-def aligned(nbytes: int) -> int:
-    """Rounded up, so that what lies behind begins at a multiple of what any kernel asks for."""
-    return -(-nbytes // ALIGNED) * ALIGNED
+def align_up(nbytes: int) -> int:
+    """Round a size up to a multiple of `ALIGNMENT`, which is enough for every kernel that reads the memory."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-class Memory:
-    """Bytes on a device, taken and given back as a whole; tensors in them keep their places.
+class DeviceBuffer:
+    """A buffer on a device that is allocated and released as a whole; views into it stay valid.
 
-    On a CPU they are kept: pages that the system has taken back cost more than the copies that need them.
+    A CPU buffer is never released: faulting its pages in again would cost more than the copies that use it.
     """
 
     def __init__(self, nbytes: int, device: torch.device | str):
@@ -33,18 +33,18 @@ class Memory:
     def nbytes(self) -> int:
         return self._bytes.numel()
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in here."""
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in this buffer."""
         return bool(tensor.untyped_storage()._cdata == self._bytes.untyped_storage()._cdata)
 
-    def flat(self, at: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor of one dim that lies from byte `at` on; made while the memory is there."""
+    def flat_view(self, at: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a 1-D view of `nbytes` bytes from byte `at` on; call it while the buffer is allocated."""
         return self._bytes[at : at + nbytes].view(dtype)
 
-    def take(self) -> None:
+    def allocate(self) -> None:
         if not self._kept:
             self._bytes.untyped_storage().resize_(self.nbytes)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         if not self._kept:
             self._bytes.untyped_storage().resize_(0)

@@ -14,18 +14,18 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
-from hybrid3d.reshard.box import Box, volume
+from hybrid3d.reshard.box import Box, union_numel
 from hybrid3d.reshard.classes import Boxes, TensorClass
 from hybrid3d.reshard.layout import ITEMSIZE
 
 # What a byte over the network counts against one within a node: enough to come first wherever the two disagree.
-NETWORK = 1000
+NETWORK_WEIGHT = 1000
 
 Costs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Lacking:
+class MissingBytes:
     """Bytes that a group of ranks, or all ranks of a node, lack of what a slot wants.
 
     Attributes:
@@ -38,22 +38,22 @@ class Lacking:
     group: np.ndarray
     node: np.ndarray
 
-    def received(self, slots: np.ndarray) -> int:
+    def received_bytes(self, slots: np.ndarray) -> int:
         """Bytes received where rank r has `slots[r]`."""
         return int(self.by_group[self.group, slots].sum())
 
-    def over_network(self, slots: np.ndarray) -> int:
+    def network_bytes(self, slots: np.ndarray) -> int:
         """Of these, the bytes that no rank of the reader's node holds."""
         return int(self.by_node[self.node, slots].sum())
 
     def cost(self, ranks: np.ndarray) -> Costs:
-        found: Costs = NETWORK * self.by_node[self.node[ranks]] + self.by_group[self.group[ranks]]
+        found: Costs = NETWORK_WEIGHT * self.by_node[self.node[ranks]] + self.by_group[self.group[ranks]]
         return found
 
 
-def lacking(
+def count_missing_bytes(
     classes: Sequence[TensorClass], holders: Sequence[Sequence[int]], slots: int, ranks: int, ranks_per_node: int
-) -> Lacking:
+) -> MissingBytes:
     """Count what is lacking.
 
     Args:
@@ -80,34 +80,34 @@ def lacking(
             for counts, having in ((by_group, one.held.items()), (by_node, near)):
                 for number, held in having:
                     counts[number, slot] -= (whole - _missing(wanted, held)) * one.count
-    return Lacking(by_group, by_node, group, node)
+    return MissingBytes(by_group, by_node, group, node)
 
 
 def _missing(wanted: Boxes, held: tuple[Box, ...]) -> int:
-    return sum(volume((box,), held) * ITEMSIZE[dtype] for box, dtype in wanted)
+    return sum(union_numel((box,), held) * ITEMSIZE[dtype] for box, dtype in wanted)
 
 
-def consecutive(ranks: int) -> np.ndarray:
+def consecutive_slots(ranks: int) -> np.ndarray:
     """Slots over all engines, one engine after the other, in the order of ranks."""
     return np.arange(ranks)
 
 
-def place(lacks: Lacking, slots: int, tp: int, ranks_per_node: int) -> np.ndarray:
+def assign_slots(missing: MissingBytes, slots: int, tp: int, ranks_per_node: int) -> np.ndarray:
     """The slot of each rank, counted over all engines: engine e has slots e * `slots` and on.
 
     Args:
         slots: of one engine.
         tp: consecutive slots that are one TP group.
     """
-    ranks = len(lacks.group)
-    found = consecutive(ranks)
+    ranks = len(missing.group)
+    found = consecutive_slots(ranks)
     node = min(ranks_per_node, ranks)
     pool = max(slots, node)
     if node % slots and slots % node:
         return found  # engines that straddle nodes
     for first in range(0, ranks, pool):
         members = np.arange(first, min(first + pool, ranks))
-        cost = lacks.cost(members)
+        cost = missing.cost(members)
         if slots <= node:
             chosen = _assign(np.tile(cost, len(members) // slots))
             within = _in_engines(chosen % slots, slots)

@@ -19,7 +19,7 @@ import numpy as np
 
 from hybrid3d.errors import UserMistake
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import Group, classes_of, groups_of
+from hybrid3d.reshard.classes import Group, classify_tensors, rank_groups
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece
 from hybrid3d.reshard.order import Order
 from hybrid3d.reshard.routes import Part, Route, RoutedClass, route
@@ -32,9 +32,9 @@ FILES = -1
 DIRECT_BYTES = 256 * 1024
 
 # From here on tags are not those of messages.
-MESSAGES = 1 << 20
+CHECKSUM_TAG = 1 << 20
 
-Agree = Callable[[int], int]
+AllReduceMin = Callable[[int], int]
 """The smallest of the numbers that all ranks of a plan give."""
 
 
@@ -91,7 +91,7 @@ class Message:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.transfers)
 
-    def staged_by(self, rank: int) -> int:
+    def staging_bytes_on(self, rank: int) -> int:
         """Bytes of staging that this message takes on `rank`: none where its memory is sent or filled directly."""
         if rank not in (self.src, self.dst):
             return 0
@@ -146,7 +146,7 @@ class RankPlan:
     @cached_property
     def staging_bytes(self) -> tuple[int, int]:
         """What the executor's two staging buffers take, which buckets use in turn."""
-        staged = [sum(message.staged_by(self.rank) for message in bucket.messages) for bucket in self.buckets]
+        staged = [sum(message.staging_bytes_on(self.rank) for message in bucket.messages) for bucket in self.buckets]
         return max(staged[::2], default=0), max(staged[1::2], default=0)
 
 
@@ -163,11 +163,11 @@ class LocalPieces:
 
     def source(self, rank: int, name: str, held: Box, box: Box) -> Piece | None:
         piece = self._held.get((rank, name, held))
-        return None if piece is None else piece.part(box)
+        return None if piece is None else piece.restrict(box)
 
     def target(self, rank: int, name: str, wanted: Box, box: Box) -> Piece | None:
         piece = self._wanted.get((rank, name, wanted))
-        return None if piece is None else piece.part(box)
+        return None if piece is None else piece.restrict(box)
 
 
 def _by_box(sides: Mapping[int, Holdings] | Mapping[int, Demand]) -> dict[tuple[int, str, Box], Piece]:
@@ -190,7 +190,7 @@ class Routes:
     def __init__(
         self, holders: Sequence[Group], readers: Sequence[Group], bucket_bytes: int, ranks_per_node: int = 1 << 30
     ):
-        classes = classes_of([side for _, side in holders], [side for _, side in readers])
+        classes = classify_tensors([side for _, side in holders], [side for _, side in readers])
         routed = route(classes, [ranks for ranks, _ in holders], [ranks for ranks, _ in readers], ranks_per_node)
         self.bucket_bytes = bucket_bytes
         self.routed = tuple(routed)
@@ -245,7 +245,9 @@ class Routes:
             at = int(upto)
         return RankPlan(rank, tuple(buckets))
 
-    def bucket_boundaries(self, of_ranks: Iterable[Sequence[tuple[int, Transfer]]], agree: Agree = int) -> list[int]:
+    def bucket_boundaries(
+        self, of_ranks: Iterable[Sequence[tuple[int, Transfer]]], agree: AllReduceMin = int
+    ) -> list[int]:
         """The keys at which buckets end: with every round, and before any rank would send and receive too much.
 
         Args:
@@ -289,7 +291,7 @@ def make_plan(
     Raises:
         PlanError: somebody wants what nobody holds.
     """
-    routes = Routes(groups_of(holdings), groups_of(demand), bucket_bytes, ranks_per_node)
+    routes = Routes(rank_groups(holdings), rank_groups(demand), bucket_bytes, ranks_per_node)
     known = LocalPieces(holdings, demand)
     rank_transfers = {rank: routes.rank_transfers(rank, known) for rank in sorted({*holdings, *demand})}
     bucket_boundaries = routes.bucket_boundaries(rank_transfers.values())
@@ -302,7 +304,7 @@ def local_plan(rank: int, holdings: Mapping[int, Holdings], demand: Mapping[int,
     Raises:
         PlanError: somebody wants what nobody holds.
     """
-    routes = Routes(groups_of(holdings), groups_of(demand), bucket_bytes=0)
+    routes = Routes(rank_groups(holdings), rank_groups(demand), bucket_bytes=0)
     rank_transfers = routes.rank_transfers(rank, LocalPieces(holdings, demand))
     return routes.plan(rank, rank_transfers, routes.bucket_boundaries([rank_transfers]))
 
@@ -354,7 +356,7 @@ def _messages(transfers: Iterable[Transfer], tags: dict[tuple[int, int], int]) -
             groups[t.src, t.dst, t.dtype, i if t.nbytes >= DIRECT_BYTES else -1].append(t)
     found = []
     for (src, dst, dtype, _), group in groups.items():
-        assert tags[src, dst] < MESSAGES, f"rank {src} sends rank {dst} more messages than there are tags for"
+        assert tags[src, dst] < CHECKSUM_TAG, f"rank {src} sends rank {dst} more messages than there are tags for"
         found.append(Message(tags[src, dst], src, dst, dtype, tuple(group)))
         tags[src, dst] += 1
     return tuple(found)

@@ -1,4 +1,4 @@
-"""What the executor asks of both ends."""
+"""The protocols of the two ends between which the executor moves weights."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from hybrid3d.reshard.layout import Piece
 
 
 class Source(Protocol):
-    """Where a rank reads what it holds."""
+    """Reads the pieces that a rank holds."""
 
     def read(self, piece: Piece) -> torch.Tensor:
-        """The piece's elements, shaped as its box; a view of live memory where that is possible."""
+        """Return the piece's elements, shaped as its box; a view of live memory where possible."""
         ...
 
 
 class Sink(Protocol):
-    """Where a rank writes what it wants, layer after layer.
+    """Takes the pieces that a rank wants, layer by layer.
 
-    Two layers may be open at a time: what is received next may be on its way while the last one is finished.
+    Two layers may be open at a time: the next one may be arriving while the last one is finalized.
     """
 
     def write(self, piece: Piece) -> torch.Tensor:
-        """A view, shaped as the piece's box, which may be written while the piece's layer is open.
+        """Return a view, shaped as the piece's box, that may be written while the piece's layer is open.
 
-        It stays valid from run to run.
+        The view stays valid from run to run.
         """
         ...
 
     def open(self, layer: int | None) -> None:
-        """All of this layer (or of what is in none) is about to be written."""
+        """Prepare a layer for writing; None stands for the tensors outside of all layers."""
         ...
 
     def close(self, layer: int | None) -> None:
-        """All of it has been written."""
+        """Finalize a layer that has been written completely."""
         ...

@@ -1,4 +1,4 @@
-"""What may move while a part of the weights is still being updated."""
+"""Which buckets of a plan may start while the optimizer is still updating later weights."""
 
 from __future__ import annotations
 
@@ -7,31 +7,38 @@ from itertools import accumulate
 
 from hybrid3d.reshard.planner import RankPlan
 
-Largest = Callable[[list[int]], list[int]]
-"""Place by place the largest of the numbers that all ranks of a plan give."""
+AllReduceMax = Callable[[list[int]], list[int]]
+"""Element-wise maximum of the lists of numbers that all ranks of a plan pass."""
 
 
-def ready_after(
+def required_optimizer_buckets(
     plan: RankPlan,
-    parts: Mapping[str, int],
-    buckets: int,
-    agree: Largest,
+    optimizer_buckets: Mapping[str, int],
+    num_buckets: int,
+    all_reduce_max: AllReduceMax,
     shared: Mapping[int | None, int] | None = None,
 ) -> list[int]:
-    """By bucket of a rank's plan, the part after which all ranks have what they move in it and in those before.
+    """Return, for each bucket of a rank's plan, the optimizer bucket after which all ranks may start it.
 
-    With that part a rank starts the bucket, and with its last part, where it has fewer than others, all that are left.
-    So it may wait for the others: each of them starts the bucket before it waits for anything behind it.
+    After that optimizer bucket every rank has the new values of all that it sends in this bucket and in the buckets
+    before it. A rank starts the bucket after updating that optimizer bucket, or after its own last one if it has fewer.
+    This cannot deadlock: the numbers are maxima over all ranks and do not decrease from bucket to bucket, so every
+    rank starts a bucket before it waits for any later one, and a rank that waits within a bucket waits only for ranks
+    that start this bucket without waiting for anything behind it.
+
     Every rank of the plan calls this together.
 
     Args:
-        parts: by tensor, the part in which this rank has its new values; -1 or nothing where it has them before.
-        buckets: how many the plan has, with those that this rank has no part in.
-        shared: by layer, the part in which the last tensor of it that is not moved has its new values.
+        optimizer_buckets: the optimizer bucket that gives each tensor of this rank its new values; -1 or missing for
+            a tensor that is not updated.
+        num_buckets: the number of buckets of the whole plan, including those in which this rank has no transfer.
+        all_reduce_max: the element-wise maximum over all ranks.
+        shared: by layer, the optimizer bucket that updates the last tensor of the layer that both engines share in
+            memory, and that is therefore not transferred.
     """
-    last = [-1] * buckets
+    required = [-1] * num_buckets
     for bucket in plan.buckets:
-        sent = (parts.get(t.name, -1) for t in bucket.transfers if t.src == plan.rank)
-        last[bucket.number] = max((shared or {}).get(bucket.layer, -1), *sent, -1)
-    everywhere = list(accumulate(agree(last), max))
-    return [everywhere[bucket.number] for bucket in plan.buckets]
+        sent = (optimizer_buckets.get(t.name, -1) for t in bucket.transfers if t.src == plan.rank)
+        required[bucket.number] = max((shared or {}).get(bucket.layer, -1), *sent, -1)
+    on_all_ranks = list(accumulate(all_reduce_max(required), max))
+    return [on_all_ranks[bucket.number] for bucket in plan.buckets]

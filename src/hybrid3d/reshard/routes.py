@@ -37,7 +37,7 @@ class Source:
         turn = number * len(self.readers) + self._place[reader]
         return self.holders[turn % len(self.holders)]
 
-    def start(self, sent: Mapping[int, int]) -> None:
+    def fix_turns(self, sent: Mapping[int, int]) -> None:
         """Fix the order of turns, the same whoever makes the plan: who has sent least goes first."""
         self.readers = dict(sorted(self.readers.items()))
         self.holders = tuple(sorted(self.holders, key=lambda rank: (sent[rank], rank)))
@@ -105,7 +105,7 @@ def route(
     for tensors in classes:
         routed = _Router(tensors, holders, ranks_per_node).routed(readers)
         for source in sorted(routed.sources, key=lambda s: (s.box.start, s.box.size, min(s.readers))):
-            source.start(sent)
+            source.fix_turns(sent)
             senders, _, nbytes = source.traffic(tensors.count)
             for rank, n in zip(senders.flat, nbytes.flat, strict=True):
                 sent[rank] += int(n)

@@ -1,4 +1,4 @@
-"""Which of a reader's tensors could lie in the memory that they are copied from, with no copy at all."""
+"""Finds tensors of the reader that can alias the memory that they would be copied from."""
 
 from __future__ import annotations
 
@@ -12,57 +12,59 @@ from hybrid3d.reshard.stamp import layer_of
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """A reader's tensor in a holder's memory.
+class StorageAlias:
+    """The holder's memory that a tensor of the reader can alias.
 
     Attributes:
         source: the holder's local tensor.
-        offset: elements from its first to that of the reader's tensor.
+        offset: elements from the first element of `source` to that of the reader's tensor.
     """
 
     source: str
     offset: int
 
 
-def sharable(transfers: Iterable[Transfer], demand: Demand, sizes: Mapping[str, int]) -> dict[str, Sharing]:
-    """By local tensor of a rank as a reader: those that lie in one of its own tensors exactly as they are wanted.
+def find_storage_aliases(
+    transfers: Iterable[Transfer], demand: Demand, sizes: Mapping[str, int]
+) -> dict[str, StorageAlias]:
+    """Return the storage that each of a rank's wanted tensors can alias, by the tensor's local name.
 
-    What arrives in them comes from this rank, in the same dtype and strides, and leaves no element out. In each layer
-    one tensor is left to be copied, so that the reader has something to finalize the layer after.
+    A tensor qualifies if all of its elements come from one tensor of the same rank, in the same dtype and strides. In
+    each layer at least one tensor is still copied, so that the sink has a transfer after which it finalizes the layer.
 
     Args:
-        transfers: all that arrive at this rank.
-        demand: of this rank.
-        sizes: elements of those of its local tensors that may be laid somewhere else.
+        transfers: all transfers to this rank.
+        demand: what this rank wants.
+        sizes: the number of elements of each local tensor whose storage may be replaced.
     """
     arriving: dict[str, list[Transfer]] = defaultdict(list)
     layers: dict[int | None, list[str]] = defaultdict(list)
     for t in transfers:
-        assert t.target is not None, "every rank knows where its own pieces lie"
+        assert t.target is not None, "a rank knows the memory of its own pieces"
         arriving[t.target.view.tensor].append(t)
     filled = {fill.view.tensor for fill in demand.fills}
-    for tensor, those in arriving.items():
-        layers[layer_of(those[0].name)].append(tensor)
-    found = {}
-    for tensor, those in arriving.items():
-        one = {_sharing(t) for t in those}
-        whole = sum(t.box.numel for t in those) == sizes.get(tensor) and tensor not in filled
-        if whole and len(one) == 1 and None not in one:
-            found[tensor] = one.pop()
+    for tensor, tensor_transfers in arriving.items():
+        layers[layer_of(tensor_transfers[0].name)].append(tensor)
+    aliases = {}
+    for tensor, tensor_transfers in arriving.items():
+        candidates = {_alias(t) for t in tensor_transfers}
+        complete = sum(t.box.numel for t in tensor_transfers) == sizes.get(tensor) and tensor not in filled
+        if complete and len(candidates) == 1 and None not in candidates:
+            aliases[tensor] = candidates.pop()
     for tensors in layers.values():
-        if all(tensor in found for tensor in tensors):
-            del found[min(tensors, key=lambda tensor: (sizes[tensor], tensor))]
-    return {tensor: sharing for tensor, sharing in found.items() if sharing is not None}
+        if all(tensor in aliases for tensor in tensors):
+            del aliases[min(tensors, key=lambda tensor: (sizes[tensor], tensor))]
+    return {tensor: alias for tensor, alias in aliases.items() if alias is not None}
 
 
-def _sharing(t: Transfer) -> Sharing | None:
+def _alias(t: Transfer) -> StorageAlias | None:
     if t.source is None or t.target is None or t.src != t.dst or t.source.dtype != t.target.dtype:
         return None
-    if _steps(t.source) != _steps(t.target):
+    if _strides(t.source) != _strides(t.target):
         return None
-    return Sharing(t.source.view.tensor, t.source.view.offset - t.target.view.offset)
+    return StorageAlias(t.source.view.tensor, t.source.view.offset - t.target.view.offset)
 
 
-def _steps(piece: Piece) -> list[int]:
-    """Strides of the dims along which there is more than one element."""
+def _strides(piece: Piece) -> list[int]:
+    """Return the strides of the dims with more than one element."""
     return [step for step, size in zip(piece.view.stride, piece.box.size, strict=True) if size > 1]

@@ -1,4 +1,4 @@
-"""One layer stands for all that are like it: an engine is asked about one of each kind, whose pieces are renamed."""
+"""Replicates the pieces of one layer for all layers of the same kind, so that engines are queried once per kind."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 
 from hybrid3d.reshard.layout import Piece, View
 
-# As canonical tensors and the parameters of both engines have it in their names.
+# Canonical tensors and the parameters of both engines name their layer in this form.
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a canonical or local tensor belongs to; None where it is in none."""
+    """Return the layer number in the name of a canonical or local tensor; None outside of all layers."""
     match = _LAYER.search(name)
     return int(match[1]) if match else None
 
@@ -20,10 +20,10 @@ def layer_of(name: str) -> int | None:
 def replicate_layer(
     pieces: Iterable[Piece], old: int, new: int, local: tuple[str, str] | None = None
 ) -> Iterator[Piece]:
-    """Pieces of layer `old` as those of layer `new`.
+    """Yield the pieces of layer `old` renamed to layer `new`.
 
     Args:
-        local: what stands in the local names for `layers.<old>.`, and what is put there; the same where not said.
+        local: the substring of local names to replace, and its replacement; by default the layer numbers as above.
     """
     canonical = f"layers.{old}.", f"layers.{new}."
     local = local or canonical

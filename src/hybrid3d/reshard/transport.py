@@ -1,4 +1,4 @@
-"""How bytes travel between ranks: three verbs over torch.distributed, and a count of what was asked for."""
+"""Point-to-point transports over torch.distributed that count the bytes that they receive."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch.distributed as dist
 
 
 class Pending(Protocol):
-    """Operations under way; their tensors must stay untouched until `wait` returns."""
+    """Operations in flight; their tensors must not be touched until `wait` returns."""
 
     def wait(self) -> None: ...
 
 
 class Transport(Protocol):
-    """Submit sends and receives of bytes (as `as_bytes` has them), then start them all with `run`.
+    """Collects sends and receives of byte tensors (from `as_bytes`) and starts them all with `run`.
 
-    `received_bytes` is the sum of what receives were posted with, over the life of the transport. The two ends of
-    a message name the same `tag`, and both submit the messages between them in the same order. What both have started
-    proceeds whether or not either of them waits.
+    `received_bytes` is the sum of the sizes of all posted receives over the life of the transport. Both ends of a
+    message use the same `tag` and submit the messages between them in the same order. A message that both ends have
+    started makes progress whether or not either of them waits.
     """
 
     received_bytes: int
-    stops: bool  # whether `wait` stops the process, rather than a stream of its GPU
+    blocks_host: bool  # whether `wait` blocks the host thread, rather than a CUDA stream
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None: ...
 
@@ -44,9 +44,9 @@ class _Works:
 
 
 class GlooTransport:
-    """Point to point over gloo, for tensors on the CPU. `group` spans every rank of the plan."""
+    """Point-to-point over gloo for CPU tensors. `group` spans every rank of the plan."""
 
-    stops = True
+    blocks_host = True
 
     def __init__(self, group: dist.ProcessGroup):
         self.received_bytes = 0
@@ -66,9 +66,9 @@ class GlooTransport:
 
 
 class NcclTransport:
-    """Point to point over NCCL: one batch per `run`, which NCCL launches as one group. Not yet run on GPUs."""
+    """Point-to-point over NCCL: each `run` launches one batch as one NCCL group. Not yet run on GPUs."""
 
-    stops = False
+    blocks_host = False
 
     def __init__(self, group: dist.ProcessGroup):
         self.received_bytes = 0
@@ -89,15 +89,16 @@ class NcclTransport:
 
 
 def make_transport(device: torch.device, group: dist.ProcessGroup) -> Transport:
-    """The transport for tensors on `device`."""
+    """Return the transport for tensors on `device`; every rank of `group` calls it."""
     if device.type != "cuda":
         return GlooTransport(group)
-    # NCCL wants all ranks in a group's first operation, and a bucket may leave some out
+    # NCCL requires all ranks in the first operation of a group, and a bucket may involve only some of them
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     return NcclTransport(group)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor that has no gaps. Backends know no FP8 and gloo no BF16: everything travels as bytes."""
-    flat = tensor.view(-1)  # refuses gaps, and keeps the stride of a single element, which a view as bytes refuses
+    """Return a contiguous tensor as bytes: no backend sends FP8, and gloo does not send BF16."""
+    # `view` raises for a tensor with gaps. A single element keeps its stride, which a view as bytes does not allow.
+    flat = tensor.view(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)

@@ -18,7 +18,7 @@ class Synced(Protocol):
     """What a sync reports.
 
     Attributes:
-        corrupted: tensors that had not landed as they were sent, and were sent again.
+        corrupted: tensors that arrived corrupted and were sent again.
     """
 
     @property

@@ -46,7 +46,7 @@ class SlotDemand:
     kv_bytes: Mapping[int, int]
 
 
-def demand_of_slots(
+def slot_demands(
     config: Config,
     recipe: Recipe,
     shapes: Mapping[str, Shape],
@@ -64,10 +64,10 @@ def demand_of_slots(
     """
     rollout = recipe.rollout
     assert rollout is not None, "checked when the recipe was read"
-    kinds = family_of(config).kinds(config)
+    kinds = family_of(config).representative_layers(config)
     few = {name: shape for name, shape in shapes.items() if (layer_of(name) or 0) <= max(kinds)}
     slots = rollout.tp * rollout.dp
-    asked = [demand_of(recipe, few, slot, max(kinds) + 1) for slot in range(1 if first_only else rollout.tp)]
+    asked = [trace_demand(recipe, few, slot, max(kinds) + 1) for slot in range(1 if first_only else rollout.tp)]
     if slots > rollout.tp and not first_only:
         experts = family_of(config).experts(config)
         assert experts is not None, "checked with the recipe: engines of several replicas share experts"
@@ -109,11 +109,11 @@ def _with_experts(asked: SlotDemand, first: SlotDemand, share: Mapping[int, int]
     return replace(asked, demand=replace(asked.demand, pieces=tuple(pieces)))
 
 
-def demand_of(recipe: Recipe, shapes: Mapping[str, Shape], rank: int, layers: int | None = None) -> SlotDemand:
+def trace_demand(recipe: Recipe, shapes: Mapping[str, Shape], rank: int, layers: int | None = None) -> SlotDemand:
     """What a rank of one engine wants, as its whole share of the model says, or that of a model with so many layers."""
     with model_of_rank(recipe, rank, layers=layers) as (model, config):
         weights = RolloutWeights(model, config, shapes)
-        return SlotDemand(weights.demand, weights.most_finalize_bytes, dict(_kv_bytes(config)))
+        return SlotDemand(weights.demand, weights.max_finalize_bytes, dict(_kv_bytes(config)))
 
 
 def _kv_bytes(config: VllmConfig) -> Iterator[tuple[int, int]]:

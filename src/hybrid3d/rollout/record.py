@@ -35,14 +35,14 @@ class Destination:
     tensor: torch.Tensor
 
 
-class _Stand(torch.Tensor):
+class _StandIn(torch.Tensor):
     """Stands for one tensor of the checkpoint: a view on meta, and the name of the tensor that it is a view of."""
 
     canonical: str
     view_on_meta: torch.Tensor
 
     @staticmethod
-    def __new__(cls, name: str, view: torch.Tensor) -> _Stand:
+    def __new__(cls, name: str, view: torch.Tensor) -> _StandIn:
         stand = torch.Tensor._make_wrapper_subclass(
             cls,
             view.shape,
@@ -69,7 +69,7 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        stands = [a for a in tree_iter((args, kwargs)) if isinstance(a, _Stand)]
+        stands = [a for a in tree_iter((args, kwargs)) if isinstance(a, _StandIn)]
         if stands:
             return self._follow(func, stands[0], args, kwargs)
         if func in CONSTANTS and self._destination(args[0]):
@@ -79,13 +79,13 @@ class _Recording(TorchDispatchMode):
             raise UnsupportedLoader(f"vLLM's loader applies {func} to {self._destination(args[0]).name}")
         return func(*args, **kwargs)
 
-    def _follow(self, func: Any, stand: _Stand, args: Any, kwargs: Any) -> Any:
+    def _follow(self, func: Any, stand: _StandIn, args: Any, kwargs: Any) -> Any:
         if func is aten.copy_.default and args[1] is stand:
             self._record_copy(stand, args[0])
             return args[0]
         if func._schema.is_mutable:
             raise UnsupportedLoader(f"vLLM's loader applies {func} to {stand.canonical}: only views can be replayed")
-        out = func(*tree_map(lambda a: a.view_on_meta if isinstance(a, _Stand) else a, args), **kwargs)
+        out = func(*tree_map(lambda a: a.view_on_meta if isinstance(a, _StandIn) else a, args), **kwargs)
         storage = stand.view_on_meta.untyped_storage()._cdata
 
         def wrap(result: Any) -> Any:
@@ -95,11 +95,11 @@ class _Recording(TorchDispatchMode):
                 raise UnsupportedLoader(
                     f"vLLM's loader computes {func} on {stand.canonical}: only views can be replayed"
                 )
-            return _Stand(stand.canonical, result)
+            return _StandIn(stand.canonical, result)
 
         return tree_map(wrap, out)
 
-    def _record_copy(self, stand: _Stand, target: torch.Tensor) -> None:
+    def _record_copy(self, stand: _StandIn, target: torch.Tensor) -> None:
         destination, source = self._destination(target), stand.view_on_meta
         if destination is None:
             raise UnsupportedLoader(
@@ -154,10 +154,10 @@ def record_demand(
     recording = _Recording(shapes, destinations)
     given = [""]
 
-    def stands() -> Iterator[tuple[str, _Stand]]:
+    def stands() -> Iterator[tuple[str, _StandIn]]:
         for name, shape in shapes.items():
             given[0] = name
-            yield name, _Stand(name, torch.empty(shape, dtype=dtype, device="meta"))
+            yield name, _StandIn(name, torch.empty(shape, dtype=dtype, device="meta"))
 
     with torch.no_grad(), recording:
         try:

@@ -26,16 +26,16 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from hybrid3d.reshard.classes import natural
+from hybrid3d.reshard.classes import natural_sort_key
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Fill, Piece, Shape, View
-from hybrid3d.reshard.memory import Memory, aligned, strided
+from hybrid3d.reshard.memory import DeviceBuffer, align_up, strided_view
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.rollout.record import Destination, UnsupportedLoader, record_demand
 
 Module = torch.nn.Module
 # Parameters that no loader writes: latent attention makes them of `kv_b_proj` when it is finalized.
-DERIVED = ("W_UV", "W_UK_T")
-OPEN = 2  # units at a time
+DERIVED_PARAMETERS = ("W_UV", "W_UK_T")
+MAX_OPEN_UNITS = 2  # units at a time
 
 
 class RolloutWeights:
@@ -52,15 +52,17 @@ class RolloutWeights:
         self._units = _units(model)
         self._layer_of = {name: layer for layer, unit in self._units.items() for name in unit.names()}
         self.demand = self._record(model, vllm_config, shapes)
-        self._memory = [Memory(0, self._device)] * OPEN
-        self._opened: dict[int | None, _Opened] = {}
+        self._memory = [DeviceBuffer(0, self._device)] * MAX_OPEN_UNITS
+        self._opened: dict[int | None, _OpenUnit] = {}
         self._left: set[int | None] = set()
 
     def _record(self, model: Module, vllm_config: VllmConfig, shapes: Mapping[str, Shape]) -> Demand:
         live = _swap_in_loader_layout(model, _on_meta())
         try:
             destinations = [
-                Destination(name, tensor) for name, _, key, tensor in _tensors_of(model) if key not in DERIVED
+                Destination(name, tensor)
+                for name, _, key, tensor in _tensors_of(model)
+                if key not in DERIVED_PARAMETERS
             ]
             with set_current_vllm_config(vllm_config):
                 demand = record_demand(model, shapes, vllm_config.model_config.dtype, destinations)
@@ -72,7 +74,7 @@ class RolloutWeights:
         return replace(demand, pieces=tuple(sorted(demand.pieces, key=_place)))
 
     @property
-    def most_finalize_bytes(self) -> int:
+    def max_finalize_bytes(self) -> int:
         """A bound on `finalize_bytes`: as many of the largest unit's weights as units are open."""
         tensors: dict[str, int] = defaultdict(int)
         dtypes = {piece.view.tensor: piece.dtype for piece in self.demand.pieces}
@@ -85,8 +87,8 @@ class RolloutWeights:
             tensors[fill.view.tensor] += math.prod(fill.size) * (usual if dtype is None else ITEMSIZE[dtype])
         units: dict[int | None, int] = defaultdict(int)
         for name, nbytes in tensors.items():
-            units[self._layer_of[name]] += aligned(nbytes)
-        return OPEN * max(units.values())
+            units[self._layer_of[name]] += align_up(nbytes)
+        return MAX_OPEN_UNITS * max(units.values())
 
     @property
     def finalize_bytes(self) -> int:
@@ -101,21 +103,21 @@ class RolloutWeights:
         fills: dict[int | None, list[Fill]] = defaultdict(list)
         for fill in self.demand.fills:
             fills[self._layer_of[fill.view.tensor]].append(fill)
-        opened = {layer: _Opened(self._units[layer], fills[layer]) for layer in order}
-        taken = [[opened[layer].extra_bytes for layer in order[turn::OPEN]] for turn in range(OPEN)]
-        self._memory = [Memory(max(sizes, default=0), self._device) for sizes in taken]
+        opened = {layer: _OpenUnit(self._units[layer], fills[layer]) for layer in order}
+        taken = [[opened[layer].extra_bytes for layer in order[turn::MAX_OPEN_UNITS]] for turn in range(MAX_OPEN_UNITS)]
+        self._memory = [DeviceBuffer(max(sizes, default=0), self._device) for sizes in taken]
         for turn, layer in enumerate(order):
-            opened[layer].place(self._memory[turn % OPEN])
+            opened[layer].place(self._memory[turn % MAX_OPEN_UNITS])
         self._opened = opened
 
-    def in_place(self) -> dict[str, torch.Tensor]:
+    def in_place_tensors(self) -> dict[str, torch.Tensor]:
         """By local name, the live tensors that are written where they lie and stay there when they are finalized."""
-        return {name: tensor for opened in self._opened.values() for name, tensor in opened.in_place()}
+        return {name: tensor for opened in self._opened.values() for name, tensor in opened.in_place_tensors()}
 
     def begin(self) -> None:
         """Expect all of the demand; what was live stays until its layer is opened."""
         for memory in self._memory:
-            memory.take()
+            memory.allocate()
         self._left = set(self._opened)
 
     def write(self, piece: Piece) -> torch.Tensor:
@@ -139,7 +141,7 @@ class RolloutWeights:
             RuntimeError: part of the demand did not land; the model is not usable until a sync succeeds.
         """
         for memory in self._memory:
-            memory.give_back()
+            memory.release()
         if self._left:
             raise RuntimeError(f"the sync left {len(self._left)} layers unwritten")
 
@@ -147,7 +149,7 @@ class RolloutWeights:
 def _place(piece: Piece) -> tuple[float, list[tuple[int, str]]]:
     """Layer after layer, then what is in none: in one order, whatever the checkpoint's."""
     layer = layer_of(piece.name)
-    return math.inf if layer is None else layer, natural(piece.name)
+    return math.inf if layer is None else layer, natural_sort_key(piece.name)
 
 
 class _Unit:
@@ -175,7 +177,7 @@ class _Unit:
                 yield name, tensor
 
 
-class _Opened:
+class _OpenUnit:
     """A unit's tensors in loader layout: in the live ones' memory where that has it, else in memory of their own."""
 
     def __init__(self, unit: _Unit, fills: Sequence[Fill]):
@@ -183,7 +185,7 @@ class _Opened:
         self._fills = fills
         self._own: dict[int, tuple[torch.Tensor, int]] = {}  # by id: a tensor that is needed, and where it lies
         self.extra_bytes = 0
-        self._memory = Memory(0, "cpu")
+        self._memory = DeviceBuffer(0, "cpu")
         self._tensors: dict[str, torch.Tensor] = {}
         self._written: set[str] = set()
         self._moved: set[int] = set()  # by id: what vLLM finalizes somewhere else
@@ -193,16 +195,16 @@ class _Opened:
             for name, loader in _recorded(module):
                 if not _same_layout(get_layer_tensors(module).get(name), loader):
                     self._own[id(loader)] = loader, self.extra_bytes
-                    self.extra_bytes += aligned(_extent(loader))
+                    self.extra_bytes += align_up(_extent(loader))
 
-    def place(self, memory: Memory) -> None:
+    def place(self, memory: DeviceBuffer) -> None:
         """Lay what needs memory of its own into this."""
         self._memory = memory
         self._swap_in()
         self._tensors = {name: tensor.data for name, tensor in self.unit.tensors()}
         _swap_back(self._live)
 
-    def in_place(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def in_place_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.unit.tensors():
             there = name in self._written and tensor.data_ptr() == self._tensors[name].data_ptr()
             if there and _same_layout(tensor, self._tensors[name]) and id(tensor) not in self._moved:
@@ -210,7 +212,7 @@ class _Opened:
 
     def view(self, view: View, size: Shape) -> torch.Tensor:
         self._written.add(view.tensor)
-        return strided(self._tensors[view.tensor].data, view, size)
+        return strided_view(self._tensors[view.tensor].data, view, size)
 
     def open(self) -> None:
         self._attributes = {module: _attributes_of(module) for module in self.unit.root.modules()}
@@ -226,7 +228,7 @@ class _Opened:
             if live is not None and _same_layout(live, loader):
                 return live.data
             _, at = self._own[id(loader)]
-            flat = self._memory.flat(at, _extent(loader), loader.dtype)
+            flat = self._memory.flat_view(at, _extent(loader), loader.dtype)
             return flat.as_strided(loader.shape, loader.stride())
 
         self._live = _swap_in_loader_layout(self.unit.root, memory_for)
@@ -254,7 +256,7 @@ class _Opened:
                 _keep_address(vars(module), name, old)
         for module in self.unit.root.modules():
             for tensor in (*get_layer_tensors(module).values(), *_attributes_of(module).values()):
-                if self._memory.holds(tensor):  # where the next layer but one will be written
+                if self._memory.contains(tensor):  # where the next layer but one will be written
                     tensor.data = tensor.data.clone()
 
 

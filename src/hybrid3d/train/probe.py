@@ -42,9 +42,9 @@ def holdings_of_all(
     return _holdings_by_layer(config, recipe.train, getattr(torch, recipe.model.dtype), layers, first_only)
 
 
-def standing_layers(config: Config, layout: Train) -> dict[int, int]:
+def representative_layer_counts(config: Config, layout: Train) -> dict[int, int]:
     """Return the first layer of each kind in each chunk of each stage, and how many layers there it represents."""
-    kinds = family_of(config).kinds(config)
+    kinds = family_of(config).representative_layers(config)
     stages = layers_of_stages(config, layout)
     by_kind: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for stage, chunks in enumerate(stages):
@@ -68,7 +68,7 @@ def _holdings_by_layer(
     first_only: bool = False,
 ) -> dict[int, Holdings]:
     stage_ranks = layout.tp * layout.cp * layout.dp  # Megatron's ranks are those of one stage after the other
-    kinds = family_of(config).kinds(config)
+    kinds = family_of(config).representative_layers(config)
     stages = layers_of_stages(config, layout)
     found: dict[int, Holdings] = {}
     query_last_stage = functools.cache(lambda rank: _query_last_stage(config, layout, rank, dtype, max(kinds) + 1))

@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybrid3d.config import Optimizer, Recipe
-from hybrid3d.families import VALUE_HEAD, Config, as_scorer, family_of
+from hybrid3d.families import VALUE_HEAD, Config, family_of, with_value_head
 from hybrid3d.reshard.files import CheckpointError, read_index
 from hybrid3d.rl.batch import Batch
 from hybrid3d.train.megatron_model import MegatronModel
@@ -61,7 +61,7 @@ class ValueModel(MegatronModel):
             rank,
             path=path,
             optimizer=optimizer,
-            family=as_scorer(family_of(config)),
+            family=with_value_head(family_of(config)),
             fresh=() if head is not None else (VALUE_HEAD,),
         )
 

@@ -56,23 +56,23 @@ def megatron_weights(stages: Sequence[GPTModel], config: Config, family: Family 
         front = shard.prepend_axis_num
         expert = shard.global_offset[0] if front else None
         shape, start = shard.global_shape[front:], shard.global_offset[front:]
-        strips = family.strips(shard.key, shape[0], config, expert)
-        if strips is None:
+        row_ranges = family.row_ranges(shard.key, shape[0], config, expert)
+        if row_ranges is None:
             unclaimed.append(shard.key)
             continue
         first, rows = start[0], shard.local_shape[0]
-        for strip in strips:
-            low, high = max(first, strip.start), min(first + rows, strip.start + strip.rows)
+        for row_range in row_ranges:
+            low, high = max(first, row_range.start), min(first + rows, row_range.start + row_range.rows)
             if low >= high:
                 continue
             stride = shard.data.stride()
             offset = shard.data.storage_offset() - base.storage_offset() + (low - first) * stride[0]
             view, size = View(local, offset, stride), (high - low, *shard.local_shape[1:])
-            if strip.name is None:
+            if row_range.name is None:
                 padding.append(Fill(view, size, 0.0))
             else:
-                box = Box((strip.at + low - strip.start, *start[1:]), size)
-                pieces.append(Piece(strip.name, box, view, str(shard.data.dtype).removeprefix("torch.")))
+                box = Box((row_range.canonical_start + low - row_range.start, *start[1:]), size)
+                pieces.append(Piece(row_range.name, box, view, str(shard.data.dtype).removeprefix("torch.")))
     if unclaimed:
         names = ", ".join(sorted(set(unclaimed))[:20])
         raise UnsupportedModel(

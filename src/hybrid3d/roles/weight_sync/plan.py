@@ -13,7 +13,7 @@ from hybrid3d.reshard.classes import signature_of
 from hybrid3d.reshard.coverage import check_arrivals, check_same_tensors, lower_bound
 from hybrid3d.reshard.layout import Demand, Holdings
 from hybrid3d.reshard.planner import LocalPieces, RankPlan, Routes, Transfer
-from hybrid3d.reshard.ready import ready_after
+from hybrid3d.reshard.ready import required_optimizer_buckets
 from hybrid3d.roles.weight_sync.sharing import SharedStorage
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.rollout.weights import RolloutWeights
@@ -78,4 +78,4 @@ class SyncPlan:
         if self.sink is not None:
             self.sink.prepare(plan.layers)
         agree = partial(all_reduce_max, group=self._group)
-        return plan, ready_after(plan, self.bucket_of, len(self._boundaries), agree, shared.buckets)
+        return plan, required_optimizer_buckets(plan, self.bucket_of, len(self._boundaries), agree, shared.buckets)

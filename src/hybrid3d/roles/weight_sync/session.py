@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
-from hybrid3d.reshard.executor import Executor, Report, Tensors
+from hybrid3d.reshard.executor import ExecutionReport, Executor, NamedTensors
 from hybrid3d.reshard.protocols import Sink
 from hybrid3d.reshard.transport import make_transport
 from hybrid3d.roles.weight_sync.plan import SyncPlan
@@ -39,7 +39,7 @@ class SyncReport:
         staging_bytes: of staging buffers.
         finalize_bytes: that finalization took at most.
         shared_bytes: of vLLM's tensors that alias Megatron's memory.
-        corrupted: tensors that, on some rank, had not landed as they were sent and were sent again.
+        corrupted: tensors that arrived corrupted on some rank and were sent again.
         phases: seconds by phase of the execution.
     """
 
@@ -103,7 +103,7 @@ class WeightSync:
         self._plan = SyncPlan(recipe, group, trained, engine, optimizer_buckets or {})
         self.holders, self.lower_bound = self._plan.holders, self._plan.lower_bound
         self._trained = {} if trained is None else trained.tensors
-        self.source = Tensors(self._trained)
+        self.source = NamedTensors(self._trained)
         self.transport = make_transport(device(), dist.new_group(dist.get_process_group_ranks(group)))
         self._shared = SharedStorage()
         self._to_share = recipe.sync.share_storage
@@ -147,7 +147,7 @@ class WeightSync:
         self._verifying = verify
         self._shared.check()
         if self._executor is None:  # not earlier: before the first sync the trainer may be offloaded
-            sink: Sink = Tensors({}) if self._plan.sink is None else self._plan.sink
+            sink: Sink = NamedTensors({}) if self._plan.sink is None else self._plan.sink
             self._executor = Executor(self._plan.current, self.source, sink, self.transport, device())
         with self._on_side_stream():
             if self._plan.sink is not None:
@@ -163,7 +163,7 @@ class WeightSync:
         self._early_bytes = self.transport.received_bytes - self._received_before
         with self._on_side_stream():
             ready = self._plan.ready
-            self._executing.advance(len(ready) if last else bisect_right(ready, bucket))
+            self._executing.start_ready_buckets(len(ready) if last else bisect_right(ready, bucket))
 
     def finish(self) -> SyncReport:
         """Send what is left, wait for all of it, and verify it where `begin` was told to.
@@ -175,7 +175,7 @@ class WeightSync:
             done = self._executing.finish()
             if self._plan.sink is not None:
                 self._plan.sink.end()
-            corrupted = corrupted_on_any(done.wrong, self._group) if self._verifying else ()
+            corrupted = corrupted_on_any(done.corrupted, self._group) if self._verifying else ()
             if corrupted:
                 done = self._send_again(corrupted)
             if self._engine is not None:
@@ -214,14 +214,14 @@ class WeightSync:
         self._plan.replan(transfers, self._shared)
         self._to_share, self._executor = False, None
 
-    def _send_again(self, corrupted: tuple[str, ...]) -> Report:
-        logger.warning("%d tensors have not landed as sent: %s; sent again", len(corrupted), listed(corrupted))
+    def _send_again(self, corrupted: tuple[str, ...]) -> ExecutionReport:
+        logger.warning("%d tensors arrived corrupted: %s; sending everything again", len(corrupted), listed(corrupted))
         if self._plan.sink is not None:
             self._plan.sink.begin()
         done = self._executing.run(verify=True)
         if self._plan.sink is not None:
             self._plan.sink.end()
-        still = corrupted_on_any(done.wrong, self._group)
+        still = corrupted_on_any(done.corrupted, self._group)
         if still:
             raise CorruptSync(still)
         return done

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hybrid3d.reshard.planner import Transfer
-from hybrid3d.reshard.sharing import sharable
+from hybrid3d.reshard.sharing import find_storage_aliases
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import as_bytes
 from hybrid3d.rollout.weights import RolloutWeights
@@ -53,11 +53,11 @@ class SharedStorage:
             trained: the trainer's local tensors.
             bucket_of: by canonical tensor, the optimizer bucket in which this rank updates it; -1 for none.
         """
-        live = sink.in_place()
+        live = sink.in_place_tensors()
         arriving = [t for _, t in transfers if t.dst == rank]
         sizes = {name: tensor.numel() for name, tensor in live.items()}
         shared = set()
-        for name, sharing in sharable(arriving, sink.demand, sizes).items():
+        for name, sharing in find_storage_aliases(arriving, sink.demand, sizes).items():
             tensor, base = live[name], trained[sharing.source].detach()
             alias = base.as_strided(tensor.shape, tensor.stride(), base.storage_offset() + sharing.offset)
             if as_bytes(alias.contiguous()).equal(as_bytes(tensor.detach().contiguous())):

@@ -1,4 +1,4 @@
-"""Which syncs are verified, and what ranks do about tensors that have not landed as they were sent."""
+"""Which syncs are verified, and what ranks do about tensors that arrived corrupted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LISTED = 5  # tensors that a message names
 
 
 class CorruptSync(RuntimeError):
-    """Tensors have not landed as they were sent, twice: memory or a link of a machine is broken."""
+    """Tensors arrived corrupted twice: memory or a link of a machine is faulty."""
 
     def __init__(self, tensors: Sequence[str]):
-        super().__init__(f"{len(tensors)} tensors have not landed as they were sent, twice: {listed(tensors)}")
+        super().__init__(f"{len(tensors)} tensors arrived corrupted twice: {listed(tensors)}")
 
 
 def is_verified(setting: str, version: int) -> bool:
