@@ -1,4 +1,4 @@
-"""Syncs that go wrong, in a run of four ranks: what arrives corrupted is sent once more, and never used for generation."""
+"""Corrupted syncs in a run of four ranks: weights are sent once more, and never used for generation while corrupt."""
 
 from __future__ import annotations
 

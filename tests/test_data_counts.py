@@ -74,7 +74,7 @@ def test_a_file_of_which_most_rows_would_be_left_out(write: Write, tokenizer: An
         (9, 1, 90, 0.9, None),
     ],
 )
-def test_at_most_half_or_what_max_broken_allows(
+def test_at_most_half_or_what_max_invalid_fraction_allows(
     write: Write,
     tokenizer: Any,
     fitting: int,
@@ -83,10 +83,8 @@ def test_at_most_half_or_what_max_broken_allows(
     max_invalid_fraction: float,
     used: int | None,
 ) -> None:
-    path, settings = (
-        write(fitting, overlong, broken),
-        {"overlong": "drop", "max_invalid_fraction": max_invalid_fraction},
-    )
+    path = write(fitting, overlong, broken)
+    settings = {"overlong": "drop", "max_invalid_fraction": max_invalid_fraction}
     if used is not None:
         assert read(path, tokenizer, max_prompt_tokens=3, **settings).counts["used"] == used
     else:

@@ -73,6 +73,7 @@ def test_what_is_missing_or_another_file_is_refused(tmp_path: Path, monkeypatch:
     with pytest.raises(SystemExit, match=r"no-such-package is not installed: .*requirements/demo.txt"):
         make_demo_llm.gguf_file()
     monkeypatch.setattr(make_demo_llm, "PACKAGE", "pytest")
+    monkeypatch.setattr(make_demo_llm, "WEIGHTS", str(tmp_path / "missing.gguf"))
     with pytest.raises(SystemExit, match="is missing"):
         make_demo_llm.gguf_file()
     (tmp_path / "other.gguf").write_bytes(b"GGUF")

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from hybrid3d.config import Recipe, load_recipe
-from hybrid3d.planning import engine_queries as sides_module
-from hybrid3d.planning import traffic
+from hybrid3d.planning import engine_queries, traffic
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.layout import Holdings, Piece
 from hybrid3d.reshard.planner import PlanError
@@ -56,11 +55,11 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_megatron_says_the_same_of_every_layer(case: str) -> None:
     recipe = recipe_of(case)
     config, world = config_of(recipe), recipe.world_size
-    replicate_layer = holdings_of_all(config, recipe)
-    assert len(replicate_layer) == world
+    replicated = holdings_of_all(config, recipe)
+    assert len(replicated) == world
     stage = world // recipe.train.pp
     for rank in (0, 1, stage - 1, stage, 2 * stage + 3, world // 2 + 5, world - stage, world - 1):
-        assert replicate_layer[rank] == holdings_of(config, recipe.train, rank, torch.bfloat16), f"rank {rank}"
+        assert replicated[rank] == holdings_of(config, recipe.train, rank, torch.bfloat16), f"rank {rank}"
 
 
 @functools.cache
@@ -82,9 +81,9 @@ def asked(case: str) -> Any:
 )
 @pytest.mark.timeout(1200)
 def test_vllm_says_the_same_of_every_layer(case: str, ranks: tuple[int, ...]) -> None:
-    recipe, shapes, replicate_layer = asked(case)
+    recipe, shapes, replicated = asked(case)
     for rank in ranks:
-        assert replicate_layer[rank] == trace_demand(recipe, shapes, rank), f"rank {rank}"
+        assert replicated[rank] == trace_demand(recipe, shapes, rank), f"rank {rank}"
 
 
 LOST = "model.layers.40.mlp.experts.77.down_proj.weight"
@@ -108,10 +107,12 @@ def test_one_tensor_unlike_the_others_is_not_lost_among_them(
         rank: Holdings(tuple(q for p in held.pieces for q in ([p] if p.name != LOST else spoil(p))))
         for rank, held in holdings_of_all(config, recipe).items()
     }
-    monkeypatch.setattr(sides_module, "representative_layer_counts", lambda config, layout: dict.fromkeys(range(61), 1))
-    monkeypatch.setattr(sides_module, "holdings_of_all", lambda config, recipe, layers: spoiled)
+    monkeypatch.setattr(
+        engine_queries, "representative_layer_counts", lambda config, layout: dict.fromkeys(range(61), 1)
+    )
+    monkeypatch.setattr(engine_queries, "holdings_of_all", lambda config, recipe, layers: spoiled)
     with pytest.raises(PlanError, match=LOST):
-        traffic.compute_sync_traffic(recipe, sides_module.query_engines(recipe, config))
+        traffic.compute_sync_traffic(recipe, engine_queries.query_engines(recipe, config))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3"])
@@ -124,9 +125,9 @@ def test_a_plan_by_classes_has_the_numbers_of_the_whole_plan(
     experts = 2 if family != "qwen2" else 1
     recipe = recipe_of("deepseek-v3-671b", *layout, *changes, f"train.ep={experts}", "rollout.tp=2")
     config = config_of(recipe)
-    whole = traffic.compute_sync_traffic(recipe, sides_module.query_engines(recipe, config))
-    monkeypatch.setattr(sides_module, "WHOLE_PLAN", 0)
-    by_class = traffic.compute_sync_traffic(recipe, sides_module.query_engines(recipe, config))
+    whole = traffic.compute_sync_traffic(recipe, engine_queries.query_engines(recipe, config))
+    monkeypatch.setattr(engine_queries, "WHOLE_PLAN", 0)
+    by_class = traffic.compute_sync_traffic(recipe, engine_queries.query_engines(recipe, config))
     assert whole.buckets is not None
     assert by_class.buckets is None
     assert whole.staging <= by_class.staging

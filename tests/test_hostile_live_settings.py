@@ -100,7 +100,7 @@ class Said:
 
 
 @pytest.fixture
-def control(
+def live(
     alone: dist.ProcessGroup, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> LiveSettings:
     monkeypatch.setattr(live_settings, "STABLE_SECONDS", 0)
@@ -108,38 +108,38 @@ def control(
     return LiveSettings(recipe, Said(tmp_path), {}, alone)  # type: ignore[arg-type]
 
 
-def goes_on(control: LiveSettings) -> list[dict[str, Any]]:
+def goes_on(live: LiveSettings) -> list[dict[str, Any]]:
     """Take two steps with this file and one with a valid file, and return the event of the first."""
-    said, path = control._record, control._record.folder.control
-    before, began = control.recipe, time.monotonic()
-    assert control.settings_for_step(1) == before
+    said, path = live._record, live._record.folder.control
+    before, began = live.recipe, time.monotonic()
+    assert live.settings_for_step(1) == before
     told, said.events = said.events, []
-    assert control.settings_for_step(2) == before
+    assert live.settings_for_step(2) == before
     assert said.events == []  # once is enough
     assert time.monotonic() - began < 20
-    json.loads(json.dumps(control.progress))
+    json.loads(json.dumps(live.progress))
     if path.is_dir():
         path.rmdir()
     path.unlink(missing_ok=True)
     path.write_text("run.eval_every: 7")
-    assert control.settings_for_step(3).run.eval_every == 7
+    assert live.settings_for_step(3).run.eval_every == 7
     path.unlink()
     said.events = []
     return told
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_file_that_is_refused(name: str, control: LiveSettings) -> None:
+def test_a_file_that_is_refused(name: str, live: LiveSettings) -> None:
     text = TEXTS[name]
-    control._record.folder.control.write_bytes(text if isinstance(text, bytes) else text.encode())
-    (told,) = goes_on(control)
+    live._record.folder.control.write_bytes(text if isinstance(text, bytes) else text.encode())
+    (told,) = goes_on(live)
     assert (told["event"], told["by"]) == ("control_refused", "control.yaml")
     assert told["why"].isprintable() or "\n" in told["why"]
     assert len(told["why"]) < 2000
 
 
-def test_what_is_no_file(control: LiveSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = control._record.folder.control
+def test_what_is_no_file(live: LiveSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = live._record.folder.control
     makers: dict[str, Callable[[], object]] = {
         "a directory": path.mkdir,
         "a named pipe": lambda: os.mkfifo(path),
@@ -147,19 +147,19 @@ def test_what_is_no_file(control: LiveSettings, monkeypatch: pytest.MonkeyPatch)
     }
     for what, make in makers.items():
         make()
-        (told,) = goes_on(control)
+        (told,) = goes_on(live)
         assert what in told["why"]
     with socket.socket(socket.AF_UNIX) as bound:
         monkeypatch.chdir(path.parent)  # a socket's path is bounded in length
         bound.bind(path.name)
-        (told,) = goes_on(control)
+        (told,) = goes_on(live)
         assert "a socket" in told["why"]
 
 
-def test_damaged_files(control: LiveSettings) -> None:
+def test_damaged_files(live: LiveSettings) -> None:
     """A valid file with bytes changed, removed or duplicated is either applied or refused."""
     good = yaml.safe_dump({"optimizer": {"lr": 3e-4}, "algorithm": {"kl": {"coef": 0.01}}, "run": {"eval_every": 3}})
-    dice, path = random.Random(1), control._record.folder.control
+    dice, path = random.Random(1), live._record.folder.control
     for _ in range(300):
         content = bytearray(good.encode())
         for _ in range(dice.randint(1, 4)):
@@ -168,5 +168,5 @@ def test_damaged_files(control: LiveSettings) -> None:
                 dice.choices(b"\0\xff\xc3:{}[]&*!|>%@`'\"#- \n\t9ae.", k=dice.randint(0, 4))
             )
         path.write_bytes(bytes(content))
-        control.settings_for_step(1)
-        json.dumps(control.progress)
+        live.settings_for_step(1)
+        json.dumps(live.progress)

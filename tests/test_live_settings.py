@@ -20,6 +20,7 @@ from hybrid3d.launch.launcher import find_root_cause
 from hybrid3d.launch.worker import failure_message
 from hybrid3d.rl.kl import KlController
 from hybrid3d.run import live_settings
+from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import MUTABLE_SETTINGS, LiveSettings, apply_settings, check_schedule, settings_of
 from hybrid3d.run.oom_recovery import OomRecovery, OutOfMemoryRestart, reduced_settings
 from hybrid3d.run.run_folder import RunFolder
@@ -174,7 +175,8 @@ def test_a_schedule_is_checked_before_anything_starts(recipe: Recipe) -> None:
 
 def test_each_change_is_applied_at_its_step_and_recorded(recipe: Recipe, begin: Begin) -> None:
     live, said = begin(scheduled(recipe, {2: {"optimizer.lr": 1e-5}}))
-    assert live.settings_for_step(0) == live.settings_for_step(1) == live.recipe
+    first = live.recipe
+    assert all(live.settings_for_step(step) is first for step in (0, 1))
     said.folder.control.write_text("algorithm:\n  kl: {coef: 0.5}\nrun.eval_every: 5\n")  # eval_every is 5 already
     now = live.settings_for_step(2)
     assert (now.optimizer.lr, now.algorithm.kl.coef) == (1e-5, 0.5)
@@ -203,8 +205,9 @@ def test_each_change_is_applied_at_its_step_and_recorded(recipe: Recipe, begin: 
 def test_a_refused_file_changes_nothing_and_is_told_once(recipe: Recipe, begin: Begin, text: str, why: str) -> None:
     live, said = begin(recipe)
     said.folder.control.write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert live.settings_for_step(5) == recipe
-    live.settings_for_step(6)
+    first = live.recipe
+    assert first == recipe
+    assert all(live.settings_for_step(step) is first for step in (5, 6))
     [event] = said.take()
     assert (event["event"], event["step"], event["by"]) == ("control_refused", 5, "control.yaml")
     assert event["why"].startswith(why)
@@ -300,21 +303,40 @@ def test_what_is_held_must_be_a_setting_too(recipe: Recipe, begin: Begin) -> Non
     json.dumps(live.progress)
 
 
-def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is() -> None:
+def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is(recipe: Recipe) -> None:
     """Only a changed setting replaces the adaptive coefficient."""
     kl = KlController(0.001, target=1.0)
     kl.coef = 0.7
     assert kl.coef_under(0.001) == 0.7
-    kl.configure(0.001, 2.0)
+    new = apply_settings(recipe, {"algorithm.entropy_coef": 0.1, "algorithm.kl.target": 2}, 1).algorithm.kl
+    kl.configure(new.coef, new.target)
     assert (kl.coef, kl.target) == (0.7, 2.0)
-    assert kl.coef_under(0.2) == 0.2
+    new = apply_settings(recipe, {"algorithm.kl.coef": 0.2}, 1).algorithm.kl
+    assert kl.coef_under(new.coef) == 0.2
     assert kl.coef == 0.7, "asking moves nothing"
-    kl.configure(0.2, None)
+    kl.configure(new.coef, new.target)
     assert (kl.coef, kl.target) == (0.2, None)
     resumed = KlController(0.001, target=1.0)
     resumed.restore(json.loads(json.dumps(kl.state)) | {"coef": 0.9}, 0.2, None)
     resumed.configure(0.2, None)
     assert (resumed.coef, resumed.target) == (0.9, None), "settings that were in force are not applied again"
+
+
+@pytest.mark.engines
+def test_a_learner_keeps_the_coefficient_of_an_adaptive_kl(recipe: Recipe) -> None:
+    """Only a setting that changes for a step replaces the adaptive coefficient."""
+    from hybrid3d.roles.learner import Learner
+    from hybrid3d.roles.models import Models
+
+    models = Models(None, None, None, None)  # type: ignore[arg-type]
+    learner = Learner(recipe, models, Guard(None), 0, None)  # type: ignore[arg-type]
+    learner.restore({"kl": {"coef": 0.7, "target": None}, "guard": learner.progress["guard"]}, recipe)
+    experience: Any = SimpleNamespace(answer_kl=None)
+    new = apply_settings(recipe, {"algorithm.entropy_coef": 0.1, "algorithm.kl.target": 2}, 1)
+    learner._move_kl_coef(experience, 1, new, True)
+    assert learner.progress["kl"] == {"coef": 0.7, "target": 2.0}
+    learner._move_kl_coef(experience, 2, apply_settings(recipe, {"algorithm.kl.coef": 0.2}, 1), True)
+    assert learner.progress["kl"] == {"coef": 0.2, "target": None}
 
 
 @pytest.mark.engines
@@ -408,12 +430,14 @@ def test_the_launcher_sees_who_ran_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     lost = {"rank": 0, "time": 1.0, "peer": True, "reason": "lost", "kind": "error"}
-    ran_out = {"rank": 2, "time": 2.0, "peer": False, "reason": "RanOut: 2 GiB", "kind": "out_of_memory"}
+    ran_out = {"rank": 2, "time": 2.0, "peer": False, "reason": "OutOfMemoryRestart: 2 GiB", "kind": "out_of_memory"}
     for reason in (lost, ran_out):
         folder.failure_path(reason["rank"]).write_text(json.dumps(reason))
     cause = find_root_cause(folder, {})
     assert cause == ran_out
-    assert failure_message(folder, 2, cause) == f"rank 2 failed: RanOut: 2 GiB\nits log: {folder.log_path(2)}"
+    assert (
+        failure_message(folder, 2, cause) == f"rank 2 failed: OutOfMemoryRestart: 2 GiB\nits log: {folder.log_path(2)}"
+    )
 
 
 def test_settings_as_yaml_writes_them_are_known(recipe: Recipe) -> None:

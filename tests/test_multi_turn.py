@@ -70,12 +70,11 @@ class Author:
             prompt, stops, longest = request.prompt_ids, request.stop_tokens, request.max_new_tokens
             assert tuple(prompt[:2]) == PROMPT
             assert (version, request.temperature) == (7, 0.5)
+            assert END in stops
             context = "".join("|" if token == END else LETTERS[token] for token in prompt[3:])
             self.asked[-1].append((context, request.seed, longest))
             rest = [END if letter == "|" else LETTERS.index(letter) for letter in self.texts[prompt[2] - 1]]
-            count = next(
-                n for n, token in enumerate(rest, 1) if token in (END, *self.end_tokens, *stops) or n == longest
-            )
+            count = next(n for n, token in enumerate(rest, 1) if token in (*self.end_tokens, *stops) or n == longest)
             self.texts[prompt[2] - 1] = self.texts[prompt[2] - 1][count:]
             logprobs = () if request.seed is None else tuple(-float(token) for token in rest[:count])
             completions.append(Completion(tuple(rest[:count]), logprobs, version))
@@ -123,6 +122,7 @@ def test_a_calculator(talk: Talk) -> None:
         "^^^^^^^^^^   ^^^^^",
     )
     assert shown(other) == ("no|", "^^^")
+    assert (one.weight_version, other.weight_version) == (7, 7)
     assert one.logprobs == [-float(t) for t, own in zip(one.tokens, one.loss_mask, strict=True) if own]
     asked = [[(context, longest) for context, _, longest in of_round] for of_round in author.asked]
     assert asked == [[("", 99), ("", 99)], [("1=", 97)], [("1=1 <<1+2=3>>", 86)]]

@@ -91,7 +91,7 @@ def test_what_lies_behind_is_aligned() -> None:
 def test_staging_may_be_given_back_between_runs(world: World, limit: int) -> None:
     plan = make_plan(world.holdings, world.demand, limit)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(executor, "Memory", GivenBack)
+        patched.setattr(executor, "DeviceBuffer", GivenBack)
         ranks = Ranks(world, plan)
     staging = [memory for one in ranks.executors for memory in one._staging]
     assert all(isinstance(memory, GivenBack) for memory in staging)

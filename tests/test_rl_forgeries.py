@@ -94,8 +94,8 @@ FORGERIES = {
     "calls of what it was not given": SENDS + "for n in range(3, 32):\n    try:\n        for m in range(100):\n"
     "            os.write(n, message(b'[\"?\",%d,[\"t\"],{}]' % m))\n    except OSError: pass\n",
     "values of unknown types": "import json\n"
-    "from hybrid3d.rewards import code_program as answering, remote_values as remote\n"
-    "remote.Encoder.encode = lambda *_: ['v', 'system', 'true']\ndef area(radius): return 0",
+    "from hybrid3d.rewards import code_program, remote_values\n"
+    "remote_values.Encoder.encode = lambda *_: ['v', 'system', 'true']\ndef area(radius): return 0",
     "messages that are too long": SENDS + "for n in range(3, 32):\n    try: os.write(n, b'\\xff' * 4096)\n"
     "    except OSError: pass",
     "messages that are no JSON": SENDS + "for n in range(3, 32):\n    try: os.write(n, message(b'passed'))\n"
@@ -260,8 +260,8 @@ PARTICULAR = {
     "an error that is made of no reply": (
         "try:\n    half(1)\n    assert False\nexcept NameError:\n    pass",
         "def half(x): return undefined",
-        "from hybrid3d.rewards import code_program as answering\n"
-        "answering.Answerer.take_printed = lambda self: 3 if self._numbers else ''\ndef half(x): return 0",
+        "from hybrid3d.rewards import code_program\n"
+        "code_program.Answerer.take_printed = lambda self: 3 if self._numbers else ''\ndef half(x): return 0",
     ),
     "an object that cannot be compared, in a function that it calls": (
         "seen = []\ndef look(value):\n    seen.append(1)\n    assert value == 6\napply(look, 3)\nassert seen == [1]",

@@ -40,14 +40,14 @@ def test_groups_that_teach_nothing_fill_up_where_they_were_drawn(rollouts: Any) 
         return [sample(f"{batch - 7}{i}", n * (kind == "+")) for i, kind in groups for n in (0, 1)], []
 
     rollouts._generate_samples = generate_samples
-    made = rollouts.generate_batch(version=3, batch=7, temperature=0.7, extra_batches=1)
-    assert [one.prompt for one in made.samples[::2]] == ["00", "01", "02", "12"]
-    assert [one.prompt for one in made.samples[1::2]] == ["00", "01", "02", "12"]
-    assert (made.batches, made.zero_variance_groups, asked) == (2, 6, [7, 8])
-    made = rollouts.generate_batch(version=3, batch=7, temperature=0.7, extra_batches=5)
-    assert [one.prompt for one in made.samples[::2]] == ["01", "12", "20", "21"]
-    made = rollouts.generate_batch(version=3, batch=7, temperature=0.7)
-    assert [one.prompt for one in made.samples[::2]] == ["00", "01", "02", "03"]
+    batch = rollouts.generate_batch(version=3, batch=7, temperature=0.7, extra_batches=1)
+    assert [one.prompt for one in batch.samples[::2]] == ["00", "01", "02", "12"]
+    assert [one.prompt for one in batch.samples[1::2]] == ["00", "01", "02", "12"]
+    assert (batch.batches, batch.zero_variance_groups, asked) == (2, 6, [7, 8])
+    batch = rollouts.generate_batch(version=3, batch=7, temperature=0.7, extra_batches=5)
+    assert [one.prompt for one in batch.samples[::2]] == ["01", "12", "20", "21"]
+    batch = rollouts.generate_batch(version=3, batch=7, temperature=0.7)
+    assert [one.prompt for one in batch.samples[::2]] == ["00", "01", "02", "03"]
 
 
 def test_held_out_answers(rollouts: Any) -> None:
@@ -67,8 +67,14 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     asked: list[str] = []
     held = SimpleNamespace(
         example=SimpleNamespace(prompt="", prompt_ids=(1,), answer="right"), tokens=[2], loss_mask=[True],
-        logprobs=[-0.5], failure="", message="", weight_version=0,
+        logprobs=[-0.5], failure="", message="", weight_version=6,
     )  # fmt: skip
+    versions: list[int] = []
+
+    def run(examples: list[Any], seeds: list[int] | None, version: int, temperature: float = 1.0) -> list[Any]:
+        versions.append(version)
+        assert temperature == (1.0 if seeds is None else 0.7)
+        return [held] * len(examples)
 
     def score(items: list[tuple[str, str, str]]) -> Scores:
         asked.extend(reference for _, reference, _ in items)
@@ -79,13 +85,15 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     rollouts._scorer = SimpleNamespace(score=score)
     rollouts.train = SimpleNamespace(batch=lambda batch, prompts: [None] * prompts)
     rollouts.held_out = SimpleNamespace(examples=[None])
-    rollouts._multi_turn = SimpleNamespace(run=lambda examples, seeds, version, *_: [held] * len(examples))
+    rollouts._multi_turn = SimpleNamespace(run=run)
     rollouts._of_all_replicas = list
-    assert [one.reward for one in rollouts.generate_batch(0, 0, temperature=1.0).samples] == [1.0] * 8
+    batch = rollouts.generate_batch(3, 0, temperature=0.7)
+    assert [(one.reward, one.weight_version) for one in batch.samples] == [(1.0, 6)] * 8
     assert asked == ["right"] * 8
     rollouts._recipe = replace(rollouts._recipe, reward=replace(rollouts._recipe.reward, model="judge"))
-    made = rollouts.generate_batch(0, 0, temperature=1.0)
-    assert ([one.reward for one in made.samples], made.zero_variance_groups) == ([0.0] * 8, 0)
+    batch = rollouts.generate_batch(4, 0, temperature=0.7)
+    assert ([one.reward for one in batch.samples], batch.zero_variance_groups) == ([0.0] * 8, 0)
     assert len(asked) == 8
-    assert rollouts.evaluate(0).accuracy == 1.0
+    assert rollouts.evaluate(5).accuracy == 1.0
     assert len(asked) == 9
+    assert versions == [3, 4, 5]
