@@ -87,7 +87,7 @@ class EvalResult:
     Attributes:
         accuracy: the share of them with full reward, which is 1.
         reward: the mean of their rewards.
-        failures, examples: as in `Drawn`.
+        failures, examples: as in `RolloutBatch`.
     """
 
     accuracy: float

@@ -25,10 +25,10 @@ from hybrid3d.train.stepping import BucketHook
 
 
 class Colocated:
-    """All `Roles` on every rank. It decides who has the memory when: calls in another order are refused by vLLM.
+    """All `Roles` on every rank. It decides which engine has the memory when.
 
-    - From `sync` until generation, the trainer has its parameters and vLLM its weights, but no KV cache.
-    - While vLLM generates, the trainer's memory is offloaded as `train.offload_*` says.
+    - During `sync` the trainer has its parameters, and vLLM its weights but no KV cache.
+    - When `sync` returns, the trainer is offloaded as `train.offload_*` says, and vLLM can generate.
     - From `make_experience` on vLLM sleeps, until the last update wakes it for the sync that overlaps it.
 
     Attributes:
@@ -67,32 +67,33 @@ class Colocated:
         train, held_out = read_data(recipe, self.config, self.tokenizer)
         self.rollouts = Rollouts(recipe, self._engine, self.tokenizer, train, held_out, group)
         self.models: Models | None = None
-        self._generates = False
         if guard is not None:
             self._engine.sleep()
             self.models = Models.of(recipe, self._policy, rank)
             self._learner = Learner(recipe, self.models, guard, self.tokenizer.pad_token_id, group)
 
     def sync(self, version: int, recipe: Recipe) -> SyncReport:
-        """Sync to this version; finish an overlapped sync if one is running."""
+        """Sync to this version, or finish the overlapped sync to it, and prepare vLLM to generate."""
         if self._sync.in_progress == version:
-            return self._sync.finish()
-        self._policy.onload("parameters")
-        self._engine.wake("weights")
-        return self._sync.run(version, is_verified(recipe.sync.verify, version))
+            report = self._sync.finish()
+        else:
+            self._policy.onload("parameters")
+            self._engine.wake("weights")
+            report = self._sync.run(version, is_verified(recipe.sync.verify, version))
+        (self.models or self._policy).offload(recipe.train)
+        self._engine.wake("kv_cache")
+        return report
 
     def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
-        self._start_generating(recipe)
         return self.rollouts.evaluate(version)
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
-        self._start_generating(recipe)
         assert recipe.rollout is not None, "checked when the recipe was read"
         extra = self._learner.extra_batches(recipe)
         return self.rollouts.generate_batch(version, batch, recipe.rollout.temperature, extra)
 
     def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
-        self._stop_generating()
+        self._engine.sleep()
         return self._learner.make_experience(samples, step, recipe)
 
     def update(self, experience: Experience, step: int, recipe: Recipe) -> StepMetrics:
@@ -109,17 +110,6 @@ class Colocated:
         dist.barrier(self._group)
         self.rollouts.close()
         self._engine.close()
-
-    def _start_generating(self, recipe: Recipe) -> None:
-        if not self._generates:
-            (self.models or self._policy).offload(recipe.train)
-            self._engine.wake("kv_cache")
-            self._generates = True
-
-    def _stop_generating(self) -> None:
-        if self._generates:
-            self._engine.sleep()
-            self._generates = False
 
     def _overlap_hook(self, version: int, recipe: Recipe) -> BucketHook | None:
         """Return a hook that syncs each optimizer bucket of the last update; None if syncs do not overlap it."""
