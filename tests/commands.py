@@ -1,4 +1,4 @@
-"""Runs hybrid3d's commands as a user would."""
+"""Runs hybrid3d's commands as a user would, except that processes do not import the engines again (`warm_python`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import warm_python
 from checkpoints import make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,16 +32,17 @@ EXPERTS = ["model.path=model", "run.eval_every=100", "train.micro_batch_size=8",
 def hybrid3d(folder: Path, *arguments: str, timeout: float = 600, expect: int = 0, also: Path | None = None) -> str:
     """Run `hybrid3d ARGUMENTS` in `folder` and return what it printed; it must end with the expected exit code.
 
-    Modules in the folder `also` can be imported too, including a `sitecustomize`.
+    Modules in the folder `also` can be imported too, including a `sitecustomize`; the processes are then started anew.
     """
     return python(folder, "-m", "hybrid3d", *arguments, timeout=timeout, expect=expect, also=also)
 
 
 def python(folder: Path, *arguments: str, timeout: float = 600, expect: int = 0, also: Path | None = None) -> str:
     path = os.pathsep.join(str(one) for one in (also, ROOT / "src") if one is not None)
+    executable = warm_python.executable() if also is None else sys.executable
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
+        [executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
     )
     assert done.returncode == expect, f"{arguments}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout

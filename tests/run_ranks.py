@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
 from pathlib import Path
+
+import warm_python
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "HYBRID3D_TEST_RUN"  # in the environment of every process that a test starts, however deep
@@ -30,7 +31,7 @@ def run_ranks(job: Path, ranks: int, arguments: list[str], timeout: float) -> No
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         logs = Path(folder)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command = [warm_python.executable(), "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
         command += ["--log-dir", folder, "--redirects", "3", str(job), *arguments]
         with open(logs / "launcher.log", "wb") as log:

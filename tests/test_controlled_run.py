@@ -1,4 +1,4 @@
-"""A run that is scheduled, controlled, and runs out of memory: it ends well, and tells all of it; four ranks."""
+"""A run that is scheduled, controlled, and runs out of memory: it ends well, and tells all of it; two ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hybrid3d.config import OFFLOADS
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 STEPS, SEQUENCES, MICRO_BATCH = 4, 128, 64
-OUT_AT = 3  # the step in which rank 2, on the last pipeline stage, has no memory left
+OUT_AT = 3  # the step in which rank 1, on the last pipeline stage, has no memory left
 CONTROL = "algorithm: {kl: {coef: 0.01}}\noptimizer.lr: 3.0e-4\n"
 
-# Rank 2 notes the micro batches that it trains on, and in one of them, once, it runs out of memory: as if somebody had
+# Rank 1 notes the micro batches that it trains on, and in one of them, once, it runs out of memory: as if somebody had
 # just edited the control file.
 OUT_OF_MEMORY = f"""
 import os
-if os.environ.get("RANK") == "2":
+if os.environ.get("RANK") == "1":
     from pathlib import Path
     import torch
     from hybrid3d.rl import losses
@@ -52,6 +52,8 @@ def test_a_run_that_is_controlled_and_runs_out_of_memory(demo: Path, tmp_path: P
         str(ROOT / "recipes/demo-cpu.yaml"),
         "name=controlled",
         "model.path=build/demo/base",
+        "train.tp=1",
+        "rollout.tp=1",
         f"run.steps={STEPS}",
         "run.checkpoint_every=2",
         "run.eval_every=9",
@@ -60,7 +62,7 @@ def test_a_run_that_is_controlled_and_runs_out_of_memory(demo: Path, tmp_path: P
         SCHEDULE,
         also=tmp_path,
     )
-    assert "rank 2 failed: OutOfMemoryRestart: CUDA out of memory. Tried to allocate 2.00 GiB.: after a restart" in said
+    assert "rank 1 failed: OutOfMemoryRestart: CUDA out of memory. Tried to allocate 2.00 GiB.: after a restart" in said
     assert said.count("failed:") == 1
 
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.engines
 SECONDS = 60  # in which a rank that dies takes the others down
 STARTED = 180  # seconds in which a run must have trained for two steps; generous, because machines are shared
 
-# Rank 2 finds nothing but an error where its data of step 3 should be.
+# Rank 1 finds nothing but an error where its data of step 3 should be.
 BOOM = """
 import os
-if os.environ.get("RANK") == "2":
+if os.environ.get("RANK") == "1":
     from hybrid3d.rl.data import PromptData
     batch = PromptData.batch
     def boom(self, step, n):
@@ -40,11 +40,11 @@ if os.environ.get("RANK") == "2":
 class Run:
     """A process of `hybrid3d train` with a recipe that would take days, and its ranks."""
 
-    def __init__(self, folder: Path, pp: int, variables: dict[str, str]):
-        self.mark, self.folder, self.count = uuid.uuid4().hex, folder, 2 * pp
+    def __init__(self, folder: Path, tp: int, pp: int, variables: dict[str, str]):
+        self.mark, self.folder, self.count = uuid.uuid4().hex, folder, tp * pp
         self.segments, self.name = set(SHARED_MEMORY.iterdir()), "of no run yet"
         self.output = folder / "output.txt"
-        command = [sys.executable, "-m", "hybrid3d", "train", "recipe.yaml", "train.tp=2", f"train.pp={pp}"]
+        command = [sys.executable, "-m", "hybrid3d", "train", "recipe.yaml", f"train.tp={tp}", f"train.pp={pp}"]
         with open(self.output, "wb") as out:
             self.process = subprocess.Popen(
                 command, cwd=folder, env=environment(self.mark, **variables), stdout=out, stderr=out
@@ -104,8 +104,8 @@ def start(demo: Path, tmp_path: Path) -> Iterator[Start]:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     runs = []
 
-    def begin(pp: int = 2, **variables: str) -> Run:
-        runs.append(Run(tmp_path, pp, variables))
+    def begin(tp: int = 1, pp: int = 2, **variables: str) -> Run:
+        runs.append(Run(tmp_path, tp, pp, variables))
         return runs[-1]
 
     yield begin
@@ -119,10 +119,10 @@ def start(demo: Path, tmp_path: Path) -> Iterator[Start]:
 def test_a_rank_that_is_killed(start: Start) -> None:
     run = start()
     ranks = run.wait_until_it_trains()
-    os.kill(ranks[2][0], signal.SIGKILL)
+    os.kill(ranks[1][0], signal.SIGKILL)
     output = run.end()
-    assert "rank 2 failed: killed by SIGKILL" in output
-    assert str(Path("runs/long/logs/rank-2.log")) in output
+    assert "rank 1 failed: killed by SIGKILL" in output
+    assert str(Path("runs/long/logs/rank-1.log")) in output
     assert output.count("failed:") == 1
 
 
@@ -132,14 +132,14 @@ def test_a_rank_that_raises(start: Start, tmp_path: Path) -> None:
     run = start(PYTHONPATH=f"{tmp_path / 'boom'}:{environment('')['PYTHONPATH']}")
     run.wait_until(lambda: "boom" in run.output.read_text() or run.process.poll() is not None, STARTED)
     output = run.end()
-    assert "rank 2 failed: ValueError: boom" in output
+    assert "rank 1 failed: ValueError: boom" in output
     assert output.count("failed:") == 1
     assert "closed by peer" not in output
-    assert 'raise ValueError("boom")' in (tmp_path / "runs/long/logs/rank-2.log").read_text()
+    assert 'raise ValueError("boom")' in (tmp_path / "runs/long/logs/rank-1.log").read_text()
 
 
 def test_a_launcher_that_is_killed(start: Start) -> None:
-    run = start(pp=1)
+    run = start(tp=2, pp=1)
     run.wait_until_it_trains()
     run.process.kill()
     run.process.wait()
@@ -149,7 +149,7 @@ def test_a_launcher_that_is_killed(start: Start) -> None:
 
 def test_a_launcher_that_is_interrupted(start: Start) -> None:
     """It is interrupted by Ctrl-C."""
-    run = start(pp=1)
+    run = start(tp=2, pp=1)
     run.wait_until_it_trains()
     run.process.send_signal(signal.SIGINT)
     assert "stopped by SIGINT" in run.end()

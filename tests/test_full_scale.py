@@ -126,7 +126,7 @@ def test_a_plan_by_classes_has_the_numbers_of_the_whole_plan(
     recipe = recipe_of("deepseek-v3-671b", *layout, *changes, f"train.ep={experts}", "rollout.tp=2")
     config = config_of(recipe)
     whole = traffic.compute_sync_traffic(recipe, engine_queries.query_engines(recipe, config))
-    monkeypatch.setattr(engine_queries, "WHOLE_PLAN", 0)
+    monkeypatch.setattr(engine_queries, "MAX_FULL_PLAN_PIECES", 0)
     by_class = traffic.compute_sync_traffic(recipe, engine_queries.query_engines(recipe, config))
     assert whole.buckets is not None
     assert by_class.buckets is None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import warm_python
 from commands import ROOT, python
 from hybrid3d.config import Machine, Recipe, Rollout, load_recipe, recipe_to_yaml
 from hybrid3d.planning import agreed_placement, engine_queries, traffic
@@ -41,7 +42,7 @@ def test_a_class_that_has_lost_a_tensor_is_seen(
         return [replace(one, count=max(1, one.count - 1)) for one in real(*args)]
 
     traffic.compute_sync_traffic(recipe, asked)
-    monkeypatch.setattr(agreed_placement, "classes_of", fewer)
+    monkeypatch.setattr(agreed_placement, "classify_tensors", fewer)
     with pytest.raises(PlanError, match=r"bytes, .* arrive"):
         traffic.compute_sync_traffic(recipe, asked)
 
@@ -86,8 +87,9 @@ def test_what_only_asks_leaves_no_trace_where_engines_will_run(
     """A rank that checks its memory and its place has not had vLLM imported; and is refused by the numbers."""
     recipe, _ = recipe_for(tiny_checkpoint("qwen2"), "train.tp=4", "train.pp=1")
     (tmp_path / "recipe.yaml").write_text(recipe_to_yaml(recipe))
-    script = """
-import sys
+    script = (
+        f"import sys; sys.executable = {warm_python.executable()!r}"
+        + """
 from dataclasses import replace
 from hybrid3d.config import RecipeError, load_recipe
 from hybrid3d.planning.isolated import run_in_subprocess
@@ -101,6 +103,7 @@ except RecipeError as misfit:
 print(run_in_subprocess("hybrid3d.planning.agreed_placement", recipe))
 print("vllm" in sys.modules)
 """
+    )
     *refused, slots, imported = python(tmp_path, "-c", script).splitlines()
     assert "recipe demo-cpu does not fit a GPU" in refused[0]
     assert any("of a GPU's 0.0 GB" in line for line in refused)

@@ -17,8 +17,6 @@ from hybrid3d.train import cpu, patches
 
 ON_CUDA = torch.cuda.is_available()
 if not ON_CUDA:
-    # It warns of a CUDA toolkit without a GPU, which does not matter on a CPU.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402 (the CPU backend must be in place first)

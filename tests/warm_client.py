@@ -1,0 +1,62 @@
+"""Stands in for `python` where tests start hybrid3d: runs it in a process that a warm server forks, or by itself.
+
+Needs only the standard library, and runs without `site`, so that it starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+
+WARM_MODULES = ("hybrid3d", "hybrid3d.planning.fitting", "hybrid3d.planning.agreed_placement", "torch.distributed.run")
+
+
+def main(executable: str, folder: str, *arguments: str) -> int:
+    """Run `python ARGUMENTS` and return its exit code.
+
+    Args:
+        executable: the path under which tests and the processes that they start call this program.
+        folder: that of the servers' sockets.
+    """
+    job = [argument for n, argument in enumerate(arguments) if argument != "-u" or n > 0]
+    if not (job[:1] == ["-m"] and job[1] in WARM_MODULES) and not (job and job[0].endswith(".py")):
+        os.execv(sys.executable, [sys.executable, *arguments])
+    servers = sorted(name for name in os.listdir(folder) if name.endswith(".server"))
+    number = int(os.environ.get("RANK", "0")) % len(servers)  # neighbouring ranks have different hash seeds
+    request = {
+        "arguments": job,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "executable": executable,
+    }
+    with socket.socket(socket.AF_UNIX) as server:
+        _connect(server, os.path.join(folder, servers[number].removesuffix(".server")))
+        message = json.dumps(request).encode() + b"\n"
+        sent = socket.send_fds(server, [message], [0, 1, 2])
+        server.sendall(message[sent:])
+        replies = server.makefile("rb")
+        pid = int(replies.readline())
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, lambda number, _: os.kill(pid, number))
+        code = int(replies.readline())
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -code)
+    return code
+
+
+def _connect(server: socket.socket, path: str) -> None:
+    for _ in range(1200):
+        try:
+            return server.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            time.sleep(0.1)
+    raise SystemExit(f"{path}: the server of warm processes has not started within 120 s")
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,155 @@
+"""Forks test processes that have torch and both engines imported, which takes most of the CPU time of a short run.
+
+`warm_python.executable()` starts the servers; each process asks one of them through `warm_client.py`. A forked process
+gets the arguments, environment, working directory and standard streams of its client, which passes signals on and exits
+with its exit code.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import Any
+
+PRELOADED = (
+    "hybrid3d.cli",
+    "hybrid3d.bench.task",
+    "hybrid3d.launch.launcher",
+    "hybrid3d.launch.preflight",
+    "hybrid3d.launch.tasks",
+    "hybrid3d.launch.worker",
+    "hybrid3d.planning.fitting",
+    "hybrid3d.planning.page",
+    "hybrid3d.planning.report",
+    "hybrid3d.roles.colocated",
+    "hybrid3d.trainer.rl",
+    "hybrid3d.trainer.sft",
+    "matplotlib.pyplot",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.worker.cpu_worker",
+)
+MAX_MESSAGE = 1 << 20
+
+
+def main(path: str) -> None:
+    """Serve until standard input is closed; in a forked process, run what its client asked for."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()  # so that collections in the forked processes do not copy the memory of all objects
+    job = serve(path)
+    if job is not None:
+        run(job)
+
+
+def serve(path: str) -> dict[str, Any] | None:
+    """Fork a process for each connection and return its job there; return None in the server itself at its end."""
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path + ".new")
+    listener.listen(64)
+    os.rename(path + ".new", path)  # clients wait for it
+    clients: dict[int, socket.socket] = {}
+    selector = selectors.DefaultSelector()
+    for source in (sys.stdin.fileno(), woken, listener):
+        selector.register(source, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is listener:
+                client, _ = listener.accept()
+                job, streams = _receive(client)
+                pid = os.fork()
+                if pid == 0:
+                    for other in (listener, client, *clients.values()):
+                        other.close()
+                    selector.close()
+                    return job | {"streams": streams, "pipe": (woken, wake)}
+                for stream in streams:
+                    os.close(stream)
+                client.sendall(b"%d\n" % pid)
+                clients[pid] = client
+                selector.register(client, selectors.EVENT_READ, pid)
+            elif key.fileobj == woken:
+                os.read(woken, 4096)
+                _report_exits(clients, selector)
+            elif key.data is None:  # standard input: the tests have ended
+                for pid in clients:
+                    _kill(pid)
+                return None
+            else:  # a client that was killed
+                _kill(key.data)
+                selector.unregister(key.fileobj)
+
+
+def _receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    size = array.array("i")
+    data, fds, _, _ = socket.recv_fds(client, MAX_MESSAGE, 3)
+    size.extend(fds)
+    while not data.endswith(b"\n"):
+        data += client.recv(MAX_MESSAGE)
+    return json.loads(data), list(size)
+
+
+def _report_exits(clients: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        client = clients.pop(pid)
+        with suppress(KeyError):
+            selector.unregister(client)
+        with suppress(OSError):
+            client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+        client.close()
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def run(job: dict[str, Any]) -> None:
+    """Become the process that the client would have been: `python ARGUMENTS`."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for fd in job["pipe"]:
+        os.close(fd)
+    for target, fd in enumerate(job["streams"]):
+        os.dup2(fd, target)
+        os.close(fd)
+    os.chdir(job["folder"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    sys.executable = job["executable"]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    first, *arguments = job["arguments"]
+    searched = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    known = [path for path in sys.path[1:] if path not in searched]
+    if first == "-m":
+        sys.argv = arguments
+        sys.path[:] = [job["folder"], *searched, *known]
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *arguments]
+        sys.path[:] = [os.path.dirname(os.path.abspath(first)), *searched, *known]
+        runpy.run_path(first, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
