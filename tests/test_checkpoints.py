@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from hybrid3d.config import Run
 from hybrid3d.run.display import Display
 from hybrid3d.run.record import Record
 from hybrid3d.run.run_folder import RunFolder, checkpoint_folder
@@ -26,6 +27,9 @@ class Written:
     def __init__(self, folder: Path):
         self.folder = folder
         self.finished = 0
+
+    def is_written(self) -> bool:
+        return False
 
     def finish(self) -> None:
         self.finished += 1
@@ -65,6 +69,17 @@ def test_a_checkpoint_that_its_owner_can_mend_is_not_set_aside(
     with pytest.raises(UnusableCheckpoint, match="symbolic link"):
         checkpoints._load_last_intact()
     assert folder.exists()
+
+
+def test_the_settings_of_a_step_say_how_many_checkpoints_stay(checkpoints: Any) -> None:
+    """Also of a step after which none is written: the one that is being written is finished by them."""
+    folder = checkpoints._record.folder
+    for step in (1, 2, 3):
+        checkpoint_folder(folder, step).mkdir(parents=True)
+    checkpoints._writing = Written(checkpoint_folder(folder, 3))
+    checkpoints.save_if_due(4, {}, Run(steps=9, checkpoint_every=5, keep_last=2))
+    checkpoints.close()
+    assert [checkpoint_folder(folder, step).exists() for step in (1, 2, 3)] == [False, True, True]
 
 
 def test_a_checkpoint_that_stays_is_told_and_stops_nothing(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:

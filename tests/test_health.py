@@ -88,6 +88,17 @@ def test_the_critics_norms_are_its_own() -> None:
         assert not one.accepts_grad_norm(250.0, model="critic")
 
 
+def test_the_critic_is_compared_with_its_own_clip_grad() -> None:
+    guard, _ = guard_of(spike=2.0)
+    guard.recipe = replace(
+        guard.recipe, critic=replace(RECIPE.critic, optimizer=replace(RECIPE.optimizer, clip_grad=5.0))
+    )
+    for model, limit in (("policy", 0.5), ("critic", 5.0)):
+        assert all(guard.accepts_grad_norm(1e-7, model=model) for _ in range(MIN_GRAD_NORMS))
+        assert not guard.accepts_grad_norm(limit + 0.01, model=model)
+        assert guard.accepts_grad_norm(limit, model=model)
+
+
 def test_a_resumed_guard_goes_on() -> None:
     guard, _ = guard_of(spike=2.0, max_interventions=1)
     assert all(guard.accepts_grad_norm(1.0) for _ in range(MIN_GRAD_NORMS))

@@ -158,6 +158,15 @@ def test_the_honest_answer_is_paid(reference: str) -> None:
     assert code(HONEST, reference, seconds=SECONDS) == 1.0
 
 
+def test_forgeries_reach_the_code_that_they_replace() -> None:
+    """Otherwise they would end with an ImportError or an AttributeError, and prove nothing."""
+    reach = (
+        "from hybrid3d.rewards import code_program, remote_values\n"
+        "assert code_program.Answerer.take_printed and remote_values.Encoder.encode\n"
+    )
+    assert code(reach + HONEST, ASSERTS, seconds=SECONDS) == 1.0
+
+
 @pytest.mark.parametrize("forgery", FORGERIES.values(), ids=FORGERIES)
 def test_forgeries_are_not_paid(forgery: str) -> None:
     assert [code(forgery, reference, seconds=SECONDS) for reference in REFERENCES.values()] == [0.0] * len(REFERENCES)
