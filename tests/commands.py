@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +31,21 @@ EXPERTS = ["model.path=model", "run.eval_every=100", "train.micro_batch_size=8",
 def hybrid3d(folder: Path, *arguments: str, timeout: float = 600, expect: int = 0, also: Path | None = None) -> str:
     """Run `hybrid3d ARGUMENTS` in `folder` and return what it printed; it must end with the expected exit code.
 
-    Modules in the folder `also` can be imported too, including a `sitecustomize`; the processes are then started anew.
+    Modules in the folder `also` can be imported too. A `sitecustomize` there runs in each process before anything else.
     """
     return python(folder, "-m", "hybrid3d", *arguments, timeout=timeout, expect=expect, also=also)
 
 
 def python(folder: Path, *arguments: str, timeout: float = 600, expect: int = 0, also: Path | None = None) -> str:
     path = os.pathsep.join(str(one) for one in (also, ROOT / "src") if one is not None)
-    executable = warm_python.executable() if also is None else sys.executable
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
-        [executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
+        [warm_python.executable(), *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
     assert done.returncode == expect, f"{arguments}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout

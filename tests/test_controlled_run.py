@@ -19,12 +19,12 @@ CONTROL = "algorithm: {kl: {coef: 0.01}}\noptimizer.lr: 3.0e-4\n"
 # Rank 1 notes the micro batches that it trains on, and in one of them, once, it runs out of memory: as if somebody had
 # just edited the control file.
 OUT_OF_MEMORY = f"""
-import os
-if os.environ.get("RANK") == "1":
+import os, sys
+if os.environ.get("RANK") == "1" and "hybrid3d" in sys.orig_argv:  # not in processes of rewards
     from pathlib import Path
     import torch
-    from hybrid3d.rl import losses
-    run, masked_sum, sizes = Path("runs/controlled"), losses.masked_sum, []
+    from hybrid3d.train import megatron_model
+    run, masked_sum, sizes = Path("runs/controlled"), megatron_model.masked_sum, []
     def noted(values, mask):
         sizes.append(len(mask))
         if sum(sizes) > {OUT_AT * SEQUENCES + MICRO_BATCH} and not (run / "out-of-memory-1.json").exists():
@@ -33,7 +33,7 @@ if os.environ.get("RANK") == "1":
         with open("sizes", "a") as out:
             print(os.getpid(), len(mask), file=out)
         return masked_sum(values, mask)
-    losses.masked_sum = noted
+    megatron_model.masked_sum = noted
 """
 
 SCHEDULE = "schedule={1: {algorithm.entropy_coef: 0.01}, 2: {optimizer.lr: 1.0e-4, rollout.temperature: 0.8}}"

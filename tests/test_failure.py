@@ -25,8 +25,8 @@ STARTED = 180  # seconds in which a run must have trained for two steps; generou
 
 # Rank 1 finds nothing but an error where its data of step 3 should be.
 BOOM = """
-import os
-if os.environ.get("RANK") == "1":
+import os, sys
+if os.environ.get("RANK") == "1" and "hybrid3d" in sys.orig_argv:  # not in processes of rewards
     from hybrid3d.rl.data import PromptData
     batch = PromptData.batch
     def boom(self, step, n):

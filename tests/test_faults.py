@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+import warm_python
 from commands import ROOT, read_rows
 from hybrid3d.storage import manifest
 from run_ranks import environment
@@ -29,8 +30,8 @@ MIB = 16  # room for one checkpoint of the demo's model (11 MB), and not for two
 
 # Of rank 3, which has half of the last stage, the losses of two micro batches a step are NaN at steps 2 and 3.
 NAN = """
-import os
-if os.environ.get("RANK") == "3":
+import os, sys
+if os.environ.get("RANK") == "3" and "hybrid3d" in sys.orig_argv:  # not in processes of rewards
     from hybrid3d.rl.objective import PolicyObjective
     call, calls = PolicyObjective.__call__, []
     def broken(self, scored, rows):
@@ -43,8 +44,8 @@ if os.environ.get("RANK") == "3":
 
 # Of rank 3 the losses of the two micro batches of step 1 are NaN.
 NAN_SUPERVISED = """
-import os
-if os.environ.get("RANK") == "3":
+import os, sys
+if os.environ.get("RANK") == "3" and "hybrid3d" in sys.orig_argv:  # not in processes of rewards
     from hybrid3d.rl import objective
     call, calls = objective.sft_loss, []
     def broken(scored, rows):
@@ -160,7 +161,7 @@ def test_a_kl_that_explodes_and_gradients_that_are_not_finite(demo: Path, tmp_pa
     arguments += ["guard.kl_explosion=1e-12", "guard.max_interventions=2"]
     variables = {"PYTHONPATH": f"{tmp_path / 'nan'}:{environment('')['PYTHONPATH']}", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
-        [sys.executable, "-m", "hybrid3d", "train", str(ROOT / "recipes/demo-cpu.yaml"), *arguments],
+        [warm_python.executable(), "-m", "hybrid3d", "train", str(ROOT / "recipes/demo-cpu.yaml"), *arguments],
         cwd=tmp_path, env=environment("", **variables), capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     said, run = done.stdout + done.stderr, tmp_path / "runs/faults"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +12,7 @@ from typing import Any, cast
 import pyarrow.parquet as pq
 import pytest
 
+import warm_python
 from commands import ROOT, experts_folder, read_rows
 from hybrid3d.config import Guard as Settings
 from hybrid3d.config import load_recipe
@@ -93,8 +93,8 @@ def test_a_resumed_run_is_judged_again() -> None:
 
 # Training takes another temperature than vLLM samples at.
 OTHER_TEMPERATURE = """
-import os
-if os.environ.get("RANK"):
+import os, sys
+if os.environ.get("RANK") and "hybrid3d" in sys.orig_argv:  # not in processes of rewards
     from hybrid3d.train import policy
     policy._temperature = lambda recipe: 0.5
 """
@@ -132,7 +132,7 @@ def run(work: Path, *arguments: str, expect: int, fault: bool = False) -> str:
     path = environment("")["PYTHONPATH"]
     variables = {"PYTHONPATH": f"{work / 'fault'}:{path}" if fault else path, "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
-        [sys.executable, "-m", "hybrid3d", *arguments],
+        [warm_python.executable(), "-m", "hybrid3d", *arguments],
         cwd=work, env=environment("", **variables), capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     said = done.stdout + done.stderr

@@ -25,8 +25,8 @@ NAMED = 60  # in which a stopped rank must be named
 
 # Every rank says when it enters the phase for the second time, and waits there until it has been stopped, or not.
 PAUSE = """
-import os, time
-if "RANK" in os.environ:
+import os, sys, time
+if "RANK" in os.environ and "hybrid3d" in sys.orig_argv:  # not in processes of rewards
     from hybrid3d.run import heartbeat
     enter, seen = heartbeat.enter_phase, []
     def paused(name):

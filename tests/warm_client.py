@@ -5,6 +5,7 @@ Needs only the standard library, and runs without `site`, so that it starts in m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -41,12 +42,18 @@ def main(executable: str, folder: str, *arguments: str) -> int:
         replies = server.makefile("rb")
         pid = int(replies.readline())
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, lambda number, _: os.kill(pid, number))
-        code = int(replies.readline())
-    if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+            signal.signal(number, lambda number, _: _send(number, pid))
+        code = int(replies.readline() or b"1")  # nothing if the server has ended
+    if code < 0:  # ended by a signal: so does this process
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
+
+
+def _send(number: int, pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just exited
+        os.kill(pid, number)
 
 
 def _connect(server: socket.socket, path: str) -> None:

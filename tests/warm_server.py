@@ -2,7 +2,7 @@
 
 `warm_python.executable()` starts the servers; each process asks one of them through `warm_client.py`. A forked process
 gets the arguments, environment, working directory and standard streams of its client, which passes signals on and exits
-with its exit code.
+with its exit code. A `sitecustomize` in its PYTHONPATH runs first, but cannot replace what modules imported by name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import gc
 import importlib
+import importlib.machinery
 import json
 import os
 import runpy
@@ -136,11 +137,16 @@ def run(job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     sys.executable = job["executable"]
+    sys.orig_argv = [sys.executable, *job["arguments"]]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     first, *arguments = job["arguments"]
     searched = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     known = [path for path in sys.path[1:] if path not in searched]
+    if importlib.machinery.PathFinder.find_spec("sitecustomize", searched):
+        sys.path[:] = [*searched, *known]
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
     if first == "-m":
         sys.argv = arguments
         sys.path[:] = [job["folder"], *searched, *known]
