@@ -1,4 +1,4 @@
-"""The model families that hybrid3d knows, by the architecture that a checkpoint's `config.json` names."""
+"""Model families that hybrid3d supports, by the architecture in a checkpoint's `config.json`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ FAMILIES = {
 
 
 def family_of(config: Config) -> Family:
-    """The family of a checkpoint.
+    """Return the family of a checkpoint, after checking that it supports the checkpoint's config.
 
     Raises:
-        UnsupportedModel: no family has this architecture, or the family would not compute this config faithfully.
+        UnsupportedModel: no family has this architecture, or the family would not compute this config correctly.
     """
     names = config.get("architectures") or ["(none)"]
     family = FAMILIES.get(names[0])
     if family is None:
         raise UnsupportedModel(
-            f"architecture {names[0]!r} is not known; known are {', '.join(FAMILIES)}. "
-            "A new one is a table in hybrid3d/families/, as its README.md shows"
+            f"architecture {names[0]!r} is not supported; the supported architectures are {', '.join(FAMILIES)}. "
+            "hybrid3d/families/README.md describes how to add one"
         )
     family.check(config)
     family.rope(config)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention and experts, some shared by all tokens: DeepSeek-V3, Moonlight, DeepSeek-V2-Lite."""
+"""Multi-head latent attention with routed and shared experts: DeepSeek-V3, Moonlight, DeepSeek-V2-Lite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybrid3d.families.rope import rope_of
 from hybrid3d.families.values import Config, UnsupportedModel, require_counts, require_values
 
 ATTENTION = f"{MEGATRON}self_attention."
-# Some norms have a module of their own here, and lie in the linear that follows them in Transformer Engine.
+# Some norms are separate modules here; under Transformer Engine they are part of the linear layer that follows.
 LATENT_ATTENTION: dict[str, RowMap] = {
     f"{MEGATRON}input_layernorm.weight": SameTensor(f"{HF}input_layernorm.weight"),
     f"{ATTENTION}linear_q_proj.weight": SameTensor(f"{HF}self_attn.q_proj.weight"),
@@ -92,53 +92,56 @@ COUNTS = (
 )
 
 
-def _check(config: Config, least: int) -> None:
-    """What both generations have: all of it said, and nothing that vLLM or transformers leaves out."""
+def _check(config: Config, min_per_token: int) -> None:
+    """Check what both generations share: every size is given, and no value that vLLM or transformers ignores."""
     require_counts(config, *COUNTS, *(["q_lora_rank"] if config.get("q_lora_rank", 0) is not None else []))
-    require_counts(config, "first_k_dense_replace", least=0)
+    require_counts(config, "first_k_dense_replace", minimum=0)
     if not isinstance(config.get("routed_scaling_factor"), (int, float)):
-        raise UnsupportedModel(f"routed_scaling_factor={config.get('routed_scaling_factor')!r}: a number is needed")
+        raise UnsupportedModel(f"routed_scaling_factor={config.get('routed_scaling_factor')!r}: expected a number")
     require_values(config, moe_layer_freq=1, tie_word_embeddings=False, sliding_window=None)
-    check_experts(config, _experts, least)
+    check_experts(config, _experts, min_per_token)
 
 
 def _check_v3(config: Config) -> None:
-    """DeepSeek-V3 scores a group by its two best experts, Megatron by its best topk / topk_group (arXiv 2412.19437)."""
+    """Check a DeepSeek-V3 config.
+
+    The model scores a group by its two best experts (arXiv 2412.19437), Megatron by its best topk // topk_group.
+    """
     check_decoder(config, attention_bias=False, rope_interleave=True, norm_topk_prob=True)
-    _check(config, least=2)
-    # vLLM takes what is not said for DeepSeek-V2's way, which is another.
+    _check(config, min_per_token=2)
+    # Without these keys vLLM routes as in DeepSeek-V2, which differs.
     require_values(
         {"scoring_func": None, "topk_method": None} | dict(config), scoring_func="sigmoid", topk_method="noaux_tc"
     )
-    groups, chosen, per_token = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
-    if config["n_routed_experts"] % groups or chosen > groups:
+    groups, topk_group, per_token = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
+    if config["n_routed_experts"] % groups or topk_group > groups:
         raise UnsupportedModel(
-            f"n_group={groups} and topk_group={chosen}: groups must divide n_routed_experts="
-            f"{config['n_routed_experts']}, and a token cannot choose more of them than there are"
+            f"n_group={groups} and topk_group={topk_group}: n_group must divide n_routed_experts="
+            f"{config['n_routed_experts']}, and topk_group must not exceed n_group"
         )
-    if groups > 1 and per_token // chosen != 2:
+    if groups > 1 and per_token // topk_group != 2:
         raise UnsupportedModel(
-            f"num_experts_per_tok={per_token} and topk_group={chosen}: Megatron chooses groups by their best "
-            f"{per_token}//{chosen}={per_token // chosen} experts, this model by their best 2"
+            f"num_experts_per_tok={per_token} and topk_group={topk_group}: Megatron selects groups by their best "
+            f"{per_token}//{topk_group}={per_token // topk_group} experts, this model by their best 2"
         )
 
 
 def _check_v2(config: Config) -> None:
     check_decoder(config, attention_bias=False, mlp_bias=False, norm_topk_prob=False)
-    _check(config, least=1)
+    _check(config, min_per_token=1)
     if config.get("topk_method", "greedy") != "greedy":
         raise UnsupportedModel(
-            f"topk_method={config['topk_method']!r}: this model chooses groups by their best expert, Megatron by the "
-            "sum of several; only 'greedy' is computed faithfully"
+            f"topk_method={config['topk_method']!r}: this model selects groups by their best expert, Megatron by the "
+            "sum of several; only 'greedy' is supported"
         )
-    # vLLM scores groups, of which there is one, whatever the method, and needs to be told so.
+    # vLLM scores groups whatever the method is, so that n_group=1 and topk_group=1 must be explicit.
     require_values(
         {"n_group": None, "topk_group": None} | dict(config), scoring_func="softmax", n_group=1, topk_group=1
     )
 
 
-def _predictors(config: Config) -> list[str]:
-    """Multi-token-prediction layers come behind the model's own."""
+def _mtp_tensors(config: Config) -> list[str]:
+    """Return the patterns of multi-token-prediction layers, which are numbered after the model's layers."""
     first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
     return [f"model.layers.{layer}.*" for layer in range(first, first + count)]
 
@@ -150,8 +153,8 @@ DEEPSEEK_V3 = Family(
     check=_check_v3,
     experts=_experts,
     latents=_latents,
-    scaling="yarn",
-    untrained=_predictors,
+    rope_scaling="yarn",
+    untrained=_mtp_tensors,
 )
 DEEPSEEK_V2 = Family(
     "DeepseekV2ForCausalLM",
@@ -160,5 +163,5 @@ DEEPSEEK_V2 = Family(
     check=_check_v2,
     experts=_experts,
     latents=_latents,
-    scaling="yarn",
+    rope_scaling="yarn",
 )

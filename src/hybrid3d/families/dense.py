@@ -32,28 +32,23 @@ QK_NORM: dict[str, RowMap] = {
 }
 
 
-# Keys with which vLLM computes another model, and transformers does not.
-_VLLM_ALONE = (
+# Keys that change the model that vLLM computes and that transformers ignores.
+_VLLM_ONLY = (
     *("dual_chunk_attention_config", "attention_chunk_size", "interleaved_sliding_window", "logit_scale"),
-    *(
-        "qkv_bias",
-        "qk_norm",
-        "index_topk",
-        "llama_4_scaling",
-    ),
+    *("qkv_bias", "qk_norm", "index_topk", "llama_4_scaling"),
 )
 
 
-def check_decoder(config: Config, **faithful: Any) -> None:
-    """Refuse what no family computes, and other values than `faithful`."""
-    faithful |= dict(hidden_act="silu", use_sliding_window=False, partial_rotary_factor=1.0, attention_dropout=0.0)
-    require_values(config, is_causal=True, **dict.fromkeys(_VLLM_ALONE), **faithful)
+def check_decoder(config: Config, **supported: Any) -> None:
+    """Refuse values that no family supports, and for the keys of `supported` any value but the one given."""
+    supported |= dict(hidden_act="silu", use_sliding_window=False, partial_rotary_factor=1.0, attention_dropout=0.0)
+    require_values(config, is_causal=True, **dict.fromkeys(_VLLM_ONLY), **supported)
 
 
 def _check_qwen2(config: Config) -> None:
     require_counts(config, "num_key_value_heads")
     size = config["hidden_size"] // config["num_attention_heads"]
-    check_decoder(config, head_dim=config.get("head_dim") and size)  # vLLM takes no other
+    check_decoder(config, head_dim=config.get("head_dim") and size)  # vLLM ignores `head_dim` here
 
 
 def _check_qwen3(config: Config) -> None:
@@ -64,7 +59,7 @@ def _check_qwen3(config: Config) -> None:
 LLAMA = Family(
     "LlamaForCausalLM",
     TENSORS,
-    # vLLM would keep to a sliding window here, transformers would not.
+    # vLLM applies a sliding window here, transformers does not.
     check=lambda config: check_decoder(config, attention_bias=False, mlp_bias=False, sliding_window=None),
 )
 QWEN2 = Family(

@@ -1,6 +1,7 @@
-"""What a model family is: how Megatron's global tensors are made of the checkpoint's, and Megatron's settings for it.
+"""Model families: how Megatron's global tensors are made of the checkpoint's tensors, and Megatron's settings.
 
-Pure data and arithmetic on rows: no torch, no engine. How any of it is sharded is not said here; the engines say it.
+This is pure data and arithmetic on rows, without torch or an engine. Sharding is not described here: the engines report
+their own.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from hybrid3d.families.values import Config
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows `start .. start + rows` of a Megatron tensor are rows `at .. at + rows` of a canonical tensor.
+    """A range of rows of a Megatron tensor, and the rows of a canonical tensor that it holds.
 
-    `name` is None for rows that Megatron adds and no checkpoint has (a vocabulary padded to divide by TP).
+    Attributes:
+        start: first row in the Megatron tensor.
+        rows: number of rows.
+        name: the canonical tensor; None for padding rows (a vocabulary padded to be divisible by TP).
+        canonical_start: first row in the canonical tensor.
     """
 
     start: int
@@ -28,16 +33,16 @@ class RowRange:
 
 
 class RowMap(Protocol):
-    """How the rows (dim 0) of one Megatron tensor are made of rows of canonical tensors."""
+    """Maps the rows (dim 0) of one Megatron tensor to rows of canonical tensors."""
 
     def row_ranges(self, rows: int, config: Config) -> list[RowRange]:
-        """Strips in ascending order that tile `rows` rows."""
+        """Return ranges in ascending order that cover a Megatron tensor of `rows` rows without gaps."""
         ...
 
 
 @dataclass(frozen=True)
 class SameTensor:
-    """The same tensor under another name."""
+    """A canonical tensor that Megatron has under another name."""
 
     name: str
 
@@ -47,7 +52,7 @@ class SameTensor:
 
 @dataclass(frozen=True)
 class PaddedVocabulary:
-    """One row a token; rows from `vocab_size` on are padding."""
+    """A tensor with one row per token; the rows from `vocab_size` on are padding."""
 
     name: str
 
@@ -59,57 +64,58 @@ class PaddedVocabulary:
 
 @dataclass(frozen=True)
 class StackedTensors:
-    """Tensors of equal height, one above the other: fc1 is gate above up."""
+    """Tensors with equally many rows, concatenated along dim 0: fc1 is the gate, then up."""
 
     names: tuple[str, ...]
 
     def row_ranges(self, rows: int, config: Config) -> list[RowRange]:
-        each = rows // len(self.names)
-        return [RowRange(i * each, each, name) for i, name in enumerate(self.names)]
+        rows_each = rows // len(self.names)
+        return [RowRange(i * rows_each, rows_each, name) for i, name in enumerate(self.names)]
 
 
 @dataclass(frozen=True)
 class GroupedQKV:
-    """Megatron's one real permutation: per query group, the group's queries, its key and its value."""
+    """Megatron's interleaved QKV: for each query group its query heads, then its key head, then its value head."""
 
     q: str
     k: str
     v: str
 
     def row_ranges(self, rows: int, config: Config) -> list[RowRange]:
-        groups, per_head = query_groups(config), head_dim(config)
-        queries = config["num_attention_heads"] // groups * per_head
+        groups, kv_rows = query_groups(config), head_dim(config)
+        q_rows = config["num_attention_heads"] // groups * kv_rows
         row_ranges, start = [], 0
         for group in range(groups):
-            for name, height in ((self.q, queries), (self.k, per_head), (self.v, per_head)):
-                row_ranges.append(RowRange(start, height, name, group * height))
-                start += height
+            for name, num_rows in ((self.q, q_rows), (self.k, kv_rows), (self.v, kv_rows)):
+                row_ranges.append(RowRange(start, num_rows, name, group * num_rows))
+                start += num_rows
         return row_ranges
 
 
 VALUE_HEAD = "score.weight"
-"""The one row of a sequence classifier of one label, which transformers puts in the place of `lm_head`."""
+"""Name of the one-row head of a sequence classifier with one label, which transformers has in place of `lm_head`."""
 
 
 def head_dim(config: Config) -> int:
+    """Return the dimension of an attention head: `head_dim`, or `hidden_size / num_attention_heads` without it."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 def query_groups(config: Config) -> int:
-    """Keys and values that a layer has; where nothing is said, as many as heads."""
+    """Return the number of key-value heads of a layer: by default, the number of attention heads."""
     return int(config.get("num_key_value_heads") or config["num_attention_heads"])
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a model's sparse layers.
+    """Sizes of the experts of a model's sparse layers.
 
     Attributes:
-        count: routed experts of a layer.
-        per_token: how many of them a token is sent to.
-        width: rows of an expert's gate.
-        sparse: which layers have experts; the others have a dense MLP.
-        shared_width: rows of the gate of the experts that every token is sent to, together; 0 where there are none.
+        count: routed experts per layer.
+        per_token: routed experts per token (top-k).
+        width: intermediate size of a routed expert.
+        sparse: for each layer, whether it has experts instead of a dense MLP.
+        shared_width: total intermediate size of the shared experts; 0 if there are none.
     """
 
     count: int
@@ -121,7 +127,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Latents:
-    """Ranks and head dims of multi-head latent attention; `q_rank` is 0 where queries are not compressed."""
+    """Ranks and head dims of multi-head latent attention; `q_rank` is 0 if queries are not compressed."""
 
     q_rank: int
     kv_rank: int
@@ -132,19 +138,19 @@ class Latents:
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table of model families.
+    """A model family. The callables take the checkpoint's `config.json`.
 
     Attributes:
         architecture: the name in the checkpoint's `architectures`.
-        tensors: Megatron's global name (`{layer}` stands for a number) to how its rows are made. Names of canonical
-            tensors may have `{expert}` where Megatron puts experts one behind the other.
-        transformer_config: `config.json` to fields of Megatron's `TransformerConfig`, beyond those of every family.
-        check: raises UnsupportedModel for what this version would not compute faithfully.
-        experts: of the sparse layers; None in a dense family.
-        latents: of multi-head latent attention; None where attention has grouped queries.
-        scaling: the kind of scaled rotary embedding that the family computes.
-        theta: base of the rotary embedding where a config says none.
-        untrained: patterns of tensors that a checkpoint may carry and training leaves as they are.
+        tensors: row map of each of Megatron's global tensors, by name (`{layer}` stands for a number). Names of
+            canonical tensors contain `{expert}` where Megatron's tensor holds several experts.
+        transformer_config: returns fields of Megatron's `TransformerConfig`, in addition to those set for all families.
+        check: raises UnsupportedModel for configs that this version would not compute correctly.
+        experts: returns the sizes of the experts; None for a dense model.
+        latents: returns the sizes of multi-head latent attention; None for grouped-query attention.
+        rope_scaling: the one type of scaled rotary embedding that the family supports.
+        rope_theta: the rotary base of a config without one.
+        untrained: returns patterns of tensors that a checkpoint may contain and that are not trained.
     """
 
     architecture: str
@@ -153,40 +159,40 @@ class Family:
     check: Callable[[Config], None] = field(default=lambda config: None)
     experts: Callable[[Config], Experts | None] = field(default=lambda config: None)
     latents: Callable[[Config], Latents | None] = field(default=lambda config: None)
-    scaling: str = "llama3"
-    theta: float = 10000.0
+    rope_scaling: str = "llama3"
+    rope_theta: float = 10000.0
     untrained: Callable[[Config], Iterable[str]] = field(default=lambda config: ())
 
     def rope(self, config: Config) -> Rope:
-        """Rotary settings of a model of this family; UnsupportedModel for what it does not compute."""
-        return rope_of(config, self.scaling, self.theta)
+        """Return the rotary settings of a model of this family; raise UnsupportedModel if it does not support them."""
+        return rope_of(config, self.rope_scaling, self.rope_theta)
 
     def representative_layers(self, config: Config) -> tuple[int, ...]:
-        """For each layer the first one that is like it: layers differ in being sparse or dense, and in nothing else."""
+        """Return for each layer the first layer of its kind: layers differ only in being sparse or dense."""
         experts = self.experts(config)
         sparse = experts.sparse if experts else (False,) * config["num_hidden_layers"]
-        return tuple(sparse.index(this) for this in sparse)
+        return tuple(sparse.index(is_sparse) for is_sparse in sparse)
 
     def row_ranges(
         self, megatron_name: str, rows: int, config: Config, expert: int | None = None
     ) -> list[RowRange] | None:
-        """The canonical rows that make up one global tensor of Megatron's, or None for a tensor in no table.
+        """Return the canonical rows that make up one of Megatron's global tensors; None if the table lacks it.
 
         Args:
-            rows: of the tensor, in dim 0; of one expert's where `expert` is given.
-            expert: its number, where Megatron's tensor has an axis of experts in front.
+            rows: size of the tensor's dim 0; that of one expert's if `expert` is given.
+            expert: number of the expert, if dim 0 of Megatron's tensor counts experts.
         """
         for pattern, row_map in self.tensors.items():
             match = re.fullmatch(re.escape(pattern).replace(r"\{layer\}", r"(?P<layer>\d+)"), megatron_name)
             if match:
-                named = {**match.groupdict(), "expert": expert}
+                numbers = {**match.groupdict(), "expert": expert}
                 return [
-                    RowRange(s.start, s.rows, s.name and s.name.format(**named), s.canonical_start)
-                    for s in row_map.row_ranges(rows, config)
+                    replace(row_range, name=row_range.name and row_range.name.format(**numbers))
+                    for row_range in row_map.row_ranges(rows, config)
                 ]
         return None
 
 
 def with_value_head(family: Family) -> Family:
-    """The family's models with one row, `VALUE_HEAD`, in the place of the vocabulary's."""
+    """Return the family with a value head (one row, `VALUE_HEAD`) in place of the language-model head."""
     return replace(family, tensors={**family.tensors, "output_layer.weight": SameTensor(VALUE_HEAD)})

@@ -10,17 +10,22 @@ from hybrid3d.families.dense import HF, MEGATRON, QK_NORM, TENSORS, check_decode
 from hybrid3d.families.family import Experts, Family, RowMap, SameTensor, StackedTensors
 from hybrid3d.families.values import Config, UnsupportedModel, require_counts
 
-# The number of a routed expert in the name of a canonical tensor.
+# Matches the number of a routed expert in the name of a canonical tensor.
 EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
 def is_expert(name: str) -> bool:
-    """Whether a canonical tensor is one of a routed expert's."""
+    """Return whether a canonical tensor belongs to a routed expert."""
     return EXPERT.search(name) is not None
 
 
 def expert_tensors(block: str, gate: str, up: str, down: str) -> dict[str, RowMap]:
-    """A sparse layer's tensors, whose checkpoint calls the block and an expert's three projections so."""
+    """Return the table of a sparse layer's tensors.
+
+    Args:
+        block: the checkpoint's name of the MLP.
+        gate, up, down: the checkpoint's names of an expert's three projections.
+    """
     expert = f"{HF}{block}.experts.{{expert}}."
     return {
         f"{MEGATRON}pre_mlp_layernorm.weight": SameTensor(f"{HF}post_attention_layernorm.weight"),
@@ -32,16 +37,20 @@ def expert_tensors(block: str, gate: str, up: str, down: str) -> dict[str, RowMa
     }
 
 
-def check_experts(config: Config, family_of_experts: Callable[[Config], Experts], least: int) -> None:
-    """Refuse experts that no layer has, and tokens that are sent to more experts than there are, or than to `least`.
+def check_experts(config: Config, parse_experts: Callable[[Config], Experts], min_per_token: int) -> None:
+    """Check that some layer has experts and that the number of experts per token is in range.
 
     Args:
-        least: experts that a token must be sent to.
+        parse_experts: returns the sizes of the config's experts.
+        min_per_token: smallest supported number of experts per token.
+
+    Raises:
+        UnsupportedModel: one of them does not hold.
     """
-    experts = family_of_experts(config)
+    experts = parse_experts(config)
     if not any(experts.sparse):
         raise UnsupportedModel(f"none of num_hidden_layers={len(experts.sparse)} layers has experts")
-    if experts.per_token < least:
+    if experts.per_token < min_per_token:
         raise UnsupportedModel(
             f"num_experts_per_tok={experts.per_token}: Megatron does not normalize the score of a single expert"
         )
@@ -65,13 +74,13 @@ def _check_qwen3(config: Config) -> None:
     check_decoder(config, attention_bias=False)
     require_counts(config, "num_key_value_heads", _count_key(config), "num_experts_per_tok", "moe_intermediate_size")
     require_counts({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step")
-    check_experts(config, _qwen3_experts, least=2 if config.get("norm_topk_prob") else 1)
+    check_experts(config, _qwen3_experts, min_per_token=2 if config.get("norm_topk_prob") else 1)
 
 
 def _check_mixtral(config: Config) -> None:
     check_decoder(config, sliding_window=None, router_jitter_noise=0.0)
     require_counts(config, "num_key_value_heads", "num_local_experts", "num_experts_per_tok")
-    check_experts(config, _mixtral_experts, least=2)
+    check_experts(config, _mixtral_experts, min_per_token=2)
 
 
 def _mixtral_experts(config: Config) -> Experts:
@@ -80,7 +89,7 @@ def _mixtral_experts(config: Config) -> Experts:
 
 
 def _qwen3_config(config: Config) -> dict[str, Any]:
-    # Softmax over the chosen experts is softmax over all, divided by the sum of the chosen.
+    # Softmax over the selected experts equals softmax over all experts, normalized over the selected ones.
     return {"qk_layernorm": True, "moe_router_pre_softmax": not config.get("norm_topk_prob", False)}
 
 
@@ -96,5 +105,5 @@ MIXTRAL = Family(
     TENSORS | expert_tensors("block_sparse_moe", "w1", "w3", "w2"),
     check=_check_mixtral,
     experts=_mixtral_experts,
-    theta=1e6,
+    rope_theta=1e6,
 )
