@@ -332,12 +332,12 @@ def test_a_module_that_never_loads_is_ended(harness: Harness, monkeypatch: pytes
 
 
 def test_what_a_module_prints_is_not_its_answer(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybrid3d.rewards.pool_client import try_out
+    from hybrid3d.rewards.pool_client import load_in_subprocess
 
     work = Path(harness._work)
     (work / "chatty.py").write_text("import atexit\nprint('{')\ndef f(a, b, c):\n    return 1.0\nprint('garbage')")
     monkeypatch.chdir(work)
-    assert try_out("chatty:f", "chatty:f", "reward", "reward") == ()
+    assert load_in_subprocess("chatty:f", "chatty:f", "reward", "reward") == ()
 
 
 def test_a_token_that_the_model_lacks_is_named_with_its_text_and_row(harness: Harness) -> None:

@@ -27,7 +27,7 @@ def saved(tmp_path: Path) -> Path:
     folder.mkdir()
     for name, content in CONTENT.items():
         (folder / name).write_bytes(content)
-    manifest.write(folder, {name: manifest.crc_of(folder / name) for name in CONTENT})
+    manifest.write(folder, {name: manifest.fsync_and_crc(folder / name) for name in CONTENT})
     manifest.check_sizes(folder)
     manifest.check(folder)
     return folder
@@ -101,7 +101,10 @@ def relist(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 )  # fmt: skip
 def test_names_that_lead_elsewhere(saved: Path, name: str) -> None:
     (saved.parent / "outside").write_bytes(b"outside")
-    relist(saved, lambda files: files.update({name: {"bytes": 7, "crc32": manifest.crc_of(saved.parent / "outside")}}))
+    relist(
+        saved,
+        lambda files: files.update({name: {"bytes": 7, "crc32": manifest.fsync_and_crc(saved.parent / "outside")}}),
+    )
     for check in (manifest.check_sizes, manifest.check):
         assert "which is no name of a file in the folder" in problem_of(saved, check)
 
@@ -118,7 +121,7 @@ def test_a_folder_of_the_list_that_is_a_link(saved: Path) -> None:
     outside.mkdir()
     (outside / "a").write_bytes(b"7")
     (saved / "deep").symlink_to(outside)
-    relist(saved, lambda files: files.update({"deep/a": {"bytes": 1, "crc32": manifest.crc_of(outside / "a")}}))
+    relist(saved, lambda files: files.update({"deep/a": {"bytes": 1, "crc32": manifest.fsync_and_crc(outside / "a")}}))
     assert ": deep/a is a symbolic link to " in problem_of(saved)
 
 
@@ -207,7 +210,7 @@ def told_by(work: Path, rank: int) -> dict[str, Any]:
 def test_every_reader_names_every_damage_and_reads_no_further(work: Path) -> None:
     by_rank = [told_by(work, rank)["damaged"] for rank in range(2)]
     assert by_rank[0] == by_rank[1]
-    files = set(manifest.names_in(work / "damaged/checkpoints/step-000001")) | {manifest.MANIFEST}
+    files = set(manifest.list_files(work / "damaged/checkpoints/step-000001")) | {manifest.MANIFEST}
     assert files > {*manifest.REQUIRED, "__0_0.distcp", "__1_0.distcp"}
     assert {(case["file"], case["how"]) for case in by_rank[0]} == {
         (file, how) for file in files for how in {case["how"] for case in by_rank[0]}

@@ -12,15 +12,15 @@ def saved(tmp_path: Path) -> Path:
     (tmp_path / "deep").mkdir()
     (tmp_path / "a.distcp").write_bytes(bytes(range(100)))
     (tmp_path / "deep" / "b").write_bytes(b"hello")
-    assert manifest.names_in(tmp_path) == ["a.distcp", "deep/b"]
-    manifest.write(tmp_path, {name: manifest.crc_of(tmp_path / name) for name in manifest.names_in(tmp_path)})
+    assert manifest.list_files(tmp_path) == ["a.distcp", "deep/b"]
+    manifest.write(tmp_path, {name: manifest.fsync_and_crc(tmp_path / name) for name in manifest.list_files(tmp_path)})
     return tmp_path
 
 
 def test_the_check_value_of_crc_32(tmp_path: Path) -> None:
     """0xCBF43926 is that of "123456789" in every catalogue of CRCs."""
     (tmp_path / "x").write_bytes(b"123456789")
-    assert manifest.crc_of(tmp_path / "x") == 0xCBF43926
+    assert manifest.fsync_and_crc(tmp_path / "x") == 0xCBF43926
 
 
 def test_a_whole_one_passes(saved: Path) -> None:

@@ -58,7 +58,7 @@ def test_a_file_of_which_most_rows_would_be_left_out(write: Write, tokenizer: An
     assert str(caught.value) == (
         f"{path}: 390 of 400 rows would be left out, 0 broken and 390 with a prompt of more than 3 tokens, and at most "
         "200 may be: raise rollout.max_model_len (or lower rollout.max_new_tokens), set data.overlong=truncate_left, "
-        "or take these rows out of the file"
+        "or remove these rows from the file"
     )
     assert read(path, tokenizer, max_prompt_tokens=3, overlong="truncate_left").counts["truncated"] == 390
 

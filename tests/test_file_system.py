@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid3d.storage.mounts import MOUNTS, type_of, warning_of
+from hybrid3d.storage.mounts import MOUNTS, file_system_type, file_system_warning
 
 # As recorded on nodes of a cluster, shortened: fields as in proc(5), with optional ones (shared:1) and without
 RECORDED = r"""
@@ -39,8 +39,8 @@ RECORDED = r"""
     ],
 )
 def test_the_innermost_mount_counts(path: str, kind: str) -> None:
-    assert type_of(Path(path), RECORDED) == kind
-    found, said = warning_of(Path(path), RECORDED)
+    assert file_system_type(Path(path), RECORDED) == kind
+    found, said = file_system_warning(Path(path), RECORDED)
     if kind.startswith(("nfs", "fuse")):
         assert found == kind
         assert said.startswith(f"{path} is on {kind}, where a rename is not one act")
@@ -49,8 +49,8 @@ def test_the_innermost_mount_counts(path: str, kind: str) -> None:
 
 
 def test_nothing_is_known_without_mounts() -> None:
-    assert type_of(Path("/runs"), "") == ""
-    assert warning_of(Path("/runs"), "") == ("", "")
+    assert file_system_type(Path("/runs"), "") == ""
+    assert file_system_warning(Path("/runs"), "") == ("", "")
 
 
 def test_this_machine(tmp_path: Path) -> None:
@@ -58,4 +58,6 @@ def test_this_machine(tmp_path: Path) -> None:
     if not MOUNTS.exists():
         pytest.skip("only Linux has /proc/self/mountinfo")
     asked = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True).stdout
-    assert type_of(Path(os.path.realpath(tmp_path)), MOUNTS.read_text())[:3] == asked[:3]  # stat says ext2/ext3 of ext4
+    assert (
+        file_system_type(Path(os.path.realpath(tmp_path)), MOUNTS.read_text())[:3] == asked[:3]
+    )  # stat says ext2/ext3 of ext4

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from commands import EXPERTS, ROOT, experts_folder, hybrid3d, read_rows
 from hybrid3d.families.deepseek import COUNTS
-from hybrid3d.inputs.export import copy_companions, export_entries, is_untrained
+from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries, is_untrained
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.files import (
     CheckpointError,
@@ -108,7 +108,7 @@ def test_layers_that_predict_further_tokens_are_carried_unchanged(checkpoint: Pa
     assert carried == ["model.layers.2.self_attn.o_proj.weight"]
     out = tmp_path / "out"
     create_files(out, entries)
-    copy_companions(checkpoint, out)
+    copy_config_and_tokenizer(checkpoint, out)
     copy_tensors(checkpoint, out, entries, carried)
     assert torch.equal(load_file(out / "model.safetensors")[carried[0]], truth(checkpoint)[carried[0]])
     assert "quantization_config" not in json.loads((out / "config.json").read_text())

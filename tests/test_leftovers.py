@@ -19,7 +19,7 @@ from hybrid3d import process
 from hybrid3d.launch import worker
 from hybrid3d.process import child_pids, remove_shared_memory
 from hybrid3d.rewards.environment_runner import EnvironmentRunner
-from hybrid3d.rewards.pool_client import try_out
+from hybrid3d.rewards.pool_client import load_in_subprocess
 from hybrid3d.rewards.scorer import Scorer
 from run_ranks import MARK, ROOT, SHARED_MEMORY, kill_marked, marked
 
@@ -138,7 +138,7 @@ def test_nothing_of_an_environment_is_left(mark: str) -> None:
     replier = EnvironmentRunner("leaving:replies", workers=4, timeout_seconds=3.0)
     replies = replier.reply([((kind,), "", "") for kind in KINDS])
     replier.close()
-    assert [(reply.words, reply.failure) for reply in replies] == [(None, "hung")] * 4
+    assert [(reply.text, reply.failure) for reply in replies] == [(None, "hung")] * 4
     assert left(mark, 0.5)
 
 
@@ -155,9 +155,9 @@ def test_nothing_is_left_of_a_trainer_that_is_killed(mark: str) -> None:
 def test_half_of_a_surrogate_pair_ends_its_conversation_only(mark: str) -> None:
     replier = EnvironmentRunner("leaving:surrogate", workers=1, timeout_seconds=10.0)
     (reply,) = replier.reply([(("",), "", "")])
-    assert (reply.words, reply.failure) == (None, "not_a_text")
-    assert r"\ud83d" in reply.said
-    reply.said.encode()
+    assert (reply.text, reply.failure) == (None, "not_a_text")
+    assert r"\ud83d" in reply.message
+    reply.message.encode()
     replier.close()
 
 
@@ -165,8 +165,8 @@ def test_a_reply_is_a_plain_text(mark: str) -> None:
     """A reply of a user's class would import the user's module in the rank that unpickles it."""
     replier = EnvironmentRunner("leaving:of_a_class", workers=1, timeout_seconds=10.0)
     (reply,) = replier.reply([(("",), "", "")])
-    assert reply.words == "words"
-    assert type(reply.words) is str
+    assert reply.text == "words"
+    assert type(reply.text) is str
     assert "leaving" not in sys.modules
     replier.close()
 
@@ -175,7 +175,7 @@ def test_a_reply_is_a_plain_text(mark: str) -> None:
 def test_nothing_is_left_of_a_module_that_is_tried(then: str, mark: str, tmp_path: Path) -> None:
     (tmp_path / "starting.py").write_text(f"import leaving\nleaving.child('daemon')\n{then}\ndef reward(a, r, p): pass")
     with nullcontext() if not then else pytest.raises(ValueError, match="does not load"):
-        try_out("starting:reward", "starting:reward", "reward", "reward.name")
+        load_in_subprocess("starting:reward", "starting:reward", "reward", "reward.name")
     assert left(mark, 0.5)
 
 

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from checkpoints import FAMILIES, LLAMA3_ROPE, YARN, make_config
 from hybrid3d.errors import UserMistake
 from hybrid3d.families import family_of
-from hybrid3d.inputs.models import check_as_transformers, read_config
+from hybrid3d.inputs.models import check_against_transformers, read_config
 
 NO_ROPE = {"rope_parameters": None}
 SCALING = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
@@ -34,7 +34,7 @@ def written(folder: Path, family: str, changes: Mapping[str, Any]) -> Path:
 
 def checked(folder: Path) -> dict[str, Any]:
     config = read_config(folder)
-    check_as_transformers(folder / "config.json", config, family_of(config))
+    check_against_transformers(folder / "config.json", config, family_of(config))
     return config
 
 

@@ -206,11 +206,11 @@ def test_no_gradient_comes_from_the_environments_tokens(talk: Talk) -> None:
     objective = PolicyObjective(
         advantages=torch.ones_like(logprobs),
         mask=batch.response_mask,
-        old=logprobs.detach(),
-        weights=torch.ones(2),
+        old_logprobs=logprobs.detach(),
+        answer_weights=torch.ones(2),
         clip=0.2,
         clip_high=0.2,
-        reference=torch.full_like(logprobs, -2.0),
+        ref_logprobs=torch.full_like(logprobs, -2.0),
         kl_coef=0.1,
         entropy_coef=0.01,
     )

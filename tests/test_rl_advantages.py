@@ -57,7 +57,7 @@ def test_wrong_shapes() -> None:
         grpo_advantages(torch.zeros(6), group=4)
     with pytest.raises(ValueError, match=r"got shape \(2, 4\)"):
         grpo_advantages(torch.zeros(2, 4), group=4)
-    with pytest.raises(ValueError, match="a group of 1 has nothing to compare"):
+    with pytest.raises(ValueError, match="a group of 1 samples has no baseline"):
         grpo_advantages(torch.zeros(6), group=1)
 
 
@@ -101,7 +101,9 @@ def test_moments_over_ranks_are_those_of_all() -> None:
     values = torch.randn(7, 5, generator=generator) * 3 + 100
     mask = (torch.rand(7, 5, generator=generator) < 0.6).float()
     chosen = values[mask.bool()].tolist()
-    moments = Moments.over(Moments.of(values[rows], mask[rows]) for rows in (slice(2), slice(2, 2), slice(2, 7)))
+    moments = Moments.merge(
+        Moments.from_values(values[rows], mask[rows]) for rows in (slice(2), slice(2, 2), slice(2, 7))
+    )
     assert (moments.count, moments.mean) == (len(chosen), pytest.approx(statistics.mean(chosen), rel=1e-12))
     normalised = moments.normalise(values, mask)
     mean, std = statistics.mean(chosen), statistics.stdev(chosen)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.rl.balance import balanced_shares, within_budget
+from hybrid3d.rl.balance import balanced_shares, split_within_budget
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=24)
 
@@ -68,10 +68,10 @@ def cost(lengths: list[int], part: list[int], packed: bool) -> int:
 @given(lengths=LENGTHS, spare=st.integers(0, 100), packed=st.booleans(), more=st.integers(0, 24))
 def test_no_micro_batch_is_over_budget(lengths: list[int], spare: int, packed: bool, more: int) -> None:
     budget = max(lengths) + spare
-    parts = within_budget(lengths, budget, packed=packed)
+    parts = split_within_budget(lengths, budget, packed=packed)
     assert_dealt_out(lengths, parts)
     least = min(len(parts) + more, len(lengths))
-    exactly = within_budget(lengths, budget, packed=packed, least=least)
+    exactly = split_within_budget(lengths, budget, packed=packed, min_parts=least)
     assert_dealt_out(lengths, exactly)
     assert len(exactly) == least
     for part in (*parts, *exactly):
@@ -100,15 +100,15 @@ def test_padded_micro_batches_are_the_fewest(lengths: list[int], spare: int) -> 
         return count
 
     best = min(fewest(order) for order in permutations(range(len(lengths))))
-    assert len(within_budget(lengths, budget, packed=False)) == best
+    assert len(split_within_budget(lengths, budget, packed=False)) == best
 
 
 def test_a_sequence_over_budget_is_refused_with_both_numbers() -> None:
     message = "a sequence of 31 tokens does not fit into train.max_tokens_per_micro_batch=30: set it to 31 or more"
     with pytest.raises(ValueError, match=message):
-        within_budget([5, 31], 30, packed=True)
+        split_within_budget([5, 31], 30, packed=True)
 
 
 def test_more_micro_batches_than_sequences_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 sequences cannot be 3 micro batches"):
-        within_budget([5, 6], 30, packed=False, least=3)
+    with pytest.raises(ValueError, match="2 sequences cannot be split into 3 micro batches"):
+        split_within_budget([5, 6], 30, packed=False, min_parts=3)

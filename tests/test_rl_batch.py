@@ -44,7 +44,7 @@ def test_what_an_environment_wrote_counts_nowhere() -> None:
     everything = [[True], [True], [True] * 3, []]
     whole = Batch.from_sequences(SEQUENCES, PROMPTS, loss_mask=everything, pad_id=99)
     assert torch.equal(whole.response_mask, Batch.from_sequences(SEQUENCES, PROMPTS, pad_id=99).response_mask)
-    said = r"said of \[1, 1, 2, 0\] tokens whose they are, responses have \[1, 1, 3, 0\]"
+    said = r"loss_mask has \[1, 1, 2, 0\] tokens per response, the responses have \[1, 1, 3, 0\]"
     with pytest.raises(ValueError, match=said):
         Batch.from_sequences(SEQUENCES, PROMPTS, loss_mask=[[True], [True], [True] * 2, []], pad_id=99)
 
@@ -68,7 +68,8 @@ def test_align_puts_values_at_generated_tokens(batch: Batch) -> None:
 
 
 def test_align_refuses_other_lengths(batch: Batch) -> None:
-    with pytest.raises(ValueError, match=r"values for \[1, 1, 2, 1\] tokens, responses have \[1, 1, 3, 0\]"):
+    message = r"got \[1, 1, 2, 1\] values per response, the responses have \[1, 1, 3, 0\] tokens"
+    with pytest.raises(ValueError, match=message):
         batch.align([[0.0], [0.0], [0.0, 0.0], [0.0]])
 
 
@@ -81,8 +82,8 @@ def test_to_moves_every_tensor(batch: Batch) -> None:
 @pytest.mark.parametrize(
     ("sequences", "prompts", "message"),
     [
-        ([], [], "a batch of 0 sequences and 0 prompt lengths"),
-        ([[1]], [1, 1], "a batch of 1 sequences and 2 prompt lengths"),
+        ([], [], "got 0 prompt lengths for 0 sequences"),
+        ([[1]], [1, 1], "got 2 prompt lengths for 1 sequences"),
         ([[1, 2], [1, 2]], [1, 3], "sequence 1 of 2 tokens cannot have a prompt of 3"),
         ([[1, 2]], [0], "sequence 0 of 2 tokens cannot have a prompt of 0"),
         ([[]], [0], "sequence 0 of 0 tokens cannot have a prompt of 0"),

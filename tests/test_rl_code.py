@@ -335,7 +335,7 @@ def test_a_kernel_that_has_neither(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     inside = tmp_path / "sandbox_child.py"
     inside.write_text(source.replace("444, 445, 446", "4444, 4445, 4446"))
     monkeypatch.setattr(sandbox, "_INSIDE", inside)
-    assert sandbox.run("", seconds=SECONDS).holds == ()
+    assert sandbox.run("", seconds=SECONDS).confined_by == ()
     assert code(ADD, ASSERTS) == code(DOUBLES, json.dumps(DOUBLE)) == 1.0
     for program in ("open('x', 'w')", "raise SystemExit(0)", "while True: pass", "x = [0] * 10**9"):
         assert code(program, ASSERTS, seconds=0.5) == 0.0

@@ -25,7 +25,7 @@ from hybrid3d.rl.data import (
     read_columns,
 )
 
-MEND = "mend these rows, or raise data.max_invalid_fraction"
+MEND = "repair these rows, or raise data.max_invalid_fraction"
 PAD, BOS, EOS, UNK, USER, BOT = range(6)
 WORDS = "how many apples has Ada 3 4 #### 7".split()
 ID = {word: 6 + index for index, word in enumerate(WORDS)}
@@ -151,8 +151,8 @@ def test_long_prompts_are_refused(path: Path, tokenizer: Any) -> None:
     with pytest.raises(DataError) as caught:
         read(path, tokenizer, max_prompt_tokens=3)
     assert str(caught.value) == (
-        f"{path}: row 0 (from 0): the prompt has 6 tokens, and the model's length less that of an answer leaves 3 "
-        "(2 such rows in all)"
+        f"{path}: row 0 (from 0): the prompt has 6 tokens, at most 3 fit beside an answer "
+        "(2 such rows in all): set data.overlong to drop or truncate_left"
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid3d.rewards.environment_runner import EnvironmentRunner, Reply, check_environment
-from hybrid3d.rewards.environments import calculate, calculator, ends_in, stop_tokens
+from hybrid3d.rewards.environments import calculate, calculator, ends_with_stop, stop_tokens
 
 pytestmark = pytest.mark.processes
 
@@ -116,7 +116,7 @@ def test_generating_pauses_at_every_token_that_can_end_a_stop() -> None:
     ],
 )
 def test_whether_a_stop_ends_in_the_last_token(text: str, last: str, there: bool) -> None:
-    assert ends_in(text, last, ["=", "</tool>"]) is there
+    assert ends_with_stop(text, last, ["=", "</tool>"]) is there
 
 
 # ---- a user's own

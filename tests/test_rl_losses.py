@@ -157,7 +157,7 @@ def test_sft_loss_is_torchs_cross_entropy() -> None:
 
 def test_one_advantage_a_token() -> None:
     logprobs, old, _, mask = random_batch(2, 3, seed=4)
-    with pytest.raises(ValueError, match=r"expected advantages \(2, 3\), one a token, got \(2,\)"):
+    with pytest.raises(ValueError, match=r"expected advantages \(2, 3\), one per token, got \(2,\)"):
         policy_loss(logprobs, old, torch.zeros(2), mask, CLIP)
 
 
@@ -202,12 +202,12 @@ def test_a_sequence_has_one_ratio() -> None:
 )
 def test_means_by_hand(aggregation: Aggregation, wanted: float) -> None:
     losses = torch.tensor([[1.0, 2.0, 3.0], [10.0, 0.0, 0.0]])
-    weights = answer_weights(aggregation, torch.tensor([3, 1]), longest=8)
+    weights = answer_weights(aggregation, torch.tensor([3, 1]), max_tokens=8)
     assert float((losses * weights[:, None]).sum() / 4) == pytest.approx(wanted)
 
 
 def test_an_empty_answer_weighs_nothing() -> None:
-    assert answer_weights("sequence", torch.tensor([2, 0]), longest=8).tolist() == [0.5, 0.0]
+    assert answer_weights("sequence", torch.tensor([2, 0]), max_tokens=8).tolist() == [0.5, 0.0]
 
 
 def test_value_loss_by_hand() -> None:
@@ -236,12 +236,12 @@ def test_objective_by_hand() -> None:
     objective = PolicyObjective(
         advantages=3 * ones,
         mask=torch.tensor([[0.0, 1.0], [0.0, 1.0]]),
-        old=-ones,
-        weights=torch.tensor([7.0, 2.0]),
+        old_logprobs=-ones,
+        answer_weights=torch.tensor([7.0, 2.0]),
         correction=0.5 * ones,
         clip=0.2,
         clip_high=0.2,
-        reference=-1.5 * ones,
+        ref_logprobs=-1.5 * ones,
         kl_estimator="k2",
         kl_coef=0.8,
         entropy_coef=0.1,

@@ -61,15 +61,15 @@ def objective(batch: dict[str, Tensor], settings: dict[str, Any]) -> PolicyObjec
     return PolicyObjective(
         advantages=batch["advantages"][:, None].expand_as(mask),
         mask=mask,
-        old=batch["old_logprobs"],
-        weights=answer_weights(
+        old_logprobs=batch["old_logprobs"],
+        answer_weights=answer_weights(
             AGGREGATION[settings["loss_type"]], mask.sum(1), settings.get("max_completion_length", 0)
         ),
         clip=settings["epsilon"],
         clip_high=settings["epsilon"] if high is None else high,
         dual_clip=settings.get("delta"),
         ratio=settings.get("importance_sampling_level", "token"),
-        reference=batch["ref_logprobs"] if settings["beta"] else None,
+        ref_logprobs=batch["ref_logprobs"] if settings["beta"] else None,
         kl_coef=settings["beta"],
         entropy_coef=settings.get("entropy_coef", 0.0),
     )
@@ -170,7 +170,7 @@ def test_gae(case: dict[str, Any]) -> None:
     gamma, lam = settings["gamma"], settings["lambda"]
     advantages, returns = gae(batch["token_rewards"], batch["old_values"], mask, gamma, lam)
     close(returns, wanted["returns"], mask)
-    close(Moments.of(advantages, mask).normalise(advantages, mask), wanted["whitened_advantages"], mask)
+    close(Moments.from_values(advantages, mask).normalise(advantages, mask), wanted["whitened_advantages"], mask)
     for row, (of_advantages, of_returns) in enumerate(
         zip(wanted["torchrl_advantages"], wanted["torchrl_returns"], strict=True)
     ):

@@ -22,7 +22,7 @@ def gradient_of(logprobs: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
     """Losses of a `PolicyObjective`, and the gradient of their sum with respect to the log-probabilities."""
     logprobs = logprobs.clone().requires_grad_()
     ones = torch.ones_like(logprobs)
-    defaults = {"mask": ones, "old": 0 * ones, "weights": ones[:, 0], "clip": 0.2, "clip_high": 0.2}
+    defaults = {"mask": ones, "old_logprobs": 0 * ones, "answer_weights": ones[:, 0], "clip": 0.2, "clip_high": 0.2}
     objective = PolicyObjective(**({"advantages": ones} | defaults | settings))
     losses, _ = objective(TokenScores(logprobs, lambda: 0 * ones), ROWS)
     (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
@@ -68,8 +68,8 @@ def test_without_correction_gspo_is_the_papers_loss_of_whole_answers(clip: float
         logprobs,
         advantages=advantages.expand(8, 6),
         mask=mask,
-        old=old,
-        weights=answer_weights("sequence", lengths, 6),
+        old_logprobs=old,
+        answer_weights=answer_weights("sequence", lengths, 6),
         clip=clip,
         clip_high=clip,
         ratio="sequence",
@@ -104,7 +104,7 @@ def test_up_to_the_bound_gradients_are_the_ratio() -> None:
 @pytest.mark.parametrize("gap", [89.0, -89.0])
 def test_k3_of_a_reference_far_away_has_a_finite_gradient(gap: float) -> None:
     far = torch.tensor([[gap, -0.5]])
-    losses, gradient = gradient_of(0 * far, advantages=0 * far, reference=far, kl_estimator="k3", kl_coef=1.0)
+    losses, gradient = gradient_of(0 * far, advantages=0 * far, ref_logprobs=far, kl_estimator="k3", kl_coef=1.0)
     assert losses[0].tolist() == pytest.approx([LIMIT - 21 if gap > 0 else 19.0, math.exp(-0.5) - 0.5])
     assert gradient[0].tolist() == pytest.approx(
         [0.0, 1 - math.exp(-0.5)]
@@ -137,7 +137,7 @@ def test_the_bound(gap: float) -> None:
         {"advantages": torch.zeros(2, 3)},
         {"advantages": -torch.ones(2, 3), "dual_clip": 3.0},
         {"ratio": "sequence"},
-        {"reference": torch.zeros(2, 3), "kl_coef": 0.1},
+        {"ref_logprobs": torch.zeros(2, 3), "kl_coef": 0.1},
     ],
     ids=["clipped", "no advantage", "dual clip", "sequence", "reference"],
 )
@@ -146,14 +146,14 @@ def test_nan_reaches_the_gradient(settings: dict[str, Any], where: str) -> None:
     """A bound must not hide a model that is broken: its gradient is what the guard looks at."""
     values = {"logprobs": torch.zeros(2, 3), "old": torch.zeros(2, 3)}
     values[where][0, 1] = math.nan
-    _, gradient = gradient_of(values["logprobs"], old=values["old"], **settings)
+    _, gradient = gradient_of(values["logprobs"], old_logprobs=values["old"], **settings)
     assert gradient[0, 1].isnan()
     assert gradient[1].isfinite().all()
 
 
 def test_nan_of_the_reference_reaches_the_gradient() -> None:
     reference = torch.tensor([[0.0, math.nan]])
-    _, gradient = gradient_of(torch.zeros(1, 2), reference=reference, kl_coef=0.1)
+    _, gradient = gradient_of(torch.zeros(1, 2), ref_logprobs=reference, kl_coef=0.1)
     assert gradient[0, 1].isnan()
 
 

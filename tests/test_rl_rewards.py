@@ -108,4 +108,4 @@ def test_rewards_that_are_none(spec: str) -> None:
 @pytest.mark.parametrize(("tokens", "penalty"), [(1, 0), (16, 0), (17, -0.25), (18, -0.5), (20, -1), (21, -1)])
 def test_overlong_penalty_by_hand(tokens: int, penalty: float) -> None:
     """At most 20 tokens, a buffer of 4: from 16 on a quarter each."""
-    assert overlong_penalty(tokens, longest=20, buffer=4) == penalty
+    assert overlong_penalty(tokens, max_tokens=20, buffer=4) == penalty

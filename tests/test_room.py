@@ -13,7 +13,7 @@ import pytest
 from commands import ROOT
 from hybrid3d.config import load_recipe
 from hybrid3d.run.run_folder import RunFolder
-from hybrid3d.storage.disk import LITTLE, CheckpointWriteError, free_bytes, is_of_files, why_unwritten
+from hybrid3d.storage.disk import LOW_SPACE_BYTES, CheckpointWriteError, describe_write_error, free_bytes, is_file_error
 
 FULL = Path("/dev/full")  # Linux: every write to it fails as on a full disk
 
@@ -30,28 +30,33 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 
 @pytest.mark.skipif(not FULL.exists(), reason="only Linux has /dev/full")
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_free(monkeypatch, free=5 * LITTLE)
+    with_free(monkeypatch, free=5 * LOW_SPACE_BYTES)
     error = full_disk()
     wrapped = RuntimeError("Worker failure: [Errno 28] No space left on device")
     for one in (error, pickle.loads(pickle.dumps(error)), wrapped, OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))):
-        assert why_unwritten(tmp_path / "a/b", one).startswith(f"no room for {tmp_path}/a/b: {5 * LITTLE} bytes")
-    other = why_unwritten(tmp_path, OSError(errno.EIO, "Input/output error"))
+        assert describe_write_error(tmp_path / "a/b", one).startswith(
+            f"no room for {tmp_path}/a/b: {5 * LOW_SPACE_BYTES} bytes"
+        )
+    other = describe_write_error(tmp_path, OSError(errno.EIO, "Input/output error"))
     assert other.startswith(f"{tmp_path} could not be written (OSError: [Errno 5] Input/output error)")
 
 
 def test_an_error_without_a_reason_where_little_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's writer says of a full disk where it is in the file, and a process that hands it on loses the cause."""
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
-    assert is_of_files(error)
-    for free, begins in ((0, "no room for"), (LITTLE, f"{tmp_path} could not be written (RuntimeError: [enforce")):
+    assert is_file_error(error)
+    for free, begins in (
+        (0, "no room for"),
+        (LOW_SPACE_BYTES, f"{tmp_path} could not be written (RuntimeError: [enforce"),
+    ):
         with_free(monkeypatch, free)
-        assert why_unwritten(tmp_path, error).startswith(begins)
+        assert describe_write_error(tmp_path, error).startswith(begins)
 
 
 def test_a_lost_peer_is_no_fault_of_files() -> None:
-    assert not is_of_files(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
-    assert not is_of_files(ConnectionResetError("Connection reset by peer"))
-    assert is_of_files(OSError(errno.EIO, "Input/output error"))
+    assert not is_file_error(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+    assert not is_file_error(ConnectionResetError("Connection reset by peer"))
+    assert is_file_error(OSError(errno.EIO, "Input/output error"))
 
 
 def test_free_bytes_of_what_is_not_there_yet(tmp_path: Path) -> None:

@@ -33,7 +33,9 @@ def run(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     checkpoint.mkdir(parents=True)
     for name in (*manifest.REQUIRED, "__0_0.distcp"):
         (checkpoint / name).write_bytes(b"written")
-    manifest.write(checkpoint, {name: manifest.crc_of(checkpoint / name) for name in manifest.names_in(checkpoint)})
+    manifest.write(
+        checkpoint, {name: manifest.fsync_and_crc(checkpoint / name) for name in manifest.list_files(checkpoint)}
+    )
     (run / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     return run
 

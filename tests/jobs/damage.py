@@ -142,7 +142,7 @@ def main(recipe_file: str, out: Path) -> None:
     if rank == 0:  # as a list of files that was made anew would have it
         copy(whole, damaged)
         cut(damaged / "__0_0.distcp")
-        manifest.write(damaged, {name: manifest.crc_of(damaged / name) for name in manifest.names_in(damaged)})
+        manifest.write(damaged, {name: manifest.fsync_and_crc(damaged / name) for name in manifest.list_files(damaged)})
     dist.barrier()
     unloadable = outcome(lambda: checkpoint.load_weights({"policy": other}, damaged, dist.group.WORLD))
     (out / f"rank-{rank}.json").write_text(json.dumps({"damaged": found, "unloadable": unloadable}))

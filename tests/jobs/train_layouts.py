@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
 from hybrid3d.families import Config, family_of
-from hybrid3d.inputs.export import copy_companions
+from hybrid3d.inputs.export import copy_config_and_tokenizer
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.files import create_files, export_files, read_index, shard_entries
 from hybrid3d.rl.batch import Batch
@@ -78,7 +78,7 @@ def export(policy: MegatronModel, source: str, out: Path) -> None:
     entries = shard_entries({n: (e.shape, e.dtype) for n, e in read_index(source).items()}, FILE_BYTES)
     if dist.get_rank() == 0:
         create_files(out, entries)
-        copy_companions(source, out)
+        copy_config_and_tokenizer(source, out)
     dist.barrier()
     holdings = dict(enumerate(distributed.gather_objects(policy.weights.holdings, dist.group.WORLD)))
     export_files(out, entries, holdings, policy.weights.tensors, dist.get_rank())
@@ -118,11 +118,11 @@ def grpo_step(policy: Policy, reference: Policy, spec: dict[str, Any], dp: int) 
     loss = PolicyObjective(
         advantages=spec["advantages"][mine][:, None] * batch.response_mask,
         mask=batch.response_mask,
-        old=old,
-        weights=torch.ones(len(batch)),
+        old_logprobs=old,
+        answer_weights=torch.ones(len(batch)),
         clip=spec["clip"],
         clip_high=spec["clip"],
-        reference=ref,
+        ref_logprobs=ref,
         kl_coef=spec["kl_coef"],
     )
     return report_of(policy, policy.train_step(batch, loss, policy.recipe))

@@ -13,7 +13,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.distributed import broadcast_object, gather_objects
 from hybrid3d.generation.engine import Completion, Engine, GenerationRequest
 from hybrid3d.rewards.environment_runner import EnvironmentRunner, Reply, check_environment
-from hybrid3d.rewards.environments import ends_in, stop_tokens
+from hybrid3d.rewards.environments import ends_with_stop, stop_tokens
 from hybrid3d.rl.data import Example
 
 
@@ -186,18 +186,18 @@ class MultiTurnRollout:
         if answer.replies >= self._max_replies or len(answer.tokens) >= self._max_new_tokens:
             return False
         last = answer.tokens[-1]
-        return last in self._end_tokens or ends_in(turn, self._text([last]), self._stops)
+        return last in self._end_tokens or ends_with_stop(turn, self._text([last]), self._stops)
 
     def _turn_result(self, answer: Trajectory, turn: str, reply: Reply) -> TurnResult:
         """Return what follows a turn; a reply that leaves no room for one token of the policy is not appended."""
         room, last = self._max_new_tokens - len(answer.tokens), answer.tokens[-1]
-        if reply.words is None:
-            return TurnResult(done=True, failure=reply.failure, message=reply.said)
-        tokens = tuple(self._tokenizer.encode(reply.words, add_special_tokens=False)) if reply.words else ()
+        if reply.text is None:
+            return TurnResult(done=True, failure=reply.failure, message=reply.message)
+        tokens = tuple(self._tokenizer.encode(reply.text, add_special_tokens=False)) if reply.text else ()
         ended = not tokens and (last in self._end_tokens or last not in self._stop_tokens)
         if ended or len(tokens) >= room:
             return TurnResult(done=True)
-        return TurnResult(done=False, turn=turn, reply=reply.words, tokens=tokens)
+        return TurnResult(done=False, turn=turn, reply=reply.text, tokens=tokens)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))

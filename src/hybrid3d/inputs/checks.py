@@ -9,7 +9,7 @@ import torch
 
 from hybrid3d.config import ModelShape, Recipe, check_layout
 from hybrid3d.families import family_of
-from hybrid3d.inputs.models import check_as_transformers, read_config
+from hybrid3d.inputs.models import check_against_transformers, read_config
 
 
 def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
     """
     config = read_config(recipe.model.path)
     family = family_of(config)
-    check_as_transformers(Path(recipe.model.path) / "config.json", config, family)
+    check_against_transformers(Path(recipe.model.path) / "config.json", config, family)
     shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
     check_layout(recipe, shape, device=None if planned else "cuda" if torch.cuda.is_available() else "cpu")
     return config

@@ -22,13 +22,13 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 UNFINISHED = "HYBRID3D_UNFINISHED_EXPORT"  # where our launcher tells its ranks of the folder to write in
 
 # What a published checkpoint may carry and no model holds: buffers that are computed from the config.
-COMPUTED = ("*.rotary_emb.inv_freq",)
+COMPUTED_TENSORS = ("*.rotary_emb.inv_freq",)
 
 
 def is_redundant(name: str, config: Config) -> bool:
     """Whether a tensor of a checkpoint says nothing: it is computed, or a second copy of a tied one."""
     tied_copy = name == "lm_head.weight" and bool(config.get("tie_word_embeddings"))
-    return tied_copy or any(fnmatch.fnmatch(name, pattern) for pattern in COMPUTED)
+    return tied_copy or any(fnmatch.fnmatch(name, pattern) for pattern in COMPUTED_TENSORS)
 
 
 def is_untrained(name: str, config: Config) -> bool:
@@ -42,7 +42,7 @@ def export_entries(source: str | Path, config: Config) -> dict[str, TensorEntry]
     return shard_entries({name: (entry.shape, entry.dtype) for name, entry in found.items()})
 
 
-def copy_companions(source: str | Path, out: str | Path) -> None:
+def copy_config_and_tokenizer(source: str | Path, out: str | Path) -> None:
     """Copy the source's config, generation config and tokenizer: every plain file that holds no weights.
 
     What is exported is not quantized, so its config does not say so.
@@ -55,7 +55,7 @@ def copy_companions(source: str | Path, out: str | Path) -> None:
         (Path(out) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def check_out(out: Path, source: str | Path, config: Config) -> None:
+def check_output_folder(out: Path, source: str | Path, config: Config) -> None:
     """Check that an export can be written to `out`, before anything is started.
 
     Raises:

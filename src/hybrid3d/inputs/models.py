@@ -76,7 +76,7 @@ def check_generation_config(folder: str | Path, vocab_size: int) -> None:
         raise CheckpointError(f"{path} is refused by transformers: {_first_line(error)}") from None
 
 
-def check_as_transformers(path: str | Path, config: Config, family: Family) -> None:
+def check_against_transformers(path: str | Path, config: Config, family: Family) -> None:
     """Hold what we read of a config against what transformers reads, from which vLLM builds its model.
 
     Raises:
@@ -94,12 +94,12 @@ def check_as_transformers(path: str | Path, config: Config, family: Family) -> N
         theirs = CONFIG_MAPPING[kind].from_dict(copy.deepcopy({**config, "architectures": [architecture]}))
     except Exception as error:  # as many kinds as the library has checks
         raise CheckpointError(f"{path} is refused by transformers: {' '.join(str(error).split())[:500]}") from None
-    for what, ours, read in _readings(config, family, theirs):
+    for what, ours, read in _compared_values(config, family, theirs):
         if ours != read:
             raise CheckpointError(f"{path}: {what} is {ours!r} for training, and transformers and vLLM read {read!r}")
 
 
-def _readings(config: Config, family: Family, theirs: Any) -> Iterator[tuple[str, object, object]]:
+def _compared_values(config: Config, family: Family, theirs: Any) -> Iterator[tuple[str, object, object]]:
     """Name, our value and transformers' of everything that decides what a model computes."""
     yield from ((key, config[key], getattr(theirs, key)) for key in REQUIRED)
     yield "tie_word_embeddings", bool(config.get("tie_word_embeddings", False)), theirs.tie_word_embeddings

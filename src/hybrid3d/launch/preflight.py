@@ -18,15 +18,15 @@ from hybrid3d.config.schema import flatten_settings
 from hybrid3d.families import VALUE_HEAD, Config, family_of
 from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.checks import check_model
-from hybrid3d.inputs.export import check_out, is_redundant, is_untrained
-from hybrid3d.inputs.models import check_as_transformers, read_config, read_data, read_tokenizer
+from hybrid3d.inputs.export import check_output_folder, is_redundant, is_untrained
+from hybrid3d.inputs.models import check_against_transformers, read_config, read_data, read_tokenizer
 from hybrid3d.reshard.files import CheckpointError, CheckpointReader, TensorEntry, file_pieces, read_index
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rewards.environment_runner import check_environment
 from hybrid3d.rewards.environments import stop_tokens
 from hybrid3d.rewards.registry import check_references
 from hybrid3d.rewards.scorer import check_reward
-from hybrid3d.rl.data import ROWS_NAMED, DataError, PromptData
+from hybrid3d.rl.data import MAX_ROWS_IN_MESSAGE, DataError, PromptData
 from hybrid3d.run.run_folder import RunFolder, checkpoint_folder
 from hybrid3d.storage.manifest import check_sizes
 
@@ -87,7 +87,7 @@ def check_evaluation(recipe: Recipe, folder: RunFolder, step: int) -> None:
 
 def check_export(recipe: Recipe, folder: RunFolder, step: int, out: Path) -> None:
     """Check everything that `export` needs besides a valid model; raises as `check_evaluation`."""
-    check_out(out, recipe.model.path, read_config(recipe.model.path))
+    check_output_folder(out, recipe.model.path, read_config(recipe.model.path))
     check_sizes(checkpoint_folder(folder, step))
     folder.make_logs()
 
@@ -103,12 +103,12 @@ def check_data_references(recipe: Recipe, train: PromptData, held_out: PromptDat
     for path, data in train_files + eval_files:
         refused = check_references(recipe.reward.name, ((example.row, example.answer) for example in data.examples))
         if refused:
-            first = [f"  row {row} (from 0): {reason}" for row, reason in list(refused.items())[:ROWS_NAMED]]
+            first = [f"  row {row} (from 0): {reason}" for row, reason in list(refused.items())[:MAX_ROWS_IN_MESSAGE]]
             message = (
                 f"{path}: reward.name={recipe.reward.name} cannot use {len(refused)} of "
                 f"{len(data.examples)} references in column {recipe.data.answer!r}: fix or remove these rows"
             )
-            raise DataError("\n".join([message, *first, *["  ..."][: len(refused) > ROWS_NAMED]]))
+            raise DataError("\n".join([message, *first, *["  ..."][: len(refused) > MAX_ROWS_IN_MESSAGE]]))
 
 
 def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
@@ -127,7 +127,7 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
 
     config = language_model(read_config(path))
     family = family_of(config)
-    check_as_transformers(Path(path) / "config.json", config, family)
+    check_against_transformers(Path(path) / "config.json", config, family)
     shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
     check_layout(replace(recipe, rollout=None), shape, device=None)
     if config["vocab_size"] != policy["vocab_size"]:

@@ -126,7 +126,13 @@ def export(
     recipe: Recipe, folder: RunFolder, step: int, out: Path, rank: int, store: dist.Store, console: Console | None
 ) -> None:
     """Write a checkpoint as a Hugging Face checkpoint; every rank writes the boxes that it holds."""
-    from hybrid3d.inputs.export import UNFINISHED, copy_companions, export_entries, is_untrained, unfinished_folder
+    from hybrid3d.inputs.export import (
+        UNFINISHED,
+        copy_config_and_tokenizer,
+        export_entries,
+        is_untrained,
+        unfinished_folder,
+    )
     from hybrid3d.reshard.files import copy_tensors, create_files, export_files
     from hybrid3d.train import checkpoint, runtime
     from hybrid3d.train.policy import Policy
@@ -143,7 +149,7 @@ def export(
         unfinished = Path(distributed.broadcast_object(str(created), group))
         if rank == 0:
             create_files(unfinished, entries)
-            copy_companions(recipe.model.path, unfinished)
+            copy_config_and_tokenizer(recipe.model.path, unfinished)
         dist.barrier(group)
         holdings = dict(enumerate(distributed.gather_objects(policy.weights.holdings, group)))
         export_files(unfinished, entries, holdings, policy.weights.tensors, rank, carried)

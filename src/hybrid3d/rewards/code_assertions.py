@@ -26,16 +26,16 @@ def is_assertion(node: ast.AST) -> bool:
     return False
 
 
-class Counting(ast.NodeTransformer):
+class AssertionCounter(ast.NodeTransformer):
     """Makes tests count their assertions, and say where they do not use the result of a call."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         self.generic_visit(node)
-        return self._counted(node)
+        return self._count_test(node)
 
     def visit_If(self, node: ast.If) -> ast.AST:
         self.generic_visit(node)
-        return self._counted(node)
+        return self._count_test(node)
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
         counts = is_assertion(node)
@@ -51,7 +51,7 @@ class Counting(ast.NodeTransformer):
             node.value = _call("call_in_place", call.func, *call.args, keywords=call.keywords)
         return node
 
-    def _counted(self, node: ast.Assert | ast.If) -> ast.AST:
+    def _count_test(self, node: ast.Assert | ast.If) -> ast.AST:
         if is_assertion(node):
             node.test = _call("count", node.test)
         return node

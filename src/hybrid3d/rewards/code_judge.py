@@ -16,20 +16,20 @@ import sys
 import types
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 
-from hybrid3d.rewards.code_assertions import Counting
-from hybrid3d.rewards.remote_values import Decoder, Encoder, Forfeit, Link, builtin_name, builtin_named, elements
+from hybrid3d.rewards.code_assertions import AssertionCounter
+from hybrid3d.rewards.remote_values import Decoder, Encoder, Forfeit, Link, builtin_name, find_builtin, take_all
 
 TYPE_CHECKING = False  # as typing's, which takes 7 ms to import: a fifth of what this process needs to start
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 ANSWER_MODULES = ("solution", "program")  # what tests may import the answer as
-ASKED_NAMES = ("__name__", "__dict__")  # of attributes with two underscores, those that the answer is asked for
-ENDING = (StopIteration, StopAsyncIteration)  # end a loop, so an answer cannot raise them
+FORWARDED_DUNDERS = ("__name__", "__dict__")  # of attributes with two underscores, those that the answer is asked for
+LOOP_ENDING_ERRORS = (StopIteration, StopAsyncIteration)  # end a loop, so an answer cannot raise them
 TEXT = "remote text"  # of an error: no name that an attribute can have
 
 
-class Unsendable(Exception):
+class UnsendableValue(Exception):
     """The tests give the answer something that cannot be sent to it, so the reference cannot be judged."""
 
 
@@ -72,20 +72,20 @@ class Judge(Link):
                 case ["value", value, list(after), str(printed)]:
                     return self._accept(value, after, printed, encoder.containers, in_place)
                 case ["error", list(kinds), told, str(printed)]:
-                    self._show(printed)
+                    self._print(printed)
                     error = self._error(kinds, Decoder(self._object).decode(told))
                 case _:
                     raise Forfeit("this is no answer")
         except Forfeit:
             self.forfeited = True
             raise
-        except Unsendable as reason:
+        except UnsendableValue as reason:
             self.problem = self.problem or str(reason)
-            raise Unsendable(str(reason)) from None
+            raise UnsendableValue(str(reason)) from None
         raise error
 
     def _accept(self, said: Any, after: list[Any], printed: str, given: list[Any], in_place: bool) -> Any:
-        self._show(printed)
+        self._print(printed)
         value = Decoder(self._object).decode(said)
         if in_place or value is None:
             decoder = Decoder(self._object, given)
@@ -117,7 +117,7 @@ class Judge(Link):
             return self.request("call", function, *arguments, named=named, in_place=True)
         return function(*arguments, **named)
 
-    def _show(self, printed: str) -> None:
+    def _print(self, printed: str) -> None:
         """Print what the answer printed, for tests that look at it: they have replaced sys.stdout."""
         if printed and sys.stdout is not sys.__stdout__:
             sys.stdout.write(printed)
@@ -132,11 +132,13 @@ class Judge(Link):
         if isinstance(value, types.BuiltinFunctionType) and (name := builtin_name(value)):
             return ["n", name]
         if isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
-            return ["y", Encoder(self._describe).encode(elements(iter(value)))]
+            return ["y", Encoder(self._describe).encode(take_all(iter(value)))]
         if callable(value):
             self._callables.append(value)
             return ["k", len(self._callables) - 1]
-        raise Unsendable(f"the tests give the answer a {type(value).__name__}, which cannot be sent to another process")
+        raise UnsendableValue(
+            f"the tests give the answer a {type(value).__name__}, which cannot be sent to another process"
+        )
 
     def _object(self, tag: str, said: list[Any]) -> object:
         """What the answer has named: an object of its own, a class of errors, or a builtin type."""
@@ -144,14 +146,16 @@ class Judge(Link):
             return self._remotes.setdefault(said[0], Remote(self, said[0], said[1] is True))
         if tag == "e":
             kind = self._error_class(said[0])
-        elif tag == "n" and isinstance(builtin := builtin_named(said[0]), type):
+        elif tag == "n" and isinstance(builtin := find_builtin(said[0]), type):
             kind = builtin
         else:
             raise Forfeit("this is no value")
         # A handler of what the answer calls its errors must not catch a failed assertion, nor may the tests leave by
         # raising one of them: SystemExit ends them, StopIteration a loop.
-        leaves = issubclass(kind, ENDING) or (issubclass(kind, BaseException) and not issubclass(kind, Exception))
-        return _Uncaught if leaves or kind in (Exception, AssertionError) else kind
+        leaves = issubclass(kind, LOOP_ENDING_ERRORS) or (
+            issubclass(kind, BaseException) and not issubclass(kind, Exception)
+        )
+        return _UncatchableError if leaves or kind in (Exception, AssertionError) else kind
 
     def _error_class(self, kinds: list[Any]) -> type[Exception]:
         """The class of errors whose own names and bases are told, the most derived first."""
@@ -159,19 +163,23 @@ class Judge(Link):
         for kind in reversed(kinds):
             if isinstance(kind, str):
                 builtin = vars(builtins).get(kind)
-                if isinstance(builtin, type) and issubclass(builtin, found) and not issubclass(builtin, ENDING):
+                if (
+                    isinstance(builtin, type)
+                    and issubclass(builtin, found)
+                    and not issubclass(builtin, LOOP_ENDING_ERRORS)
+                ):
                     found = builtin
                 continue
             number, name, module = kind
             if number not in self._errors:
-                self._errors[number] = _of_library(module, name, found) or _made_for(str(name), found)
+                self._errors[number] = _library_error_class(module, name, found) or _make_error_class(str(name), found)
             found = self._errors[number]
         return found
 
     def _error(self, kinds: list[Any], told: Any) -> Exception:
         """What the answer raised: of a builtin class, of the library's, or of one made for it."""
         if kinds[:1] == ["StopIteration"]:
-            return _Stopped()
+            return _RemoteStopIteration()
         try:
             args, text, attributes = told
             kind = self._error_class(kinds)
@@ -198,13 +206,13 @@ class Judge(Link):
             value = self._callables[number](*positional, **inside)
             return ["value", Encoder(self._describe).encode(value)]
         except Exception as error:
-            self.failed |= isinstance(error, AssertionError | _NotCompared)
+            self.failed |= isinstance(error, AssertionError | _ComparisonRefused)
             own = self._errors.values()  # which the tests may raise, too
             kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins" or kind in own)
             return ["error", Encoder(self._describe).encode((kind, (str(error),)))]
 
 
-def _of_library(module: Any, name: Any, base: type) -> Any:
+def _library_error_class(module: Any, name: Any, base: type) -> Any:
     """A class of errors of the library that the tests can name; but none that unittest acts upon."""
     if not isinstance(module, str) or not isinstance(name, str) or module.split(".")[0] not in sys.stdlib_module_names:
         return None
@@ -213,7 +221,7 @@ def _of_library(module: Any, name: Any, base: type) -> Any:
     return kind if known else None
 
 
-def _made_for(name: str, base: type[Exception]) -> type[Exception]:
+def _make_error_class(name: str, base: type[Exception]) -> type[Exception]:
     """A class for errors of one of the answer's own, whose text is what the answer said that it is."""
 
     def text(self: Exception) -> Any:
@@ -222,15 +230,15 @@ def _made_for(name: str, base: type[Exception]) -> type[Exception]:
     return type(name, (base,), {"__str__": text})
 
 
-class _Uncaught(Exception):
+class _UncatchableError(Exception):
     """What stands for Exception, AssertionError and what is no Exception where the answer gives them a name."""
 
 
-class _NotCompared(TypeError):
+class _ComparisonRefused(TypeError):
     """The tests would have compared an object of the answer's."""
 
 
-class _Stopped(RuntimeError):
+class _RemoteStopIteration(RuntimeError):
     """The answer raised StopIteration: as such it would end a loop of the tests unseen."""
 
 
@@ -250,7 +258,7 @@ class Remote:
         return self.remote_judge.request("call", self, *arguments, named=named)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name not in ASKED_NAMES:
+        if name.startswith("__") and name not in FORWARDED_DUNDERS:
             raise AttributeError(name)
         return self.remote_judge.request("get", self, name)
 
@@ -281,7 +289,7 @@ class Remote:
     def __next__(self) -> Any:
         try:
             return self.remote_judge.request("next", self)
-        except _Stopped:
+        except _RemoteStopIteration:
             raise StopIteration from None
 
     def __instancecheck__(self, value: object) -> bool:
@@ -291,7 +299,7 @@ class Remote:
         return True if not self.remote_sized else self._refuse()
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise _NotCompared("an object of the answer cannot be compared: compare the plain values that it has")
+        raise _ComparisonRefused("an object of the answer cannot be compared: compare the plain values that it has")
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _refuse
     __hash__ = object.__hash__
@@ -323,7 +331,7 @@ def run(judge: Judge, tests: dict[str, Any]) -> None:
     names = module.__dict__
     names["__judge__"] = judge
     names |= {name: importlib.import_module(name) for name in tests["modules"]}
-    names |= {name: getattr(importlib.import_module(place), name) for name, place in tests["borrowed"].items()}
+    names |= {name: getattr(importlib.import_module(place), name) for name, place in tests["library_names"].items()}
     for own, theirs in tests["names"].items():
         try:
             names[own] = judge.look_up(theirs)
@@ -335,7 +343,7 @@ def run(judge: Judge, tests: dict[str, Any]) -> None:
     if uses_unittest:
         _count_unittest(judge)
     for source in tests["sources"]:
-        tree = ast.fix_missing_locations(Counting().visit(ast.parse(source)))
+        tree = ast.fix_missing_locations(AssertionCounter().visit(ast.parse(source)))
         exec(compile(tree, "<tests>", "exec"), names)
     for name in tests["functions"]:
         names[name]()

@@ -11,7 +11,7 @@ import sys
 import types
 from collections.abc import Callable
 
-from hybrid3d.rewards.remote_values import Decoder, Encoder, Link, builtin_named, is_plain
+from hybrid3d.rewards.remote_values import Decoder, Encoder, Link, find_builtin, is_plain
 
 TYPE_CHECKING = False  # as typing's, which takes 7 ms to import: a fifth of what this process needs to start
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Answerer(Link):
         if tag == "h":
             return self._objects[said[0]]
         if tag == "n":
-            return builtin_named(said[0])
+            return find_builtin(said[0])
         if tag == "y":
             return iter(Decoder(self._object).decode(said[0]))
         return self._callback(said[0])

@@ -18,16 +18,16 @@ from typing import Any, cast
 from hybrid3d.rewards.code_assertions import is_assertion
 from hybrid3d.rewards.code_judge import ANSWER_MODULES
 
-ENTRY = "_answer_"  # prefix of the name under which an entry point is called, so that it hides no builtin
+ENTRY_PREFIX = "_answer_"  # prefix of the name under which an entry point is called, so that it hides no builtin
 # Names that tests often use because the program they were written for had imported them. They are the judge's own,
 # because an answer that defined them would compare its own values.
-BORROWED = {
+LIBRARY_NAMES = {
     **dict.fromkeys(("fabs", "inf", "isclose", "isinf", "isnan", "nan", "pi", "sqrt"), "math"),
     **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"),
     **dict.fromkeys(("Any", "Callable", "Dict", "Iterable", "List", "Optional", "Set", "Tuple", "Union"), "typing"),
     "deepcopy": "copy", "Decimal": "decimal", "Fraction": "fractions",
 }  # fmt: skip
-_GIVEN = {*dir(builtins), "__name__", "__file__", "__doc__", "__builtins__"}
+_PREDEFINED_NAMES = {*dir(builtins), "__name__", "__file__", "__doc__", "__builtins__"}
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Tests:
         sources: run one after the other in one namespace.
         names: the judge's name for each thing that the answer defines, and the answer's own name for it.
         modules: modules of the standard library that the tests use without importing them.
-        borrowed: names used without an import, and the modules of the standard library that define them.
+        library_names: names used without an import, and the modules of the standard library that define them.
         functions: functions without parameters that are called at the end, as pytest would.
     """
 
     sources: tuple[str, ...]
     names: Mapping[str, str]
     modules: tuple[str, ...] = ()
-    borrowed: Mapping[str, str] | None = None
+    library_names: Mapping[str, str] | None = None
     functions: tuple[str, ...] = ()
 
 
@@ -116,17 +116,19 @@ def _tests(source: str, read: Mapping[str, Any]) -> Tests:
         expression, entries = _entry_point(entry)
         if takes_candidate:
             sources.append(f"check({expression})")
-            names = {ENTRY + name: name for name in entries}
+            names = {ENTRY_PREFIX + name: name for name in entries}
     free, unbound = _free_names(sources[0], tree), set[str]()
     if isinstance(entry, str):
-        unbound = free - entries - BORROWED.keys()
-        free = free & (entries | BORROWED.keys()) | (set() if takes_candidate else entries)
+        unbound = free - entries - LIBRARY_NAMES.keys()
+        free = free & (entries | LIBRARY_NAMES.keys()) | (set() if takes_candidate else entries)
         if unbound and (prompt := _definitions(_text(read.get("prompt")), entries)).body:
             _check_imports(prompt)
             sources.insert(0, ast.unparse(prompt))
-            unbound -= _scan(sources[0])[1]
+            unbound -= _global_names(sources[0])[1]
     else:
-        free |= _functions(_parsed(_text(read.get("code")))).keys() & called  # which may be named as a builtin is
+        free |= (
+            _functions(_parse_or_empty(_text(read.get("code")))).keys() & called
+        )  # which may be named as a builtin is
     modules = {name for name in free | unbound if name in sys.stdlib_module_names and _is_module(name, tree)}
     if unbound - modules:
         raise ValueError(
@@ -134,25 +136,29 @@ def _tests(source: str, read: Mapping[str, Any]) -> Tests:
             f"beside the entry point {entry}: give the row's prompt, or leave entry_point away"
         )
     free -= modules
-    borrowed = {name: BORROWED[name] for name in free & BORROWED.keys() if free - BORROWED.keys() or takes_candidate}
-    names |= {name: name for name in free - borrowed.keys()}
+    library_names = {
+        name: LIBRARY_NAMES[name]
+        for name in free & LIBRARY_NAMES.keys()
+        if free - LIBRARY_NAMES.keys() or takes_candidate
+    }
+    names |= {name: name for name in free - library_names.keys()}
     _check_imports(tree)
     if not names and not _imports_answer(tree):
         raise ValueError(
-            f"the tests use nothing that the answer defines: {_shown(source)} (a function that is named as a builtin "
+            f"the tests use nothing that the answer defines: {_excerpt(source)} (a function that is named as a builtin "
             "is must be named in entry_point)"
         )
     functions = tuple(
         name
         for name, function in _functions(tree).items()
-        if name.startswith("test") and name not in called and _takes_nothing(function)
+        if name.startswith("test") and name not in called and _needs_no_arguments(function)
     )
     if not any(_assertions(tree, {*functions, "check"} if takes_candidate else {*functions})):
-        raise ValueError(f"the tests have no assertion that is run: {_shown(source)}")
-    return Tests(tuple(sources), names, tuple(sorted(modules)), borrowed, functions)
+        raise ValueError(f"the tests have no assertion that is run: {_excerpt(source)}")
+    return Tests(tuple(sources), names, tuple(sorted(modules)), library_names, functions)
 
 
-def _shown(source: str) -> str:
+def _excerpt(source: str) -> str:
     return repr(source.strip()[:80])
 
 
@@ -165,40 +171,40 @@ def _entry_point(entry: str) -> tuple[str, set[str]]:
     found = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     names = {node.id for node in found}
     for node in found:
-        node.id = ENTRY + node.id
+        node.id = ENTRY_PREFIX + node.id
     return ast.unparse(tree), names
 
 
 def _free_names(source: str, tree: ast.Module) -> set[str]:
     """Names that the source reads and neither defines nor imports, and that are no builtins."""
-    used, made = _scan(source)
-    return used - made - _GIVEN
+    used, defined = _global_names(source)
+    return used - defined - _PREDEFINED_NAMES
 
 
-def _scan(source: str) -> tuple[set[str], set[str]]:
+def _global_names(source: str) -> tuple[set[str], set[str]]:
     """The global names that a source reads, and those that it makes."""
     top = symtable.symtable(source, "<tests>", "exec")
-    used, made, tables = set[str](), set[str](), [top]
+    used, defined, tables = set[str](), set[str](), [top]
     while tables:
         table = tables.pop()
         tables += table.get_children()
         for symbol in table.get_symbols():
             if table is top or symbol.is_global():
                 if symbol.is_assigned() or symbol.is_imported():
-                    made.add(symbol.get_name())
+                    defined.add(symbol.get_name())
                 if symbol.is_referenced():
                     used.add(symbol.get_name())
-    return used, made
+    return used, defined
 
 
 def _definitions(prompt: str, entries: set[str]) -> ast.Module:
     """What a prompt of HumanEval defines beside the function that is asked for."""
-    tree = _parsed(prompt)
+    tree = _parse_or_empty(prompt)
     tree.body = [node for node in tree.body if getattr(node, "name", None) not in entries]
     return tree
 
 
-def _parsed(source: str) -> ast.Module:
+def _parse_or_empty(source: str) -> ast.Module:
     """The source's tree, empty where it is not Python."""
     try:
         return ast.parse(source)
@@ -206,7 +212,7 @@ def _parsed(source: str) -> ast.Module:
         return ast.Module([], [])
 
 
-def _takes_nothing(function: ast.FunctionDef) -> bool:
+def _needs_no_arguments(function: ast.FunctionDef) -> bool:
     """Whether a function can be called without arguments."""
     arguments = function.args
     positional = len(arguments.posonlyargs) + len(arguments.args)
@@ -227,7 +233,7 @@ def _is_module(name: str, tree: ast.Module) -> bool:
 
 
 def _check_imports(tree: ast.Module) -> None:
-    for node in _unguarded(tree):
+    for node in _outside_try(tree):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             modules = [node.module or "."]
@@ -236,20 +242,20 @@ def _check_imports(tree: ast.Module) -> None:
                 raise ValueError(f"the tests import {module}, and the sandbox has Python's standard library only")
 
 
-def _unguarded(node: ast.AST) -> Iterator[ast.AST]:
+def _outside_try(node: ast.AST) -> Iterator[ast.AST]:
     """Every node that is not within a `try`, which may be there because an import may fail."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.Try):
             yield child
-            yield from _unguarded(child)
+            yield from _outside_try(child)
 
 
 def _imports_answer(tree: ast.Module) -> bool:
-    modules = [name for node in ast.walk(tree) for name in _imported(node)]
+    modules = [name for node in ast.walk(tree) for name in _imported_modules(node)]
     return any(module in ANSWER_MODULES for module in modules)
 
 
-def _imported(node: ast.AST) -> Iterable[str]:
+def _imported_modules(node: ast.AST) -> Iterable[str]:
     if isinstance(node, ast.ImportFrom):
         return [node.module or ""]
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -1,4 +1,4 @@
-"""Replies of an environment to whole batches of conversations, with a time limit each."""
+"""Runs an environment on batches of conversations, with a time limit per reply."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ from dataclasses import dataclass
 from typing import cast
 
 from hybrid3d.rewards.environments import ENVIRONMENTS, Environment, find_environment, stops_of
-from hybrid3d.rewards.pool_client import ProcessPoolClient, try_out
+from hybrid3d.rewards.pool_client import ProcessPoolClient, load_in_subprocess
 from hybrid3d.rewards.registry import load_function
 
-Conversed = tuple[tuple[str, ...], str, str]
-"""Turns, reference, prompt."""
+ConversationItem = tuple[tuple[str, ...], str, str]
+"""The turns, the reference and the prompt of one conversation."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Words, or None: the conversation is over, also where no reply could be had.
+    """Holds an environment's reply to one conversation.
 
-    `failure` is then the kind, as in `Scores` (`not_a_text` instead of a number), and `said` what was said of it.
+    Attributes:
+        text: continues the context; None if the conversation is over, also if the call failed.
+        failure: the kind of failure, as in `Scores` (`not_a_text` instead of `not_a_number`), or "".
+        message: describes the failure, or "".
     """
 
-    words: str | None
+    text: str | None
     failure: str = ""
-    said: str = ""
+    message: str = ""
 
 
 class EnvironmentRunner:
-    """Asks one environment in `workers` processes, which start with the first turn; a builtin one needs none.
+    """Calls one environment in `workers` processes, which start with the first turn; a builtin one needs none.
 
     Raises:
-        ValueError: `spec` is neither an environment's name nor `module:function`.
+        ValueError: `spec` is neither the name of an environment nor `module:function`.
     """
 
     def __init__(self, spec: str, workers: int, timeout_seconds: float):
@@ -38,21 +41,25 @@ class EnvironmentRunner:
         self._function = cast(Environment, load_function(target)) if spec in ENVIRONMENTS else None
         self._pool = ProcessPoolClient(target, "reply", workers, timeout_seconds)
 
-    def reply(self, items: Sequence[Conversed]) -> list[Reply]:
-        """To each conversation, in order."""
+    def reply(self, items: Sequence[ConversationItem]) -> list[Reply]:
+        """Return the reply to each conversation, in order."""
         if self._function is not None:
             return [Reply(self._function(*item)) for item in items]
-        verdicts = self._pool.call(items)
-        return [Reply(None if words is None else str(words), kind, said) for words, kind, said in verdicts]
+        results = self._pool.call(items)
+        return [Reply(None if text is None else str(text), kind, message) for text, kind, message in results]
 
     def close(self) -> None:
-        """End all processes; another turn would start them again."""
+        """End all processes; the next call starts them again."""
         self._pool.close()
 
 
 def check_environment(spec: str) -> tuple[str, ...]:
-    """Try to load an environment: its stops. ValueError: there is none, or it cannot be loaded or called; says why."""
+    """Load an environment and return its stops.
+
+    Raises:
+        ValueError: it does not exist, or cannot be loaded or called; says why.
+    """
     target = find_environment(spec)
     if spec in ENVIRONMENTS:
         return stops_of(load_function(target))
-    return try_out(spec, target, "reply", "environment")
+    return load_in_subprocess(spec, target, "reply", "environment")

@@ -18,9 +18,9 @@ from hybrid3d.rewards.registry import check_target
 ENVIRONMENTS = {"calculator": "hybrid3d.rewards.environments:calculator"}
 """Those that are cheap, raise nothing and end whatever was written: they need no process of their own."""
 
-LONGEST = 64  # characters of an expression
-PLACES = Decimal("1e-6")  # of a result
-_CALL = re.compile(rf"<<([-+*/(). 0-9]{{1,{LONGEST}}})=\Z")
+MAX_EXPRESSION_CHARS = 64  # characters of an expression
+RESULT_PRECISION = Decimal("1e-6")  # of a result
+_CALL = re.compile(rf"<<([-+*/(). 0-9]{{1,{MAX_EXPRESSION_CHARS}}})=\Z")
 _OPERATORS: dict[type[ast.AST], Callable[..., Decimal]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -79,7 +79,7 @@ def stop_tokens(vocabulary: Vocabulary, stops: Sequence[str]) -> tuple[int, ...]
     """The tokens at which generating pauses: whose text has the last character of a stop in it.
 
     An engine compares tokens, and a stop can be cut into tokens in many ways; but each of them has a last one. Whether
-    the stop is there, the text tells (`ends_in`).
+    the stop is there, the text tells (`ends_with_stop`).
 
     Raises:
         ValueError: a stop can never be written.
@@ -92,7 +92,7 @@ def stop_tokens(vocabulary: Vocabulary, stops: Sequence[str]) -> tuple[int, ...]
     return tuple(token for token, text in enumerate(texts) if not ends.isdisjoint(text))
 
 
-def ends_in(text: str, last: str, stops: Sequence[str]) -> bool:
+def ends_with_stop(text: str, last: str, stops: Sequence[str]) -> bool:
     """Whether a stop ends within the last token of a text; `last` is that token's."""
     return any(stop in text[-(len(last) + len(stop) - 1) :] for stop in stops)
 
@@ -101,9 +101,9 @@ def calculator(turns: Sequence[str], reference: str = "", prompt: str = "") -> s
     """`24>>` where the policy has written `<<48/2=`, and no words elsewhere.
 
     The form is that of GSM8K's annotations (arXiv 2110.14168, appendix C). An expression has numbers, + - * / and
-    parentheses, and `LONGEST` characters at most; a result is rounded to `PLACES`.
+    parentheses, and `MAX_EXPRESSION_CHARS` characters at most; a result is rounded to `RESULT_PRECISION`.
     """
-    call = _CALL.search(turns[-1][-(LONGEST + 3) :])
+    call = _CALL.search(turns[-1][-(MAX_EXPRESSION_CHARS + 3) :])
     value = None if call is None else calculate(call[1])
     return "" if value is None else f"{value:f}>>"
 
@@ -113,10 +113,10 @@ calculator.stops = ("=",)  # type: ignore[attr-defined]  # as a user's own says 
 
 def calculate(expression: str) -> Decimal | None:
     """The value of an expression, None where it has none. Decimal, because 0.1 + 0.2 is 0.3 in a data set."""
-    with localcontext(Context(prec=2 * LONGEST)):
+    with localcontext(Context(prec=2 * MAX_EXPRESSION_CHARS)):
         try:
             value = _value(ast.parse(expression.strip(), mode="eval").body, expression.strip())
-            return (value.quantize(PLACES) + 0).normalize()  # + 0: no sign at zero
+            return (value.quantize(RESULT_PRECISION) + 0).normalize()  # + 0: no sign at zero
         except (SyntaxError, ArithmeticError, KeyError):
             return None
 

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from hybrid3d.process import kill_descendants_on_exit
-from hybrid3d.rewards.pool_worker import BATCH_SECONDS, START_SECONDS, Item, Verdict, Wanted
+from hybrid3d.rewards.pool_worker import BATCH_SECONDS, START_SECONDS, CallResult, Item, ReturnKind
 
 GRACE_SECONDS = 5  # to kill a worker that hangs and start the next
-LAST_BYTES = 65_536  # of what a function's module says on stderr
+STDERR_TAIL_BYTES = 65_536  # of what a function's module says on stderr
 # What can be imported here can be there, this package first of all.
 _SERVER = (
     "import sys; sys.path[:] = eval(sys.argv[1]); from hybrid3d.rewards import pool_server as s; s.main(*sys.argv[2:])"
@@ -29,15 +29,15 @@ class ProcessPoolClient:
     """One function, `module:function`, in `workers` processes, which start with the first calls.
 
     Args:
-        wanted: what a call is to return.
+        return_kind: what a call is to return.
         seconds: that a call may take.
     """
 
-    def __init__(self, target: str, wanted: Wanted, workers: int, seconds: float):
-        self._target, self._wanted, self._workers, self._seconds = target, wanted, workers, seconds
+    def __init__(self, target: str, return_kind: ReturnKind, workers: int, seconds: float):
+        self._target, self._return_kind, self._workers, self._seconds = target, return_kind, workers, seconds
         self._server: tuple[subprocess.Popen[bytes], Connection] | None = None
 
-    def call(self, items: Sequence[Item]) -> list[Verdict]:
+    def call(self, items: Sequence[Item]) -> list[CallResult]:
         """A verdict on each item, in order.
 
         The pool keeps to the limit of each call; the one here is for a pool that itself hangs.
@@ -46,13 +46,13 @@ class ProcessPoolClient:
             return []
         rounds = math.ceil(len(items) / self._workers)
         limit = START_SECONDS + min(rounds * (self._seconds + GRACE_SECONDS), BATCH_SECONDS + GRACE_SECONDS)
-        process, connection = self._running()
+        process, connection = self._ensure_server()
         try:
             connection.send(list(items))
             if connection.poll(limit):
-                verdicts: list[Verdict] = connection.recv()
-                return verdicts
-            failure: Verdict = (None, "hung", f"no word from the pool within {limit:g} s")
+                results: list[CallResult] = connection.recv()
+                return results
+            failure: CallResult = (None, "hung", f"no word from the pool within {limit:g} s")
             process.kill()
         except (EOFError, ConnectionError):
             failure = (None, "died", f"the pool's process ended with exit code {process.wait()}")
@@ -72,12 +72,12 @@ class ProcessPoolClient:
             process.kill()  # its workers and their semaphores go with it
             process.wait()
 
-    def _running(self) -> tuple[subprocess.Popen[bytes], Connection]:
+    def _ensure_server(self) -> tuple[subprocess.Popen[bytes], Connection]:
         if self._server is not None and self._server[0].poll() is not None:
             self.close()  # it ended between two batches
         if self._server is None:
             ours, theirs = multiprocessing.Pipe()
-            arguments = [str(theirs.fileno()), self._target, self._wanted, str(self._workers), str(self._seconds)]
+            arguments = [str(theirs.fileno()), self._target, self._return_kind, str(self._workers), str(self._seconds)]
             process = subprocess.Popen(
                 _command("serve", *arguments),
                 pass_fds=[theirs.fileno()],
@@ -94,7 +94,7 @@ def _command(*arguments: str) -> list[str]:
     return [sys.executable, "-c", _SERVER, repr(sys.path), *arguments]
 
 
-def try_out(spec: str, target: str, wanted: Wanted, what: str) -> tuple[str, ...]:
+def load_in_subprocess(spec: str, target: str, return_kind: ReturnKind, what: str) -> tuple[str, ...]:
     """Load a function, in a process of its own: a user's module runs its code when it is imported.
 
     Args:
@@ -111,7 +111,7 @@ def try_out(spec: str, target: str, wanted: Wanted, what: str) -> tuple[str, ...
         tempfile.TemporaryFile() as errors,  # not pipes: its children would hold them
         kill_descendants_on_exit(),
     ):
-        command = _command("check", target, wanted, str(answer.fileno()))
+        command = _command("check", target, return_kind, str(answer.fileno()))
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -130,7 +130,7 @@ def try_out(spec: str, target: str, wanted: Wanted, what: str) -> tuple[str, ...
             process.wait()
         answer.seek(0)
         found = answer.read()
-        errors.seek(max(0, errors.seek(0, os.SEEK_END) - LAST_BYTES))
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - STDERR_TAIL_BYTES))
         said = errors.read().decode(errors="replace").strip().splitlines()
     if code == 0 and found:
         return tuple(json.loads(found))

@@ -35,12 +35,12 @@ from hybrid3d.process import (
 )
 from hybrid3d.rewards import pool_worker
 from hybrid3d.rewards.environments import stops_of
-from hybrid3d.rewards.pool_worker import BATCH_SECONDS, Item, Verdict, Wanted, with_limit
+from hybrid3d.rewards.pool_worker import BATCH_SECONDS, CallResult, Item, ReturnKind, with_limit
 from hybrid3d.rewards.registry import load_function
 
-TRIES = 3  # pools, for the calls of one batch: one breaks when a worker is killed while it has nothing to do
-LOOK_SECONDS = 0.5
-LEFT = 256  # in place of exit code 0, which is no process's own
+MAX_ATTEMPTS = 3  # pools, for the calls of one batch: one breaks when a worker is killed while it has nothing to do
+POLL_SECONDS = 0.5
+CLEAN_EXIT = 256  # in place of exit code 0, which is no process's own
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Worker(SpawnProcess):
     @property
     def exitcode(self) -> int | None:
         code = super().exitcode
-        return LEFT if code == 0 else code
+        return CLEAN_EXIT if code == 0 else code
 
 
 class WorkerContext(SpawnContext):
@@ -66,38 +66,38 @@ class WorkerContext(SpawnContext):
 class Pool:
     """Workers that call one function; one that hangs or dies is replaced."""
 
-    def __init__(self, target: str, wanted: Wanted, workers: int, seconds: float):
+    def __init__(self, target: str, return_kind: ReturnKind, workers: int, seconds: float):
         self._context = WorkerContext()
-        self._workers, self._start = workers, (target, wanted, seconds)
-        self._wanted, self._seconds = wanted, seconds
+        self._workers, self._start = workers, (target, return_kind, seconds)
+        self._return_kind, self._seconds = return_kind, seconds
         self._batched: bool | None = None
-        self._pool = self._new()
+        self._pool = self._new_pool()
 
-    def call(self, items: Sequence[Item]) -> list[Verdict]:
+    def call(self, items: Sequence[Item]) -> list[CallResult]:
         """A verdict on each item, in order. A batched function gets all at once, and its time limit holds for all.
 
         What has none after `BATCH_SECONDS` counts as hanging.
         """
         end = time.monotonic() + BATCH_SECONDS
         calls = [list(items)] if self._is_batched() else [[item] for item in items]
-        answers: dict[int, list[Verdict]] = {}
-        for _ in range(TRIES):
+        answers: dict[int, list[CallResult]] = {}
+        for _ in range(MAX_ATTEMPTS):
             if not self._pool.active:
-                self._renew()
+                self._replace_pool()
             futures = {
-                number: self._schedule(pool_worker.judge, call)
+                number: self._schedule(pool_worker.call_function, call)
                 for number, call in enumerate(calls)
                 if number not in answers
             }
             self._wait(futures.values(), end)
             for number, future in futures.items():
                 if future.done() and not isinstance(future.exception(), BrokenProcessPool):
-                    answers[number] = self._verdicts(future, len(calls[number]))
+                    answers[number] = self._results(future, len(calls[number]))
             if len(answers) == len(calls) or time.monotonic() >= end:
                 break
-        lost: Verdict = (None, "died", f"the pool's workers ended {TRIES} times before they had begun")
+        lost: CallResult = (None, "died", f"the pool's workers ended {MAX_ATTEMPTS} times before they had begun")
         if len(answers) < len(calls) and time.monotonic() >= end:
-            lost = (None, "hung", f"no {self._wanted} within the {BATCH_SECONDS} s that a whole batch has")
+            lost = (None, "hung", f"no {self._return_kind} within the {BATCH_SECONDS} s that a whole batch has")
             self._pool.stop()
         return [verdict for number, call in enumerate(calls) for verdict in answers.get(number) or [lost] * len(call)]
 
@@ -105,12 +105,14 @@ class Pool:
         self._pool.stop()
         self._pool.join()
 
-    def _new(self) -> ProcessPool:
-        return ProcessPool(self._workers, initializer=pool_worker.start, initargs=self._start, context=self._context)
+    def _new_pool(self) -> ProcessPool:
+        return ProcessPool(
+            self._workers, initializer=pool_worker.initialize, initargs=self._start, context=self._context
+        )
 
-    def _renew(self) -> None:
+    def _replace_pool(self) -> None:
         self.close()
-        self._pool = self._new()
+        self._pool = self._new_pool()
 
     def _is_batched(self) -> bool:
         if self._batched is None:
@@ -130,30 +132,30 @@ class Pool:
     def _wait(self, futures: Iterable[Future[Any]], end: float = math.inf) -> None:
         """Until all are done, or time is up, or the pool is broken: those that it had not looked at never will be."""
         waiting = list(futures)
-        while wait(waiting, timeout=LOOK_SECONDS).not_done and self._pool.active and time.monotonic() < end:
+        while wait(waiting, timeout=POLL_SECONDS).not_done and self._pool.active and time.monotonic() < end:
             pass
 
-    def _verdicts(self, future: Future[list[Verdict]], samples: int) -> list[Verdict]:
+    def _results(self, future: Future[list[CallResult]], samples: int) -> list[CallResult]:
         error = future.exception()
         if error is None:
             return future.result()
         if isinstance(error, TimeoutError):
-            failure: Verdict = (None, "hung", f"no {self._wanted} within {self._seconds:g} s")
+            failure: CallResult = (None, "hung", f"no {self._return_kind} within {self._seconds:g} s")
         elif isinstance(error, ProcessExpired):
-            code = 0 if error.exitcode == LEFT else error.exitcode
+            code = 0 if error.exitcode == CLEAN_EXIT else error.exitcode
             failure = (None, "died", f"the worker ended with exit code {code}")
         else:
             failure = (None, "died", pool_worker.describe(error))
         return [failure] * samples
 
 
-def serve(connection: Connection, target: str, wanted: Wanted, workers: int, seconds: float) -> None:
+def serve(connection: Connection, target: str, return_kind: ReturnKind, workers: int, seconds: float) -> None:
     """Answer what comes until the trainer closes its end. What the function has started ends with its worker."""
     adopt_orphans()
     set_shared_memory_prefix()
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    pool = Pool(target, wanted, workers, seconds)
-    threading.Thread(target=_end_orphans, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    pool = Pool(target, return_kind, workers, seconds)
+    threading.Thread(target=_kill_orphans, daemon=True).start()
     while True:
         try:
             items = connection.recv()
@@ -164,22 +166,22 @@ def serve(connection: Connection, target: str, wanted: Wanted, workers: int, sec
     kill_descendants()
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """End with the trainer, however busy; the workers have asked the kernel to end with this process."""
     while os.getppid() == parent:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     kill_descendants()
     os._exit(1)
 
 
-def _end_orphans() -> None:
+def _kill_orphans() -> None:
     """Kill what workers that are gone have left behind, whose parent this process then is (`adopt_orphans`).
 
     A process counts as left behind when it is seen twice: a worker that is just being started is not known yet.
     """
     before: set[int] = set()
     while True:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
         strays = (
             child_pids(os.getpid()) - {one.pid for one in multiprocessing.active_children()} - resource_tracker_pids()
         )
@@ -188,14 +190,14 @@ def _end_orphans() -> None:
         before = strays
 
 
-def check(target: str, wanted: str, answer: str) -> None:
+def check(target: str, return_kind: str, answer: str) -> None:
     """Load a function as a worker would, and write the stops that it names as JSON to a descriptor.
 
     What it raises is for whoever started this process.
     """
     function = load_function(target)
     stops = json.dumps(stops_of(function)).encode()
-    first = "answer" if wanted == "reward" else "turns"
+    first = "answer" if return_kind == "reward" else "turns"
     try:
         signature = inspect.signature(with_limit(function, 1.0))
     except ValueError:  # a function in C that does not say
@@ -211,7 +213,7 @@ def check(target: str, wanted: str, answer: str) -> None:
 
 
 def main(command: str, *arguments: str) -> None:
-    """`check TARGET WANTED DESCRIPTOR`, or `serve DESCRIPTOR TARGET WANTED WORKERS SECONDS`."""
+    """`check TARGET RETURN_KIND DESCRIPTOR`, or `serve DESCRIPTOR TARGET RETURN_KIND WORKERS SECONDS`."""
     if command == "check":
         try:
             check(*arguments)
@@ -220,5 +222,5 @@ def main(command: str, *arguments: str) -> None:
             sys.stderr.flush()
             os._exit(1)  # whatever threads the module has started
         os._exit(0)
-    descriptor, target, wanted, workers, seconds = arguments
-    serve(Connection(int(descriptor)), target, cast(Wanted, wanted), int(workers), float(seconds))
+    descriptor, target, return_kind, workers, seconds = arguments
+    serve(Connection(int(descriptor)), target, cast(ReturnKind, return_kind), int(workers), float(seconds))

@@ -17,25 +17,25 @@ from hybrid3d.errors import escape_control_characters
 from hybrid3d.process import adopt_orphans, kill_when_parent_exits, reap_orphans, set_shared_memory_prefix
 from hybrid3d.rewards.registry import load_function
 
-Wanted = Literal["reward", "reply"]
+ReturnKind = Literal["reward", "reply"]
 Item = tuple[str | tuple[str, ...], str, str]
 """Answer (of an environment: the turns), reference, prompt."""
-Verdict = tuple[float | str | None, str, str]
-"""What is wanted, or None with the kind of failure and what was said of it; a reply may be None by itself."""
+CallResult = tuple[float | str | None, str, str]
+"""What is return_kind, or None with the kind of failure and what was said of it; a reply may be None by itself."""
 
 START_SECONDS = 120  # to import a function's module: that of a user may import torch from a slow disk
 BATCH_SECONDS = 420  # for all calls of one: the ranks that wait for them give up after ten minutes
-SHARE = 0.8  # of the time limit, for a function that keeps to one by itself
+TIME_SHARE = 0.8  # of the time limit, for a function that keeps to one by itself
 
 _function: Callable[..., Any]
-_accept: Callable[[object], Verdict]
-_broken = ""
+_check_value: Callable[[object], CallResult]
+_load_error = ""
 
 
-def start(target: str, wanted: Wanted, seconds: float) -> None:
+def initialize(target: str, return_kind: ReturnKind, seconds: float) -> None:
     """Make this process a worker. A module that does not load fails every call, and so is counted and told."""
-    global _function, _accept, _broken
-    _accept = _number if wanted == "reward" else _words
+    global _function, _check_value, _load_error
+    _check_value = _number_result if return_kind == "reward" else _text_result
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for a call into C to return
     kill_when_parent_exits(os.getppid())
     adopt_orphans()  # its daemons are this process's while it lives, and end with it
@@ -44,7 +44,7 @@ def start(target: str, wanted: Wanted, seconds: float) -> None:
     try:
         _function = with_limit(load_function(target), seconds)
     except BaseException as error:  # SystemExit as well: a user's module may do anything
-        _broken = describe(error)
+        _load_error = describe(error)
     signal.alarm(0)
 
 
@@ -54,35 +54,35 @@ def with_limit(function: Callable[..., Any], seconds: float) -> Callable[..., An
         told = "seconds" in inspect.signature(function).parameters
     except ValueError:  # a function in C that does not say
         told = False
-    return functools.partial(function, seconds=SHARE * seconds) if told else function
+    return functools.partial(function, seconds=TIME_SHARE * seconds) if told else function
 
 
 def is_batched() -> bool:
     """Whether the function takes lists."""
-    return not _broken and bool(getattr(getattr(_function, "func", _function), "batched", False))
+    return not _load_error and bool(getattr(getattr(_function, "func", _function), "batched", False))
 
 
-def judge(items: Sequence[Item]) -> list[Verdict]:
+def call_function(items: Sequence[Item]) -> list[CallResult]:
     """The verdict on each of the items: one, or for a batched function all."""
     reap_orphans()
-    if _broken:
-        return [(None, "raised", _broken)] * len(items)
+    if _load_error:
+        return [(None, "raised", _load_error)] * len(items)
     try:
         if not is_batched():
-            return [_accept(_function(*item)) for item in items]
+            return [_check_value(_function(*item)) for item in items]
         returned = _function(*(list(texts) for texts in zip(*items, strict=True)))
-        values = _sequence(returned)
+        values = _as_list(returned)
     except BaseException as error:  # SystemExit as well
         return [(None, "raised", describe(error))] * len(items)
     if values is None:
-        said = f"{_shortened(returned)} ({type(returned).__name__}): expected a list, a tuple or a 1-D array of numbers"
+        said = f"{_shorten(returned)} ({type(returned).__name__}): expected a list, a tuple or a 1-D array of numbers"
         return [(None, "wrong_type", said)] * len(items)
     if len(values) != len(items):
         return [(None, "wrong_count", f"{len(values)} rewards for {len(items)} samples")] * len(items)
-    return [_accept(value) for value in values]
+    return [_check_value(value) for value in values]
 
 
-def _sequence(returned: Any) -> list[Any] | None:
+def _as_list(returned: Any) -> list[Any] | None:
     """The rewards of a batch, in order; None where what was returned has no order of its own, or is no sequence.
 
     A dict would give its keys and a string its characters, of which some are numbers. Arrays and tensors are recognized
@@ -95,7 +95,7 @@ def _sequence(returned: Any) -> list[Any] | None:
     return None
 
 
-def _number(value: object) -> Verdict:
+def _number_result(value: object) -> CallResult:
     """A finite float. Strings are none, scalars of numpy and torch are."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) else math.nan
@@ -103,10 +103,10 @@ def _number(value: object) -> Verdict:
         number = math.nan
     if math.isfinite(number):
         return number, "", ""
-    return None, "not_a_number", f"{_shortened(value)} ({type(value).__name__})"
+    return None, "not_a_number", f"{_shorten(value)} ({type(value).__name__})"
 
 
-def _words(value: object) -> Verdict:
+def _text_result(value: object) -> CallResult:
     """A text, or None. Half of a surrogate pair is no text: it cannot be tokenized, nor written to a file."""
     if value is None:
         return None, "", ""
@@ -114,15 +114,15 @@ def _words(value: object) -> Verdict:
         # A plain str, whatever class this is: the rank unpickles it, and must not import a user's module for that
         return str.encode(cast(str, value), "utf-8").decode(), "", ""
     except (TypeError, UnicodeEncodeError):
-        return None, "not_a_text", f"{_shortened(value)} ({type(value).__name__})"
+        return None, "not_a_text", f"{_shorten(value)} ({type(value).__name__})"
 
 
 def describe(error: BaseException) -> str:
     """One line: type and message."""
-    return f"{type(error).__name__}: {_shortened(error, str)}".removesuffix(": ")
+    return f"{type(error).__name__}: {_shorten(error, str)}".removesuffix(": ")
 
 
-def _shortened(value: object, shown: Callable[[object], str] = repr) -> str:
+def _shorten(value: object, shown: Callable[[object], str] = repr) -> str:
     try:
         return escape_control_characters(" ".join(shown(value).split())[:300])
     except BaseException as error:  # SystemExit as well

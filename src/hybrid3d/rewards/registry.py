@@ -84,9 +84,9 @@ def gsm8k(answer: str, reference: str, prompt: str = "") -> float:
     return float(given is not None and given == wanted)
 
 
-def overlong_penalty(tokens: int, longest: int, buffer: int) -> float:
+def overlong_penalty(tokens: int, max_tokens: int, buffer: int) -> float:
     """0, and within the last `buffer` tokens that an answer may have falling to -1 (arXiv 2503.14476, equation 13)."""
-    return -min(1.0, max(0, tokens - (longest - buffer)) / buffer)
+    return -min(1.0, max(0, tokens - (max_tokens - buffer)) / buffer)
 
 
 def _final_number(text: str) -> Decimal | None:

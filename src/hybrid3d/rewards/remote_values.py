@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 MESSAGE_BYTES = 8 * 2**20
-DEPTH = 200  # of containers within containers
-ITERATED = 10**6  # elements of an iterator that is sent as a value
+MAX_DEPTH = 200  # of containers within containers
+MAX_ITERATOR_ELEMENTS = 10**6  # elements of an iterator that is sent as a value
 CONTAINERS: dict[Any, str] = {list: "l", tuple: "t", dict: "d", set: "s", frozenset: "f", deque: "q", bytearray: "a"}
 MUTABLE = (list, dict, set, deque, bytearray)
 # Value types of the library, and the plain arguments that make an equal one.
@@ -37,7 +37,7 @@ VALUES: dict[str, tuple[str, Callable[[Any], tuple[object, ...]]]] = {
     ),
     "timedelta": ("datetime", lambda value: (value.days, value.seconds, value.microseconds)),
 }
-_EXACT = (type(None), bool, int, float, str, bytes, *CONTAINERS)
+_PLAIN_TYPES = (type(None), bool, int, float, str, bytes, *CONTAINERS)
 
 
 class Forfeit(BaseException):
@@ -78,8 +78,8 @@ class Encoder:
 
     def encode_contents(self, value: Any, depth: int = 0) -> list[Any]:
         """A container, even where it has been met before."""
-        if depth >= DEPTH:
-            raise ValueError(f"containers nested more than {DEPTH} deep cannot be sent")
+        if depth >= MAX_DEPTH:
+            raise ValueError(f"containers nested more than {MAX_DEPTH} deep cannot be sent")
         kind = type(value)
         if kind is bytearray:
             return ["a", value.decode("latin-1")]
@@ -111,7 +111,7 @@ def _plain(value: Any, base: type) -> Any:
 
 def is_plain(value: object) -> bool:
     """Whether a value is of exactly a type that is sent as a value."""
-    return type(value) in _EXACT
+    return type(value) in _PLAIN_TYPES
 
 
 class Decoder:
@@ -129,7 +129,7 @@ class Decoder:
     def decode(self, said: Any, depth: int = 0) -> Any:
         if said is None or type(said) in (bool, int, float, str):
             return said
-        if type(said) is not list or not said or type(said[0]) is not str or depth > DEPTH:
+        if type(said) is not list or not said or type(said[0]) is not str or depth > MAX_DEPTH:
             raise Forfeit("this is no value")
         tag, inner = said[0], said[1:]
         try:
@@ -202,7 +202,7 @@ def builtin_name(value: object) -> str:
     return name if isinstance(name, str) and vars(builtins).get(name) is value else ""
 
 
-def builtin_named(name: object) -> Any:
+def find_builtin(name: object) -> Any:
     """A builtin type or function by its name. ValueError: there is none."""
     found = getattr(builtins, _text(name), None)
     if not callable(found) or name in ("eval", "exec", "compile", "open", "input", "__import__", "breakpoint"):
@@ -210,11 +210,11 @@ def builtin_named(name: object) -> Any:
     return found
 
 
-def elements(iterator: Iterator[object]) -> list[object]:
+def take_all(iterator: Iterator[object]) -> list[object]:
     """What is left of an iterator. ValueError: it is too long to be sent."""
-    found = list(islice(iterator, ITERATED + 1))
-    if len(found) > ITERATED:
-        raise ValueError(f"an iterator of more than {ITERATED} elements cannot be sent")
+    found = list(islice(iterator, MAX_ITERATOR_ELEMENTS + 1))
+    if len(found) > MAX_ITERATOR_ELEMENTS:
+        raise ValueError(f"an iterator of more than {MAX_ITERATOR_ELEMENTS} elements cannot be sent")
     return found
 
 

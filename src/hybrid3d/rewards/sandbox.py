@@ -30,8 +30,8 @@ OUTPUT_BYTES = 2**20  # what a program may print
 # Beside CPU seconds: address space and sizes of files in bytes, open files, processes, bytes of a core dump.
 LIMITS = {"AS": 512 * 2**20, "FSIZE": 0, "NOFILE": 32, "NPROC": 0, "CORE": 0}
 # What a program can do where the kernel, or what a container lets through of it, has no such thing.
-OTHERWISE = {"seccomp": "open sockets and signal processes", "landlock": "read files"}
-_INSIDE = Path(__file__).with_name("sandbox_child.py")
+UNCONFINED_RIGHTS = {"seccomp": "open sockets and signal processes", "landlock": "read files"}
+_CHILD_SCRIPT = Path(__file__).with_name("sandbox_child.py")
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 
@@ -47,7 +47,7 @@ class Outcome:
 
     finished: bool
     output: bytes
-    holds: tuple[str, ...]
+    confined_by: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class _Child:
             "limits": LIMITS | {"CPU": math.ceil(seconds) + 1},
         }
         try:
-            with _holding(json.dumps(orders)) as told, _holding(stdin) as given:
+            with _temporary_file(json.dumps(orders)) as told, _temporary_file(stdin) as given:
                 self.process = _start(told, given, prints, (report_end, *pipes))
         except BaseException:
             os.close(self.report)
@@ -149,7 +149,7 @@ class _Child:
         return ended is not None
 
 
-def _holding(text: str) -> BinaryIO:
+def _temporary_file(text: str) -> BinaryIO:
     """A file without a name, so that nothing is left of it whatever happens; at its beginning."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  # whoever asked for it closes it
     file.write(text.encode(errors="replace"))
@@ -161,7 +161,7 @@ def _start(orders: BinaryIO, stdin: BinaryIO, prints: bool, ends: tuple[int, ...
     folder = tempfile.mkdtemp(prefix="sandbox-")
     try:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", str(_INSIDE), str(orders.fileno())],
+            [sys.executable, "-I", "-S", "-B", str(_CHILD_SCRIPT), str(orders.fileno())],
             stdin=stdin,
             stdout=subprocess.PIPE if prints else subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -196,11 +196,11 @@ def _read_until(deadline: float, *descriptors: int) -> tuple[bool, dict[int, byt
 @functools.cache
 def protection() -> str:
     """What confines a program on this machine, found by starting one: `seccomp, landlock, limits`, or less."""
-    return ", ".join([*run("", seconds=10.0).holds, "limits"])
+    return ", ".join([*run("", seconds=10.0).confined_by, "limits"])
 
 
-def warning(holds: str) -> str:
+def warning(confined_by: str) -> str:
     """What programs may do that are confined by no more than `holds`; "" where that is nothing."""
-    missing = [f"without {name} they can {can}" for name, can in OTHERWISE.items() if name not in holds]
+    missing = [f"without {name} they can {can}" for name, can in UNCONFINED_RIGHTS.items() if name not in confined_by]
     advice = "run where the kernel has it and a container allows it, and give a run no secrets to read"
-    return f"programs of answers are confined by {holds} only: {', '.join(missing)}; {advice}" if missing else ""
+    return f"programs of answers are confined by {confined_by} only: {', '.join(missing)}; {advice}" if missing else ""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from hybrid3d.rewards.pool_client import ProcessPoolClient, try_out
+from hybrid3d.rewards.pool_client import ProcessPoolClient, load_in_subprocess
 from hybrid3d.rewards.pool_worker import Item
 from hybrid3d.rewards.registry import find_reward, load_function
 
@@ -53,10 +53,10 @@ class Scorer:
         """Rewards of (answer, reference, prompt), in order."""
         if self._function is not None:
             return Scores([float(self._function(*item)) for item in items])
-        verdicts = self._pool.call(items)
-        failed = [(kind, said) for _, kind, said in verdicts if kind]
+        results = self._pool.call(items)
+        failed = [(kind, said) for _, kind, said in results if kind]
         return Scores(
-            rewards=[self._default if kind else cast(float, reward) for reward, kind, _ in verdicts],
+            rewards=[self._default if kind else cast(float, reward) for reward, kind, _ in results],
             failures=dict(Counter(kind for kind, _ in failed)),
             examples=dict(reversed(failed)),  # the first of each kind
         )
@@ -70,4 +70,4 @@ def check_reward(spec: str) -> None:
     """Try to load a reward. ValueError: there is none, or it cannot be loaded or called; says why."""
     reward = find_reward(spec)
     if reward.pooled:
-        try_out(spec, reward.target, "reward", "reward")
+        load_in_subprocess(spec, reward.target, "reward", "reward")

@@ -1,1 +1,1 @@
-"""The RL arithmetic: advantages, losses, KL, rewards, data and batches. Needs torch, and no engine."""
+"""Implements the RL computations: advantages, losses, KL, batches and data. Imports torch, but neither engine."""

@@ -1,6 +1,6 @@
-"""The algorithms by name: a row says how advantages are made of rewards, and what its settings are by default.
+"""Defines the table of algorithms: how each computes advantages, and the defaults of its settings.
 
-To add one, write its function of advantages, if none of those there does, and a row.
+To add an algorithm, add a row, and an advantage function in `advantages.py` if no existing one fits.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from hybrid3d.rl.losses import Aggregation, Ratio
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
-    """One algorithm.
+class AlgorithmSpec:
+    """Describes one algorithm.
 
     Attributes:
-        advantages: of answers [B], from their rewards [B], the number of answers to a prompt, and penalties [B].
-        by_token: a KL in the reward costs at the tokens where it arises, and a token's advantage is made of what comes
-            from it on, by GAE where there is a critic; else the KL is taken off the answer's reward or advantage, and
-            all tokens of an answer have its advantage.
-        normalised: over all tokens of a step, at last.
+        advantages: computes the advantages of answers [B] from their rewards [B], the group size and penalties [B].
+        token_level: if true, a KL in the reward is subtracted at the tokens where it arises, and a token's advantage
+            comes from its return, or from GAE if there is a critic. If false, the KL is subtracted from the answer's
+            reward or advantage, and all tokens of an answer share its advantage.
+        normalize: whether the advantages are then normalized over all tokens of the step.
         ratio, loss_agg_mode, clip, clip_high, dynamic_sampling: defaults of the recipe's settings.
     """
 
     advantages: Callable[[Tensor, int, Tensor | None], Tensor]
-    by_token: bool = False
-    normalised: bool = False
+    token_level: bool = False
+    normalize: bool = False
     ratio: Ratio = "token"
     loss_agg_mode: Aggregation = "token"
     clip: float = 0.2
@@ -37,20 +37,22 @@ class Method:
     dynamic_sampling: int = 0
 
 
-METHODS = {
+ALGORITHMS = {
     # DeepSeekMath, arXiv 2402.03300, but with DAPO's mean over tokens (`loss_agg_mode: sequence` is the paper's)
-    "grpo": Method(advantages=grpo_advantages),
+    "grpo": AlgorithmSpec(advantages=grpo_advantages),
     # arXiv 2503.20783
-    "dr_grpo": Method(advantages=centred_advantages, loss_agg_mode="constant"),
+    "dr_grpo": AlgorithmSpec(advantages=centred_advantages, loss_agg_mode="constant"),
     # arXiv 2503.14476: clip-higher, dynamic sampling, token mean; its overlong penalty is `reward.overlong_buffer`
-    "dapo": Method(advantages=grpo_advantages, clip_high=0.28, dynamic_sampling=3),
+    "dapo": AlgorithmSpec(advantages=grpo_advantages, clip_high=0.28, dynamic_sampling=3),
     # arXiv 2507.18071, clips of section 5.1
-    "gspo": Method(advantages=grpo_advantages, ratio="sequence", loss_agg_mode="sequence", clip=3e-4, clip_high=4e-4),
+    "gspo": AlgorithmSpec(
+        advantages=grpo_advantages, ratio="sequence", loss_agg_mode="sequence", clip=3e-4, clip_high=4e-4
+    ),
     # arXiv 2402.14740
-    "rloo": Method(advantages=leave_one_out_advantages),
+    "rloo": AlgorithmSpec(advantages=leave_one_out_advantages),
     # arXiv 2501.03262: REINFORCE++, and its variant with the mean of a prompt's answers as baseline
-    "reinforce_pp": Method(advantages=plain_advantages, by_token=True, normalised=True),
-    "reinforce_pp_baseline": Method(advantages=centred_advantages, normalised=True),
+    "reinforce_pp": AlgorithmSpec(advantages=plain_advantages, token_level=True, normalize=True),
+    "reinforce_pp_baseline": AlgorithmSpec(advantages=centred_advantages, normalize=True),
     # arXiv 1707.06347, and arXiv 2203.02155 for its use here
-    "ppo": Method(advantages=plain_advantages, by_token=True, normalised=True),
+    "ppo": AlgorithmSpec(advantages=plain_advantages, token_level=True, normalize=True),
 }

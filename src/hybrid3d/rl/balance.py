@@ -1,4 +1,4 @@
-"""Which sequences go together: shares of ranks and micro batches that are alike in tokens."""
+"""Groups sequences into shares of ranks and into micro batches with nearly equal numbers of tokens."""
 
 from __future__ import annotations
 
@@ -8,75 +8,77 @@ from collections.abc import Sequence
 
 
 def balanced_shares(lengths: Sequence[int], shares: int) -> list[list[int]]:
-    """Deal sequences into shares of equal count and nearly equal tokens.
+    """Split sequences into shares with equally many sequences and nearly equally many tokens.
 
-    Round by round, the longest first, each share gets one, that with the fewest tokens the longest of the round. Then
-    the fullest and the emptiest share exchange the pair that brings them closest together, for as long as one does.
-    The largest and the smallest share never differ by more than the longest and the shortest sequence do.
+    Sequences are assigned in rounds, the longest first: in each round every share gets one, and the share with the
+    fewest tokens gets the longest. Then the largest and the smallest share repeatedly swap the pair of sequences that
+    brings their sizes closest, as long as this narrows the gap. The token counts of two shares never differ by more
+    than the lengths of the longest and the shortest sequence.
 
     Returns:
-        The numbers of each share's sequences, ascending.
+        The indices of each share's sequences, ascending.
 
     Raises:
-        ValueError: the sequences do not divide into equal counts.
+        ValueError: the number of sequences is not a multiple of `shares`.
     """
     if shares < 1 or len(lengths) % shares:
         raise ValueError(f"{len(lengths)} sequences do not divide into {shares} shares of equal count")
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    dealt: list[tuple[int, list[int]]] = [(0, []) for _ in range(shares)]
+    assigned: list[tuple[int, list[int]]] = [(0, []) for _ in range(shares)]
     for first in range(0, len(order), shares):
-        dealt.sort()
-        dealt = [(n + lengths[i], [*of, i]) for (n, of), i in zip(dealt, order[first : first + shares], strict=True)]
-    while len(dealt) > 1:
-        dealt.sort()
-        (low, few), (high, many) = dealt[0], dealt[-1]
-        gap, give, take = _closest(lengths, many, few, high - low)
+        assigned.sort()
+        in_round = order[first : first + shares]
+        assigned = [(n + lengths[i], [*members, i]) for (n, members), i in zip(assigned, in_round, strict=True)]
+    while len(assigned) > 1:
+        assigned.sort()
+        (low, few), (high, many) = assigned[0], assigned[-1]
+        gap, give, take = _best_swap(lengths, many, few, high - low)
         if gap >= high - low:
             break
         moved = lengths[give] - lengths[take]
-        dealt[0] = low + moved, [give if i == take else i for i in few]
-        dealt[-1] = high - moved, [take if i == give else i for i in many]
-    return [sorted(of) for _, of in dealt]
+        assigned[0] = low + moved, [give if i == take else i for i in few]
+        assigned[-1] = high - moved, [take if i == give else i for i in many]
+    return [sorted(members) for _, members in assigned]
 
 
-def _closest(lengths: Sequence[int], many: Sequence[int], few: Sequence[int], gap: int) -> tuple[int, int, int]:
-    """The gap that is left if two shares exchange the best pair, and that pair."""
-    there = sorted(few, key=lambda i: (lengths[i], i))
+def _best_swap(lengths: Sequence[int], many: Sequence[int], few: Sequence[int], gap: int) -> tuple[int, int, int]:
+    """Return the gap that remains after the best swap between two shares, and the pair to swap."""
+    candidates = sorted(few, key=lambda i: (lengths[i], i))
     found = []
-    for give in many:  # best is a sequence that is shorter by half the gap
-        at = bisect_left(there, lengths[give] - gap / 2, key=lambda i: lengths[i])
-        found += [(abs(gap - 2 * (lengths[give] - lengths[i])), give, i) for i in there[max(0, at - 1) : at + 1]]
+    for give in many:  # the best partner is shorter by half the gap
+        at = bisect_left(candidates, lengths[give] - gap / 2, key=lambda i: lengths[i])
+        found += [(abs(gap - 2 * (lengths[give] - lengths[i])), give, i) for i in candidates[max(0, at - 1) : at + 1]]
     return min(found, default=(gap, -1, -1))
 
 
-def within_budget(lengths: Sequence[int], budget: int, *, packed: bool, least: int = 1) -> list[list[int]]:
-    """Deal sequences into micro batches of at most `budget` tokens each, the fullest first.
+def split_within_budget(lengths: Sequence[int], budget: int, *, packed: bool, min_parts: int = 1) -> list[list[int]]:
+    """Split sequences into micro batches of at most `budget` tokens each, the largest micro batch first.
 
     Args:
-        packed: a micro batch has the sum of its lengths; without it, as many tokens as rows of its longest.
-        least: make so many micro batches or more. For any that is not more than there are sequences, and not less than
-            would be made without it, it makes exactly so many.
+        packed: if true, a micro batch counts the sum of its lengths; if false, its rows times its longest length.
+        min_parts: the minimum number of micro batches. The result has exactly this many, unless more are made for
+            `min_parts=1`.
 
     Returns:
-        The numbers of each micro batch's sequences, ascending.
+        The indices of each micro batch's sequences, ascending.
 
     Raises:
-        ValueError: a sequence is longer than the budget, or there are fewer sequences than `least`.
+        ValueError: a sequence is longer than the budget, or there are fewer sequences than `min_parts`.
     """
     if max(lengths, default=0) > budget:
         raise ValueError(
             f"a sequence of {max(lengths)} tokens does not fit into train.max_tokens_per_micro_batch={budget}: "
             f"set it to {max(lengths)} or more"
         )
-    if least > len(lengths):
-        raise ValueError(f"{len(lengths)} sequences cannot be {least} micro batches")
-    parts = _packed(lengths, budget, least) if packed else _padded(lengths, budget)
+    if min_parts > len(lengths):
+        raise ValueError(f"{len(lengths)} sequences cannot be split into {min_parts} micro batches")
+    parts = _packed(lengths, budget, min_parts) if packed else _padded(lengths, budget)
 
     def size(part: Sequence[int]) -> int:
         each = [lengths[i] for i in part]
         return sum(each) if packed else max(each) * len(each)
 
-    while len(parts) < least:
+    while len(parts) < min_parts:
         largest = max((part for part in parts if len(part) > 1), key=size)
         parts.remove(largest)
         middle = len(largest) // 2
@@ -84,8 +86,8 @@ def within_budget(lengths: Sequence[int], budget: int, *, packed: bool, least: i
     return [sorted(part) for part in sorted(parts, key=lambda part: (-size(part), min(part)))]
 
 
-def _packed(lengths: Sequence[int], budget: int, least: int) -> list[list[int]]:
-    """As many parts as the tokens need, or `least` where those fit too."""
+def _packed(lengths: Sequence[int], budget: int, min_parts: int) -> list[list[int]]:
+    """Make as many parts as the budget needs, or `min_parts` if that is more and fits too."""
     everything = range(len(lengths))
 
     def fits(parts: list[list[int]]) -> bool:
@@ -94,21 +96,21 @@ def _packed(lengths: Sequence[int], budget: int, least: int) -> list[list[int]]:
     count = -(-sum(lengths) // budget)
     while not fits(parts := _longest_first(lengths, everything, count)):
         count += 1
-    more = _longest_first(lengths, everything, max(count, least))
+    more = _longest_first(lengths, everything, max(count, min_parts))
     return more if fits(more) else parts
 
 
-def _longest_first(lengths: Sequence[int], among: Sequence[int], count: int) -> list[list[int]]:
-    """Each sequence, the longest first, to the part that has the fewest tokens (Graham 1969): none is left empty."""
+def _longest_first(lengths: Sequence[int], indices: Sequence[int], count: int) -> list[list[int]]:
+    """Assign each sequence, the longest first, to the part with fewest tokens (Graham 1969); no part stays empty."""
     parts: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(count)]
-    for i in sorted(among, key=lambda i: (-lengths[i], i)):
+    for i in sorted(indices, key=lambda i: (-lengths[i], i)):
         tokens, number, part = parts[0]
         heapq.heapreplace(parts, (tokens + lengths[i], number, [*part, i]))
     return [part for _, _, part in parts]
 
 
 def _padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Sequences of like lengths together, each time as many as fit: no grouping has fewer micro batches."""
+    """Group sequences of similar lengths greedily; no grouping needs fewer micro batches."""
     parts: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= budget:

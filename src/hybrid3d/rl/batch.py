@@ -1,6 +1,6 @@
-"""Sequences as rectangular tensors, padded on the right.
+"""Defines `Batch`: sequences as rectangular tensors, padded on the right.
 
-Every tensor beside `tokens` is aligned with it: position t speaks of token t. In particular `logprobs[:, t]` is
+Every tensor is aligned with `tokens`: position t belongs to token t. In particular `logprobs[:, t]` is
 log p(token t | tokens before t), computed from the logits at t - 1; position 0 has nothing before it and is 0.
 """
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 Rows = slice | Tensor
-"""Some sequences of a batch: a run of them, or their numbers [b]."""
+"""Selects sequences of a batch: a slice, or indices [b]."""
 
 
-@dataclass(frozen=True, eq=False)  # tensors have no single truth of equality
+@dataclass(frozen=True, eq=False)  # == of tensors is element-wise
 class Batch:
-    """B sequences of a prompt and a response each."""
+    """Holds B sequences, each a prompt and a response."""
 
     tokens: Tensor
     """[B, T] int64; after a sequence's end, the padding token."""
@@ -27,8 +27,8 @@ class Batch:
     lengths: Tensor
     """[B] int64, prompt and response."""
     response_mask: Tensor
-    """[B, T] float32, 1 at the tokens that were generated (or, for `sft`, answered), 0 at prompts, at what an
-    environment wrote and at padding."""
+    """[B, T] float32, 1 at generated tokens (for `sft`, at the answer's tokens), 0 at prompts, environment replies and
+    padding."""
 
     @classmethod
     def from_sequences(
@@ -39,13 +39,20 @@ class Batch:
         loss_mask: Sequence[Sequence[bool]] | None = None,
         pad_id: int,
     ) -> Batch:
-        """Pad to the longest sequence. A prompt is 1 token or more.
+        """Pad sequences to the longest of them.
 
         Args:
-            loss_mask: of each response, which tokens the policy generated; None where it is all of them.
+            prompt_lengths: tokens of each sequence's prompt, 1 or more.
+            loss_mask: for each response, which tokens the policy generated; None if it generated all of them.
+
+        Raises:
+            ValueError: there is no sequence, or the lengths do not agree.
         """
         if not sequences or len(sequences) != len(prompt_lengths):
-            raise ValueError(f"a batch of {len(sequences)} sequences and {len(prompt_lengths)} prompt lengths")
+            raise ValueError(
+                f"expected one or more sequences with a prompt length each, got {len(prompt_lengths)} prompt lengths "
+                f"for {len(sequences)} sequences"
+            )
         for row, (sequence, prompt) in enumerate(zip(sequences, prompt_lengths, strict=True)):
             if not 1 <= prompt <= len(sequence):
                 raise ValueError(f"sequence {row} of {len(sequence)} tokens cannot have a prompt of {prompt}")
@@ -58,26 +65,32 @@ class Batch:
         if loss_mask is not None:
             counts, responses = [len(row) for row in loss_mask], (lengths - prompts).tolist()
             if counts != responses:
-                raise ValueError(f"said of {counts} tokens whose they are, responses have {responses}")
-            mask[mask.clone()] = torch.tensor([counts for row in loss_mask for counts in row], dtype=torch.bool)
+                raise ValueError(f"loss_mask has {counts} tokens per response, the responses have {responses}")
+            mask[mask.clone()] = torch.tensor([in_loss for row in loss_mask for in_loss in row], dtype=torch.bool)
         return cls(torch.tensor(padded, dtype=torch.int64), prompts, lengths, mask.float())
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, rows: slice) -> Batch:
-        """Some of the sequences, with unchanged T; they share the batch's memory."""
+        """Return a slice of the sequences, with unchanged T, as views of the batch's memory."""
         return Batch(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on another device."""
+        """Return the batch on another device."""
         return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def align(self, responses: Sequence[Sequence[float]]) -> Tensor:
-        """Values of each sequence's generated tokens, such as vLLM's log-probabilities, put at those tokens: [B, T]."""
+        """Place values of the generated tokens, such as vLLM's log-probabilities, at these tokens, [B, T].
+
+        Raises:
+            ValueError: a response has another number of values than of generated tokens.
+        """
         counts = self.response_mask.sum(dim=1).long().tolist()
         if [len(values) for values in responses] != counts:
-            raise ValueError(f"values for {[len(values) for values in responses]} tokens, responses have {counts}")
+            raise ValueError(
+                f"got {[len(values) for values in responses]} values per response, the responses have {counts} tokens"
+            )
         aligned = torch.zeros_like(self.response_mask)
         aligned[self.response_mask.bool()] = torch.tensor(
             [value for values in responses for value in values], dtype=aligned.dtype, device=aligned.device

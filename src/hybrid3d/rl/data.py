@@ -1,8 +1,8 @@
-"""Prompts and answers from parquet, tokenized, in an order that is a pure function of seed and step.
+"""Reads and tokenizes prompts and answers from parquet, in an order that is a pure function of seed and step.
 
-Everything that can be wrong with a data file is a `DataError` that names the file and the column or the row (rows count
-from 0, as in pandas). `check_columns` finds what the file's footer can tell, cheaply, before any rank starts. A few
-broken rows are skipped and counted.
+Every problem with a data file is a `DataError` that names the file and the column or the row (rows count from 0, as in
+pandas). `check_columns` reads the file's footer only, so it is cheap enough to run before any rank starts. A few broken
+rows are skipped and counted.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ import pyarrow.parquet as pq
 from hybrid3d.errors import UserMistake
 from hybrid3d.storage.user_files import UnreadableFile, check_regular_file
 
-# What pyarrow raises at files that are cut short or damaged; the last where a name or a string is no UTF-8.
+# Raised by pyarrow for truncated or damaged files; UnicodeDecodeError if a name or a string is not UTF-8.
 _UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
 
-
-MAX_ROWS, MAX_BYTES = 10_000_000, 8 * 2**30  # of a file's two columns, which a rank keeps in memory
+MAX_ROWS, MAX_BYTES = 10_000_000, 8 * 2**30  # of a file's two columns, which every rank keeps in memory
 BATCH_ROWS = 1024  # read at a time
 
-_NO_PARQUET = "not a readable parquet file, or one cut short"
-ROWS_NAMED = 3  # of those that are broken, in a message
-MOST_LEFT_OUT = 0.5  # of a file's rows, broken and overlong together, unless `max_invalid_fraction` allows more
+_NOT_PARQUET = "not a readable parquet file, or one cut short"
+MAX_ROWS_IN_MESSAGE = 3  # broken rows that a message names
+MAX_LEFT_OUT_FRACTION = 0.5  # of a file's rows, broken and overlong together, unless `max_invalid_fraction` allows more
 
 Turn = dict[str, str]
-"""A turn of a conversation: `role` and `content`."""
+"""One turn of a conversation, with the keys `role` and `content`."""
 
 
 class DataError(UserMistake):
@@ -43,7 +42,7 @@ class DataError(UserMistake):
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer's interface that is used here."""
 
     eos_token_id: int | None
     chat_template: Any
@@ -55,9 +54,9 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Example:
-    """A row of the data: its number in the file, its texts, and the prompt as the model sees it.
+    """Holds a row of the data: its index in the file, its texts and the token ids of the prompt.
 
-    `prompt` is the last turn's text where the row has chat turns.
+    If the row has chat turns, `prompt` is the text of the last turn.
     """
 
     row: int
@@ -68,10 +67,9 @@ class Example:
 
 @dataclass(frozen=True)
 class PromptData:
-    """The examples of a file, and the order in which steps take them.
+    """Holds the examples of a file, and returns those of each step.
 
-    `skipped` counts the rows that were left out, by cause: `broken`, `overlong`; `truncated` those that were shortened.
-    `path` is the file.
+    `skipped` counts the rows that were left out, by cause (`broken`, `overlong`), `truncated` the shortened prompts.
     """
 
     examples: tuple[Example, ...]
@@ -82,20 +80,20 @@ class PromptData:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many rows the file has, how many are used, and why the others are not."""
+        """Return how many rows the file has, how many are used, and how many are left out for which cause."""
         left_out = {cause: self.skipped.get(cause, 0) for cause in ("broken", "overlong")}
         used = len(self.examples)
         return {"rows": used + sum(left_out.values()), "used": used, **left_out, "truncated": self.truncated}
 
     def __str__(self) -> str:
-        """One line of the file and its counts."""
+        """Return one line with the file and its counts."""
         counts = self.counts
         if counts["used"] == counts["rows"]:
-            said = f"{self.path}: all {counts['rows']} rows are used"
+            text = f"{self.path}: all {counts['rows']} rows are used"
         else:
             causes = ", ".join(f"{count} {cause}" for cause, count in self.skipped.items())
-            said = f"{self.path}: {counts['used']} of {counts['rows']} rows are used; left out: {causes}"
-        return f"{said}; {self.truncated} prompts are truncated" if self.truncated else said
+            text = f"{self.path}: {counts['used']} of {counts['rows']} rows are used; left out: {causes}"
+        return f"{text}; {self.truncated} prompts are truncated" if self.truncated else text
 
     @classmethod
     def read(
@@ -113,11 +111,13 @@ class PromptData:
     ) -> PromptData:
         """Read the columns `prompt` and `answer` and tokenize every prompt; with `chat_template` it may be chat turns.
 
-        A row is invalid where a text is null or blank, the prompt has no tokens or the template refuses it. Invalid
-        rows are skipped, up to the share `max_invalid_fraction` of all; more are a DataError. So is, with
-        `overlong="error"`, a prompt of more than `max_prompt_tokens`, which is what `max_model_len - max_new_tokens`
-        leaves; and so it is where more than half of the rows would be left out (or more than `max_invalid_fraction`,
-        if that is larger).
+        A row is broken if a text is null or blank, the prompt has no tokens or the template refuses it. Broken rows are
+        skipped, up to the fraction `max_invalid_fraction` of all rows. Callers set `max_prompt_tokens` to
+        `max_model_len - max_new_tokens`.
+
+        Raises:
+            DataError: more rows are broken; a prompt is longer than `max_prompt_tokens` and `overlong="error"`; or more
+                than half of the rows (or more than `max_invalid_fraction`, if that is larger) would be left out.
         """
         if chat_template and not tokenizer.chat_template:
             raise DataError("data.chat_template=true, but the tokenizer has no chat template: set it to false")
@@ -127,52 +127,54 @@ class PromptData:
         broken: dict[int, str] = {}
         for row, (question, reference) in enumerate(zip(questions, references, strict=True)):
             try:
-                said = _text(prompt, question), _text(answer, reference)
+                texts = _text(prompt, question), _text(answer, reference)
                 if not (ids := encode(tokenizer, question)):
-                    raise _Broken("the prompt has no tokens")
-                examples.append(Example(row, *said, tuple(ids)))
-            except _Broken as reason:
+                    raise _InvalidRow("the prompt has no tokens")
+                examples.append(Example(row, *texts, tuple(ids)))
+            except _InvalidRow as reason:
                 broken[row] = str(reason)
         _check_broken(path, broken, len(questions), max_invalid_fraction)
         fitting, truncated = _fit(path, examples, max_prompt_tokens, overlong)
         skipped = {"broken": len(broken), "overlong": len(examples) - len(fitting)}
         if not fitting:
             raise DataError(f"{path}: no row can be used: {skipped['broken']} broken, {skipped['overlong']} too long")
-        _check_left_out(path, skipped, len(questions), max(MOST_LEFT_OUT, max_invalid_fraction), max_prompt_tokens)
+        _check_left_out(
+            path, skipped, len(questions), max(MAX_LEFT_OUT_FRACTION, max_invalid_fraction), max_prompt_tokens
+        )
         left_out = {cause: count for cause, count in skipped.items() if count}
         return cls(tuple(fitting), seed, left_out, truncated, str(path))
 
     def batch(self, step: int, n: int) -> list[Example]:
-        """The `n` examples of a step (from 0): a pure function of seed, step and n, so that resuming needs no state.
+        """Return the `n` examples of a step (from 0): a pure function of seed, step and n, so resuming needs no state.
 
-        Steps walk through one epoch after another, each a permutation of all rows; where an epoch ends within a batch,
-        the batch goes on with the next, and no row is dropped or taken twice in an epoch.
+        Each epoch is a permutation of all rows. A batch at the end of an epoch continues with the next epoch, so that
+        every row is used exactly once per epoch.
         """
         rows = len(self.examples)
-        places = (divmod(place, rows) for place in range(step * n, (step + 1) * n))
-        return [self.examples[epoch_order(rows, self.seed, epoch)[index]] for epoch, index in places]
+        positions = (divmod(position, rows) for position in range(step * n, (step + 1) * n))
+        return [self.examples[epoch_order(rows, self.seed, epoch)[index]] for epoch, index in positions]
 
 
-@lru_cache(maxsize=4)  # a step needs the same epoch as the step before it, or its successor
+@lru_cache(maxsize=4)  # consecutive steps use the same epoch or adjacent ones
 def epoch_order(rows: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """The permutation of `range(rows)` that an epoch walks through. Each epoch of each seed has its own."""
+    """Return the permutation of `range(rows)` of an epoch; it depends on the seed and on the epoch."""
     order = list(range(rows))
     random.Random(f"{seed}/{epoch}").shuffle(order)  # a string, so that (1, 2) and (2, 1) are unrelated
     return tuple(order)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A plain prompt: the special tokens that the tokenizer puts in front (BOS), none that it appends (EOS)."""
+    """Encode a plain prompt with the special tokens that the tokenizer prepends (BOS), not those it appends (EOS)."""
     bare = tokenizer.encode(text, add_special_tokens=False)
     full = tokenizer.encode(text)
-    # The last match, so that a text which itself begins with BOS keeps the one in front of it.
+    # The last match is taken, so that a text which itself begins with BOS keeps the BOS that is prepended.
     starts = range(len(full) - len(bare), -1, -1)
     start = next((start for start in starts if full[start : start + len(bare)] == bare), 0)
     return [*full[:start], *bare] if bare else []
 
 
 def encode_chat(tokenizer: Tokenizer, prompt: str | list[Turn]) -> list[int]:
-    """Chat turns, or a text as a user's turn, in the tokenizer's template, up to where the assistant begins to speak.
+    """Encode chat turns, or a text as one user turn, with the tokenizer's template and its generation prompt.
 
     The template writes the special tokens itself, so encoding adds none.
     """
@@ -181,14 +183,14 @@ def encode_chat(tokenizer: Tokenizer, prompt: str | list[Turn]) -> list[int]:
         rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # "roles must alternate", or whatever an expression in it raises
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-        raise _Broken(f"the chat template refuses the prompt: {kind}{error}") from error
+        raise _InvalidRow(f"the chat template refuses the prompt: {kind}{error}") from error
     return tokenizer.encode(rendered, add_special_tokens=False)
 
 
 def encode_pair(tokenizer: Tokenizer, example: Example, max_tokens: int) -> tuple[tuple[int, ...], int]:
-    """For `sft`: the tokens of prompt, answer and EOS, and the prompt's length, which `Batch` keeps out of the loss.
+    """Return for `sft` the tokens of prompt, answer and EOS, and the prompt's length, which is excluded from the loss.
 
-    The answer is encoded apart from the prompt, because generation begins at a token boundary too.
+    Encodes the answer separately, because generation also begins at a token boundary. DataError: too long, or no EOS.
     """
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no EOS token: a model trained on answers without one never stops")
@@ -202,16 +204,17 @@ def encode_pair(tokenizer: Tokenizer, example: Example, max_tokens: int) -> tupl
 
 
 def check_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str] = ()) -> int:
-    """The file's row count, read with its schema from the footer alone.
+    """Check the columns of a file by its footer, and return its row count.
 
-    A column may lie within structs, as `reward_model.ground_truth`.
+    A column may lie within structs, as `reward_model.ground_truth`. Columns in `chats` may also hold chat turns,
+    `list<struct<role, content>>`.
 
-    DataError: not readable, not parquet (or cut short), no rows, a column missing, not of strings or, for those that
-    are in `chats` too, of chat turns: `list<struct<role, content>>`.
+    Raises:
+        DataError: not readable, not parquet, truncated, too large or empty; or a column is missing or not of strings.
     """
     try:
-        with _opened(path) as file:
-            schema, rows, size = file.schema_arrow, int(file.metadata.num_rows), _bytes_of(file, columns)
+        with _open_parquet(path) as file:
+            schema, rows, size = file.schema_arrow, int(file.metadata.num_rows), _uncompressed_bytes(file, columns)
     except _UNREADABLE as error:
         raise DataError(f"{path}: {_reason(error)}") from error
     if rows > MAX_ROWS or size > MAX_BYTES:
@@ -220,10 +223,10 @@ def check_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str]
             f"memory, at most {MAX_ROWS:,} rows of {MAX_BYTES:,} bytes: split the file"
         )
     for column in columns:
-        first = _path_of(schema, column)[0]
+        first = _column_path(schema, column)[0]
         if schema.names.count(first) > 1:
             raise DataError(f"{path}: {schema.names.count(first)} columns are called {first!r}: rename all but one")
-        kind = _kind_of(schema, column)
+        kind = _column_type(schema, column)
         if kind is None:
             raise DataError(f"{path}: no column {column!r}; the columns there: {', '.join(_names_in(schema))}")
         if _is_turns(kind) and column not in chats:
@@ -240,42 +243,42 @@ def check_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str]
 def read_columns(
     path: str | Path, columns: Sequence[str], chats: Sequence[str] = (), first: int | None = None
 ) -> list[list[Any]]:
-    """The strings or chat turns of each column, None where there are none. DataError as in `check_columns`.
+    """Return the strings or chat turns of each column, None where a value is null. DataError as in `check_columns`.
 
     Args:
-        first: read so many rows only.
+        first: read only this many rows; None reads all.
     """
     check_columns(path, columns, chats)
     try:
-        with _opened(path) as file:  # not `read_table`, which finds more columns in folders named `key=value`
+        with _open_parquet(path) as file:  # `read_table` would add columns for folders named `key=value`
             return _read_batches(path, file, columns, first)
     except _UNREADABLE as error:
         raise DataError(f"{path}: {_reason(error)}") from error
 
 
-def _opened(path: str | Path) -> pq.ParquetFile:
-    """A regular file on a disk of this machine: pyarrow would fetch an address, and wait for a FIFO.
+def _open_parquet(path: str | Path) -> pq.ParquetFile:
+    """Open a local regular file: pyarrow itself would fetch an address, and wait for a FIFO.
 
-    DataError: it is none. Anything of `_UNREADABLE`: it is no parquet.
+    Raises a DataError if it is not a regular file, and one of `_UNREADABLE` if it is not parquet.
     """
     try:
         check_regular_file(path)
     except UnreadableFile as error:
         absent = not Path(path).exists()
-        raise DataError(f"{path}: {'' if absent else f'{_NO_PARQUET}: '}{error.why}") from None
+        raise DataError(f"{path}: {'' if absent else f'{_NOT_PARQUET}: '}{error.why}") from None
     return pq.ParquetFile(pa.OSFile(str(path)))
 
 
-def _bytes_of(file: pq.ParquetFile, columns: Sequence[str]) -> int:
-    """The bytes that a file's footer says of these columns, not compressed."""
-    first = {_path_of(file.schema_arrow, column)[0] for column in columns}
+def _uncompressed_bytes(file: pq.ParquetFile, columns: Sequence[str]) -> int:
+    """Return the uncompressed bytes of these columns, according to the file's footer."""
+    first = {_column_path(file.schema_arrow, column)[0] for column in columns}
     groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
     parts = (group.column(index) for group in groups for index in range(group.num_columns))
     return sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] in first)
 
 
 def _read_batches(path: str | Path, file: pq.ParquetFile, columns: Sequence[str], first: int | None) -> list[list[Any]]:
-    """The values of each column. A repeated value is short in a file: what its repeats come to is counted as read."""
+    """Return the values of each column; counts their bytes in memory, which may be more than in the file."""
     found: list[list[Any]] = [[] for _ in columns]
     size = 0
     for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=list(columns)):
@@ -286,55 +289,55 @@ def _read_batches(path: str | Path, file: pq.ParquetFile, columns: Sequence[str]
             )
         table = pa.Table.from_batches([batch])
         for values, column in zip(found, columns, strict=True):
-            values += _column_of(table, column).to_pylist()
+            values += _column_values(table, column).to_pylist()
         if first is not None and len(found[0]) >= first:
             return [values[:first] for values in found]
     if len(found[0]) != file.metadata.num_rows:
-        raise DataError(f"{path}: {_NO_PARQUET}: {len(found[0])} of {file.metadata.num_rows} rows are there")
+        raise DataError(f"{path}: {_NOT_PARQUET}: {len(found[0])} of {file.metadata.num_rows} rows are there")
     return found
 
 
-class _Broken(DataError):
-    """What is the matter with one row."""
+class _InvalidRow(DataError):
+    """One row cannot be used; the message says why."""
 
 
 def _text(column: str, value: str | list[Turn] | None) -> str:
-    """A text, or the last turn's, in which something is said."""
+    """Return a text, or that of the last turn. _InvalidRow: it is null or blank."""
     if isinstance(value, list):
         if not all(turn and turn["role"] and turn["content"] is not None for turn in value):
-            raise _Broken(f"column {column!r} has a turn without role or content")
+            raise _InvalidRow(f"column {column!r} has a turn without role or content")
         value = value[-1]["content"] if value else ""
     if value is None or not value.strip():
-        raise _Broken(f"column {column!r} is {'null' if value is None else 'blank'}")
+        raise _InvalidRow(f"column {column!r} is {'null' if value is None else 'blank'}")
     return value
 
 
 def _check_broken(path: str | Path, broken: Mapping[int, str], rows: int, most: float) -> None:
     if len(broken) > most * rows:
-        first = [f"row {row} (from 0): {reason}" for row, reason in list(broken.items())[:ROWS_NAMED]]
-        more = [f"and {len(broken) - ROWS_NAMED} more"] if len(broken) > ROWS_NAMED else []
+        first = [f"row {row} (from 0): {reason}" for row, reason in list(broken.items())[:MAX_ROWS_IN_MESSAGE]]
+        more = [f"and {len(broken) - MAX_ROWS_IN_MESSAGE} more"] if len(broken) > MAX_ROWS_IN_MESSAGE else []
         raise DataError(
             f"{path}: {len(broken)} of {rows} rows are broken, and data.max_invalid_fraction={most:g} allows "
             f"{math.floor(most * rows)}: {'; '.join(first + more)}; "
-            "mend these rows, or raise data.max_invalid_fraction"
+            "repair these rows, or raise data.max_invalid_fraction"
         )
 
 
 def _check_left_out(path: str | Path, skipped: Mapping[str, int], rows: int, most: float, limit: int) -> None:
-    """So many rows missing are a mistake in the recipe or the file more often than what was meant."""
+    """Refuse a file of which too many rows would be left out: this is usually a mistake in the recipe or the file."""
     left_out = sum(skipped.values())
     if left_out > most * rows:
         raise DataError(
             f"{path}: {left_out} of {rows} rows would be left out, {skipped['broken']} broken and "
             f"{skipped['overlong']} with a prompt of more than {limit} tokens, and at most {math.floor(most * rows)} "
             "may be: raise rollout.max_model_len (or lower rollout.max_new_tokens), set data.overlong=truncate_left, "
-            "or take these rows out of the file"
+            "or remove these rows from the file"
         )
 
 
-def _kind_of(schema: pa.Schema, column: str) -> pa.DataType | None:
-    """The type of a column, which may lie within structs; None where there is none of the name."""
-    first, *within = _path_of(schema, column)
+def _column_type(schema: pa.Schema, column: str) -> pa.DataType | None:
+    """Return the type of a column, which may lie within structs; None if there is no such column."""
+    first, *within = _column_path(schema, column)
     kind = schema.field(first).type if first in schema.names else None
     for name in within:
         if kind is None or not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
@@ -343,17 +346,17 @@ def _kind_of(schema: pa.Schema, column: str) -> pa.DataType | None:
     return kind
 
 
-def _column_of(table: pa.Table, column: str) -> pa.ChunkedArray:
-    first, *within = _path_of(table.schema, column)
+def _column_values(table: pa.Table, column: str) -> pa.ChunkedArray:
+    first, *within = _column_path(table.schema, column)
     return pc.struct_field(table.column(first), within) if within else table.column(first)
 
 
-def _path_of(schema: pa.Schema, column: str) -> list[str]:
+def _column_path(schema: pa.Schema, column: str) -> list[str]:
     return [column] if column in schema.names else column.split(".")
 
 
 def _names_in(parts: Iterable[pa.Field], within: str = "") -> Iterator[str]:
-    """The names that a column can be asked for by."""
+    """Yield the names by which columns can be selected."""
     for part in parts:
         if within and "." in part.name:
             continue
@@ -377,13 +380,13 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """One line of what pyarrow or the system said."""
+    """Return the first line of the error of pyarrow or the system."""
     first = (str(error).splitlines() or [""])[0]
-    return f"{_NO_PARQUET}: {first}"
+    return f"{_NOT_PARQUET}: {first}"
 
 
 def _fit(path: str | Path, examples: list[Example], limit: int, overlong: str) -> tuple[list[Example], int]:
-    """Those whose prompts are within the limit, or are made to be; and how many were made to be."""
+    """Drop or truncate prompts over the limit; returns the examples that are left, and how many were truncated."""
     long = [example for example in examples if len(example.prompt_ids) > limit]
     if not long:
         return examples, 0
@@ -392,6 +395,6 @@ def _fit(path: str | Path, examples: list[Example], limit: int, overlong: str) -
     if overlong == "truncate_left" and limit > 0:
         return [replace(example, prompt_ids=example.prompt_ids[-limit:]) for example in examples], len(long)
     raise DataError(
-        f"{path}: row {long[0].row} (from 0): the prompt has {len(long[0].prompt_ids)} tokens, and "
-        f"the model's length less that of an answer leaves {limit} ({len(long)} such rows in all)"
+        f"{path}: row {long[0].row} (from 0): the prompt has {len(long[0].prompt_ids)} tokens, at most "
+        f"{limit} fit beside an answer ({len(long)} such rows in all): set data.overlong to drop or truncate_left"
     )

@@ -1,11 +1,11 @@
-"""Estimators of KL(policy || reference) from tokens that the policy sampled.
+"""Implements estimators of KL(policy || reference) from tokens that the policy sampled, and the KL controller.
 
 John Schulman, "Approximating KL Divergence" (http://joschu.net/blog/kl-approx.html). With x ~ policy and
-r = reference(x) / policy(x), each maps log r to an estimate per token. As a loss what counts is the gradient: in
-expectation k1's is zero (never use it there), k2's is that of KL(policy || reference), and that of k3, which is GRPO's
-choice, is that of KL(reference || policy). In the reward an estimate is multiplied by the gradient of log policy(x): in
-expectation k1 gives the gradient of KL(policy || reference), and k2 and k3 hardly any where the two are close, because
-they punish a token that has become less likely too.
+r = reference(x) / policy(x), each maps log r to an estimate per token. In the loss only the gradient matters: its
+expectation is zero for k1 (so never use k1 there), the gradient of KL(policy || reference) for k2, and the gradient of
+KL(reference || policy) for k3, which GRPO uses. In the reward an estimate is multiplied by the gradient of
+log policy(x): in expectation k1 gives the gradient of KL(policy || reference), while k2 and k3 give almost none where
+the two policies are close, because they also penalize a token that has become less likely.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybrid3d.rl.ratio import bounded
 def k3(log_ratio: Tensor) -> Tensor:
     """Estimate KL at each token by `(r - 1) - log r`: unbiased, never negative. The log-ratio is bounded (`ratio.py`).
 
-    DeepSeekMath (arXiv 2402.03300), equation 4. `expm1`, because close to r = 1 the difference r - 1 loses its digits.
+    DeepSeekMath (arXiv 2402.03300), equation 4. `expm1` is used because r - 1 loses precision close to r = 1.
     """
     limited = bounded(log_ratio)
     return torch.expm1(limited) - limited
@@ -37,28 +37,31 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def token_kl(estimator: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """The estimate at each token, [B, T], and zero where `mask` is zero; only k3 is bounded.
+    """Estimate the KL at each token, [B, T]; zero where `mask` is zero. Only k3 is bounded.
 
     `logprobs` and `ref_logprobs` [B, T] are those of the policy and of the reference; gradients flow into both.
+
+    Raises:
+        ValueError: `estimator` is unknown.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"unknown KL estimator {estimator!r}; known: {', '.join(ESTIMATORS)}")
-    # Masked before the estimator, not after: what padding holds may overflow in exp, and 0 * inf is NaN in a gradient.
+    # The mask is applied before the estimator: padding may overflow in exp, and 0 * inf is NaN in the gradient.
     log_ratio = torch.where(mask.bool(), ref_logprobs - logprobs, 0.0)
     return ESTIMATORS[estimator](log_ratio)
 
 
 @dataclass
 class KlController:
-    """The coefficient of the KL, which follows a target where there is one (arXiv 1909.08593, section 2.2).
+    """Holds the KL coefficient and adapts it to a target if there is one (arXiv 1909.08593, section 2.2).
 
-    `error = clamp(kl / target - 1, -0.2, 0.2)`, then `coef *= 1 + error * answers / horizon`: the paper's gain, 0.1 a
-    batch, is a horizon of ten batches.
+    `error = clamp(kl / target - 1, -0.2, 0.2)`, then `coef *= 1 + error * answers / horizon`: the paper's gain of 0.1
+    per batch is a horizon of ten batches.
 
     Attributes:
-        coef: what the KL is multiplied by now.
-        target: wanted KL of an answer, nats summed over its tokens; None leaves `coef` as it is.
-        horizon: answers.
+        coef: the current coefficient.
+        target: target KL of an answer, in nats summed over its tokens; None keeps `coef` constant.
+        horizon: time constant of the adaptation, in answers.
     """
 
     coef: float
@@ -73,7 +76,7 @@ class KlController:
         return coef if coef != self._configured[0] else self.coef
 
     def configure(self, coef: float, target: float | None) -> None:
-        """Apply the run's settings: one that has changed since it was applied last replaces the current value."""
+        """Apply the run's settings: a setting that changed since the last call replaces the current value."""
         coef_before, target_before = self._configured
         if coef != coef_before:
             self.coef = coef
@@ -82,7 +85,7 @@ class KlController:
         self._configured = coef, target
 
     def restore(self, state: Mapping[str, float | None], coef: float, target: float | None) -> None:
-        """Continue from a checkpoint's `state`, saved while these settings were in force."""
+        """Continue from a checkpoint's `state`, which was saved under these settings."""
         saved = state["coef"]
         assert saved is not None
         self.coef, self.target = saved, state["target"]
@@ -90,11 +93,11 @@ class KlController:
 
     @property
     def state(self) -> dict[str, float | None]:
-        """What a checkpoint saves, as JSON."""
+        """Return the state that a checkpoint saves, as JSON values."""
         return {"coef": self.coef, "target": self.target}
 
     def observe(self, kl: float, answers: int) -> None:
-        """Move the coefficient by a step's mean KL of an answer, over this many answers."""
-        if self.target is not None and not math.isnan(kl):  # which would stay in `coef` for good
+        """Adapt the coefficient to the mean KL per answer of a step with this many answers."""
+        if self.target is not None and not math.isnan(kl):  # a NaN would stay in `coef`
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coef *= 1 + error * answers / self.horizon

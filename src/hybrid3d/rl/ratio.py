@@ -1,4 +1,4 @@
-"""The bound on log-ratios of probabilities, which everything that exponentiates one goes through."""
+"""Bounds log-ratios of probabilities; every log-ratio is bounded here before it is exponentiated."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ MAX_LOG_RATIO = 20.0
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Bound log-ratios to +-`MAX_LOG_RATIO`, with no gradient where the bound holds; NaN stays NaN.
+    """Bound log-ratios to +-`MAX_LOG_RATIO`, without gradient beyond the bound; NaN stays NaN.
 
-    `torch.where`, because the gradient of `clamp` is zero at NaN, which would hide a broken model from the guard.
+    `torch.where` is used because the gradient of `clamp` is zero at NaN, which would hide a NaN from the guard.
     """
     limited = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.where(log_ratio.abs() > MAX_LOG_RATIO, limited, log_ratio)

@@ -18,7 +18,7 @@ from hybrid3d.distributed import gather_objects
 from hybrid3d.generation.samples import Sample
 from hybrid3d.rewards.registry import overlong_penalty
 from hybrid3d.rl.advantages import Moments, gae, returns_to_go, token_rewards
-from hybrid3d.rl.algorithms import METHODS
+from hybrid3d.rl.algorithms import ALGORITHMS
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.correction import correction_weights, mismatch
 from hybrid3d.rl.kl import KlController, token_kl
@@ -102,7 +102,7 @@ class Learner:
         self._critic, self._reward_model = models.critic, models.reward_model
         self._trained = models.trained.values()
         self._guard, self._pad_id, self._group = guard, pad_id, group
-        self._method = METHODS[recipe.algorithm.name]
+        self._method = ALGORITHMS[recipe.algorithm.name]
         kl = recipe.algorithm.kl
         self._kl = KlController(kl.coef, kl.target, kl.horizon)
 
@@ -151,7 +151,7 @@ class Learner:
             answer_kl = torch.tensor(self._gather_by_sample(None if kl is None else kl.sum(1), shares))
             mean_kl = float(answer_kl.mean())
             metrics.replicated |= {"train/answer_kl": mean_kl, "train/kl_coef": made.kl_coef}
-            in_reward = recipe.algorithm.kl.where == "reward" and not self._method.by_token
+            in_reward = recipe.algorithm.kl.where == "reward" and not self._method.token_level
             penalties = made.kl_coef * answer_kl if in_reward else penalties
         of_answers = self._method.advantages(scores, recipe.algorithm.samples_per_prompt, penalties)
         local_of_answers = of_answers[shares[policy.data_parallel_rank]].to(device())
@@ -235,14 +235,14 @@ class Learner:
         return PolicyObjective(
             advantages=known.advantages[rows],
             mask=mask[rows],
-            old=known.old[rows],
-            weights=weights.to(mask.device),
+            old_logprobs=known.old[rows],
+            answer_weights=weights.to(mask.device),
             correction=None if known.correction is None else known.correction[rows],
             clip=clip,
             clip_high=high or clip,
             dual_clip=algorithm.dual_clip,
             ratio=method.ratio,
-            reference=known.reference[rows] if in_loss else None,
+            ref_logprobs=known.reference[rows] if in_loss else None,
             kl_estimator=algorithm.kl.effective_estimator,
             kl_coef=known.kl_coef,
             entropy_coef=algorithm.entropy_coef,
@@ -271,7 +271,7 @@ class Learner:
         """
         algorithm, method, mask = recipe.algorithm, self._method, known.batch.response_mask
         advantages = returns = None
-        if known.old is not None and method.by_token:
+        if known.old is not None and method.token_level:
             in_reward = kl is not None and algorithm.kl.where == "reward"
             rewards = token_rewards(of_answers, known.kl_coef * kl if in_reward else torch.zeros_like(mask), mask)
             if known.values is None:
@@ -280,10 +280,10 @@ class Learner:
                 advantages, returns = gae(rewards, known.values, mask, algorithm.gamma, algorithm.lam)
         elif known.old is not None:
             advantages = of_answers[:, None] * mask
-        if method.normalised:
+        if method.normalize:
             reports = advantages is not None and self._policy.is_reporting_rank
-            local = Moments.of(advantages, mask) if reports else Moments(0.0, 0.0, 0.0)
-            moments = Moments.over(gather_objects(local, self._group))
+            local = Moments.from_values(advantages, mask) if reports else Moments(0.0, 0.0, 0.0)
+            moments = Moments.merge(gather_objects(local, self._group))
             advantages = None if advantages is None else moments.normalise(advantages, mask)
         return advantages, returns
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from hybrid3d.config import Recipe, RecipeError, recipe_to_yaml
 from hybrid3d.errors import UserMistake
-from hybrid3d.storage.disk import CheckpointWriteError, why_unwritten
+from hybrid3d.storage.disk import CheckpointWriteError, describe_write_error
 
 LOCK = ".lock"
 LOCK_TIMEOUT_SECONDS = 100  # longer than the lease of NFS, 90 s
@@ -226,7 +226,7 @@ def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         with open(path, "a") as out:
             out.writelines(json.dumps(row) + "\n" for row in rows)
     except OSError as error:
-        raise CheckpointWriteError(why_unwritten(path, error)) from error
+        raise CheckpointWriteError(describe_write_error(path, error)) from error
 
 
 def draw_curves(folder: RunFolder) -> None:

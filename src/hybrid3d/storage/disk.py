@@ -7,9 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-SAID = ("No space left on device", "Disk quota exceeded")  # errors lose their number between processes
-LITTLE = 2**20  # bytes: where no more are free, a failure that gives no reason is put down to that
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_MESSAGES = ("No space left on device", "Disk quota exceeded")  # errors lose their number between processes
+LOW_SPACE_BYTES = 2**20  # bytes: where no more are free, a failure that gives no reason is put down to that
 
 
 class CheckpointWriteError(RuntimeError):
@@ -31,15 +31,15 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def why_unwritten(path: Path, error: BaseException) -> str:
+def describe_write_error(path: Path, error: BaseException) -> str:
     """The message of a `CheckpointWriteError`, to be asked for while what was written is still there."""
     free = free_bytes(path)
-    if _is_full(error) or free < LITTLE:
+    if _is_full(error) or free < LOW_SPACE_BYTES:
         return f"no room for {path}: {free} bytes are free on its file system: free some, or lower run.keep_last"
     return f"{path} could not be written ({_first_line(error)}); {free} bytes are free on its file system"
 
 
-def is_of_files(error: BaseException) -> bool:
+def is_file_error(error: BaseException) -> bool:
     """Whether an error is of a file rather than of another rank that is gone; torch's writer of files has its own."""
     chain = _chain(error)
     own = any("inline_container" in str(one) or "iostream" in str(one) for one in chain)
@@ -47,7 +47,10 @@ def is_of_files(error: BaseException) -> bool:
 
 
 def _is_full(error: BaseException) -> bool:
-    return any(getattr(one, "errno", None) in NO_ROOM or any(s in str(one) for s in SAID) for one in _chain(error))
+    return any(
+        getattr(one, "errno", None) in DISK_FULL_ERRNOS or any(s in str(one) for s in DISK_FULL_MESSAGES)
+        for one in _chain(error)
+    )
 
 
 def _chain(error: BaseException) -> list[BaseException]:

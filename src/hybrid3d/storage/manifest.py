@@ -50,7 +50,7 @@ def write(folder: Path, crcs: Mapping[str, int]) -> None:
         os.fsync(out.fileno())
 
 
-def crc_of(path: Path) -> int:
+def fsync_and_crc(path: Path) -> int:
     """The CRC-32 of a file, and the file on the disk for good."""
     with open(path, "rb") as file:
         crc = _crc(file)
@@ -65,7 +65,7 @@ def _crc(file: BinaryIO) -> int:
     return crc
 
 
-def sync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Have the names in a folder on the disk for good."""
     opened = os.open(folder, os.O_RDONLY)
     try:
@@ -74,14 +74,14 @@ def sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
-def names_in(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     """The files of a checkpoint, sorted."""
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
 
 
-def bytes_in(folder: Path) -> int:
+def total_bytes(folder: Path) -> int:
     """What the files of a checkpoint take."""
-    return sum((folder / name).stat().st_size for name in names_in(folder))
+    return sum((folder / name).stat().st_size for name in list_files(folder))
 
 
 def check_sizes(folder: Path) -> None:
@@ -91,14 +91,14 @@ def check_sizes(folder: Path) -> None:
         BrokenCheckpoint: a file is missing, has another size or is no regular file, the list lacks one that Megatron
             would read, or there is no list.
     """
-    files = listed(folder)
+    files = read_manifest(folder)
     lacking = [name for name in REQUIRED if name not in files]
     if lacking:
         raise BrokenCheckpoint(f"{folder}: {MANIFEST} does not list {lacking[0]}, which every checkpoint has")
     for name, (size, _) in files.items():
         _check_size(folder, name, size)
     try:
-        there = names_in(folder)
+        there = list_files(folder)
     except OSError as error:
         raise UnusableCheckpoint(f"{folder} cannot be read ({error})") from None
     for name in there:
@@ -113,7 +113,7 @@ def check(folder: Path, rank: int = 0, ranks: int = 1) -> None:
     Raises:
         BrokenCheckpoint: what is wrong with it, with both numbers.
     """
-    files = listed(folder)
+    files = read_manifest(folder)
     for name in _shares({name: size for name, (size, _) in files.items()}, ranks)[rank]:
         size, crc32 = files[name]
         _check_size(folder, name, size)
@@ -138,7 +138,7 @@ def _shares(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
 
 
 def _check_size(folder: Path, name: str, size: int) -> None:
-    """Check that a listed file lies in the folder itself, where no link leads out of it, and has its size."""
+    """Check a listed file lies in the folder itself, where no link leads out of it, and has its size."""
     path = folder
     try:
         for part in PurePosixPath(name).parts:
@@ -158,7 +158,7 @@ def _check_size(folder: Path, name: str, size: int) -> None:
         raise BrokenCheckpoint(f"{folder}: {name} has {found.st_size} bytes, {size} were written")
 
 
-def listed(folder: Path) -> dict[str, tuple[int, int]]:
+def read_manifest(folder: Path) -> dict[str, tuple[int, int]]:
     """By name, size in bytes and CRC-32 of the files that a checkpoint's list has.
 
     Raises:

@@ -14,7 +14,7 @@ NOT_ATOMIC |= {
 }
 
 
-def type_of(path: Path, mounts: str) -> str:
+def file_system_type(path: Path, mounts: str) -> str:
     """The type of the file system that an absolute path lies on, by the text of mountinfo; "" where no line tells."""
     found, longest = "", -1
     for line in mounts.splitlines():
@@ -28,9 +28,9 @@ def type_of(path: Path, mounts: str) -> str:
     return found
 
 
-def warning_of(path: Path, mounts: str) -> tuple[str, str]:
+def file_system_warning(path: Path, mounts: str) -> tuple[str, str]:
     """The type of a path's file system, and what to say of it; both "" where a rename is one act there."""
-    kind = type_of(path, mounts)
+    kind = file_system_type(path, mounts)
     if kind not in NOT_ATOMIC:
         return "", ""
     said = f"{path} is on {kind}, where a rename is not one act: a checkpoint may look whole on one node before it is"

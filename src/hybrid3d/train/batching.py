@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid3d.config import Train
-from hybrid3d.rl.balance import balanced_shares, within_budget
+from hybrid3d.rl.balance import balanced_shares, split_within_budget
 from hybrid3d.rl.batch import Batch
 from hybrid3d.train.micro import MicroBatch, in_one_row, in_rows
 
@@ -39,9 +39,9 @@ def _by_length(batch: Batch, train: Train, group: dist.ProcessGroup) -> list[tor
     if budget is None:
         parts = balanced_shares(lengths, len(batch) // train.micro_batch_size)
     else:
-        most = torch.tensor(len(within_budget(lengths, budget, packed=train.packed)), device=batch.tokens.device)
+        most = torch.tensor(len(split_within_budget(lengths, budget, packed=train.packed)), device=batch.tokens.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         rounds = train.pp if train.vpp > 1 else 1  # interleaved stages take them in rounds of one per stage
         count = -(-int(most) // rounds) * rounds
-        parts = within_budget(lengths, budget, packed=train.packed, least=count)
+        parts = split_within_budget(lengths, budget, packed=train.packed, min_parts=count)
     return [torch.tensor(part, device=batch.tokens.device) for part in parts]

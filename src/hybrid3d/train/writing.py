@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from hybrid3d.distributed import gather_objects
 from hybrid3d.patches import apply
 from hybrid3d.storage import manifest
-from hybrid3d.storage.disk import CheckpointWriteError, is_of_files, why_unwritten
+from hybrid3d.storage.disk import CheckpointWriteError, describe_write_error, is_file_error
 from hybrid3d.storage.manifest import PROGRESS
 from hybrid3d.train import patches
 from hybrid3d.train.runtime import on_device
@@ -106,10 +106,10 @@ class CheckpointWriter:
         except CheckpointException:
             raise
         except Exception as error:
-            if not is_of_files(error):
+            if not is_file_error(error):
                 raise
             # Of a file that this rank alone writes, while the others are in a collective: they end with it
-            why = why_unwritten(self._unfinished, error)
+            why = describe_write_error(self._unfinished, error)
             shutil.rmtree(self._unfinished, ignore_errors=True)
             raise CheckpointWriteError(why) from error
 
@@ -133,16 +133,16 @@ class CheckpointWriter:
 
     def _sums(self) -> dict[str, int]:
         """Return the CRC-32 of each file that this rank has written, by name."""
-        local = [name for name in manifest.names_in(self._unfinished) if _writer_of(name) == self._group.rank()]
-        return self._crcs | {n: manifest.crc_of(self._unfinished / n) for n in local if n not in self._crcs}
+        local = [name for name in manifest.list_files(self._unfinished) if _writer_of(name) == self._group.rank()]
+        return self._crcs | {n: manifest.fsync_and_crc(self._unfinished / n) for n in local if n not in self._crcs}
 
     def _name(self, shares: list[dict[str, int]]) -> None:
         manifest.write(self._unfinished, {name: crc for share in shares for name, crc in share.items()})
-        manifest.sync_folder(self._unfinished)
+        manifest.fsync_folder(self._unfinished)
         with suppress(OSError):  # under another name it is in no one's way
             remove(self.folder)
         os.rename(self._unfinished, self.folder)
-        manifest.sync_folder(self.folder.parent)
+        manifest.fsync_folder(self.folder.parent)
 
 
 def remove(folder: Path) -> None:
@@ -170,7 +170,7 @@ def together(folder: Path, part: Callable[[], Result], group: dist.ProcessGroup)
     try:
         result = part()
     except (OSError, CheckpointException) as error:
-        why, cause = why_unwritten(folder, error), error
+        why, cause = describe_write_error(folder, error), error
     outcomes = gather_objects((result, why), group)
     first = next((why for _, why in outcomes if why), None)
     if first is None:

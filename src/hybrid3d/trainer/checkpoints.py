@@ -16,8 +16,8 @@ from hybrid3d.distributed import broadcast_object
 from hybrid3d.run.record import Record
 from hybrid3d.run.run_folder import checkpoint_folder, checkpoint_steps
 from hybrid3d.storage.disk import CheckpointWriteError, free_bytes
-from hybrid3d.storage.manifest import BrokenCheckpoint, UnusableCheckpoint, bytes_in
-from hybrid3d.storage.mounts import MOUNTS, warning_of
+from hybrid3d.storage.manifest import BrokenCheckpoint, UnusableCheckpoint, total_bytes
+from hybrid3d.storage.mounts import MOUNTS, file_system_warning
 from hybrid3d.train import checkpoint
 from hybrid3d.train.writing import CheckpointWriter, remove, remove_unfinished
 
@@ -164,7 +164,7 @@ class Checkpoints:
         """Warn if the disk has less room than the checkpoint will probably take."""
         before = self._steps()
         if before:
-            wanted = bytes_in(checkpoint_folder(self._record.folder, before[-1]))
+            wanted = total_bytes(checkpoint_folder(self._record.folder, before[-1]))
         else:
             wanted = checkpoint.bytes_expected(self._models, self._replicas, self._group)
         free = free_bytes(path)
@@ -179,6 +179,6 @@ class Checkpoints:
     def _check_file_system(self) -> None:
         if self._first_rank and MOUNTS.exists():
             path = Path(os.path.realpath(self._record.folder.path))
-            kind, message = warning_of(path, MOUNTS.read_text())
+            kind, message = file_system_warning(path, MOUNTS.read_text())
             if message:
                 self._record.event("file_system", message, type=kind, path=str(path))
