@@ -1,1 +1,1 @@
-"""The benchmark of the sync: against the way of other trainers, and against the wire."""
+"""`hybrid3d bench`: times the sync, the method of other trainers, and plain sends of the same bytes."""

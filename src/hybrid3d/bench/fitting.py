@@ -1,4 +1,4 @@
-"""Whether a benchmark fits this machine's memory, said before it starts."""
+"""Checks whether a benchmark fits this machine's memory, before it starts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hybrid3d.planning.engine_queries import query_engines
 from hybrid3d.planning.isolated import run_in_subprocess
 from hybrid3d.planning.traffic import compute_sync_traffic
 
-PROCESS_BYTES = 1_500_000_000  # of a rank with both engines' libraries, before there is a model; measured on a CPU
+PROCESS_BYTES = 1_500_000_000  # of a rank that has imported both engines, without a model; measured on a CPU
 
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_benchmark_memory(recipe: Recipe, config: Config) -> None:
-    """Both engines' weights, the wire's buffers and the others' staging must fit. Of several ranks rank 0 looks.
+    """Check that both engines' weights and the buffers of all methods fit. Under a launcher, only rank 0 checks.
 
     Raises:
-        RecipeError: they do not; with both numbers.
+        RecipeError: they do not fit; the message has the needed and the available bytes.
     """
     if distributed.under_launcher() and distributed.rank() > 0:
         return
@@ -44,7 +44,7 @@ def check_benchmark_memory(recipe: Recipe, config: Config) -> None:
 
 
 def _available() -> int:
-    """What this machine has left, and this container."""
+    """Return the bytes that are free on this machine and in this container."""
     left = [1 << 62]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -52,12 +52,14 @@ def _available() -> int:
     limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
     if limit.exists() and limit.read_text().strip() != "max":
         cached = re.findall(r"^(?:in)?active_file (\d+)$", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
-        left.append(int(limit.read_text()) - int(used.read_text()) + sum(map(int, cached)))  # caches give way
+        left.append(
+            int(limit.read_text()) - int(used.read_text()) + sum(map(int, cached))
+        )  # page caches can be dropped
     return min(left)
 
 
 def required_bytes(recipe: Recipe) -> tuple[int, int]:
-    """Bytes of the fullest rank, and of all: weights (vLLM's twice, as it packs them on a CPU) and buffers."""
+    """Return the bytes of the fullest rank and of all ranks: buffers and weights (vLLM packs its own: they count twice)."""
     found = compute_sync_traffic(recipe, query_engines(recipe, read_config(recipe.model.path)))
     wire = found.traffic.sum(0) + found.traffic.sum(1) + 2 * found.local
     staging = 2 * found.staging + found.finalize + 4 * recipe.sync.bucket_bytes

@@ -1,9 +1,9 @@
-"""The way of other trainers, with the same engines at both ends: every tensor is rebuilt on every rank.
+"""The method of other trainers, with the same engines at both ends: every tensor is gathered on every rank.
 
-Each stage broadcasts what it holds to the ranks in the same place of the other stages; then TP groups, and for experts
-the groups of EP x ETP, all-gather it; then each rank copies what vLLM wants of it. In buckets: while two are broadcast
-the one before is gathered, and the one before that copied. Broadcasts and all-gathers are made of sends
-and receives that are all in flight at once, as hybrid3d's are.
+Each stage broadcasts what it holds to the ranks at the same position of the other stages. TP groups, and for experts
+the groups of EP x ETP, then all-gather it, and each rank copies what vLLM wants. This runs in buckets: while two are
+broadcast, the previous one is gathered, and the one before that copied. Broadcasts and all-gathers consist of sends and
+receives that are all in flight at once, as hybrid3d's are.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Kind = tuple[int | None, str, str]
 
 @dataclass(frozen=True)
 class Peers:
-    """What a rank must know of the others.
+    """What a rank needs to know about the other ranks.
 
     Attributes:
         signatures: what each rank holds.
-        tp, experts: the ranks over which this one's weights are brought together.
-        columns: the ranks in each rank's place of every stage, in the order of the stages.
+        tp, experts: the ranks over which this rank's weights are all-gathered.
+        columns: for each rank, the ranks at its position of every stage, in the order of the stages.
     """
 
     rank: int
@@ -66,14 +66,14 @@ class Peers:
 
 @dataclass
 class _Bucket:
-    """Parts of tensors of one layer and dtype that are brought together at once.
+    """Parts of tensors of one layer and dtype that are gathered together.
 
     Attributes:
         root: the rank of this rank's column that holds its part.
-        ranks: whose parts are brought together; this one alone where each column has all.
-        members: what each of these ranks holds, one piece behind the other, as it lies in that rank's part.
-        parts: their bytes, `local` among them.
-        nbytes: of the longest of them.
+        ranks: the ranks whose parts are gathered; only this one if each column has the whole bucket.
+        members: the pieces of each of these ranks, in the order in which they are stored in that rank's part.
+        parts: the memory of each part, including `local`.
+        nbytes: the bytes of the longest part.
     """
 
     layer: int | None
@@ -97,10 +97,10 @@ class _Bucket:
 
 
 class GatherBaseline:
-    """Rebuilds every tensor on this rank, a bucket at a time. Every rank calls `run` together.
+    """Gathers every tensor on this rank, one bucket at a time. Every rank calls `run` together.
 
     Attributes:
-        nbytes: memory of its buffers.
+        nbytes: the bytes of its buffers.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class GatherBaseline:
 
     @property
     def operations(self) -> int:
-        """Sends, receives and copies of a run."""
+        """The number of sends, receives and copies of a run."""
         stages, found = len(self._peers.columns[self._peers.rank]) - 1, 0
         for bucket in self._buckets:
             spread = stages if bucket.root == self._peers.rank else 1
@@ -143,7 +143,7 @@ class GatherBaseline:
         bucket.local = bucket.parts[list(bucket.ranks).index(self._peers.rank)]
 
     def _bind_unpacking(self, bucket: _Bucket, wants: Mapping[str, list[Piece]]) -> None:
-        seen: set[tuple[str, Box]] = set()  # of several that hold the same, the first is read
+        seen: set[tuple[str, Box]] = set()  # a piece that several ranks hold is read from the first one
         for flat, pieces in zip(bucket.parts, bucket.members, strict=True):
             for piece in pieces:
                 for target in wants.get(piece.name, ()) if (piece.name, piece.box) not in seen else ():
@@ -161,15 +161,15 @@ class GatherBaseline:
 
     @torch.no_grad()
     def run(self) -> int:
-        """The bytes received."""
+        """Run once, and return the received bytes."""
         received_before = self._transport.received_bytes
         before: tuple[_Bucket, Pending] | None = None
         spreading = deque(map(self._spread, range(min(BROADCASTS_IN_FLIGHT, len(self._buckets)))))
         for number, bucket in enumerate(self._buckets):
             spreading.popleft().wait()
-            gathered = self._exchange(number)
+            gathered = self._start_all_gather(number)
             if number + BROADCASTS_IN_FLIGHT < len(self._buckets):
-                spreading.append(self._spread(number + BROADCASTS_IN_FLIGHT))
+                spreading.append(self._start_broadcast(number + BROADCASTS_IN_FLIGHT))
             if before is not None:
                 self._finish(*before)
             before = bucket, gathered
@@ -177,8 +177,8 @@ class GatherBaseline:
             self._finish(*before)
         return self._transport.received_bytes - received_before
 
-    def _spread(self, number: int) -> Pending:
-        """Pack a bucket where it is held, and start to bring it to the other stages."""
+    def _start_broadcast(self, number: int) -> Pending:
+        """Pack a bucket on the ranks that hold it, and start its broadcast to the other stages."""
         bucket, column = self._buckets[number], self._peers.columns[self._peers.rank]
         bucket.packing.run()
         if bucket.root != self._peers.rank:
@@ -189,8 +189,8 @@ class GatherBaseline:
                     self._transport.submit_send(bucket.local, other, 2 * number)
         return self._transport.run()
 
-    def _exchange(self, number: int) -> Pending:
-        """Start to bring a bucket's parts together."""
+    def _start_all_gather(self, number: int) -> Pending:
+        """Start the all-gather of a bucket's parts."""
         bucket = self._buckets[number]
         for other, part in zip(bucket.ranks, bucket.parts, strict=True):
             if other != self._peers.rank:
@@ -231,7 +231,9 @@ def _buckets(peers: Peers, limit: int) -> Iterator[_Bucket]:
     kinds = {rank: found for column in peers.columns for rank, found in zip(column, _kinds(peers, column), strict=True)}
     column = peers.columns[peers.rank]
     every = []
-    for stage, rank in enumerate(column):  # layers of all stages by turns, so that all stages send at the same time
+    for stage, rank in enumerate(
+        column
+    ):  # alternate between the layers of all stages, so that all stages send at the same time
         layers = sorted({layer for layer, _, _ in kinds[rank] if layer is not None})
         every += [(kind[0] is None, kind[0] and layers.index(kind[0]), stage, kind) for kind in kinds[rank]]
     for _, _, stage, kind in sorted(every):
@@ -239,11 +241,11 @@ def _buckets(peers: Peers, limit: int) -> Iterator[_Bucket]:
         members = {"tp": peers.tp, "experts": peers.experts}.get(over, [peers.rank])
         items = [kinds[peers.columns[member][stage]][kind] for member in members]
         for parts in _cut(items, limit // len(members)):
-            yield _Bucket(layer, column[stage], members, [_laid_out(part) for part in parts])
+            yield _Bucket(layer, column[stage], members, [_pack_views(part) for part in parts])
 
 
 def _kinds(peers: Peers, column: Sequence[int]) -> list[dict[Kind, list[Piece]]]:
-    """What each rank of a column holds and none before it, by layer, group and dtype; where it lies is not known."""
+    """Return what each rank of a column holds and no rank before it, by layer, group and dtype, without views."""
     of_ranks: list[dict[Kind, list[Piece]]] = []
     seen: set[str] = set()
     for rank in column:
@@ -261,7 +263,7 @@ def _kinds(peers: Peers, column: Sequence[int]) -> list[dict[Kind, list[Piece]]]
 
 
 def _cut(members: list[list[Piece]], limit: int) -> Iterator[list[list[Piece]]]:
-    """Cut what each member holds alike, into parts of at most so many bytes; all at once where they are unlike."""
+    """Split equal lists of members into parts of at most `limit` bytes; yield different lists as one part."""
     sizes = [[piece.nbytes for piece in pieces] for pieces in members]
     if any(of_member != sizes[0] for of_member in sizes):
         yield members
@@ -281,8 +283,8 @@ def _split(piece: Piece, limit: int) -> list[Piece]:
     return [Piece(piece.name, box, piece.view, piece.dtype) for box in boxes]
 
 
-def _laid_out(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces one behind the other."""
+def _pack_views(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return the pieces with views of one contiguous buffer."""
     found, at = [], 0
     for piece in pieces:
         view = View("", at, contiguous_stride(piece.box.size))

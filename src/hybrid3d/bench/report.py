@@ -1,4 +1,4 @@
-"""What a benchmark has measured: as numbers, as a table for documents, and as a picture."""
+"""Formats the measurements of a benchmark as JSON, as a Markdown table and as a picture."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BYTES = {"hybrid3d": "received_bytes", "gather": "gather_bytes", "wire": "wire_b
 
 
 def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any]) -> dict[str, Any]:
-    """What `hybrid3d bench --json` prints: what was measured, what it says, and where and when that was."""
+    """Return what `hybrid3d bench --json` prints: the measurements, ratios, the machine and the date."""
     seconds = measured["seconds"]
     layout = {
         "train": vars(recipe.train),
@@ -64,14 +64,14 @@ def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any]) -> dict[str
 
 
 def describe_machine() -> str:
-    """The hardware in words."""
+    """Describe the hardware of this machine."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     return f"{os.cpu_count()} CPU cores ({platform.machine()})"
 
 
 def format_table(found: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return the measurements as Markdown tables."""
     ratios, layout = found["ratios"], found["layout"]
     rows = [
         f"{found['name']}: {found['ranks']} ranks; {_sides(layout)}; scaled: {found['scaled']}; "
@@ -120,14 +120,14 @@ def _sides(layout: dict[str, Any]) -> str:
 
 
 def write_results(folder: RunFolder, found: dict[str, Any]) -> None:
-    """Into the folder: `bench.json`, `bench.md` and `bench.png`."""
+    """Write `bench.json`, `bench.md` and `bench.png` into the folder."""
     (folder.path / "bench.json").write_text(json.dumps(found, indent=2) + "\n")
     (folder.path / "bench.md").write_text(format_table(found) + "\n")
     draw(found, folder.path / "bench.png")
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Seconds and bytes of each method, side by side."""
+    """Draw the seconds and bytes of each method."""
     import matplotlib
 
     matplotlib.use("Agg")

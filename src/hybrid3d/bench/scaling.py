@@ -1,4 +1,4 @@
-"""A smaller model of the same kind and the same layouts, for a machine that does not hold the recipe's."""
+"""Scales a recipe's model down, with the same layouts, for a machine that is too small for it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout
 from hybrid3d.families import Config, UnsupportedModel, family_of
 from hybrid3d.inputs.models import read_config
 
-# Sizes that go with the model's width. Those of latent attention stay: they do not shard.
+# Sizes that are proportional to the hidden size. Those of latent attention stay, because they are not sharded.
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-PER_LAYER_KEYS = ("layer_types", "mlp_layer_types")  # an entry for each layer
-VOCABULARY = 128  # the vocabulary is a multiple of it
-MAX_TRIED = 16_384  # sizes, in looking for the smallest that works
+PER_LAYER_KEYS = ("layer_types", "mlp_layer_types")  # lists with an entry per layer
+VOCABULARY = 128  # the vocabulary size is rounded to a multiple of it
+MAX_TRIED = 16_384  # sizes that are tried to find the smallest valid one
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What is to be smaller than in the recipe's model; None stays as it is."""
+    """The sizes to replace in the recipe's model; None keeps a size."""
 
     layers: int | None = None
     hidden: int | None = None
@@ -40,12 +40,12 @@ class Scale:
 
 
 def scale_recipe(recipe: Recipe, scale: Scale) -> tuple[Recipe, dict[str, Any]]:
-    """A recipe of the benchmark, and its model's config, to be written to the recipe's `model.path`.
+    """Return the recipe of the benchmark, and its model's config, to be written to the recipe's `model.path`.
 
-    What only generation needs (KV cache, lengths) is as small as it can be.
+    The settings of generation (KV cache, lengths) are as small as possible.
 
     Raises:
-        RecipeError: a size cannot be scaled so, with the smallest that can; or the model does not fit the layouts.
+        RecipeError: a size is invalid (the message has the smallest valid one), or the model does not fit the layouts.
     """
     config, rollout = read_config(recipe.model.path), recipe.rollout
     if rollout is None:
@@ -72,7 +72,7 @@ def scale_recipe(recipe: Recipe, scale: Scale) -> tuple[Recipe, dict[str, Any]]:
 
 
 def write_model(recipe: Recipe, config: Config) -> None:
-    """Put the config where the engines look for it."""
+    """Write the config to `model.path`, where the engines read it."""
     folder = Path(recipe.model.path)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -89,7 +89,7 @@ def _scaled_config(config: Config, scale: Scale) -> dict[str, Any]:
             found["max_window_layers"] = min(config["max_window_layers"], scale.layers)
         if config.get("mlp_only_layers"):
             found["mlp_only_layers"] = [layer for layer in config["mlp_only_layers"] if layer < scale.layers]
-        if "first_k_dense_replace" in config:  # a sparse layer must be among them
+        if "first_k_dense_replace" in config:  # at least one layer must be sparse
             found["first_k_dense_replace"] = min(config["first_k_dense_replace"], scale.layers - 1)
     if scale.hidden:
         found["hidden_size"] = scale.hidden
@@ -107,7 +107,7 @@ def _scaled_config(config: Config, scale: Scale) -> dict[str, Any]:
 
 
 def _problems(config: Config, recipe: Recipe, scale: Scale) -> Iterator[str]:
-    """What one size, scaled alone, breaks."""
+    """Yield the problems of each size when it is scaled alone."""
     if any(value is not None and value < 1 for value in vars(scale).values()):
         yield "it must be 1 or more"
         return

@@ -1,4 +1,4 @@
-"""What a rank does for the benchmark: real engines at both ends, each method checked once, then timed in turns."""
+"""Runs the benchmark on one rank: checks each method once between real engines, then times them in turns."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 
 class CheckedSink:
-    """The memory that vLLM's weights are written into, without vLLM: opening and finalizing is timed apart.
+    """A sink for vLLM's memory without opening and finalizing layers, which are timed separately.
 
-    It looks at each layer, or at none, when all of it is written.
+    If a number is set, it compares each layer with the expected values as soon as the layer is written.
     """
 
     def __init__(self, sink: RolloutWeights, dtypes: Mapping[str, str]):
@@ -54,7 +54,7 @@ class CheckedSink:
 
 
 class Bench:
-    """Both engines of a rank, and the methods that bring the weights of one to the other.
+    """Both engines of a rank, and the methods that transfer weights from one to the other.
 
     Every rank calls every method together.
     """
@@ -88,7 +88,7 @@ class Bench:
         }
 
     def _whole(self, run: Callable[[], T]) -> T:
-        """A run after which every layer must have been written and closed."""
+        """Run a method, and check that it has written and closed every layer."""
         self._sync.sink.begin()
         done = run()
         self._sync.sink.end()
@@ -99,7 +99,7 @@ class Bench:
             self.phases[method][phase] += seconds
 
     def wrong(self, method: str, number: int) -> list[str]:
-        """The tensors that a method brings to this rank with some bit changed."""
+        """Run a method, and return the tensors of this rank that differ in any bit from the expected values."""
         fill(self._trained.holdings, self._sync.source, number)
         self._sink.number, self._sink.wrong = number, []
         self.methods[method]()
@@ -107,7 +107,7 @@ class Bench:
         return self._sink.wrong
 
     def seconds(self, method: str) -> float:
-        """Of the slowest rank."""
+        """Run a method once, and return the seconds of the slowest rank."""
         synchronize()
         dist.barrier(self._group)
         start = time.perf_counter()
@@ -116,13 +116,13 @@ class Bench:
         return max(distributed.gather_objects(time.perf_counter() - start, self._group))
 
     def _finalize(self) -> None:
-        """What vLLM does after loading, with nothing moved."""
+        """Run vLLM's processing after loading, without transferring anything."""
         for layer in self._sync.plan.layers:
             self._sync.sink.open(layer)
             self._sync.sink.close(layer)
 
     def numbers(self) -> dict[str, int]:
-        """Sums over ranks but where a key starts with `max_`: the same on every rank."""
+        """Return sums over ranks, or maxima for keys that start with `max_`; equal on every rank."""
         sync, plan = self._sync, self._sync.plan
         done = self._whole(self._hybrid.run)
         found = {
@@ -152,7 +152,7 @@ class Bench:
 def measure(
     recipe: Recipe, repeats: int, group: dist.ProcessGroup, slots: Sequence[int], on_progress: ProgressCallback
 ) -> dict[str, Any]:
-    """Each method's seconds, bytes, operations, memory, and whether it was bit-exact: the same on every rank."""
+    """Return each method's seconds, bytes, operations and memory, and whether it was bit-exact; equal on every rank."""
     bench = Bench(recipe, group, slots, on_progress)
     exact = {}
     for number, name in enumerate(("hybrid3d", "gather"), start=1):
@@ -160,7 +160,7 @@ def measure(
         by_rank = distributed.gather_objects(bench.wrong(name, number), group)
         exact[name] = sorted({tensor for wrong in by_rank for tensor in wrong})
     taken: dict[str, list[float]] = {name: [] for name in bench.methods}
-    for turn in range(repeats + 1):  # the first is not counted
+    for turn in range(repeats + 1):  # the first is a warmup
         on_progress(f"run {turn} of {repeats}" if turn else "warming up")
         for name, seconds in taken.items():
             seconds.append(bench.seconds(name))
@@ -180,12 +180,12 @@ def measure(
 
 
 def _means(of_ranks: Sequence[Mapping[str, float]], repeats: int) -> dict[str, float]:
-    """Seconds by phase of a mean rank in a mean run."""
+    """Return the seconds of each phase, as means over ranks and runs."""
     return {phase: sum(one[phase] for one in of_ranks) / len(of_ranks) / repeats for phase in of_ranks[0]}
 
 
 def _dtypes(signatures: Iterable[Signature]) -> dict[str, str]:
-    """By tensor, the dtype in which it is held."""
+    """Return the dtype in which each tensor is held, by name."""
     found: dict[str, str] = {}
     for signature in signatures:
         for boxes, names in signature.items():

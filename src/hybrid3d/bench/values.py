@@ -1,6 +1,6 @@
-"""Weights whose every element is known everywhere: a function of the tensor's name, the place in it and a number.
+"""Test weights that are a function of the tensor's name, the position in it and a number.
 
-What must be where after a sync is computed there, from that function alone: no plan and no other rank is asked.
+Each rank computes the values that it must have after a sync from this function alone, without a plan or other ranks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from hybrid3d.reshard.layout import Holdings, Piece
 from hybrid3d.reshard.protocols import Sink, Source
 from hybrid3d.reshard.transport import as_bytes
 
-CHUNK = 1 << 22  # elements made at a time
+CHUNK = 1 << 22  # elements that are computed at a time
 _STEPS = (-1640531527, 40503, 2135587861)  # by dim from the innermost; odd, so that neighbours differ
 
 
 def values(
     name: str, box: Box, number: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The elements of a box, a part at a time, as (part, tensor of its size): of [-1, 1) in steps of 2^-15, rounded."""
+    """Yield the elements of a box in parts, as (part, tensor of its size): in [-1, 1) in steps of 2^-15, rounded."""
     seed = zlib.crc32(f"{name}/{number}".encode()) & 0x7FFFFFFF
     for part in box.split(CHUNK):
         mixed = torch.full((), seed, dtype=torch.int32, device=device)
@@ -36,7 +36,7 @@ def values(
 
 @torch.no_grad()
 def fill(holdings: Holdings, source: Source, number: int) -> None:
-    """Give what a rank holds its values."""
+    """Fill what a rank holds with the expected values."""
     for piece in holdings.pieces:
         device = source.read(piece).device
         for part, content in values(piece.name, piece.box, number, getattr(torch, piece.dtype), device):
@@ -44,10 +44,10 @@ def fill(holdings: Holdings, source: Source, number: int) -> None:
 
 
 def wrong(pieces: Iterable[Piece], sink: Sink, number: int, travelled: Mapping[str, str]) -> list[str]:
-    """Names of the pieces of which some bit is not as it must be.
+    """Return the names of pieces that differ in any bit from the expected values.
 
     Args:
-        travelled: by name, the dtype in which the tensor is held: it is rounded there, and then here.
+        travelled: the dtype in which each tensor is held, by name: values are rounded to it first, then to the piece's.
     """
     found = []
     for piece in pieces:

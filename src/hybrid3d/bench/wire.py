@@ -1,4 +1,4 @@
-"""The limit: so many bytes between the same ranks, from and to contiguous buffers, and one copy of what stays."""
+"""The baseline of pure transport: the bytes of a plan between contiguous buffers, and one copy of the local bytes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hybrid3d.reshard.transport import Transport
 
 
 class Wire:
-    """Moves bytes by one message to and from each peer, all at once.
+    """Sends one message to each peer and receives one from each, all at once.
 
     Args:
         sent, received: bytes by peer.
-        stays: bytes that are copied on this rank.
+        stays: bytes that are copied within this rank.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Wire:
         self.operations = len(self._sends) + len(self._receives) + (1 if stays else 0)
 
     def run(self) -> int:
-        """The bytes received."""
+        """Run once, and return the received bytes."""
         before = self._transport.received_bytes
         for flat, src in self._receives:
             self._transport.submit_recv(flat, src, 0)

@@ -1,4 +1,4 @@
-"""Where each rank generates: its slot in the rollout layout, chosen before engines start."""
+"""Chooses the slot of each rank in the rollout layout, before the engines start."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _KEY = "slots"
 
 
 def broadcast_placement(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
-    """The slot of each rank of a run, which rank 0 chooses before the default process group is there.
+    """Return the slot of each rank; rank 0 computes it and broadcasts it through the store.
 
     Args:
-        store: through which the ranks can talk by then.
+        store: the ranks' store; the default process group does not exist yet.
 
     Raises:
-        RuntimeError: (on every rank) what the engines answered instead.
+        RuntimeError: on every rank, if querying the engines failed.
     """
     rollout = recipe.rollout
     if rollout is None or rollout.placement == "consecutive" or rollout.tp * rollout.dp == 1:
@@ -44,12 +44,12 @@ def broadcast_placement(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
     store.wait([_KEY], ENGINE_QUERY_TIMEOUT + timedelta(minutes=5))
     found = json.loads(store.get(_KEY))
     if isinstance(found, str):
-        raise RuntimeError(f"where to place ranks could not be asked: {found}")
+        raise RuntimeError(f"the placement of ranks could not be computed: {found}")
     return tuple(found)
 
 
 def compute_slots(recipe: Recipe) -> list[int]:
-    """The slot of each rank, from what both engines say."""
+    """Query both engines, and return the slot of each rank."""
     answers = query_engines(recipe, read_config(recipe.model.path))
     slots: list[int] = compute_placement(
         recipe, answers.holdings, [one.demand for one in answers.slots], answers.multiplicity
@@ -59,7 +59,7 @@ def compute_slots(recipe: Recipe) -> list[int]:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where ranks generate: the slot of each, and what was counted to choose it."""
+    """The slot of each rank, and the counts by which it was chosen."""
 
     slots: np.ndarray
     missing: MissingBytes
@@ -67,7 +67,7 @@ class Placement:
     holders: Sequence[Sequence[int]]
 
     def readers(self, slots: int) -> list[list[int]]:
-        """The ranks that have each slot of some engine."""
+        """Return the ranks that have each of the `slots` slots of an engine."""
         return [np.flatnonzero(self.slots % slots == slot).tolist() for slot in range(slots)]
 
 
@@ -77,11 +77,11 @@ def compute_placement(
     wanted: Sequence[Demand],
     multiplicity: Mapping[str, int] | None = None,
 ) -> Placement:
-    """Place a recipe's ranks.
+    """Choose the slot of each rank as `rollout.placement` says.
 
     Args:
         wanted: what each slot of an engine wants.
-        times: how often a tensor counts, where it stands for others.
+        multiplicity: the number of tensors that each name represents; 1 by default.
     """
     assert recipe.rollout is not None
     world, per_node = recipe.world_size, recipe.machine.gpus_per_node

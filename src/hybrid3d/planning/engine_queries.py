@@ -1,4 +1,4 @@
-"""What both engines say of a recipe's layouts, in this one process and on meta."""
+"""Queries both engines about all ranks of a recipe's layouts, in one process and on the meta device."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from hybrid3d.train.probe import expected_shapes, holdings_of_all, representativ
 
 ProgressCallback = Callable[[str], None]
 
-# Of more wanted pieces than this, the plan is not made transfer by transfer: that would take minutes, or hours.
+# With more wanted pieces than this, the plan is not made transfer by transfer, which would take minutes or hours.
 MAX_FULL_PLAN_PIECES = 20_000
 
 
 @dataclass(frozen=True)
 class EngineAnswers:
-    """What both engines say of a recipe's layouts.
+    """The answers of both engines about a recipe's layouts.
 
     Attributes:
-        shapes: of all canonical tensors.
-        holdings: of every rank, in all layers or in those that stand for the others.
+        shapes: the full shape of each canonical tensor.
+        holdings: what each rank holds, of all layers or of the representative ones.
         slots: what each slot of an engine wants.
-        times: how many tensors each one held stands for.
-        whole: whether nothing stands for anything else.
+        multiplicity: the number of tensors that each held tensor represents.
+        all_layers: whether every layer was queried, so that each tensor represents only itself.
     """
 
     shapes: Mapping[str, Shape]
@@ -40,20 +40,20 @@ class EngineAnswers:
 
 
 def query_engines(recipe: Recipe, config: Config, on_progress: ProgressCallback = lambda what: None) -> EngineAnswers:
-    """Ask Megatron about every rank and vLLM about every slot.
+    """Query Megatron about every rank and vLLM about every slot.
 
     Raises:
-        UnsupportedModel: an engine does with a tensor what cannot be planned.
+        UnsupportedModel: an engine treats a tensor in a way that cannot be planned.
     """
     assert recipe.rollout is not None, "checked when the recipe was read"
     shapes = expected_shapes(config)
     all_layers = len(shapes) * recipe.world_size <= MAX_FULL_PLAN_PIECES
-    standing = None if all_layers else representative_layer_counts(config, recipe.train)
+    layer_counts = None if all_layers else representative_layer_counts(config, recipe.train)
     on_progress(f"asking Megatron what {recipe.world_size} ranks hold")
-    holdings = holdings_of_all(config, recipe, standing)
+    holdings = holdings_of_all(config, recipe, layer_counts)
     on_progress(f"asking vLLM what {recipe.rollout.tp * recipe.rollout.dp} ranks of an engine want")
-    slots = slot_demands(config, recipe, shapes, standing)
+    slots = slot_demands(config, recipe, shapes, layer_counts)
     held = {piece.name for _, side in group_ranks(holdings) for piece in side.pieces}
-    multiplicity = {name: standing.get(layer_of(name), 1) if standing else 1 for name in held}
+    multiplicity = {name: layer_counts.get(layer_of(name), 1) if layer_counts else 1 for name in held}
     check_same_tensors(rank_groups(holdings), rank_groups(dict(enumerate(one.demand for one in slots))))
     return EngineAnswers(shapes, holdings, slots, multiplicity, all_layers)

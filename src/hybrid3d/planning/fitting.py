@@ -1,4 +1,4 @@
-"""Whether a recipe fits a GPU's memory, and the nearest layouts that do where it does not."""
+"""Checks whether a recipe fits a GPU's memory, and otherwise finds the nearest layouts that do."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.rollout.probe import SlotDemand, slot_demands
 from hybrid3d.train.probe import expected_shapes, holdings_of_all, representative_layer_counts
 
-OFFERED = 3
+MAX_SUGGESTIONS = 3
 
 
 def check_memory(recipe: Recipe, config: Config, on_progress: ProgressCallback = lambda what: None) -> MemoryEstimate:
-    """The memory of a recipe that fits its machine.
+    """Return the memory of a recipe that fits its machine.
 
     Raises:
-        RecipeError: it does not; with the numbers, and the nearest layouts that fit.
+        RecipeError: the recipe does not fit; the message has the numbers and the nearest layouts that fit.
     """
     on_progress("asking both engines how much a rank holds")
     ask_memory = MemoryEstimator(config)
@@ -52,7 +52,7 @@ def check_memory(recipe: Recipe, config: Config, on_progress: ProgressCallback =
 
 
 def _fitting(recipe: Recipe, ask_memory: MemoryEstimator) -> list[dict[str, object]]:
-    """Up to three ways to make a recipe fit, fewest changes first, none of them another with something added."""
+    """Return up to three minimal sets of changes that make a recipe fit, those with the fewest changes first."""
     found: list[dict[str, object]] = []
     for changes in _changes(recipe):
         if any(one.items() <= changes.items() for one in found):
@@ -60,13 +60,13 @@ def _fitting(recipe: Recipe, ask_memory: MemoryEstimator) -> list[dict[str, obje
         changed = _changed(recipe, changes)
         if ask_memory.is_valid(changed) and not ask_memory(changed).problems():
             found.append(changes)
-            if len(found) == OFFERED:
+            if len(found) == MAX_SUGGESTIONS:
                 break
     return found
 
 
 def _changes(recipe: Recipe) -> Iterator[dict[str, object]]:
-    """One change, then two together: those that cost nothing before those that cost speed, more GPUs last."""
+    """Yield single changes, then pairs: first those that cost nothing, then those that cost speed, then more GPUs."""
     train, rollout = recipe.train, recipe.rollout
     assert rollout is not None
     single: list[dict[str, object]] = []
@@ -102,7 +102,7 @@ def _changed(recipe: Recipe, changes: dict[str, object]) -> Recipe:
 
 
 class MemoryEstimator:
-    """The memory of recipes of one model; each engine is asked about a layout once, and about as little as says it."""
+    """Estimates the memory of recipes of one model; queries each engine once per layout, about one rank per stage."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -123,31 +123,30 @@ class MemoryEstimator:
         layout, rollout = dataclasses.replace(recipe.train, micro_batch_size=1, recompute="none"), recipe.rollout
         assert rollout is not None
         if layout not in self._held:
-            times = _times(representative_layer_counts(self._config, layout))
-            holdings = holdings_of_all(
-                self._config, recipe, representative_layer_counts(self._config, layout), first_only=True
-            )
+            layer_counts = representative_layer_counts(self._config, layout)
+            holdings = holdings_of_all(self._config, recipe, layer_counts, first_only=True)
             stage_ranks = recipe.world_size // layout.pp
             firsts = [holdings[stage * stage_ranks] for stage in range(layout.pp)]
-            self._held[layout] = [count_parameters(first.pieces, times) for first in firsts]
+            self._held[layout] = [count_parameters(first.pieces, _multiplicity(layer_counts)) for first in firsts]
         slots = rollout.tp, rollout.dp, rollout.expert_parallel
         if slots not in self._wanted:
-            standing = representative_layer_counts(self._config, Train())
-            first = slot_demands(self._config, recipe, self._shapes, standing, first_only=True)[0]
-            times = _times(standing)
-            self._wanted[slots] = first, sum(piece.nbytes * times(piece.name) for piece in first.demand.pieces)
+            layer_counts = representative_layer_counts(self._config, Train())
+            first = slot_demands(self._config, recipe, self._shapes, layer_counts, first_only=True)[0]
+            multiplicity = _multiplicity(layer_counts)
+            nbytes = sum(piece.nbytes * multiplicity(piece.name) for piece in first.demand.pieces)
+            self._wanted[slots] = first, nbytes
         hardware = hardware_of(recipe.machine)
         return estimate_memory(recipe, self._config, hardware, self._held[layout], *self._wanted[slots])
 
 
-def _times(standing: Mapping[int, int]) -> Callable[[str], int]:
-    return lambda name: standing.get(layer_of(name), 1)
+def _multiplicity(layer_counts: Mapping[int, int]) -> Callable[[str], int]:
+    return lambda name: layer_counts.get(layer_of(name), 1)
 
 
 if __name__ == "__main__":
-    said = load_recipe(sys.argv[1])
+    recipe = load_recipe(sys.argv[1])
     try:
-        check_memory(said, read_config(said.model.path))
+        check_memory(recipe, read_config(recipe.model.path))
         Path(sys.argv[2]).write_text(json.dumps(None))
     except RecipeError as misfit:
         Path(sys.argv[2]).write_text(json.dumps([misfit.subject, misfit.problems]))

@@ -1,4 +1,4 @@
-"""What a GPU and its links can do: the named machines, and a recipe's own numbers in place of theirs."""
+"""Memory and bandwidths of GPUs: the named machines, and the numbers of a recipe that replace theirs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Hardware:
-    """Of one GPU. Rates are bytes per second; those of links are in each of the two directions.
+    """Memory and bandwidths of one GPU. Bandwidths are in bytes per second; those of links hold for each direction.
 
     Attributes:
-        memory: bytes, as its data sheet says; what a device has beyond that is left to contexts and NCCL.
-        copies: of its own memory: a byte that is copied is read and written.
-        nvlink: to the other GPUs of its node, together.
-        network: to other nodes.
+        memory_bytes: as in its data sheet; what a device has beyond that is left to contexts and NCCL.
+        memory_bandwidth: of its own memory; a copy reads and writes each byte.
+        nvlink_bandwidth: to all other GPUs of its node together.
+        network_bandwidth: to other nodes.
     """
 
     memory_bytes: float
@@ -36,7 +36,7 @@ _MACHINES = {
 
 
 def hardware_of(machine: Machine) -> Hardware:
-    """The machine that a recipe names, with the numbers that it says itself."""
+    """Return the machine that a recipe names, with the numbers that the recipe sets itself."""
     named = _MACHINES[machine.kind]
 
     def overridden(value: float | None, default: float) -> float:

@@ -1,4 +1,4 @@
-"""Ask the engines in a process of its own: vLLM keeps parts of models that were only asked for those that then run."""
+"""Queries the engines in a separate process, because vLLM keeps global state of models that were only queried."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from hybrid3d.config import Recipe, recipe_to_yaml
 from hybrid3d.errors import UserMistake
 
 ENGINE_QUERY_TIMEOUT = timedelta(minutes=10)  # the largest models take a minute
-_OF_A_RANK = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+_RANK_VARIABLES = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 
 
 class EngineQueryFailed(UserMistake):
-    """The process that asked has no answer: its last words, or how it ended."""
+    """Raised if the process failed; the message is its last line of output, or how it exited."""
 
 
 def run_in_subprocess(module: str, recipe: Recipe) -> str:
-    """What `python -m MODULE RECIPE.yaml ANSWER` writes into its answer.
+    """Run `python -m MODULE RECIPE.yaml ANSWER` and return the content of the file ANSWER that it writes.
 
     Raises:
-        EngineQueryFailed: it ended without one.
+        EngineQueryFailed: the process failed or timed out.
     """
     with tempfile.TemporaryDirectory() as folder:
-        said, answer = Path(folder) / "recipe.yaml", Path(folder) / "answer.json"
-        said.write_text(recipe_to_yaml(recipe))
-        alone = {key: value for key, value in os.environ.items() if not key.startswith(_OF_A_RANK)}
-        command = [sys.executable, "-m", module, str(said), str(answer)]
+        recipe_file, answer = Path(folder) / "recipe.yaml", Path(folder) / "answer.json"
+        recipe_file.write_text(recipe_to_yaml(recipe))
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(_RANK_VARIABLES)}
+        command = [sys.executable, "-m", module, str(recipe_file), str(answer)]
         try:
             done = subprocess.run(
                 command,
-                env=alone,
+                env=environment,
                 stdout=sys.stderr,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -1,18 +1,19 @@
-"""What a GPU's memory holds in each phase of a step, and what is left of it.
+"""Estimates the memory of a GPU in each phase of a step.
 
-Weights are as both engines say; the rest follows from their number and from the shapes of the model:
+Both engines report the sizes of their weights. The rest is computed from these and from the shapes of the model:
 
 - gradients: float32, as Megatron reduces them, on every rank;
-- optimizer: Adam's two moments and, in bfloat16, a float32 copy of the weights, over the data-parallel ranks, as
-  Megatron's distributed optimizer shards them; experts over the ranks that hold the same ones;
-- activations: what a layer keeps for its backward pass (as arXiv 2205.05198, section 4, counts it, here for attention
-  that keeps no scores, gated MLPs, grouped queries and latents), of as many micro batches as are in flight on a stage;
-  under full recompute a layer's input, and all that one layer keeps; on the last stage the logits and their
-  probabilities besides;
-- reference: the frozen policy's weights, where there is a KL term;
-- KV cache: what is left to vLLM of its fraction after its weights and its work space.
+- optimizer: Adam's two moments and, in bfloat16, a float32 copy of the weights, sharded over the data-parallel ranks by
+  Megatron's distributed optimizer; those of experts over the ranks that hold the same experts;
+- activations: what each layer keeps for its backward pass (counted as in arXiv 2205.05198, section 4, for attention
+  that keeps no scores, gated MLPs, grouped queries and latents), for the micro batches in flight on a stage. With full
+  recompute: each layer's input, and the activations of one layer. The last stage also has the logits and their
+  probabilities;
+- reference: the weights of the frozen policy, if there is a KL term;
+- KV cache: vLLM's fraction minus its weights and its work space.
 
-vLLM sleeps while Megatron trains; what training has stays while vLLM generates, but for what `train.offload_*` says.
+vLLM sleeps while Megatron trains. Training's memory stays allocated while vLLM generates, except for what
+`train.offload_*` names.
 """
 
 from __future__ import annotations
@@ -30,29 +31,29 @@ from hybrid3d.rollout.probe import SlotDemand
 from hybrid3d.train.probe import layers_of_stages
 
 FLOAT32 = 4
-# `max_num_batched_tokens` and `max_num_seqs` of vLLM 0.32.0 for an offline engine on a large GPU: its work space.
+# `max_num_batched_tokens` and `max_num_seqs` of vLLM 0.32.0 for an offline engine on a large GPU.
 BATCHED_TOKENS, SEQUENCES = 16384, 1024
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Elements that a rank holds: of routed experts, and of all else."""
+    """The numbers of elements that a rank holds: of routed experts, and of all other parameters."""
 
     dense: int
     experts: int
 
 
-def count_parameters(pieces: Iterable[Piece], times: Callable[[str], int]) -> ParameterCounts:
-    """What pieces add up to, where a tensor stands for `times` of them."""
+def count_parameters(pieces: Iterable[Piece], multiplicity: Callable[[str], int]) -> ParameterCounts:
+    """Count the elements of pieces; the tensor of a piece represents `multiplicity(name)` tensors."""
     counts = {True: 0, False: 0}
     for piece in pieces:
-        counts[is_expert(piece.name)] += piece.box.numel * times(piece.name)
+        counts[is_expert(piece.name)] += piece.box.numel * multiplicity(piece.name)
     return ParameterCounts(dense=counts[False], experts=counts[True])
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on the fullest rank of a stage, by what they are."""
+    """The bytes of each kind on the fullest rank of a stage."""
 
     weights: int
     gradients: int
@@ -64,32 +65,32 @@ class StageMemory:
 
     @property
     def persistent(self) -> int:
-        """What stays through the whole step."""
+        """Bytes that stay allocated for the whole step."""
         return self.weights + self.gradients + self.optimizer + self.reference
 
     def offloaded_bytes(self, offloads: Iterable[str]) -> int:
-        """What is not there while vLLM generates."""
-        of_kind = {
+        """Return the bytes that these offloads free while vLLM generates."""
+        nbytes = {
             "parameters": self.weights + self.reference,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
         }
-        return sum(of_kind[kind] for kind in offloads)
+        return sum(nbytes[kind] for kind in offloads)
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The phases of a step on the GPU that is fullest in each.
+    """The memory in each phase of a step on the GPU that is fullest in that phase, in bytes.
 
     Attributes:
-        stages: what each pipeline stage's fullest rank has.
-        capacity: of a GPU.
-        fraction: of it that vLLM may take.
-        work_space: what vLLM takes besides its weights and its KV cache.
-        kv_bytes_per_token: of the KV cache.
-        max_model_len: tokens of the longest sequence.
-        sleeps: whether vLLM's memory is given to training.
-        offloads: what of training's is given to vLLM, as `train.offload_*` says.
+        stages: the memory of each pipeline stage's fullest rank.
+        capacity: the memory of a GPU.
+        fraction: the fraction of it that vLLM may use.
+        work_space: what vLLM uses besides its weights and its KV cache.
+        kv_bytes_per_token: bytes of the KV cache for one token.
+        max_model_len: the maximum length of a sequence in tokens.
+        sleeps: whether vLLM frees its memory during training.
+        offloads: the kinds of training memory that are offloaded during generation (`train.offload_*`).
     """
 
     stages: tuple[StageMemory, ...]
@@ -103,8 +104,8 @@ class MemoryEstimate:
 
     @cached_property
     def train(self) -> int:
-        beside = 0 if self.sleeps else self.rollout
-        return max(stage.persistent + stage.activations for stage in self.stages) + beside
+        resident = 0 if self.sleeps else self.rollout
+        return max(stage.persistent + stage.activations for stage in self.stages) + resident
 
     @cached_property
     def sync(self) -> int:
@@ -119,7 +120,7 @@ class MemoryEstimate:
 
     @property
     def rollout(self) -> int:
-        """All that vLLM may take."""
+        """The memory that vLLM may use."""
         return int(self.fraction * self.capacity)
 
     @cached_property
@@ -131,7 +132,7 @@ class MemoryEstimate:
         return max(0, self.kv_cache) // self.kv_bytes_per_token
 
     def problems(self) -> list[str]:
-        """What does not fit, with both numbers."""
+        """Return a message for each phase that does not fit, with the needed and the available bytes."""
         found = []
         for phase in ("train", "sync", "generate"):
             needed = getattr(self, phase)
@@ -150,7 +151,7 @@ def gb(nbytes: float) -> str:
 
 
 def max_over_stages(stages: tuple[StageMemory, ...]) -> dict[str, int]:
-    """Of each kind of bytes the most that a stage has."""
+    """Return the maximum over stages for each kind of bytes."""
     rows = [asdict(stage) for stage in stages]
     return {key: max(row[key] for row in rows) for key in rows[0]}
 
@@ -163,12 +164,12 @@ def estimate_memory(
     wanted: SlotDemand,
     wanted_bytes: int,
 ) -> MemoryEstimate:
-    """Each phase's memory.
+    """Estimate the memory of each phase.
 
     Args:
-        held: what Megatron says that a rank of each stage holds: those of one stage hold equally much.
-        wanted: what vLLM says of an engine's first slot, which wants a largest share.
-        wanted_bytes: of that share.
+        held: Megatron's parameter counts of a rank of each stage; all ranks of a stage have the same counts.
+        wanted: vLLM's answer about an engine's first slot, which wants at least as much as any other.
+        wanted_bytes: the bytes that this slot wants.
     """
     rollout, train = recipe.rollout, recipe.train
     assert rollout is not None
@@ -177,19 +178,21 @@ def estimate_memory(
     itemsize = ITEMSIZE[recipe.model.dtype]
     stage_ranks = recipe.world_size // train.pp
     activations = stage_activations(recipe, shape, layers_of_stages(config, train))
-    trained = 2 if recipe.algorithm.uses_critic else 1
-    beside = (recipe.algorithm.kl.where != "none") + recipe.algorithm.uses_critic + (recipe.reward.model is not None)
+    num_trained = 2 if recipe.algorithm.uses_critic else 1
+    num_frozen = (
+        (recipe.algorithm.kl.where != "none") + recipe.algorithm.uses_critic + (recipe.reward.model is not None)
+    )
     stages = []
-    for stage, its in enumerate(held):
-        elements = its.dense + its.experts
+    for stage, counts in enumerate(held):
+        elements = counts.dense + counts.experts
         weights = elements * itemsize
-        sharded = its.dense / (train.dp * train.cp) + its.experts / (stage_ranks // (train.ep * train.etp))
+        sharded = counts.dense / (train.dp * train.cp) + counts.experts / (stage_ranks // (train.ep * train.etp))
         stages.append(
             StageMemory(
                 weights=weights,
-                gradients=elements * FLOAT32 * trained,
-                optimizer=round(sharded * FLOAT32 * (2 if itemsize == FLOAT32 else 3)) * trained,
-                reference=weights * beside,
+                gradients=elements * FLOAT32 * num_trained,
+                optimizer=round(sharded * FLOAT32 * (2 if itemsize == FLOAT32 else 3)) * num_trained,
+                reference=weights * num_frozen,
                 activations=activations[stage],
                 rollout_weights=wanted_bytes,
                 staging=2 * recipe.sync.bucket_bytes + wanted.finalize_bytes,
@@ -208,7 +211,7 @@ def estimate_memory(
 
 
 def stage_activations(recipe: Recipe, shape: ModelShape, stages: Sequence[Sequence[Sequence[int]]]) -> list[int]:
-    """Bytes that are kept for the backward pass on each stage's ranks, in sequences of `rollout.max_model_len`.
+    """Return the bytes of activations on a rank of each stage, for sequences of `rollout.max_model_len` tokens.
 
     Args:
         stages: the layers of each stage's chunks.
@@ -225,7 +228,7 @@ def stage_activations(recipe: Recipe, shape: ModelShape, stages: Sequence[Sequen
     inputs = shape.hidden_size * itemsize // _sequence_shards(shape, train)
     found = []
     for stage, chunks in enumerate(stages):
-        # Chunks that have gone forward and wait for their backward pass in Megatron's schedules, plain or interleaved.
+        # Chunks that wait for their backward pass in Megatron's schedules, plain or interleaved.
         ahead = train.pp - stage - 1
         waiting = ahead + 1 if train.vpp == 1 else 2 * ahead + (train.vpp - 1) * train.pp + 1
         waiting = min(waiting, micro_batches * train.vpp)
@@ -242,10 +245,11 @@ def stage_activations(recipe: Recipe, shape: ModelShape, stages: Sequence[Sequen
 
 
 def activation_elements_per_token(shape: ModelShape, train: Train, sparse: bool) -> int:
-    """Elements that one layer keeps of a token on a rank, for the backward pass, where its activation is fused.
+    """Return the elements per token that one layer with a fused activation keeps on a rank for its backward pass.
 
-    Whole rows: the inputs and the outputs of both norms, and a sum between them. Split over TP: what attention is
-    given, before and after its norms and its rotation, its output in two layouts, an MLP's gate, up and product.
+    Replicated over TP: the inputs and outputs of both norms, and a sum between them. Sharded over TP: the inputs of
+    attention before and after its norms and rotary embedding, its output in two layouts, and an MLP's gate, up and
+    product.
     """
     hidden, tp, heads = shape.hidden_size, train.tp, shape.num_attention_heads
     rows = 5 * hidden
@@ -253,27 +257,27 @@ def activation_elements_per_token(shape: ModelShape, train: Train, sparse: bool)
         keys = max(shape.num_key_value_heads, tp) * shape.head_dim
         attention = 5 * heads * shape.head_dim + 4 * keys
     else:
-        its = shape.latents
-        attention = heads * (3 * (its.nope + its.rope) + its.nope + its.value + 2 * its.value)
-        rows += 3 * its.kv_rank + its.rope + 2 * its.q_rank
+        mla = shape.latents
+        attention = heads * (3 * (mla.nope + mla.rope) + mla.nope + mla.value + 2 * mla.value)
+        rows += 3 * mla.kv_rank + mla.rope + 2 * mla.q_rank
     shards = _sequence_shards(shape, train)
     kept = rows // shards + attention // tp
     if not sparse:
         return kept + 3 * shape.intermediate_size // tp
     experts = shape.experts
     assert experts is not None
-    copies = experts.per_token * train.etp  # of a token, over the ranks that share experts, when they are balanced
+    copies = experts.per_token * train.etp  # of a token over the ranks that share experts, with balanced routing
     routed = copies * (2 * hidden + 3 * experts.width // train.etp) // shards
     return kept + routed + 3 * experts.shared_width // tp + experts.count // shards
 
 
 def _sequence_shards(shape: ModelShape, train: Train) -> int:
-    """Over how many ranks whole rows are split: Megatron trains experts under TP with sequence parallelism only."""
+    """Return the number of ranks that shard a sequence: Megatron requires sequence parallelism for experts under TP."""
     return train.tp if shape.experts else 1
 
 
 def _work_space(shape: ModelShape, tp: int, itemsize: int) -> int:
-    """What vLLM computes in: the widest layer over a full batch of tokens, and logits of as many sequences."""
+    """Return the bytes of vLLM's activations: the widest layer for a full batch of tokens, and the logits."""
     widest = 3 * shape.intermediate_size // tp
     if shape.experts:
         widest = max(widest, shape.experts.per_token * (3 * shape.experts.width // tp + shape.hidden_size))

@@ -1,4 +1,4 @@
-"""A recipe's plan as a person reads it: a page for the terminal, and a picture of who sends how much to whom."""
+"""Formats a plan for people: a page for the terminal, and a picture of the traffic between ranks."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _memory(report: PlanReport) -> Table:
 
 
 def _traffic(report: PlanReport) -> Text:
-    """Senders down, receivers across; the darker the more bytes."""
+    """Return a matrix of shades: a row per sender, a column per receiver, darker for more bytes."""
     matrix, size = group_traffic(report.traffic.traffic, report.recipe, MOST_GROUPS)
     shade = np.ceil(matrix / max(1, matrix.max()) * (len(SHADES) - 1)).astype(int)
     what = f"{size} ranks" if size > 1 else "rank"
@@ -126,7 +126,7 @@ def _traffic(report: PlanReport) -> Text:
 
 
 def group_traffic(traffic: np.ndarray, recipe: Recipe, most: int) -> tuple[np.ndarray, int]:
-    """The traffic between groups of consecutive ranks, and their size: a node, or several, where there are many."""
+    """Return the traffic between groups of consecutive ranks, at most `most` of them, and the size of a group."""
     size, ranks = 1, len(traffic)
     while ranks // size > most or ranks % size:
         size = max(2, recipe.machine.gpus_per_node) if size == 1 else size * 2
@@ -137,7 +137,7 @@ def group_traffic(traffic: np.ndarray, recipe: Recipe, most: int) -> tuple[np.nd
 
 
 def draw(report: PlanReport, path: Path) -> None:
-    """The traffic as a picture in a file, whose ending says its format."""
+    """Draw the traffic between ranks into a file, whose suffix sets the format."""
     import matplotlib
 
     matplotlib.use("Agg")

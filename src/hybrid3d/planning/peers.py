@@ -1,7 +1,7 @@
-"""The way of other trainers, for comparison: every tensor is rebuilt on every rank, and what is not wanted thrown away.
+"""Estimates the traffic of the method of other trainers, for comparison: every tensor is gathered on every rank.
 
-Each stage broadcasts what it holds to the ranks in the same place of the other stages, and then all-gathers over TP,
-and over EP for experts, complete what each rank has. Where a group lies within a node it is NVLink's.
+Each stage broadcasts what it holds to the ranks at the same position of the other stages. All-gathers over TP, and over
+EP for experts, then complete the tensors on each rank. Groups within a node use NVLink.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybrid3d.planning.traffic import SyncTraffic
 
 @dataclass(frozen=True)
 class GatherTraffic:
-    """By rank, the bytes that it receives over the network and from its own node."""
+    """The bytes that each rank receives from other nodes (`far`) and from its own node (`near`), [ranks]."""
 
     far: np.ndarray
     near: np.ndarray
@@ -27,12 +27,12 @@ class GatherTraffic:
         return self.far + self.near
 
     def seconds(self, hardware: Hardware) -> float:
-        """With both kinds of links at their full rate, and at the same time."""
+        """Return the seconds of the slowest rank, with both kinds of links at their full bandwidth at the same time."""
         return float(np.maximum(self.far / hardware.network_bandwidth, self.near / hardware.nvlink_bandwidth).max())
 
 
 def gather_traffic(recipe: Recipe, traffic: SyncTraffic) -> GatherTraffic:
-    """What ranks receive when they rebuild every tensor."""
+    """Compute what ranks receive if every tensor is gathered on every rank."""
     train, per_node = recipe.train, recipe.machine.gpus_per_node
     node = (np.arange(recipe.world_size) // per_node).reshape(train.pp, -1)
     far, near = (np.zeros(node.shape) for _ in range(2))
@@ -46,7 +46,7 @@ def gather_traffic(recipe: Recipe, traffic: SyncTraffic) -> GatherTraffic:
             far += np.where(node != node[stage], broadcast, 0)
             near += np.where(node != node[stage], 0, broadcast)
         rest = np.maximum(model - of_stage.sum(0, keepdims=True), 0)
-        inside = min(per_node, group)  # of what a rank lacks of its group's, the part that the rest of its node has
+        inside = min(per_node, group)  # ranks of a group that are on one node
         outside = 1 - (inside - 1) / (group - 1) if group > 1 else 0
         far += outside * rest
         near += (1 - outside) * rest

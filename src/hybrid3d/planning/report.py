@@ -1,4 +1,4 @@
-"""A recipe's plan as numbers: what `hybrid3d plan --json` prints."""
+"""Makes the report of `hybrid3d plan`, and the numbers that `--json` prints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybrid3d.reshard.placement import consecutive_slots
 
 @dataclass(frozen=True)
 class PlanReport:
-    """All that is known of a recipe's run before it starts."""
+    """Traffic, memory and predicted sync time of a recipe."""
 
     recipe: Recipe
     hardware: Hardware
@@ -44,17 +44,18 @@ class PlanReport:
         }
 
     def traffic_with_slots(self, slots: np.ndarray) -> dict[str, int]:
-        """Bytes received, and over the network, where ranks have these slots."""
+        """Return the received bytes, and those from other nodes, if ranks have these slots."""
         missing = self.traffic.placement.missing
         within = slots % missing.by_group.shape[1]
         return {"received_bytes": missing.received_bytes(within), "network_bytes": missing.network_bytes(within)}
 
     def numbers(self) -> dict[str, Any]:
-        """Sums over ranks, except where a key starts with `max_`. Sizes are bytes.
+        """Return the numbers of `--json`: sums over ranks, or maxima for keys that start with `max_`; sizes in bytes.
 
-        All is what a run then measures, but for these: `max_finalize_bytes` is a bound, `gather_bytes` what ranks would
-        receive if every tensor were rebuilt on every rank, and `seconds` and `memory` are models. Where the plan is too
-        large to be made transfer by transfer, `max_staging_bytes` is a bound too, and `buckets` is null.
+        They equal what a run measures, with these exceptions: `max_finalize_bytes` is an upper bound, `gather_bytes` is
+        what ranks would receive if every tensor were gathered on every rank, and `seconds` and `memory` are
+        predictions. If the plan is too large to be made transfer by transfer, `max_staging_bytes` is an upper bound
+        too, and `buckets` is null.
         """
         traffic, ranks = self.traffic, self.per_rank
         usual = consecutive_slots(self.recipe.world_size)
@@ -94,15 +95,15 @@ class PlanReport:
 
 
 def make_report(recipe: Recipe, config: Config, on_progress: ProgressCallback = lambda what: None) -> PlanReport:
-    """Plan a recipe that fits.
+    """Check the memory of a recipe, query the engines, and plan its sync.
 
     Args:
-        say: is told what is being done: large plans take half a minute.
+        on_progress: called with a description of each stage; large plans take half a minute.
 
     Raises:
-        RecipeError: it does not fit into the machine's memory.
-        PlanError: what is held and what is wanted do not fit each other.
-        UnsupportedModel: an engine does with a tensor what cannot be planned.
+        RecipeError: the recipe does not fit the machine's memory.
+        PlanError: holdings and demands do not match.
+        UnsupportedModel: an engine treats a tensor in a way that cannot be planned.
     """
     memory = check_memory(recipe, config, on_progress)
     answers = query_engines(recipe, config, on_progress)

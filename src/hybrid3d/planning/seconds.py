@@ -1,7 +1,7 @@
-"""The link model: how long a sync takes if every link and every memory runs at its full rate.
+"""Predicts the time of a sync with every link and every memory at its full bandwidth.
 
-Packing, moving and unpacking overlap, and so do the two directions of a link, so the busiest of a rank's resources
-decides, and the slowest rank. Latencies are left out: buckets are large, and there are two of them in flight.
+Packing, sending and unpacking overlap, and so do the two directions of a link. The time is therefore that of the
+busiest resource of the slowest rank. Latencies are ignored: buckets are large, and two of them are in flight.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from hybrid3d.planning.hardware import Hardware
 
 @dataclass(frozen=True)
 class SyncTime:
-    """Seconds that each resource of its busiest rank is busy; the longest is the sync's.
+    """The predicted time of a sync: the maximum over ranks of the seconds that each resource is busy.
 
     Attributes:
-        rank: the rank that decides.
+        rank: the slowest rank.
     """
 
     network: float
@@ -36,15 +36,15 @@ class SyncTime:
 
 
 def estimate_sync_time(traffic: np.ndarray, local: np.ndarray, hardware: Hardware, ranks_per_node: int) -> SyncTime:
-    """Of a sync.
+    """Predict the time of a sync.
 
     Args:
-        traffic: bytes by sender and receiver.
-        local: bytes that each rank copies within its own memory.
+        traffic: bytes by sender and receiver, [ranks, ranks].
+        local: bytes that each rank copies within its own memory, [ranks].
     """
     far = inter_node_bytes(traffic, ranks_per_node)
     near = traffic - far
-    # What is sent is packed and what is received unpacked: each byte is read and written once at either end.
+    # Sent bytes are packed and received bytes unpacked: each is read and written once at both ends.
     copied = 2 * (local + traffic.sum(0) + traffic.sum(1))
     busy = {
         "network": np.maximum(far.sum(0), far.sum(1)) / hardware.network_bandwidth,
@@ -56,6 +56,6 @@ def estimate_sync_time(traffic: np.ndarray, local: np.ndarray, hardware: Hardwar
 
 
 def inter_node_bytes(traffic: np.ndarray, ranks_per_node: int) -> np.ndarray:
-    """The part of the traffic between ranks of different nodes."""
+    """Return the part of the traffic that is between ranks of different nodes."""
     node = np.arange(len(traffic)) // ranks_per_node
     return np.where(node[:, None] == node[None, :], 0, traffic)

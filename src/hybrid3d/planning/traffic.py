@@ -1,4 +1,4 @@
-"""What a recipe's syncs move: who sends how much to whom, computed for every rank and checked."""
+"""Computes and checks the traffic of a recipe's sync: the bytes between each pair of ranks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from hybrid3d.reshard.routes import RoutedClass, route
 
 @dataclass(frozen=True)
 class SyncTraffic:
-    """A recipe's sync, as far as it is known before ranks start.
+    """The bytes of a recipe's sync, computed before ranks start.
 
     Attributes:
-        held, wanted: bytes by rank.
-        traffic: bytes by sender and receiver; what stays on its rank is in `local`.
-        lower_bound: the fewest bytes that each rank must receive, counted apart.
-        held_experts: of what is held, that of routed experts.
+        held, wanted: bytes, [ranks].
+        held_experts: the part of `held` that belongs to routed experts, [ranks].
+        traffic: bytes by sender and receiver, [ranks, ranks], without those that stay on their rank.
+        local: bytes that are copied within a rank, [ranks].
+        lower_bound: the fewest bytes that each rank must receive, computed independently of the routes, [ranks].
         model, model_experts: bytes of all canonical tensors, and of those of routed experts.
-        placed: the slot of each rank.
-        finalize: a bound on what opened modules take on a rank.
-        buckets, staging: the most of a rank, of the plan made transfer by transfer; None, and a bound, where it is too
-            large for that.
+        placement: the slot of each rank.
+        finalize: an upper bound of the memory that finalization needs on a rank.
+        buckets, staging: the maximum over ranks of the number of buckets and of the bytes of staging. If the plan
+            is too large to be made transfer by transfer, `buckets` is None and `staging` an upper bound.
     """
 
     held: np.ndarray
@@ -53,7 +54,7 @@ class SyncTraffic:
 
 @contextlib.contextmanager
 def _no_collector() -> Iterator[None]:
-    """A large plan is millions of objects without a cycle, and looking for cycles a third of its time."""
+    """Disable garbage collection, which takes a third of the time of a large plan and finds no cycles in it."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -65,13 +66,13 @@ def _no_collector() -> Iterator[None]:
 
 @_no_collector()
 def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence[int] | None = None) -> SyncTraffic:
-    """Place the ranks and route every tensor; all of it is checked.
+    """Place the ranks, route every tensor, and check the routes.
 
     Args:
-        slots: of the ranks, where they are placed already.
+        slots: the slot of each rank, if it is given; chosen here by default.
 
     Raises:
-        PlanError: what is held and what is wanted do not fit each other.
+        PlanError: holdings and demands do not match.
     """
     world, per_node = recipe.world_size, recipe.machine.gpus_per_node
     holdings, wanted = answers.holdings, [one.demand for one in answers.slots]
@@ -87,7 +88,7 @@ def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence
     bound = lower_bound(*part, first)
     wanted_bytes = _nbytes(demand, answers.multiplicity)
     unlike = np.flatnonzero(traffic.sum(0) + local != wanted_bytes)
-    if unlike.size:  # the classes, on which all of the above rests, have lost or doubled a tensor
+    if unlike.size:  # the classes, which all of the above uses, have lost or duplicated a tensor
         rank = int(unlike[0])
         raise PlanError(f"rank {rank} wants {wanted_bytes[rank]} bytes, {traffic.sum(0)[rank] + local[rank]} arrive")
     bucket = recipe.sync.bucket_bytes
@@ -121,7 +122,7 @@ def _routed(found: Placement, recipe: Recipe, slots: int) -> list[RoutedClass]:
 
 
 def _traffic(routed: Sequence[RoutedClass], world: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes by sender and receiver, and bytes that stay where they are."""
+    """Return bytes by sender and receiver, [ranks, ranks], and bytes that stay on their rank, [ranks]."""
     traffic, local = np.zeros((world, world), np.int64), np.zeros(world, np.int64)
     for one in routed:
         for source in one.sources:
