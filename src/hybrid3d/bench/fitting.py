@@ -59,7 +59,7 @@ def _available() -> int:
 
 
 def required_bytes(recipe: Recipe) -> tuple[int, int]:
-    """Return the bytes of the fullest rank and of all ranks: buffers and weights (vLLM packs its own: they count twice)."""
+    """Return the bytes of the fullest rank and of all ranks: buffers and weights (vLLM's count twice)."""
     found = compute_sync_traffic(recipe, query_engines(recipe, read_config(recipe.model.path)))
     wire = found.traffic.sum(0) + found.traffic.sum(1) + 2 * found.local
     staging = 2 * found.staging + found.finalize + 4 * recipe.sync.bucket_bytes
