@@ -334,7 +334,7 @@ def test_a_kernel_that_has_neither(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     source = source.replace('"x86_64": (0,', '"vax": (0,').replace('"aarch64": (1,', '"pdp11": (1,')
     inside = tmp_path / "sandbox_child.py"
     inside.write_text(source.replace("444, 445, 446", "4444, 4445, 4446"))
-    monkeypatch.setattr(sandbox, "_INSIDE", inside)
+    monkeypatch.setattr(sandbox, "_CHILD_SCRIPT", inside)
     assert sandbox.run("", seconds=SECONDS).confined_by == ()
     assert code(ADD, ASSERTS) == code(DOUBLES, json.dumps(DOUBLE)) == 1.0
     for program in ("open('x', 'w')", "raise SystemExit(0)", "while True: pass", "x = [0] * 10**9"):

@@ -200,9 +200,9 @@ EMPTY = {
     "class Tests:\n    def test_add(self):\n        assert add(1, 2) == 3": "no assertion that is run",
     "def test_add(fixture):\n    assert add(1, 2) == 3": "no assertion that is run",
     json.dumps({"tests": "# x"}): "nothing that the answer defines",
-    json.dumps({"test": CHECK}): "nothing calls it: say in entry_point",
-    json.dumps({"tests": CHECK}): "nothing calls it: say in entry_point",
-    json.dumps({"test": CHECK, "entry_point": "no name"}): "entry_point 'no name' is no expression",
+    json.dumps({"test": CHECK}): "nothing calls it: name the candidate in entry_point",
+    json.dumps({"tests": CHECK}): "nothing calls it: name the candidate in entry_point",
+    json.dumps({"test": CHECK, "entry_point": "no name"}): "entry_point 'no name' is not a Python expression",
     json.dumps({"test": "def check(candidate):\n    pass", "entry_point": "add"}): "no assertion that is run",
     json.dumps({"test": CHECK + "    assert poly(candidate(1, 2))", "entry_point": "add"}): "use poly, which neither",
     json.dumps(["assert sum(10, 15) == 6"]): "must be named in entry_point",
@@ -228,8 +228,8 @@ def test_references_that_test_nothing(reference: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("reference", "reason"),
     [
-        ("values = [add]\nassert len(values) == 1", "the answer was asked for 0 values"),
-        ("assert add(object(), 1) == 3", "cannot be judged: the tests give the answer a object"),
+        ("values = [add]\nassert len(values) == 1", "its tests made 0 requests to the answer"),
+        ("assert add(object(), 1) == 3", "cannot be judged: the tests pass a object to the answer"),
     ],
 )
 def test_references_that_turn_out_to_test_nothing(reference: str, reason: str) -> None:

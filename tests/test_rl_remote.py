@@ -98,7 +98,7 @@ def test_what_is_too_deep_or_too_long_is_not_sent() -> None:
         deep = [deep]
     with pytest.raises(ValueError, match="nested more than 200 deep"):
         sent(deep)
-    with pytest.raises(ValueError, match=f"the most is {MESSAGE_BYTES}"):
+    with pytest.raises(ValueError, match=f"at most {MESSAGE_BYTES}"):
         Link(0, 1, list).ask("x" * MESSAGE_BYTES)
 
 

@@ -274,14 +274,14 @@ def test_a_pool_that_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         server = next(pid for pid in descendants(os.getpid()) if pid not in before)
         os.kill(server, signal.SIGSTOP)
         assert scorer.score(items("1", "2")) == Scores(
-            [-1.0, -1.0], {"hung": 2}, {"hung": "no word from the pool within 2 s"}
+            [-1.0, -1.0], {"hung": 2}, {"hung": "the pool's server did not reply within 2 s"}
         )
         server = scorer.score(items("1")) and next(pid for pid in descendants(os.getpid()) if pid not in before)
         killer = threading.Timer(0.2, os.kill, (server, signal.SIGKILL))
         killer.start()
         monkeypatch.setattr(pool_client, "START_SECONDS", 20)
         scores = scorer.score(items("sleep"))
-        assert scores == Scores([-1.0], {"died": 1}, {"died": "the pool's process ended with exit code -9"})
+        assert scores == Scores([-1.0], {"died": 1}, {"died": "the pool's server ended with exit code -9"})
         killer.join()
 
 

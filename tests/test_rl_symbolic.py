@@ -80,7 +80,7 @@ def test_unequal(answer: str, reference: str) -> None:
 
 @pytest.mark.parametrize("reference", ["", r"\boxed{}", "#### "])
 def test_a_reference_that_says_nothing(reference: str) -> None:
-    with pytest.raises(ValueError, match="the reference has no mathematics"):
+    with pytest.raises(ValueError, match="the reference has no mathematical expression"):
         math(r"\boxed{4}", reference)
 
 

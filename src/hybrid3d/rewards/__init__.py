@@ -1,1 +1,1 @@
-"""What an answer is worth: rewards, environments, and the processes they run in. Imports neither engine nor torch."""
+"""Implements rewards, environments, and the processes they run in. Imports neither engine nor torch."""

@@ -1,4 +1,4 @@
-"""What counts as an assertion in the tests of a reference, and how the judge comes to count those that are run."""
+"""Finds the assertions in the tests of a reference, and instruments the tests so that those that run are counted."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import builtins
 
 
 def is_assertion(node: ast.AST) -> bool:
-    """Whether a node can tell a wrong answer.
+    """Return whether a node can detect a wrong answer.
 
-    That is `assert` with something to compute, a method of unittest's, `if ...: raise ...`, or a handler of errors of
-    one kind.
+    Such nodes are an `assert` whose test is not constant, an assertion method of unittest, `if ...: raise ...`, and an
+    `except` clause for a specific type of error.
     """
     if isinstance(node, ast.Assert):
         return not isinstance(node.test, ast.Constant) and not (isinstance(node.test, ast.Tuple) and node.test.elts)
@@ -20,14 +20,15 @@ def is_assertion(node: ast.AST) -> bool:
         kinds = {inner.id for inner in ast.walk(node.type) if isinstance(inner, ast.Name)} if node.type else set()
         return bool(kinds) and not kinds & {"BaseException", "Exception", "AssertionError", "ImportError"}
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        given = [*node.args, *(keyword.value for keyword in node.keywords)]
-        is_assert = node.func.attr.startswith("assert") and not all(isinstance(one, ast.Constant) for one in given)
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        constant = all(isinstance(argument, ast.Constant) for argument in arguments)
+        is_assert = node.func.attr.startswith("assert") and not constant
         return is_assert or node.func.attr.startswith("fail")
     return False
 
 
 class AssertionCounter(ast.NodeTransformer):
-    """Makes tests count their assertions, and say where they do not use the result of a call."""
+    """Rewrites tests so that they count their assertions, and mark calls whose result they do not use."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         self.generic_visit(node)

@@ -1,8 +1,8 @@
-"""The judge's side of a judgement, inside a sandbox of its own: it runs the reference's tests.
+"""Runs the reference's tests, in a sandboxed process separate from the program's (`code_program.py`).
 
-What the answer defines is in another process. Its functions and objects are `Remote` here: to call one is a message,
-and what comes back is a value made of this process's own types, so every comparison is made here, by code that the
-answer cannot reach. What would ask the answer for the verdict, such as `==` of an object of its own, is a TypeError.
+The functions and objects that the answer defines are `Remote` proxies here: calling one sends a message, and the result
+is rebuilt from this process's own types. So every comparison happens here, in code that the answer cannot reach. An
+operation in which the answer would decide the verdict, such as `==` of its own objects, is a TypeError.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ TYPE_CHECKING = False  # as typing's, which takes 7 ms to import: a fifth of wha
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-ANSWER_MODULES = ("solution", "program")  # what tests may import the answer as
-FORWARDED_DUNDERS = ("__name__", "__dict__")  # of attributes with two underscores, those that the answer is asked for
-LOOP_ENDING_ERRORS = (StopIteration, StopAsyncIteration)  # end a loop, so an answer cannot raise them
-TEXT = "remote text"  # of an error: no name that an attribute can have
+ANSWER_MODULES = ("solution", "program")  # module names under which tests may import the answer
+FORWARDED_DUNDERS = ("__name__", "__dict__")  # other dunder attributes of the answer's objects are refused
+LOOP_ENDING_ERRORS = (StopIteration, StopAsyncIteration)  # would end the tests' loops, so an answer cannot raise them
+TEXT = "remote text"  # key in an error's `__dict__`; not a valid attribute name, so it collides with none
 
 
 class UnsendableValue(Exception):
-    """The tests give the answer something that cannot be sent to it, so the reference cannot be judged."""
+    """The tests pass a value to the answer that cannot be sent to its process, so the reference cannot be judged."""
 
 
 class Judge(Link):
-    """Asks the answer, and counts what the tests compare.
+    """Sends the tests' requests to the answer's process, and counts requests and assertions.
 
     Attributes:
-        requests: how often the answer was asked for something.
-        assertions: how many assertions were run.
-        forfeited: the answer's process ended, or sent what is no message.
-        failed: an assertion failed in a function that the answer called, and so may have caught the error.
+        requests: number of requests sent to the answer.
+        assertions: number of assertions that were run.
+        forfeited: whether the answer's process ended or sent an invalid message.
+        failed: whether an assertion failed in a callback, where the answer may have caught the error.
         problem: why the reference cannot be judged, or "".
     """
 
@@ -56,26 +56,30 @@ class Judge(Link):
     def request(
         self, operation: str, *arguments: object, named: Mapping[str, object] | None = None, in_place: bool = False
     ) -> Any:
-        """What the answer makes of an operation; raises what it raises.
+        """Let the answer perform an operation; returns its result or raises its error.
 
-        The arguments stay as they are, unless the result is None or `in_place`: then they become what the answer made
-        of them. A test that uses a result compares it with something, which an answer could otherwise change.
+        Changes that the answer makes to mutable arguments are applied here only if the result is None or `in_place` is
+        true: a test that uses the result may compare it with an argument, which the answer must not change.
+
+        Raises:
+            Forfeit: the answer's process ended or sent an invalid message.
+            UnsendableValue: an argument cannot be sent.
         """
         if self.forfeited:
             raise Forfeit("the answer has forfeited")
         self.requests += 1
         encoder = Encoder(self._describe)
         try:
-            said = encoder.encode(arguments), {key: encoder.encode(value) for key, value in (named or {}).items()}
-            question = [operation, *said, in_place]
-            match self.ask(*question):
+            positional = encoder.encode(arguments)  # before the keyword ones: the decoder numbers containers likewise
+            keywords = {key: encoder.encode(value) for key, value in (named or {}).items()}
+            match self.ask(operation, positional, keywords, in_place):
                 case ["value", value, list(after), str(printed)]:
                     return self._accept(value, after, printed, encoder.containers, in_place)
-                case ["error", list(kinds), told, str(printed)]:
+                case ["error", list(kinds), encoded, str(printed)]:
                     self._print(printed)
-                    error = self._error(kinds, Decoder(self._object).decode(told))
+                    error = self._error(kinds, Decoder(self._object).decode(encoded))
                 case _:
-                    raise Forfeit("this is no answer")
+                    raise Forfeit("the reply has an invalid format")
         except Forfeit:
             self.forfeited = True
             raise
@@ -84,21 +88,25 @@ class Judge(Link):
             raise UnsendableValue(str(reason)) from None
         raise error
 
-    def _accept(self, said: Any, after: list[Any], printed: str, given: list[Any], in_place: bool) -> Any:
+    def _accept(self, encoded: Any, after: list[Any], printed: str, containers: list[Any], in_place: bool) -> Any:
+        """Decode the result of a request, and update the arguments' mutable containers if the call may change them."""
         self._print(printed)
-        value = Decoder(self._object).decode(said)
+        value = Decoder(self._object).decode(encoded)
         if in_place or value is None:
-            decoder = Decoder(self._object, given)
-            if len(after) != len(given):
-                raise Forfeit("not all arguments came back")
-            for container, contents in zip(given, after, strict=True):
+            decoder = Decoder(self._object, containers)
+            if len(after) != len(containers):
+                raise Forfeit(f"{len(after)} of {len(containers)} containers among the arguments came back")
+            for container, contents in zip(containers, after, strict=True):
                 decoder.replace(container, contents)
         return value
 
     def look_up(self, name: str) -> Any:
-        """What the answer defines by a name; AttributeError where there is nothing. A constant counts as asked for.
+        """Return what the answer defines under a name; counts as a request only if it is a plain value.
 
-        Names such as `__all__` are refused: `from solution import *` would take whatever names the answer puts there.
+        Names such as `__all__` are refused: `from solution import *` would import whatever the answer lists there.
+
+        Raises:
+            AttributeError: the answer does not define the name.
         """
         if name.startswith("__"):
             raise AttributeError(name)
@@ -107,23 +115,23 @@ class Judge(Link):
         return value
 
     def count(self, value: Any) -> Any:
-        """The same value, which an assertion is about to test."""
+        """Count an assertion and return its value unchanged."""
         self.assertions += 1
         return value
 
     def call_in_place(self, function: Callable[..., Any], *arguments: object, **named: object) -> Any:
-        """A call whose result the tests do not use, and which may therefore change what it is given."""
+        """Call a function whose result the tests do not use, and which may therefore change its arguments."""
         if type(function) is Remote:
             return self.request("call", function, *arguments, named=named, in_place=True)
         return function(*arguments, **named)
 
     def _print(self, printed: str) -> None:
-        """Print what the answer printed, for tests that look at it: they have replaced sys.stdout."""
+        """Print what the answer printed if the tests capture it, that is, have replaced sys.stdout."""
         if printed and sys.stdout is not sys.__stdout__:
             sys.stdout.write(printed)
 
     def _describe(self, value: object) -> list[Any]:
-        """How the answer is told of a value that is not plain."""
+        """Encode a value that is not plain: a reference to an object, a builtin, an iterator or a callback."""
         if type(value) is Remote:
             return ["h", value.remote_number]
         for number, error in self._errors.items():
@@ -137,83 +145,84 @@ class Judge(Link):
             self._callables.append(value)
             return ["k", len(self._callables) - 1]
         raise UnsendableValue(
-            f"the tests give the answer a {type(value).__name__}, which cannot be sent to another process"
+            f"the tests pass a {type(value).__name__} to the answer, which cannot be sent to another process"
         )
 
-    def _object(self, tag: str, said: list[Any]) -> object:
-        """What the answer has named: an object of its own, a class of errors, or a builtin type."""
-        if tag == "h" and type(said[0]) is int:
-            return self._remotes.setdefault(said[0], Remote(self, said[0], said[1] is True))
+    def _object(self, tag: str, encoded: list[Any]) -> object:
+        """Decode a value that is not plain: one of the answer's objects, an error class, or a builtin type."""
+        if tag == "h" and type(encoded[0]) is int:
+            return self._remotes.setdefault(encoded[0], Remote(self, encoded[0], encoded[1] is True))
         if tag == "e":
-            kind = self._error_class(said[0])
-        elif tag == "n" and isinstance(builtin := find_builtin(said[0]), type):
+            kind = self._error_class(encoded[0])
+        elif tag == "n" and isinstance(builtin := find_builtin(encoded[0]), type):
             kind = builtin
         else:
-            raise Forfeit("this is no value")
-        # A handler of what the answer calls its errors must not catch a failed assertion, nor may the tests leave by
-        # raising one of them: SystemExit ends them, StopIteration a loop.
+            raise Forfeit("the value has an invalid format")
+        # `except` with a class that the answer supplies must not catch a failed assertion, and raising such a class
+        # must not end the tests (SystemExit) or one of their loops (StopIteration).
         leaves = issubclass(kind, LOOP_ENDING_ERRORS) or (
             issubclass(kind, BaseException) and not issubclass(kind, Exception)
         )
         return _UncatchableError if leaves or kind in (Exception, AssertionError) else kind
 
     def _error_class(self, kinds: list[Any]) -> type[Exception]:
-        """The class of errors whose own names and bases are told, the most derived first."""
-        found: type[Exception] = Exception
+        """Return the error class for an encoded method resolution order, the most derived class first."""
+        error_class: type[Exception] = Exception
         for kind in reversed(kinds):
             if isinstance(kind, str):
                 builtin = vars(builtins).get(kind)
                 if (
                     isinstance(builtin, type)
-                    and issubclass(builtin, found)
+                    and issubclass(builtin, error_class)
                     and not issubclass(builtin, LOOP_ENDING_ERRORS)
                 ):
-                    found = builtin
+                    error_class = builtin
                 continue
             number, name, module = kind
             if number not in self._errors:
-                self._errors[number] = _library_error_class(module, name, found) or _make_error_class(str(name), found)
-            found = self._errors[number]
-        return found
+                library_class = _library_error_class(module, name, error_class)
+                self._errors[number] = library_class or _make_error_class(str(name), error_class)
+            error_class = self._errors[number]
+        return error_class
 
-    def _error(self, kinds: list[Any], told: Any) -> Exception:
-        """What the answer raised: of a builtin class, of the library's, or of one made for it."""
+    def _error(self, kinds: list[Any], contents: Any) -> Exception:
+        """Rebuild an error that the answer raised, of a builtin class, a class of the library, or one made for it."""
         if kinds[:1] == ["StopIteration"]:
             return _RemoteStopIteration()
         try:
-            args, text, attributes = told
+            args, text, attributes = contents
             kind = self._error_class(kinds)
             try:
                 error = kind(*args)
-            except TypeError:  # its `__init__` takes others, as that of JSONDecodeError
+            except TypeError:  # its `__init__` takes other arguments than `args`, as that of JSONDecodeError
                 error = kind.__new__(kind, *args)
             vars(error).update({name: value for name, value in attributes.items() if not name.startswith("__")})
             vars(error)[TEXT] = text
             return error
-        except Exception:  # one that must be made otherwise, such as UnicodeDecodeError
+        except Exception:  # it cannot be built this way, such as UnicodeDecodeError
             return RuntimeError(str(kinds[:1]))
 
     def _serve_callback(self, question: list[Any]) -> list[Any]:
-        """Call a function of the tests that they have given the answer."""
+        """Call a function of the tests that they have passed to the answer."""
         decoder = Decoder(self._object)
         match question:
             case [int(number), arguments, dict(named)] if 0 <= number < len(self._callables):
                 positional = decoder.decode(arguments)
-                inside = {name: decoder.decode(value) for name, value in named.items()}
+                keywords = {name: decoder.decode(value) for name, value in named.items()}
             case _:
-                raise Forfeit("the answer asks for what it was not given")
+                raise Forfeit("the answer calls a function that was not passed to it")
         try:
-            value = self._callables[number](*positional, **inside)
+            value = self._callables[number](*positional, **keywords)
             return ["value", Encoder(self._describe).encode(value)]
         except Exception as error:
             self.failed |= isinstance(error, AssertionError | _ComparisonRefused)
-            own = self._errors.values()  # which the tests may raise, too
-            kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins" or kind in own)
+            remote = self._errors.values()  # the tests may raise the answer's error classes, too
+            kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins" or kind in remote)
             return ["error", Encoder(self._describe).encode((kind, (str(error),)))]
 
 
 def _library_error_class(module: Any, name: Any, base: type) -> Any:
-    """A class of errors of the library that the tests can name; but none that unittest acts upon."""
+    """Return an imported error class of the standard library, or None; never one of unittest, which acts on them."""
     if not isinstance(module, str) or not isinstance(name, str) or module.split(".")[0] not in sys.stdlib_module_names:
         return None
     kind = getattr(sys.modules.get(module), name, None)
@@ -222,7 +231,7 @@ def _library_error_class(module: Any, name: Any, base: type) -> Any:
 
 
 def _make_error_class(name: str, base: type[Exception]) -> type[Exception]:
-    """A class for errors of one of the answer's own, whose text is what the answer said that it is."""
+    """Create a class for the answer's own errors, whose `str()` is the text that the answer sent."""
 
     def text(self: Exception) -> Any:
         return vars(self)[TEXT] if TEXT in vars(self) else base.__str__(self)
@@ -231,20 +240,20 @@ def _make_error_class(name: str, base: type[Exception]) -> type[Exception]:
 
 
 class _UncatchableError(Exception):
-    """What stands for Exception, AssertionError and what is no Exception where the answer gives them a name."""
+    """Replaces Exception, AssertionError and non-Exception classes that the answer supplies for `except` or `raise`."""
 
 
 class _ComparisonRefused(TypeError):
-    """The tests would have compared an object of the answer's."""
+    """The tests tried to compare an object of the answer."""
 
 
 class _RemoteStopIteration(RuntimeError):
-    """The answer raised StopIteration: as such it would end a loop of the tests unseen."""
+    """Replaces a StopIteration that the answer raised, which would silently end a loop of the tests."""
 
 
-# An object in the answer's process. It can be called, indexed and iterated over, and has attributes: all of these are
-# requests. It is true, unless its class says what its truth is, and equal to nothing: comparing it would ask the answer
-# for the verdict. This is a comment because its `__doc__` is the answer's.
+# A proxy of an object in the answer's process. Calls, indexing, iteration and attribute access are requests. It is true
+# unless its class defines `__bool__` or `__len__`: then its truth value is an error. Comparing it is always an error,
+# because the answer would decide the verdict. This is a comment because `__doc__` is forwarded to the answer.
 class Remote:
     __slots__ = ("remote_judge", "remote_number", "remote_sized")
     __doc__ = property(lambda self: self.remote_judge.request("get", self, "__doc__"))
@@ -299,7 +308,7 @@ class Remote:
         return True if not self.remote_sized else self._refuse()
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise _ComparisonRefused("an object of the answer cannot be compared: compare the plain values that it has")
+        raise _ComparisonRefused("an object of the answer cannot be compared: compare its plain values")
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _refuse
     __hash__ = object.__hash__
@@ -311,7 +320,7 @@ def main(orders: dict[str, Any]) -> None:
     try:
         run(judge, orders["tests"])
         passed = True
-    except SystemExit as error:  # the tests' own: an answer that exits has forfeited
+    except SystemExit as error:  # raised by the tests: an answer that exits has forfeited
         passed = not error.code
     except BaseException:
         passed = False
@@ -326,16 +335,16 @@ def main(orders: dict[str, Any]) -> None:
 
 
 def run(judge: Judge, tests: dict[str, Any]) -> None:
-    """Run the tests as a script would be, and what unittest and pytest would find in it. They raise where they fail."""
+    """Run the tests as a script, then the tests that unittest and pytest would find in it. A failure raises."""
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     names = module.__dict__
     names["__judge__"] = judge
     names |= {name: importlib.import_module(name) for name in tests["modules"]}
     names |= {name: getattr(importlib.import_module(place), name) for name, place in tests["library_names"].items()}
-    for own, theirs in tests["names"].items():
+    for name, name_in_answer in tests["names"].items():
         try:
-            names[own] = judge.look_up(theirs)
-        except Exception:  # where the tests use it they will find that it is not there
+            names[name] = judge.look_up(name_in_answer)
+        except Exception:  # the tests raise a NameError where they use it
             continue
     for name in ANSWER_MODULES:
         sys.modules[name] = _AnswerModule(judge, name)
@@ -352,7 +361,7 @@ def run(judge: Judge, tests: dict[str, Any]) -> None:
 
 
 class _AnswerModule(types.ModuleType):
-    """What `from solution import add` finds."""
+    """The module that the tests import the answer as, for example in `from solution import add`."""
 
     def __init__(self, judge: Judge, name: str):
         super().__init__(name)
@@ -360,7 +369,7 @@ class _AnswerModule(types.ModuleType):
 
 
 def _count_unittest(judge: Judge) -> None:
-    """Make its assertions count, and its `main` leave the tests to `_run_unittest`: it ends the process."""
+    """Patch unittest to count assertions, and to ignore `main`, which would end the process before `_run_unittest`."""
     import unittest
 
     def counted(method: Callable[..., Any]) -> Callable[..., Any]:

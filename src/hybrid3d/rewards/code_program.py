@@ -1,6 +1,7 @@
-"""The answer's side of a judgement, inside the sandbox: it runs the program, and then does what the judge asks.
+"""Runs the answer's program in its sandboxed process, and then serves the judge's requests (`code_judge.py`).
 
-Everything here is within the program's reach. That matters to nobody: the judge takes nothing from it but values.
+The program can reach and change everything in this process. This is safe, because the judge accepts only plain values
+from it.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def main(orders: dict[str, Any]) -> None:
-    """Run the program as a module, and answer until the judge ends."""
+    """Run the program as a module, and serve requests until the judge ends."""
     printed = io.BytesIO()
     sys.stdout = io.TextIOWrapper(printed, encoding="utf-8", errors="replace", write_through=True)
     program = types.ModuleType("program")
     sys.modules["__main__"] = sys.modules["program"] = program
     link = Answerer(program, printed, orders["incoming"], orders["outgoing"])
     exec(compile(orders["program"], "<program>", "exec"), program.__dict__)
-    link.take_printed()  # what it printed by being loaded
+    link.take_printed()  # discards what it printed while it was loaded
     link.serve()
 
 
 class Answerer(Link):
-    """Does what the judge asks, and keeps the objects that have numbers."""
+    """Performs the operations that the judge requests, and keeps the objects that it has numbered."""
 
     def __init__(self, program: types.ModuleType, printed: io.BytesIO, incoming: int, outgoing: int):
         super().__init__(incoming, outgoing, self.answer)
@@ -55,40 +56,40 @@ class Answerer(Link):
         self._numbers: dict[int, int] = {}
 
     def answer(self, question: list[Any]) -> list[Any]:
-        """`["value", value, arguments as they are now, what was printed]`, or `["error", types, parts, printed]`."""
+        """Return `["value", value, arguments after the call, printed]`, or `["error", types, contents, printed]`."""
         operation, arguments, named, in_place = question
         decoder = Decoder(self._object)
         try:
             target, *rest = decoder.decode(arguments)
-            inside = {name: decoder.decode(value) for name, value in named.items()}
+            keywords = {name: decoder.decode(value) for name, value in named.items()}
             if operation == "name":
                 value = getattr(self._program, target)
             else:
-                value = OPERATIONS[operation](target, *rest, **inside)
+                value = OPERATIONS[operation](target, *rest, **keywords)
             is_new = operation == "call" and isinstance(target, type) and not is_plain(value)
-            said = self._describe(value) if is_new else Encoder(self._describe).encode(value)
+            encoded = self._describe(value) if is_new else Encoder(self._describe).encode(value)
             after: list[Any] = []
             if in_place or value is None:
                 encoder = Encoder(self._describe, decoder.containers)
                 after = [encoder.encode_contents(container) for container in decoder.containers]
-            return ["value", said, after, self.take_printed()]
+            return ["value", encoded, after, self.take_printed()]
         except Exception as error:
             kinds = self._kinds(type(error))
             try:
-                told = Encoder(self._describe).encode((error.args, str(error), vars(error)))
+                contents = Encoder(self._describe).encode((error.args, str(error), vars(error)))
             except Exception:
-                told = Encoder(self._describe).encode(((str(error),), str(error), {}))
-            return ["error", kinds, told, self.take_printed()]
+                contents = Encoder(self._describe).encode(((str(error),), str(error), {}))
+            return ["error", kinds, contents, self.take_printed()]
 
     def take_printed(self) -> str:
-        """What was printed since the last time."""
+        """Return what was printed since the last call."""
         text = self._printed.getvalue().decode(errors="replace")
         self._printed.seek(0)
         self._printed.truncate()
         return text
 
     def _describe(self, value: object) -> list[Any]:
-        """A value that stays here: its number, and whether its truth is its own affair; or a class of errors."""
+        """Encode a value that stays here by its number, and whether it defines its truth value; or an error class."""
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["e", self._kinds(value)]
         return ["h", self._number(value), hasattr(value, "__bool__") or hasattr(value, "__len__")]
@@ -96,33 +97,33 @@ class Answerer(Link):
     def _number(self, value: object) -> int:
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._objects)
-            self._objects.append(value)  # which also keeps its id from being used again
+            self._objects.append(value)  # keeps it alive, so that its id is not reused
         return self._numbers[id(value)]
 
     def _kinds(self, error: type) -> list[Any]:
-        """A class of errors and its bases: builtins by name, the program's own by number and name."""
+        """Encode an error class and its bases: builtins by name, others by number, name and module."""
         return [
             kind.__name__ if kind.__module__ == "builtins" else [self._number(kind), kind.__name__, kind.__module__]
             for kind in error.__mro__
         ]
 
-    def _object(self, tag: str, said: list[Any]) -> object:
-        """What the judge names: an object here, a builtin, elements to be iterated over, or a function of its own."""
+    def _object(self, tag: str, encoded: list[Any]) -> object:
+        """Decode a value that is not plain: an object here, a builtin, an iterator, or a callback into the tests."""
         if tag == "h":
-            return self._objects[said[0]]
+            return self._objects[encoded[0]]
         if tag == "n":
-            return find_builtin(said[0])
+            return find_builtin(encoded[0])
         if tag == "y":
-            return iter(Decoder(self._object).decode(said[0]))
-        return self._callback(said[0])
+            return iter(Decoder(self._object).decode(encoded[0]))
+        return self._callback(encoded[0])
 
     def _callback(self, number: int) -> Callable[..., Any]:
         def call(*arguments: object, **named: object) -> Any:
             encoder = Encoder(self._describe)
-            given = encoder.encode(arguments)  # before the named ones, as it is decoded: containers are numbered so
-            inside = {name: encoder.encode(value) for name, value in named.items()}
-            kind, said = self.ask(number, given, inside)
-            value = Decoder(self._object).decode(said)
+            positional = encoder.encode(arguments)  # before the keyword ones: the decoder numbers containers likewise
+            keywords = {name: encoder.encode(value) for name, value in named.items()}
+            kind, encoded = self.ask(number, positional, keywords)
+            value = Decoder(self._object).decode(encoded)
             if kind == "value":
                 return value
             raise value[0](*value[1])

@@ -1,7 +1,7 @@
-"""References of the reward `code`: the formats they come in, and whether they test anything.
+"""Reads the references of the reward `code`: their formats, and whether they test the answer at all.
 
-Nothing of a reference is run here; it is parsed, to learn which of its names the answer must define, and to refuse one
-that could reward any answer, or none.
+A reference is parsed here and not run: to find the names that the answer must define, and to refuse a reference that
+every answer would pass, or none.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, cast
 from hybrid3d.rewards.code_assertions import is_assertion
 from hybrid3d.rewards.code_judge import ANSWER_MODULES
 
-ENTRY_PREFIX = "_answer_"  # prefix of the name under which an entry point is called, so that it hides no builtin
-# Names that tests often use because the program they were written for had imported them. They are the judge's own,
-# because an answer that defined them would compare its own values.
+ENTRY_PREFIX = "_answer_"  # prefix of the name under which an entry point is called, so that it shadows no builtin
+# Names that tests often use because the program they were written for had imported them. The judge provides them: an
+# answer that defined them could decide comparisons.
 LIBRARY_NAMES = {
     **dict.fromkeys(("fabs", "inf", "isclose", "isinf", "isnan", "nan", "pi", "sqrt"), "math"),
     **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"),
@@ -32,14 +32,14 @@ _PREDEFINED_NAMES = {*dir(builtins), "__name__", "__file__", "__doc__", "__built
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests in Python, as the judge runs them.
+    """Holds tests in Python, as the judge runs them.
 
     Attributes:
-        sources: run one after the other in one namespace.
-        names: the judge's name for each thing that the answer defines, and the answer's own name for it.
+        sources: are run in order in one namespace.
+        names: names in the tests for what the answer defines, and the answer's names for the same.
         modules: modules of the standard library that the tests use without importing them.
         library_names: names used without an import, and the modules of the standard library that define them.
-        functions: functions without parameters that are called at the end, as pytest would.
+        functions: functions that are called at the end without arguments, as pytest would.
     """
 
     sources: tuple[str, ...]
@@ -50,7 +50,7 @@ class Tests:
 
 
 def check_reference(reference: str) -> None:
-    """Refuse a reference that tests nothing of the answer, or that nothing can pass. ValueError: says why."""
+    """Check that a reference tests the answer and can be passed. ValueError: it does not; says why."""
     try:
         read_tests(reference)
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -58,10 +58,10 @@ def check_reference(reference: str) -> None:
 
 
 def read_tests(reference: str) -> Tests | list[tuple[str, str]]:
-    """The reference's tests, or its pairs of input and output.
+    """Return the reference's tests, or its pairs of input and output.
 
     Raises:
-        ValueError: it has neither, or its tests test nothing.
+        ValueError: it has neither, or its tests do not test the answer.
         SyntaxError: its tests are not Python.
     """
     try:
@@ -75,7 +75,7 @@ def read_tests(reference: str) -> Tests | list[tuple[str, str]]:
             return _tests(source, read)
         pairs = read.get("stdin_stdout")
         if isinstance(pairs, list) and pairs and all(_is_pair(pair) for pair in pairs):
-            if not any(wanted.strip() for _, wanted in pairs):
+            if not any(expected.strip() for _, expected in pairs):
                 raise ValueError(f"a program that prints nothing passes all pairs of stdin_stdout: {reference[:80]!r}")
             return [cast(tuple[str, str], tuple(pair)) for pair in pairs]
     raise ValueError(
@@ -88,7 +88,7 @@ def _is_pair(pair: object) -> bool:
 
 
 def _source(read: Mapping[str, Any]) -> str:
-    """The tests of a reference in JSON: `tests`, MBPP's lists (before a `test`, which needs numpy) or HumanEval's."""
+    """Return the tests of a reference in JSON: `tests`, MBPP's lists (before `test`, which needs numpy) or `test`."""
     tests = _text(read.get("tests"))
     if not tests and (listed := _text(read.get("test_list"))):
         before = [_text(read.get(key)) for key in ("test_imports", "test_setup_code")]
@@ -98,7 +98,7 @@ def _source(read: Mapping[str, Any]) -> str:
 
 
 def _text(value: object) -> str:
-    """A text, or the lines of a list of texts; "" where it is neither."""
+    """Return a text, or the joined lines of a list of texts; "" if it is neither."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     return value if isinstance(value, str) else ""
@@ -111,7 +111,7 @@ def _tests(source: str, read: Mapping[str, Any]) -> Tests:
     entry = read.get("entry_point")
     takes_candidate = "check" in _functions(tree) and "check" not in called
     if takes_candidate and not isinstance(entry, str):
-        raise ValueError("the tests define check(candidate), and nothing calls it: say in entry_point with what")
+        raise ValueError("the tests define check(candidate), and nothing calls it: name the candidate in entry_point")
     if isinstance(entry, str):
         expression, entries = _entry_point(entry)
         if takes_candidate:
@@ -128,12 +128,12 @@ def _tests(source: str, read: Mapping[str, Any]) -> Tests:
     else:
         free |= (
             _functions(_parse_or_empty(_text(read.get("code")))).keys() & called
-        )  # which may be named as a builtin is
+        )  # these may have the name of a builtin
     modules = {name for name in free | unbound if name in sys.stdlib_module_names and _is_module(name, tree)}
     if unbound - modules:
         raise ValueError(
             f"the tests use {', '.join(sorted(unbound - modules))}, which neither they nor the prompt define, "
-            f"beside the entry point {entry}: give the row's prompt, or leave entry_point away"
+            f"beside the entry point {entry}: give the row's prompt, or remove entry_point"
         )
     free -= modules
     library_names = {
@@ -145,8 +145,8 @@ def _tests(source: str, read: Mapping[str, Any]) -> Tests:
     _check_imports(tree)
     if not names and not _imports_answer(tree):
         raise ValueError(
-            f"the tests use nothing that the answer defines: {_excerpt(source)} (a function that is named as a builtin "
-            "is must be named in entry_point)"
+            f"the tests use nothing that the answer defines: {_excerpt(source)} (a function with the name of a "
+            "builtin must be named in entry_point)"
         )
     functions = tuple(
         name
@@ -163,11 +163,11 @@ def _excerpt(source: str) -> str:
 
 
 def _entry_point(entry: str) -> tuple[str, set[str]]:
-    """The entry point as the judge calls it, and the names in it: it may be `add`, or `Solution().add`."""
+    """Return the entry point with prefixed names, and the names in it: it may be `add`, or `Solution().add`."""
     try:
         tree = ast.parse(entry.strip(), mode="eval")
     except SyntaxError:
-        raise ValueError(f"entry_point {entry[:80]!r} is no expression of Python") from None
+        raise ValueError(f"entry_point {entry[:80]!r} is not a Python expression") from None
     found = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     names = {node.id for node in found}
     for node in found:
@@ -176,7 +176,7 @@ def _entry_point(entry: str) -> tuple[str, set[str]]:
 
 
 def _free_names(source: str, tree: ast.Module) -> set[str]:
-    """Names that the source reads and neither defines nor imports, and that are no builtins."""
+    """Return the names that the source reads and neither defines nor imports, except builtins."""
     used, defined = _global_names(source)
     return used - defined - _PREDEFINED_NAMES
 
@@ -198,14 +198,14 @@ def _global_names(source: str) -> tuple[set[str], set[str]]:
 
 
 def _definitions(prompt: str, entries: set[str]) -> ast.Module:
-    """What a prompt of HumanEval defines beside the function that is asked for."""
+    """Return what a HumanEval prompt defines besides the function that the answer must define."""
     tree = _parse_or_empty(prompt)
     tree.body = [node for node in tree.body if getattr(node, "name", None) not in entries]
     return tree
 
 
 def _parse_or_empty(source: str) -> ast.Module:
-    """The source's tree, empty where it is not Python."""
+    """Parse a source; returns an empty module if it is not Python."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -213,7 +213,7 @@ def _parse_or_empty(source: str) -> ast.Module:
 
 
 def _needs_no_arguments(function: ast.FunctionDef) -> bool:
-    """Whether a function can be called without arguments."""
+    """Return whether a function can be called without arguments."""
     arguments = function.args
     positional = len(arguments.posonlyargs) + len(arguments.args)
     return positional == len(arguments.defaults) and None not in arguments.kw_defaults
@@ -224,7 +224,7 @@ def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
 
 
 def _is_module(name: str, tree: ast.Module) -> bool:
-    """Whether a name is read for its attributes only, as `math` is in `math.isclose`, and none of them is set."""
+    """Return whether a name is only used to read attributes, as `math` in `math.isclose`."""
     owners = [
         node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     ]
@@ -239,11 +239,11 @@ def _check_imports(tree: ast.Module) -> None:
             modules = [node.module or "."]
         for module in (name.partition(".")[0] for name in modules):
             if module not in sys.stdlib_module_names and module not in ANSWER_MODULES:
-                raise ValueError(f"the tests import {module}, and the sandbox has Python's standard library only")
+                raise ValueError(f"the tests import {module}, and the sandbox has only Python's standard library")
 
 
 def _outside_try(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node that is not within a `try`, which may be there because an import may fail."""
+    """Yield every node that is not within a `try`: an import in a `try` may be expected to fail."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.Try):
             yield child
@@ -262,7 +262,7 @@ def _imported_modules(node: ast.AST) -> Iterable[str]:
 
 
 def _assertions(tree: ast.Module, called: set[str]) -> Iterator[ast.AST]:
-    """What `is_assertion` counts, except within functions that nothing calls and classes that nothing runs."""
+    """Yield the assertions, except those within functions that nothing calls and classes that nothing runs."""
     read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     for statement in tree.body:
         if isinstance(statement, ast.FunctionDef) and statement.name not in read | called:

@@ -1,7 +1,7 @@
-"""Environments by name: what answers the policy within a conversation, such as a tool; and a calculator.
+"""Defines environments, which reply to the policy within a conversation, as a tool does; implements a calculator.
 
-An environment is a function of the conversation so far. So it keeps nothing that could be lost or mixed up: it may run
-in any process, be killed for taking too long, and a run that is repeated hears the same words again.
+An environment is a function of the conversation so far and keeps no state. So it may run in any process and may be
+killed at its time limit, and a repeated run gets the same replies.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Protocol
 from hybrid3d.rewards.registry import check_target
 
 ENVIRONMENTS = {"calculator": "hybrid3d.rewards.environments:calculator"}
-"""Those that are cheap, raise nothing and end whatever was written: they need no process of their own."""
+"""Builtin environments. They are cheap, never raise and always terminate, so they need no separate process."""
 
-MAX_EXPRESSION_CHARS = 64  # characters of an expression
-RESULT_PRECISION = Decimal("1e-6")  # of a result
+MAX_EXPRESSION_CHARS = 64  # in an expression that is calculated
+RESULT_PRECISION = Decimal("1e-6")  # to which a result is rounded
 _CALL = re.compile(rf"<<([-+*/(). 0-9]{{1,{MAX_EXPRESSION_CHARS}}})=\Z")
 _OPERATORS: dict[type[ast.AST], Callable[..., Decimal]] = {
     ast.Add: operator.add,
@@ -32,10 +32,10 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Decimal]] = {
 
 
 class Environment(Protocol):
-    """What comes back when the policy has ended a turn: by one of the `stops`, or by its end token.
+    """Replies when the policy ends a turn, with one of the `stops` or with the end token.
 
     Attributes:
-        stops: texts; none where it is asked at the end token only. Each ends in a printable ASCII character.
+        stops: texts that end a turn, besides the end token. Each ends in a printable ASCII character.
     """
 
     stops: Sequence[str]
@@ -43,16 +43,16 @@ class Environment(Protocol):
     def __call__(self, turns: Sequence[str], reference: str, prompt: str) -> str | None:
         """Return the text that continues the context, or None to end the conversation.
 
-        An empty string: the environment does not act, so the policy goes on writing, or has ended.
+        With an empty string the environment does not act: the policy continues, or has ended its answer.
 
         Args:
-            turns: what the policy and the environment wrote in turn; the last is the policy's.
-            reference, prompt: of the data set.
+            turns: alternating texts of the policy and the environment; the last is the policy's.
+            reference, prompt: from the data set.
         """
 
 
 class Vocabulary(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer's interface that is used here."""
 
     def __len__(self) -> int: ...
 
@@ -60,12 +60,12 @@ class Vocabulary(Protocol):
 
 
 def find_environment(spec: str) -> str:
-    """`module:function` of a name in the table, or of a user's own. ValueError: it is neither."""
+    """Return the `module:function` of a builtin, or `spec` itself if it has this form. ValueError: it is neither."""
     return ENVIRONMENTS.get(spec) or check_target(spec, ENVIRONMENTS, "environment")
 
 
 def stops_of(environment: object) -> tuple[str, ...]:
-    """The stops that an environment names; TypeError where they are no such texts."""
+    """Return the stops of an environment. TypeError: they are not texts as `Environment.stops` requires."""
     stops = getattr(environment, "stops", ())
     if not isinstance(stops, list | tuple) or not all(
         isinstance(stop, str) and stop and stop[-1].isascii() and stop[-1].isprintable() and stop[-1] != " "
@@ -76,13 +76,13 @@ def stops_of(environment: object) -> tuple[str, ...]:
 
 
 def stop_tokens(vocabulary: Vocabulary, stops: Sequence[str]) -> tuple[int, ...]:
-    """The tokens at which generating pauses: whose text has the last character of a stop in it.
+    """Return the tokens at which generation pauses: those whose text contains the last character of a stop.
 
-    An engine compares tokens, and a stop can be cut into tokens in many ways; but each of them has a last one. Whether
-    the stop is there, the text tells (`ends_with_stop`).
+    An engine stops at tokens, and a stop can be tokenized in many ways, but its last character is always in one of
+    these tokens. Whether the text really ends in the stop is checked by `ends_with_stop`.
 
     Raises:
-        ValueError: a stop can never be written.
+        ValueError: no token contains the last character of a stop.
     """
     texts = [vocabulary.decode([token], skip_special_tokens=True) for token in range(len(vocabulary) if stops else 0)]
     for stop in stops:
@@ -93,26 +93,26 @@ def stop_tokens(vocabulary: Vocabulary, stops: Sequence[str]) -> tuple[int, ...]
 
 
 def ends_with_stop(text: str, last: str, stops: Sequence[str]) -> bool:
-    """Whether a stop ends within the last token of a text; `last` is that token's."""
+    """Return whether a stop ends within the last token of a text; `last` is the text of this token."""
     return any(stop in text[-(len(last) + len(stop) - 1) :] for stop in stops)
 
 
 def calculator(turns: Sequence[str], reference: str = "", prompt: str = "") -> str | None:
-    """`24>>` where the policy has written `<<48/2=`, and no words elsewhere.
+    """Reply `24>>` if the policy's turn ends in `<<48/2=`, else an empty string.
 
-    The form is that of GSM8K's annotations (arXiv 2110.14168, appendix C). An expression has numbers, + - * / and
-    parentheses, and `MAX_EXPRESSION_CHARS` characters at most; a result is rounded to `RESULT_PRECISION`.
+    The format is that of GSM8K's annotations (arXiv 2110.14168, appendix C). An expression consists of numbers,
+    + - * / and parentheses, with at most `MAX_EXPRESSION_CHARS` characters; results are rounded to `RESULT_PRECISION`.
     """
     call = _CALL.search(turns[-1][-(MAX_EXPRESSION_CHARS + 3) :])
     value = None if call is None else calculate(call[1])
     return "" if value is None else f"{value:f}>>"
 
 
-calculator.stops = ("=",)  # type: ignore[attr-defined]  # as a user's own says it
+calculator.stops = ("=",)  # type: ignore[attr-defined]  # as a user's environment declares it
 
 
 def calculate(expression: str) -> Decimal | None:
-    """The value of an expression, None where it has none. Decimal, because 0.1 + 0.2 is 0.3 in a data set."""
+    """Return the value of an expression, None if it is invalid; as a Decimal, because 0.1 + 0.2 must be 0.3."""
     with localcontext(Context(prec=2 * MAX_EXPRESSION_CHARS)):
         try:
             value = _value(ast.parse(expression.strip(), mode="eval").body, expression.strip())
@@ -122,7 +122,7 @@ def calculate(expression: str) -> Decimal | None:
 
 
 def _value(node: ast.expr, source: str) -> Decimal:
-    """KeyError: an operator that is not in the table."""
+    """Evaluate a node. KeyError: its operator is not in the table."""
     if isinstance(node, ast.BinOp):
         return _OPERATORS[type(node.op)](_value(node.left, source), _value(node.right, source))
     if isinstance(node, ast.UnaryOp):

@@ -1,4 +1,4 @@
-"""Calls of a user's functions in processes of their own, so that none of them can stop a run."""
+"""Calls a user's functions in separate processes, so that none of them can stop a run."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from hybrid3d.process import kill_descendants_on_exit
 from hybrid3d.rewards.pool_worker import BATCH_SECONDS, START_SECONDS, CallResult, Item, ReturnKind
 
 GRACE_SECONDS = 5  # to kill a worker that hangs and start the next
-STDERR_TAIL_BYTES = 65_536  # of what a function's module says on stderr
-# What can be imported here can be there, this package first of all.
+STDERR_TAIL_BYTES = 65_536  # of the stderr of a function's module that are read for its error message
+# The server gets this process's sys.path, so that it can import the same modules, this package included.
 _SERVER = (
     "import sys; sys.path[:] = eval(sys.argv[1]); from hybrid3d.rewards import pool_server as s; s.main(*sys.argv[2:])"
 )
 
 
 class ProcessPoolClient:
-    """One function, `module:function`, in `workers` processes, which start with the first calls.
+    """Calls one function, `module:function`, in `workers` processes, which start with the first call.
 
     Args:
-        return_kind: what a call is to return.
-        seconds: that a call may take.
+        return_kind: what a call must return.
+        seconds: time limit of a call.
     """
 
     def __init__(self, target: str, return_kind: ReturnKind, workers: int, seconds: float):
@@ -38,9 +38,9 @@ class ProcessPoolClient:
         self._server: tuple[subprocess.Popen[bytes], Connection] | None = None
 
     def call(self, items: Sequence[Item]) -> list[CallResult]:
-        """A verdict on each item, in order.
+        """Call the function for each item; returns the results in order.
 
-        The pool keeps to the limit of each call; the one here is for a pool that itself hangs.
+        The pool's server enforces the limit of each call. The limit here only detects a server that hangs itself.
         """
         if not items:
             return []
@@ -52,15 +52,15 @@ class ProcessPoolClient:
             if connection.poll(limit):
                 results: list[CallResult] = connection.recv()
                 return results
-            failure: CallResult = (None, "hung", f"no word from the pool within {limit:g} s")
+            failure: CallResult = (None, "hung", f"the pool's server did not reply within {limit:g} s")
             process.kill()
         except (EOFError, ConnectionError):
-            failure = (None, "died", f"the pool's process ended with exit code {process.wait()}")
+            failure = (None, "died", f"the pool's server ended with exit code {process.wait()}")
         self.close()
         return [failure] * len(items)
 
     def close(self) -> None:
-        """End all processes; another batch would start them again."""
+        """End all processes; the next call starts them again."""
         if self._server is None:
             return
         process, connection = self._server
@@ -76,17 +76,18 @@ class ProcessPoolClient:
         if self._server is not None and self._server[0].poll() is not None:
             self.close()  # it ended between two batches
         if self._server is None:
-            ours, theirs = multiprocessing.Pipe()
-            arguments = [str(theirs.fileno()), self._target, self._return_kind, str(self._workers), str(self._seconds)]
+            client_end, server_end = multiprocessing.Pipe()
+            workers, seconds = str(self._workers), str(self._seconds)
+            arguments = [str(server_end.fileno()), self._target, self._return_kind, workers, seconds]
             process = subprocess.Popen(
                 _command("serve", *arguments),
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # what functions print; what they say on stderr is for the log
-                start_new_session=True,  # an interrupt from the terminal is the trainer's to answer
+                stdout=subprocess.DEVNULL,  # discards what functions print; their stderr goes to the log
+                start_new_session=True,  # only the trainer handles Ctrl-C
             )
-            theirs.close()
-            self._server = process, ours
+            server_end.close()
+            self._server = process, client_end
         return self._server
 
 
@@ -95,27 +96,28 @@ def _command(*arguments: str) -> list[str]:
 
 
 def load_in_subprocess(spec: str, target: str, return_kind: ReturnKind, what: str) -> tuple[str, ...]:
-    """Load a function, in a process of its own: a user's module runs its code when it is imported.
+    """Load a function in a separate process, because importing a user's module runs its code.
 
     Args:
-        spec: as the recipe has it, which messages name after `what` it is.
+        spec: the function as written in the recipe, for messages.
+        what: what the function is, for messages: "reward" or "environment".
 
     Returns:
-        The stops that it names.
+        The function's stops; empty if it is no environment.
 
     Raises:
         ValueError: the module or function does not exist, or cannot be loaded or called; says why.
     """
     with (
         tempfile.TemporaryFile() as answer,
-        tempfile.TemporaryFile() as errors,  # not pipes: its children would hold them
+        tempfile.TemporaryFile() as errors,  # not pipes, which the process's children would keep open
         kill_descendants_on_exit(),
     ):
         command = _command("check", target, return_kind, str(answer.fileno()))
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # what the module prints
+            stdout=subprocess.DEVNULL,  # discards what the module prints
             stderr=errors,
             pass_fds=[answer.fileno()],
             start_new_session=True,
@@ -129,10 +131,10 @@ def load_in_subprocess(spec: str, target: str, return_kind: ReturnKind, what: st
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         answer.seek(0)
-        found = answer.read()
+        stops = answer.read()
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - STDERR_TAIL_BYTES))
-        said = errors.read().decode(errors="replace").strip().splitlines()
-    if code == 0 and found:
-        return tuple(json.loads(found))
+        error_lines = errors.read().decode(errors="replace").strip().splitlines()
+    if code == 0 and stops:
+        return tuple(json.loads(stops))
     ended = f"its process ended with exit code {code}" + ("" if code else ", before it had loaded")
-    raise ValueError(f"{what} {spec!r} does not load: {said[-1] if code and said else ended}")
+    raise ValueError(f"{what} {spec!r} does not load: {error_lines[-1] if code and error_lines else ended}")

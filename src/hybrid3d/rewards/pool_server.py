@@ -1,8 +1,8 @@
-"""The process beside a trainer in which the pool lives, and the one in which a function is tried.
+"""Runs the process pool in a process of its own, and checks that a function can be loaded.
 
-The trainer has threads, a CUDA context and a main module of its own. A pool in it would fork the first two or import
-the last again in every worker; so the pool has a process that is started anew, imports neither torch nor an engine,
-and ends when the trainer does, however that ends.
+Workers that the trainer forked would inherit its threads and CUDA context, and workers that it spawned would import its
+main module. So the pool has a separate process, which imports neither torch nor an engine, and which ends when the
+trainer ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from hybrid3d.rewards.environments import stops_of
 from hybrid3d.rewards.pool_worker import BATCH_SECONDS, CallResult, Item, ReturnKind, with_limit
 from hybrid3d.rewards.registry import load_function
 
-MAX_ATTEMPTS = 3  # pools, for the calls of one batch: one breaks when a worker is killed while it has nothing to do
+MAX_ATTEMPTS = 3  # pools for the calls of a batch: a pool breaks if a worker is killed while idle
 POLL_SECONDS = 0.5
-CLEAN_EXIT = 256  # in place of exit code 0, which is no process's own
+CLEAN_EXIT = 256  # replaces exit code 0; no process can end with this code
 
 T = TypeVar("T")
 
 
 class Worker(SpawnProcess):
-    """A process of the pool. It has no reason to end by itself, so that exit code 0 is a failure like any other.
+    """A process of the pool, whose exit code 0 is reported as a failure.
 
-    The pool takes 0 for an end in order and would wait for the call's time limit.
+    A worker never ends by itself. `ProcessPool` takes exit code 0 for a normal end and would wait for the call's limit.
     """
 
     @property
@@ -58,13 +58,13 @@ class Worker(SpawnProcess):
 
 
 class WorkerContext(SpawnContext):
-    """Starts workers anew: a fork is unsafe because the pool has threads, and a fork server's workers keep it alive."""
+    """Spawns workers: forking is unsafe because the pool has threads, and workers would keep a fork server alive."""
 
     Process = Worker
 
 
 class Pool:
-    """Workers that call one function; one that hangs or dies is replaced."""
+    """Calls one function in worker processes; replaces a worker that hangs or dies."""
 
     def __init__(self, target: str, return_kind: ReturnKind, workers: int, seconds: float):
         self._context = WorkerContext()
@@ -74,9 +74,9 @@ class Pool:
         self._pool = self._new_pool()
 
     def call(self, items: Sequence[Item]) -> list[CallResult]:
-        """A verdict on each item, in order. A batched function gets all at once, and its time limit holds for all.
+        """Call the function for each item, or once for all of them if it is batched; returns the results in order.
 
-        What has none after `BATCH_SECONDS` counts as hanging.
+        The time limit applies to each call. Calls without a result after `BATCH_SECONDS` count as hung.
         """
         end = time.monotonic() + BATCH_SECONDS
         calls = [list(items)] if self._is_batched() else [[item] for item in items]
@@ -95,11 +95,11 @@ class Pool:
                     answers[number] = self._results(future, len(calls[number]))
             if len(answers) == len(calls) or time.monotonic() >= end:
                 break
-        lost: CallResult = (None, "died", f"the pool's workers ended {MAX_ATTEMPTS} times before they had begun")
+        lost: CallResult = (None, "died", f"the pool's workers ended {MAX_ATTEMPTS} times before they began the call")
         if len(answers) < len(calls) and time.monotonic() >= end:
-            lost = (None, "hung", f"no {self._return_kind} within the {BATCH_SECONDS} s that a whole batch has")
+            lost = (None, "hung", f"no {self._return_kind} within the {BATCH_SECONDS} s of a whole batch")
             self._pool.stop()
-        return [verdict for number, call in enumerate(calls) for verdict in answers.get(number) or [lost] * len(call)]
+        return [result for number, call in enumerate(calls) for result in answers.get(number) or [lost] * len(call)]
 
     def close(self) -> None:
         self._pool.stop()
@@ -119,18 +119,18 @@ class Pool:
             future = self._schedule(pool_worker.is_batched)
             self._wait([future])
             if not future.done() or future.exception() is not None:
-                return False  # the calls will say what is the matter
+                return False  # the calls will report the problem
             self._batched = future.result()
         return self._batched
 
     def _schedule(self, function: Callable[..., T], *arguments: object) -> Future[T]:
         try:
             return self._pool.schedule(function, arguments, timeout=self._seconds)
-        except RuntimeError:  # it broke just now; this future will not be done either
+        except RuntimeError:  # the pool has just broken; this future is never done
             return Future()
 
     def _wait(self, futures: Iterable[Future[Any]], end: float = math.inf) -> None:
-        """Until all are done, or time is up, or the pool is broken: those that it had not looked at never will be."""
+        """Wait until all are done, the time is up, or the pool is broken, which does not complete its queued calls."""
         waiting = list(futures)
         while wait(waiting, timeout=POLL_SECONDS).not_done and self._pool.active and time.monotonic() < end:
             pass
@@ -150,7 +150,7 @@ class Pool:
 
 
 def serve(connection: Connection, target: str, return_kind: ReturnKind, workers: int, seconds: float) -> None:
-    """Answer what comes until the trainer closes its end. What the function has started ends with its worker."""
+    """Serve batches until the trainer closes its end. Processes that the function has started end with their worker."""
     adopt_orphans()
     set_shared_memory_prefix()
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
@@ -167,7 +167,7 @@ def serve(connection: Connection, target: str, return_kind: ReturnKind, workers:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """End with the trainer, however busy; the workers have asked the kernel to end with this process."""
+    """End this process when the trainer ends, even during a call; the kernel then ends the workers."""
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     kill_descendants()
@@ -175,52 +175,51 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def _kill_orphans() -> None:
-    """Kill what workers that are gone have left behind, whose parent this process then is (`adopt_orphans`).
+    """Kill processes that ended workers have left behind; they are children of this one (`adopt_orphans`).
 
-    A process counts as left behind when it is seen twice: a worker that is just being started is not known yet.
+    A process is killed only if it is seen twice, because a worker that is just being started is not registered yet.
     """
-    before: set[int] = set()
+    previous: set[int] = set()
     while True:
         time.sleep(POLL_SECONDS)
-        strays = (
-            child_pids(os.getpid()) - {one.pid for one in multiprocessing.active_children()} - resource_tracker_pids()
-        )
-        for pid in strays & before:
+        workers = {worker.pid for worker in multiprocessing.active_children()}
+        strays = child_pids(os.getpid()) - workers - resource_tracker_pids()
+        for pid in strays & previous:
             kill(pid)
-        before = strays
+        previous = strays
 
 
 def check(target: str, return_kind: str, answer: str) -> None:
-    """Load a function as a worker would, and write the stops that it names as JSON to a descriptor.
+    """Load a function as a worker would, and write its stops as JSON to the file descriptor `answer`.
 
-    What it raises is for whoever started this process.
+    Errors propagate; the process that started this one reports them.
     """
     function = load_function(target)
     stops = json.dumps(stops_of(function)).encode()
-    first = "answer" if return_kind == "reward" else "turns"
+    first_parameter = "answer" if return_kind == "reward" else "turns"
     try:
         signature = inspect.signature(with_limit(function, 1.0))
-    except ValueError:  # a function in C that does not say
+    except ValueError:  # a function in C without a signature
         signature = None
     try:
         if signature is not None:
-            signature.bind(first, "reference", "prompt")
+            signature.bind(first_parameter, "reference", "prompt")
     except TypeError as error:
         raise TypeError(
-            f"{target}{inspect.signature(function)} does not take ({first}, reference, prompt): {error}"
+            f"{target}{inspect.signature(function)} does not take ({first_parameter}, reference, prompt): {error}"
         ) from None
     os.write(int(answer), stops)
 
 
 def main(command: str, *arguments: str) -> None:
-    """`check TARGET RETURN_KIND DESCRIPTOR`, or `serve DESCRIPTOR TARGET RETURN_KIND WORKERS SECONDS`."""
+    """Run `check TARGET RETURN_KIND DESCRIPTOR`, or `serve DESCRIPTOR TARGET RETURN_KIND WORKERS SECONDS`."""
     if command == "check":
         try:
             check(*arguments)
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
-            os._exit(1)  # whatever threads the module has started
+            os._exit(1)  # not sys.exit, which waits for threads that the module has started
         os._exit(0)
     descriptor, target, return_kind, workers, seconds = arguments
     serve(Connection(int(descriptor)), target, cast(ReturnKind, return_kind), int(workers), float(seconds))

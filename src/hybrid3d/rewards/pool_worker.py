@@ -1,6 +1,6 @@
-"""What a process of the pool does: it loads a function once, and turns whatever that does into plain values.
+"""Implements a worker process of the pool: it loads a reward or an environment once, and calls it.
 
-The function is a reward, or an environment.
+Return values and errors become plain values, which every process can unpickle.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hybrid3d.rewards.registry import load_function
 
 ReturnKind = Literal["reward", "reply"]
 Item = tuple[str | tuple[str, ...], str, str]
-"""Answer (of an environment: the turns), reference, prompt."""
+"""The arguments of a call: answer (for an environment, the turns), reference, prompt."""
 CallResult = tuple[float | str | None, str, str]
-"""What is return_kind, or None with the kind of failure and what was said of it; a reply may be None by itself."""
+"""The value, the kind of failure or "", and the message of the failure. A reply may be None without a failure."""
 
-START_SECONDS = 120  # to import a function's module: that of a user may import torch from a slow disk
-BATCH_SECONDS = 420  # for all calls of one: the ranks that wait for them give up after ten minutes
-TIME_SHARE = 0.8  # of the time limit, for a function that keeps to one by itself
+START_SECONDS = 120  # to import a function's module, which may import torch from a slow disk
+BATCH_SECONDS = 420  # for all calls of a batch: the ranks that wait for it time out after ten minutes
+TIME_SHARE = 0.8  # fraction of the time limit that a function with a parameter `seconds` is given
 
 _function: Callable[..., Any]
 _check_value: Callable[[object], CallResult]
@@ -33,37 +33,37 @@ _load_error = ""
 
 
 def initialize(target: str, return_kind: ReturnKind, seconds: float) -> None:
-    """Make this process a worker. A module that does not load fails every call, and so is counted and told."""
+    """Initialize this worker process. If the module does not load, every call fails with this error."""
     global _function, _check_value, _load_error
     _check_value = _number_result if return_kind == "reward" else _text_result
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for a call into C to return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a Python handler would run only after a call into C returns
     kill_when_parent_exits(os.getppid())
-    adopt_orphans()  # its daemons are this process's while it lives, and end with it
+    adopt_orphans()  # daemons that the function starts become children of this process, and end with it
     set_shared_memory_prefix()
     signal.alarm(START_SECONDS)
     try:
         _function = with_limit(load_function(target), seconds)
-    except BaseException as error:  # SystemExit as well: a user's module may do anything
+    except BaseException as error:  # including SystemExit: a user's module may do anything
         _load_error = describe(error)
     signal.alarm(0)
 
 
 def with_limit(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """One with a parameter `seconds` is told how long it may take, and can end in order before it is killed."""
+    """Bind the parameter `seconds` of a function, if it has one, so that it can end before it is killed."""
     try:
-        told = "seconds" in inspect.signature(function).parameters
-    except ValueError:  # a function in C that does not say
-        told = False
-    return functools.partial(function, seconds=TIME_SHARE * seconds) if told else function
+        takes_seconds = "seconds" in inspect.signature(function).parameters
+    except ValueError:  # a function in C without a signature
+        takes_seconds = False
+    return functools.partial(function, seconds=TIME_SHARE * seconds) if takes_seconds else function
 
 
 def is_batched() -> bool:
-    """Whether the function takes lists."""
+    """Return whether the function takes lists."""
     return not _load_error and bool(getattr(getattr(_function, "func", _function), "batched", False))
 
 
 def call_function(items: Sequence[Item]) -> list[CallResult]:
-    """The verdict on each of the items: one, or for a batched function all."""
+    """Return the result for each of the items: a single one, or all of a batch if the function is batched."""
     reap_orphans()
     if _load_error:
         return [(None, "raised", _load_error)] * len(items)
@@ -72,21 +72,21 @@ def call_function(items: Sequence[Item]) -> list[CallResult]:
             return [_check_value(_function(*item)) for item in items]
         returned = _function(*(list(texts) for texts in zip(*items, strict=True)))
         values = _as_list(returned)
-    except BaseException as error:  # SystemExit as well
+    except BaseException as error:  # including SystemExit
         return [(None, "raised", describe(error))] * len(items)
     if values is None:
-        said = f"{_shorten(returned)} ({type(returned).__name__}): expected a list, a tuple or a 1-D array of numbers"
-        return [(None, "wrong_type", said)] * len(items)
+        expected = "expected a list, a tuple or a 1-D array of numbers"
+        return [(None, "wrong_type", f"{_shorten(returned)} ({type(returned).__name__}): {expected}")] * len(items)
     if len(values) != len(items):
         return [(None, "wrong_count", f"{len(values)} rewards for {len(items)} samples")] * len(items)
     return [_check_value(value) for value in values]
 
 
 def _as_list(returned: Any) -> list[Any] | None:
-    """The rewards of a batch, in order; None where what was returned has no order of its own, or is no sequence.
+    """Return the rewards of a batch as a list; None if the returned value is no list, tuple or 1-D array.
 
-    A dict would give its keys and a string its characters, of which some are numbers. Arrays and tensors are recognized
-    by what they can do, because neither numpy nor torch is imported here.
+    A dict would give its keys and a string its characters. Arrays and tensors are recognized by their attributes,
+    because neither numpy nor torch is imported here.
     """
     if isinstance(returned, list | tuple):
         return list(returned)
@@ -96,10 +96,10 @@ def _as_list(returned: Any) -> list[Any] | None:
 
 
 def _number_result(value: object) -> CallResult:
-    """A finite float. Strings are none, scalars of numpy and torch are."""
+    """Convert a reward to a finite float. Strings are refused, scalars of numpy and torch are accepted."""
     try:
         number = float(value) if isinstance(value, SupportsFloat) else math.nan
-    except BaseException:  # a tensor of several elements, an integer past the floats; SystemExit as well
+    except BaseException:  # a tensor of several elements, an integer too large for a float; including SystemExit
         number = math.nan
     if math.isfinite(number):
         return number, "", ""
@@ -107,23 +107,23 @@ def _number_result(value: object) -> CallResult:
 
 
 def _text_result(value: object) -> CallResult:
-    """A text, or None. Half of a surrogate pair is no text: it cannot be tokenized, nor written to a file."""
+    """Convert a reply to a text or None. Unpaired surrogates are refused: they can be neither tokenized nor written."""
     if value is None:
         return None, "", ""
     try:
-        # A plain str, whatever class this is: the rank unpickles it, and must not import a user's module for that
+        # Converts an instance of a subclass to a plain str, which the rank can unpickle without the user's module
         return str.encode(cast(str, value), "utf-8").decode(), "", ""
     except (TypeError, UnicodeEncodeError):
         return None, "not_a_text", f"{_shorten(value)} ({type(value).__name__})"
 
 
 def describe(error: BaseException) -> str:
-    """One line: type and message."""
+    """Return the type and the message of an error on one line."""
     return f"{type(error).__name__}: {_shorten(error, str)}".removesuffix(": ")
 
 
 def _shorten(value: object, shown: Callable[[object], str] = repr) -> str:
     try:
         return escape_control_characters(" ".join(shown(value).split())[:300])
-    except BaseException as error:  # SystemExit as well
+    except BaseException as error:  # including SystemExit
         return f"<{type(error).__name__} while showing it>"

@@ -1,4 +1,4 @@
-"""Rewards by name: functions of the model's answer, the data set's reference and the prompt, all text."""
+"""Defines rewards: functions of the model's answer, the data set's reference and the prompt, all of them text."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ _TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
 @dataclass(frozen=True)
 class Reward:
-    """Where a reward is defined, as `module:function`, and whether it needs the process pool.
+    """Describes a reward.
 
-    One that needs none is cheap, raises nothing and ends whatever the answer is. `check` names a function that raises
-    ValueError at a reference which could reward no answer, or any; it takes about a millisecond and runs nothing of it.
+    Attributes:
+        target: the function, as `module:function`.
+        pooled: whether it needs the process pool. If false, it is cheap, never raises and always terminates.
+        check: a function, as `module:function`, that raises ValueError for a reference which every answer would pass,
+            or none; it takes about a millisecond and does not run the reference. "" if there is none.
     """
 
     target: str
@@ -36,12 +39,12 @@ REWARDS = {
 
 
 def find_reward(spec: str) -> Reward:
-    """The reward of a name in the table, or a user's own by `module:function`. ValueError: it is neither."""
+    """Return a builtin reward by name, or a user's reward by `module:function`. ValueError: it is neither."""
     return REWARDS[spec] if spec in REWARDS else Reward(check_target(spec, REWARDS, "reward"))
 
 
 def check_target(spec: str, known: Iterable[str], what: str) -> str:
-    """The same, if it is a user's own `module:function`. ValueError: it is not; names those that are known."""
+    """Return `spec` if it has the form `module:function`. ValueError: it has not; lists the `known` names."""
     if not _TARGET.fullmatch(spec):
         names = ", ".join(sorted(known))
         raise ValueError(f"unknown {what} {spec!r}; known: {names}, or a function of your own as module:function")
@@ -49,18 +52,18 @@ def check_target(spec: str, known: Iterable[str], what: str) -> str:
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """The function `module:function`, its module looked for in the working directory too. Runs the module's code."""
+    """Import the function `module:function`; the module may also be in the working directory."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name)
     if not callable(function):
         raise TypeError(f"{target} is {type(function).__name__}, expected a function")
-    return function  # type: ignore[no-any-return]  # what a call returns is checked where it is called
+    return function  # type: ignore[no-any-return]  # callers check what a call returns
 
 
 def check_references(spec: str, references: Iterable[tuple[int, str]]) -> dict[int, str]:
-    """Rows whose reference the reward cannot judge by, and why. Of rewards that have no check there are none."""
+    """Return the rows whose reference the reward's `check` refuses, with the reason; empty if it has no check."""
     check = find_reward(spec).check
     if not check:
         return {}
@@ -74,23 +77,23 @@ def check_references(spec: str, references: Iterable[tuple[int, str]]) -> dict[i
 
 
 def gsm8k(answer: str, reference: str, prompt: str = "") -> float:
-    """1.0 where the numbers after the last `####` of answer and reference are equal, else 0.0; also where one has none.
+    """Return 1.0 if the numbers after the last `####` of answer and reference are equal, else 0.0.
 
-    The marker is the data set's own (arXiv 2110.14168); a reference that is one word needs none. Numbers compare by
-    value: 1234, 1,234.0 and $1,234. are equal.
+    The reward is also 0.0 if one of them has no number. The marker is that of the data set (arXiv 2110.14168); a
+    reference of one word needs none. Numbers are compared by value: 1234, 1,234.0 and $1,234. are equal.
     """
     marked = reference if len(reference.split()) != 1 else f"#### {reference}"
-    given, wanted = _final_number(answer), _final_number(marked)
-    return float(given is not None and given == wanted)
+    number, expected = _final_number(answer), _final_number(marked)
+    return float(number is not None and number == expected)
 
 
 def overlong_penalty(tokens: int, max_tokens: int, buffer: int) -> float:
-    """0, and within the last `buffer` tokens that an answer may have falling to -1 (arXiv 2503.14476, equation 13)."""
+    """Return 0, or within the last `buffer` of `max_tokens` a linear decrease to -1 (arXiv 2503.14476, equation 13)."""
     return -min(1.0, max(0, tokens - (max_tokens - buffer)) / buffer)
 
 
 def _final_number(text: str) -> Decimal | None:
-    """The word after the last `####` as a number. Decimal, because equality of floats would forgive the 17th digit."""
+    """Return the word after the last `####` as a Decimal, which compares all digits, or None if it is no number."""
     _, marker, tail = text.rpartition("####")
     words = tail.replace("$", "").split()
     if not marker or not words:

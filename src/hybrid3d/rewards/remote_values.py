@@ -1,8 +1,8 @@
-"""Calls between two processes of which neither trusts the other, over a pair of pipes.
+"""Implements calls between two processes that do not trust each other, over a pair of pipes.
 
-What is sent is JSON in which only plain values can be said: None, booleans, numbers, text, bytes, the containers of
-Python with plain values in them, and a few value types of its library. The receiver rebuilds them from its own types.
-All else stays where it is and is named by a number. Nothing that is received is run, imported or unpickled.
+Messages are JSON that encodes plain values only: None, booleans, numbers, text, bytes, Python's containers of plain
+values, and a few value types of the standard library. The receiver rebuilds them from its own types. All other objects
+stay in their process and are referred to by number. Nothing that is received is run, imported or unpickled.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 MESSAGE_BYTES = 8 * 2**20
-MAX_DEPTH = 200  # of containers within containers
+MAX_DEPTH = 200  # of nested containers
 MAX_ITERATOR_ELEMENTS = 10**6  # elements of an iterator that is sent as a value
 CONTAINERS: dict[Any, str] = {list: "l", tuple: "t", dict: "d", set: "s", frozenset: "f", deque: "q", bytearray: "a"}
 MUTABLE = (list, dict, set, deque, bytearray)
-# Value types of the library, and the plain arguments that make an equal one.
+# Value types of the standard library: the module, and the plain arguments that construct an equal value.
 VALUES: dict[str, tuple[str, Callable[[Any], tuple[object, ...]]]] = {
     "range": ("builtins", lambda value: (value.start, value.stop, value.step)),
     "complex": ("builtins", lambda value: (value.real, value.imag)),
@@ -41,17 +41,18 @@ _PLAIN_TYPES = (type(None), bool, int, float, str, bytes, *CONTAINERS)
 
 
 class Forfeit(BaseException):
-    """The other side has ended, or sent what is no message. Not an Exception, so that tests do not catch it."""
+    """The other side has ended or sent an invalid message. Not an Exception, so that tests do not catch it."""
 
 
 class Encoder:
-    """Turns values into what JSON can say.
+    """Encodes values for JSON.
 
-    Mutable containers are numbered as they are met, so that one which is met again, or contains itself, is so rebuilt.
+    Mutable containers are numbered in the order in which they occur, so that shared and recursive containers are
+    rebuilt as such.
 
     Args:
-        other: what to say of a value that is not plain.
-        containers: those that both sides have numbered already.
+        other: encodes a value that is not plain.
+        containers: containers that both sides have already numbered.
     """
 
     def __init__(self, other: Callable[[object], list[Any]], containers: Sequence[object] = ()):
@@ -77,7 +78,7 @@ class Encoder:
         return self.encode_contents(value, depth)
 
     def encode_contents(self, value: Any, depth: int = 0) -> list[Any]:
-        """A container, even where it has been met before."""
+        """Encode the contents of a container, even if the container has been numbered already."""
         if depth >= MAX_DEPTH:
             raise ValueError(f"containers nested more than {MAX_DEPTH} deep cannot be sent")
         kind = type(value)
@@ -94,14 +95,14 @@ class Encoder:
         module, arguments = VALUES.get(kind.__name__, ("", None))
         if arguments is not None and kind.__module__ == module and getattr(value, "tzinfo", None) is None:
             return ["v", kind.__name__, *[self.encode(part, depth + 1) for part in arguments(value)]]
-        for base in (bool, int, float, str, bytes, *CONTAINERS):  # an instance of a subclass is its plain value
+        for base in (bool, int, float, str, bytes, *CONTAINERS):  # an instance of a subclass is sent as the plain value
             if isinstance(value, base):
                 return self.encode(_plain(value, base), depth)
         return self._other(value)
 
 
 def _plain(value: Any, base: type) -> Any:
-    """The same as the base class itself, not asking the subclass."""
+    """Convert an instance of a subclass to the base class, without calling the subclass's methods."""
     if base is dict:
         return dict(dict.items(value))
     if base in (int, float, str):
@@ -110,41 +111,41 @@ def _plain(value: Any, base: type) -> Any:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is of exactly a type that is sent as a value."""
+    """Return whether the type of a value is exactly one that is sent as a value."""
     return type(value) in _PLAIN_TYPES
 
 
 class Decoder:
-    """Rebuilds values from what an `Encoder` made of them; anything else is a Forfeit.
+    """Decodes what an `Encoder` has encoded; anything else is a Forfeit.
 
     Args:
-        other: the object for a tag that is not of a plain value, and what came with it.
-        containers: those that both sides have numbered already.
+        other: decodes a value that is not plain, from its tag and contents.
+        containers: containers that both sides have already numbered.
     """
 
     def __init__(self, other: Callable[[str, list[Any]], object], containers: Sequence[Any] = ()):
         self._other = other
         self.containers = list(containers)
 
-    def decode(self, said: Any, depth: int = 0) -> Any:
-        if said is None or type(said) in (bool, int, float, str):
-            return said
-        if type(said) is not list or not said or type(said[0]) is not str or depth > MAX_DEPTH:
-            raise Forfeit("this is no value")
-        tag, inner = said[0], said[1:]
+    def decode(self, encoded: Any, depth: int = 0) -> Any:
+        if encoded is None or type(encoded) in (bool, int, float, str):
+            return encoded
+        if type(encoded) is not list or not encoded or type(encoded[0]) is not str or depth > MAX_DEPTH:
+            raise Forfeit("the value has an invalid format")
+        tag, inner = encoded[0], encoded[1:]
         try:
             return self._decode_tagged(tag, inner, depth)
         except Exception as error:
-            raise Forfeit(f"this is no value: {error}") from None
+            raise Forfeit(f"the value has an invalid format: {error}") from None
 
-    def replace(self, container: Any, said: Any) -> None:
-        """Make a numbered container what the other side says that it is now."""
-        if type(said) is not list or not said or said[0] != CONTAINERS[type(container)]:
-            raise Forfeit("an argument came back as another type")
+    def replace(self, container: Any, encoded: Any) -> None:
+        """Replace the contents of a numbered container with those that the other side sent."""
+        if type(encoded) is not list or not encoded or encoded[0] != CONTAINERS[type(container)]:
+            raise Forfeit(f"an argument of type {type(container).__name__} came back as another type")
         if type(container) is bytearray:
-            container[:] = self.decode(["b", *said[1:]])
+            container[:] = self.decode(["b", *encoded[1:]])
             return
-        parts = [self.decode(part, 1) for part in said[1:]]
+        parts = [self.decode(part, 1) for part in encoded[1:]]
         try:
             container.clear()
             if type(container) is dict:
@@ -152,7 +153,7 @@ class Decoder:
             else:
                 container.update(parts) if type(container) is set else container.extend(parts)
         except Exception as error:
-            raise Forfeit(f"this is no value: {error}") from None
+            raise Forfeit(f"the value has an invalid format: {error}") from None
 
     def _decode_tagged(self, tag: str, inner: list[Any], depth: int) -> Any:
         match tag:
@@ -163,15 +164,15 @@ class Decoder:
                 container.update(parts) if tag == "s" else container.extend(parts)
                 return container
             case "d":
-                made: dict[Any, Any] = {}
-                self.containers.append(made)
-                for place in range(0, len(inner), 2):
-                    key = self.decode(inner[place], depth + 1)
-                    made[key] = self.decode(inner[place + 1], depth + 1)
-                return made
+                mapping: dict[Any, Any] = {}
+                self.containers.append(mapping)
+                for index in range(0, len(inner), 2):
+                    key = self.decode(inner[index], depth + 1)
+                    mapping[key] = self.decode(inner[index + 1], depth + 1)
+                return mapping
             case "t" | "f":
-                whole = [self.decode(part, depth + 1) for part in inner]
-                return tuple(whole) if tag == "t" else frozenset(whole)
+                items = [self.decode(part, depth + 1) for part in inner]
+                return tuple(items) if tag == "t" else frozenset(items)
             case "a":
                 self.containers.append(array := bytearray(_text(inner[0]), "latin-1"))
                 return array
@@ -185,25 +186,25 @@ class Decoder:
                 kind = getattr(importlib.import_module(VALUES[inner[0]][0]), inner[0])
                 value = kind(*[self.decode(part, depth + 1) for part in inner[1:]])
                 if getattr(value, "is_snan", bool)():
-                    raise ValueError("a signalling NaN, which raises where it is compared")
+                    raise ValueError("a signalling NaN cannot be compared")
                 return value
         return self._other(tag, inner)
 
 
 def _text(value: object) -> str:
     if type(value) is not str:
-        raise ValueError("text expected")
+        raise ValueError(f"expected text, got {type(value).__name__}")
     return value
 
 
 def builtin_name(value: object) -> str:
-    """The name by which a value is found among the builtins; "" where it is not."""
+    """Return the name of a builtin; "" if the value is no builtin."""
     name = getattr(value, "__name__", "")
     return name if isinstance(name, str) and vars(builtins).get(name) is value else ""
 
 
 def find_builtin(name: object) -> Any:
-    """A builtin type or function by its name. ValueError: there is none."""
+    """Return a builtin type or function by name. ValueError: there is none, or it is not allowed."""
     found = getattr(builtins, _text(name), None)
     if not callable(found) or name in ("eval", "exec", "compile", "open", "input", "__import__", "breakpoint"):
         raise ValueError(f"no builtin {name!r} can be sent")
@@ -211,7 +212,7 @@ def find_builtin(name: object) -> Any:
 
 
 def take_all(iterator: Iterator[object]) -> list[object]:
-    """What is left of an iterator. ValueError: it is too long to be sent."""
+    """Return the remaining elements of an iterator. ValueError: more than `MAX_ITERATOR_ELEMENTS`."""
     found = list(islice(iterator, MAX_ITERATOR_ELEMENTS + 1))
     if len(found) > MAX_ITERATOR_ELEMENTS:
         raise ValueError(f"an iterator of more than {MAX_ITERATOR_ELEMENTS} elements cannot be sent")
@@ -219,30 +220,33 @@ def take_all(iterator: Iterator[object]) -> list[object]:
 
 
 class Link:
-    """One end of the pipes. Each message is its length in 4 bytes, and JSON: `["?", ...]` asks, `["!", ...]` answers.
+    """Sends and receives messages at one end of the pipes.
+
+    A message is its length in 4 bytes, big-endian, and JSON: `["?", ...]` is a request, `["!", ...]` a reply.
 
     Args:
-        serve: answers what the other side asks while this one waits for an answer of its own.
+        incoming, outgoing: file descriptors of the pipes.
+        serve: handles a request of the other side, also while this side waits for a reply; returns the reply.
     """
 
     def __init__(self, incoming: int, outgoing: int, serve: Callable[[list[Any]], list[Any]]):
         self._incoming, self._outgoing, self._serve = incoming, outgoing, serve
 
     def ask(self, *question: object) -> list[Any]:
-        """The other side's answer."""
+        """Send a request and return the other side's reply. Forfeit: it has ended or sent an invalid message."""
         self._send(["?", *question])
         while (answer := self._next())[0] != "!":
             pass
         return answer[1:]
 
     def serve(self) -> None:
-        """Answer until the other side ends, which is a Forfeit."""
+        """Serve requests until the other side ends, which raises Forfeit."""
         while True:
             if self._next()[0] != "?":
-                raise Forfeit("an answer that nobody asked for")
+                raise Forfeit("a reply without a request")
 
     def _next(self) -> list[Any]:
-        """The next message, which is answered already if it asks."""
+        """Return the next message; a request has been replied to already."""
         message = self._receive()
         if message[0] == "?":
             self._send(["!", *self._serve(message[1:])])
@@ -251,7 +255,7 @@ class Link:
     def _send(self, message: list[Any]) -> None:
         data = json.dumps(message, separators=(",", ":")).encode()
         if len(data) > MESSAGE_BYTES:
-            raise ValueError(f"a message of {len(data)} bytes; the most is {MESSAGE_BYTES}")
+            raise ValueError(f"a message of {len(data)} bytes, at most {MESSAGE_BYTES}")
         view = memoryview(len(data).to_bytes(4, "big") + data)
         try:
             while view:
@@ -262,13 +266,13 @@ class Link:
     def _receive(self) -> list[Any]:
         size = int.from_bytes(self._read(4), "big")
         if size > MESSAGE_BYTES:
-            raise Forfeit(f"a message of {size} bytes; the most is {MESSAGE_BYTES}")
+            raise Forfeit(f"a message of {size} bytes, at most {MESSAGE_BYTES}")
         try:
             message = json.loads(self._read(size))
         except (ValueError, RecursionError) as error:
-            raise Forfeit(f"this is no message: {error}") from None
+            raise Forfeit(f"the message is not JSON: {error}") from None
         if type(message) is not list or not message or message[0] not in ("?", "!"):
-            raise Forfeit("this is no message")
+            raise Forfeit("the message has an invalid format")
         return message
 
     def _read(self, size: int) -> bytes:

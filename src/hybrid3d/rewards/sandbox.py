@@ -1,9 +1,9 @@
-"""Programs that nobody has read, run where they can do no harm, for a bounded time.
+"""Runs untrusted programs in a sandbox, with a time limit.
 
-Each is a Python process of its own (`sandbox_child.py` says what it gives up): isolated, with an empty environment and
-an empty folder, in a session that is killed as a whole. Limits of the kernel bound its memory, files and CPU seconds; a
-filter of system calls (seccomp) refuses processes, sockets, files to write and signals to others; Landlock hides all
-files but Python's library. `protection` says which of the last two this machine has.
+Each program runs in its own isolated Python process (`sandbox_child.py` gives up the process's rights), with an empty
+environment and an empty folder, in a session that is killed as a whole. Resource limits bound its memory, files and CPU
+seconds; a system call filter (seccomp) refuses new processes, sockets, writing to files and signals to other processes;
+Landlock hides all files but Python's library. `protection` says which of the last two this machine supports.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import Any, BinaryIO, cast
 from hybrid3d.rewards import code_judge, code_program
 from hybrid3d.rewards.code_references import Tests
 
-OUTPUT_BYTES = 2**20  # what a program may print
-# Beside CPU seconds: address space and sizes of files in bytes, open files, processes, bytes of a core dump.
+OUTPUT_BYTES = 2**20  # that a program may print
+# Limits besides CPU seconds: address space and file sizes in bytes, open files, processes, bytes of a core dump.
 LIMITS = {"AS": 512 * 2**20, "FSIZE": 0, "NOFILE": 32, "NPROC": 0, "CORE": 0}
-# What a program can do where the kernel, or what a container lets through of it, has no such thing.
+# What a program can do if the kernel or the container does not support seccomp or Landlock.
 UNCONFINED_RIGHTS = {"seccomp": "open sockets and signal processes", "landlock": "read files"}
 _CHILD_SCRIPT = Path(__file__).with_name("sandbox_child.py")
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -37,12 +37,12 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """Holds the result of a program.
 
     Attributes:
-        finished: by itself, with exit code 0, within all limits.
+        finished: whether it ended by itself, with exit code 0, within all limits.
         output: what it printed.
-        holds: what confined it beside the limits: `seccomp`, `landlock`.
+        confined_by: what confined it besides the limits: `seccomp`, `landlock`.
     """
 
     finished: bool
@@ -52,13 +52,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge reports of an answer.
+    """Holds the judge's report on an answer.
 
     Attributes:
-        passed: the tests ran to their end, and none failed.
-        assertions: how many were run.
-        requests: how often the answer was asked for something.
-        problem: why the tests cannot be judged, or "".
+        passed: whether all tests ran and none failed.
+        assertions: number of assertions that were run.
+        requests: number of requests sent to the answer.
+        problem: why the reference cannot be judged, or "".
     """
 
     passed: bool
@@ -68,43 +68,44 @@ class Verdict:
 
 
 def run(program: str, *, stdin: str = "", seconds: float) -> Outcome:
-    """Run a program's source."""
+    """Run the source of a program with this standard input."""
     with _Child({"role": "program", "program": program}, seconds, stdin=stdin, prints=True) as child:
         printed = cast(BinaryIO, child.process.stdout).fileno()
         deadline = time.monotonic() + seconds
         closed, parts = _read_until(deadline, printed, child.report)
         finished = closed and child.ended(deadline)
     finished = finished and child.process.returncode == 0
-    holds = parts[child.report].partition(b"\n")[0]
-    return Outcome(finished, parts[printed], tuple(holds.decode(errors="replace").split()))
+    confined_by = parts[child.report].partition(b"\n")[0]
+    return Outcome(finished, parts[printed], tuple(confined_by.decode(errors="replace").split()))
 
 
 def judge(program: str, tests: Tests, *, seconds: float) -> Verdict:
-    """Run tests in one process against what a program in another defines.
+    """Run tests in one process against a program in another.
 
-    The program sees the arguments of the calls that the tests make, and decides what they return; the tests, what
-    they compare with and the verdict are out of its reach. A program that ends, closes its pipes or sends what is no
-    value gets no further.
+    The program sees the arguments of the tests' calls and determines what they return. It cannot reach the tests, the
+    expected values or the verdict. It fails if it ends, closes its pipes or sends an invalid value.
     """
-    asked, asks = os.pipe()
-    answered, answers = os.pipe()
+    requests_read, requests_write = os.pipe()
+    replies_read, replies_write = os.pipe()
     deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as children:
         try:
-            orders = {"role": code_program.__name__, "program": program, "incoming": asked, "outgoing": answers}
-            children.enter_context(_Child(orders, seconds, pipes=(asked, answers)))
-            orders = {"role": code_judge.__name__, "tests": asdict(tests), "incoming": answered, "outgoing": asks}
-            child = children.enter_context(_Child(orders, seconds, pipes=(answered, asks)))
+            orders: dict[str, Any] = {"role": code_program.__name__, "program": program}
+            orders |= {"incoming": requests_read, "outgoing": replies_write}
+            children.enter_context(_Child(orders, seconds, pipes=(requests_read, replies_write)))
+            orders = {"role": code_judge.__name__, "tests": asdict(tests)}
+            orders |= {"incoming": replies_read, "outgoing": requests_write}
+            child = children.enter_context(_Child(orders, seconds, pipes=(replies_read, requests_write)))
         finally:
-            for end in (asked, asks, answered, answers):
-                os.close(end)
+            for descriptor in (requests_read, requests_write, replies_read, replies_write):
+                os.close(descriptor)
         closed, parts = _read_until(deadline, child.report)
-    said = parts[child.report].partition(b"\n")[2]
-    return Verdict(**json.loads(said)) if closed and said else Verdict(passed=False)
+    verdict = parts[child.report].partition(b"\n")[2]
+    return Verdict(**json.loads(verdict)) if closed and verdict else Verdict(passed=False)
 
 
 class _Child:
-    """A process in the sandbox, while it is used as a context; at the end it is killed, with all that it started."""
+    """A context manager for a process in the sandbox, which is killed at the end with all processes that it started."""
 
     def __init__(
         self,
@@ -123,8 +124,8 @@ class _Child:
             "limits": LIMITS | {"CPU": math.ceil(seconds) + 1},
         }
         try:
-            with _temporary_file(json.dumps(orders)) as told, _temporary_file(stdin) as given:
-                self.process = _start(told, given, prints, (report_end, *pipes))
+            with _temporary_file(json.dumps(orders)) as orders_file, _temporary_file(stdin) as stdin_file:
+                self.process = _start(orders_file, stdin_file, prints, (report_end, *pipes))
         except BaseException:
             os.close(self.report)
             raise
@@ -135,14 +136,14 @@ class _Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)  # it is not waited for yet, so the number is still its own
+        os.killpg(self.process.pid, signal.SIGKILL)  # its process id cannot be reused before the wait
         self.process.wait()
         os.close(self.report)
         if self.process.stdout is not None:
             self.process.stdout.close()
 
     def ended(self, deadline: float) -> bool:
-        """Whether the process ends by itself before the deadline."""
+        """Wait until the process ends or the deadline; returns whether it has ended."""
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
         while (ended := os.waitid(os.P_PID, self.process.pid, options)) is None and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -150,8 +151,8 @@ class _Child:
 
 
 def _temporary_file(text: str) -> BinaryIO:
-    """A file without a name, so that nothing is left of it whatever happens; at its beginning."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115  # whoever asked for it closes it
+    """Return an unnamed file with this content, positioned at its start; nothing is left of it after a crash."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
     file.write(text.encode(errors="replace"))
     file.seek(0)
     return file
@@ -171,11 +172,11 @@ def _start(orders: BinaryIO, stdin: BinaryIO, prints: bool, ends: tuple[int, ...
             start_new_session=True,
         )
     finally:
-        os.rmdir(folder)  # it runs on in a folder without a name, in which nothing can be made
+        os.rmdir(folder)  # the process's folder is deleted, so nothing can be created in it
 
 
 def _read_until(deadline: float, *descriptors: int) -> tuple[bool, dict[int, bytes]]:
-    """Whether all were closed before the deadline and within the limit of output, and what could be read of each."""
+    """Read until all are closed, the deadline, or over `OUTPUT_BYTES`; returns whether all closed, and the data."""
     parts = {descriptor: bytearray() for descriptor in descriptors}
     with selectors.DefaultSelector() as selector:
         for descriptor in parts:
@@ -195,12 +196,12 @@ def _read_until(deadline: float, *descriptors: int) -> tuple[bool, dict[int, byt
 
 @functools.cache
 def protection() -> str:
-    """What confines a program on this machine, found by starting one: `seccomp, landlock, limits`, or less."""
+    """Return what confines a program on this machine, by starting one: `seccomp, landlock, limits`, or fewer."""
     return ", ".join([*run("", seconds=10.0).confined_by, "limits"])
 
 
 def warning(confined_by: str) -> str:
-    """What programs may do that are confined by no more than `holds`; "" where that is nothing."""
+    """Return a warning about what programs can do that only `confined_by` confines; "" if nothing is missing."""
     missing = [f"without {name} they can {can}" for name, can in UNCONFINED_RIGHTS.items() if name not in confined_by]
-    advice = "run where the kernel has it and a container allows it, and give a run no secrets to read"
-    return f"programs of answers are confined by {confined_by} only: {', '.join(missing)}; {advice}" if missing else ""
+    advice = "run where the kernel and the container support it, and keep secrets out of reach of a run"
+    return f"answers' programs are confined by {confined_by} only: {', '.join(missing)}; {advice}" if missing else ""

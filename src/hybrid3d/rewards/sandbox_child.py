@@ -1,8 +1,8 @@
-"""What runs inside the sandbox: `python -I -S sandbox_child.py ORDERS`.
+"""The process inside the sandbox: `python -I -S sandbox_child.py ORDERS`.
 
-It gives up every right that a computation has no need of, and then does what the file at the descriptor ORDERS says: it
-runs a program, or is one side of a judgement (`answering.py`, `judging.py`). What a program may still do is compute,
-read its input and Python's library, and write to what is open already.
+It gives up every right that a computation does not need, and then follows the orders in the file at the descriptor
+ORDERS: it runs a program, or one side of a judgement (`code_program.py`, `code_judge.py`). A program can still compute,
+read its input and Python's library, and write to descriptors that are already open.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TYPE_CHECKING = False  # as typing's, which takes 7 ms to import: a fifth of wha
 if TYPE_CHECKING:
     from typing import Any
 
-# Numbers of the system calls that are allowed, on x86_64 and on aarch64. All others fail with EPERM. Python needs these
-# to compute, to import and to end; none of them makes a process, a socket or a file, or reaches another process.
+# Numbers of the allowed system calls, on x86_64 and on aarch64. All others fail with EPERM. Python needs these to
+# compute, to import and to exit; none of them creates a process, a socket or a file, or affects another process.
 CALLS = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62), "mmap": (9, 222),
     "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "rt_sigaction": (13, 134),
@@ -63,7 +63,7 @@ SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zone
 
 
 def filter_program(machine: str) -> bytes:
-    """The filter, as classic BPF: 8 bytes an instruction, each a code, two jump distances and an operand."""
+    """Return the filter as classic BPF: 8 bytes per instruction, with a code, two jump distances and an operand."""
     column, arch = MACHINES[machine]
     allowed = [numbers[column] for numbers in CALLS.values()]
     if machine == "x86_64":
@@ -82,17 +82,17 @@ def filter_program(machine: str) -> bytes:
 
 
 def install_filter(libc: ctypes.CDLL) -> bool:
-    """True where the kernel took the filter. There is no way back from it."""
+    """Install the filter, which cannot be undone; returns whether the kernel accepted it."""
     if platform.machine() not in MACHINES:
         return False
     program = filter_program(platform.machine())
-    held = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("HP", len(program) // 8, ctypes.addressof(held))
+    buffer = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
     return int(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_char_p(header), 0, 0)) == 0
 
 
 def restrict_files(libc: ctypes.CDLL, readable: Sequence[str]) -> bool:
-    """True where the kernel's Landlock now hides all files but those under `readable`."""
+    """Hide all files but those under `readable` with Landlock; returns whether the kernel supports it."""
     rights = ctypes.c_uint64(ALL_FILE_RIGHTS)
     ruleset = libc.syscall(LANDLOCK_CREATE, ctypes.byref(rights), ctypes.c_size_t(8), 0)
     if ruleset < 0:
@@ -108,30 +108,30 @@ def restrict_files(libc: ctypes.CDLL, readable: Sequence[str]) -> bool:
 
 
 def confine(orders: dict[str, Any]) -> list[str]:
-    """Give up rights, as far as this kernel lets a process do so; what holds then beside the limits, in words."""
-    for name, most in orders["limits"].items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+    """Give up rights, as far as this kernel supports it; returns what confines the process besides the limits."""
+    for name, limit in orders["limits"].items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     if sys.platform != "linux":
         return []
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != orders["parent"]:
-        os._exit(1)  # it ended before that
-    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # others of this user cannot reach its memory and descriptors
+        os._exit(1)  # the parent ended before PR_SET_PDEATHSIG was set
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # other processes of this user cannot access its memory and descriptors
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     landlock = restrict_files(libc, [*sys.path, *SYSTEM_LIBRARIES])
     seccomp = install_filter(libc)
-    return [name for name, holds in (("seccomp", seccomp), ("landlock", landlock)) if holds]
+    return [name for name, active in (("seccomp", seccomp), ("landlock", landlock)) if active]
 
 
 def run(orders: dict[str, Any]) -> None:
-    """Run a program as a script would be."""
+    """Run a program as a script."""
     sys.modules["__main__"] = module = types.ModuleType("__main__")
     exec(compile(orders["program"], "<program>", "exec"), module.__dict__)
 
 
 def load(role: str, package: str) -> Callable[[dict[str, Any]], None]:
-    """What this process is to do: it is imported before the rights to read it are given up."""
+    """Return the function of a role, imported before the right to read its module is given up."""
     if role == "program":
         return run
     sys.path.insert(0, package)
@@ -144,7 +144,7 @@ def main() -> None:
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         orders = json.load(file)
     sys.argv[:] = ["program.py"]
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which `site` defines, and -S leaves out
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # `site` would define them, and -S skips it
     act = load(orders["role"], orders["package"])
     os.write(orders["report"], (" ".join(confine(orders)) + "\n").encode())
     act(orders)

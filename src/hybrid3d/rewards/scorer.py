@@ -1,4 +1,4 @@
-"""Rewards of whole batches, with a time limit each, so that no answer and no reward function can stop a run."""
+"""Computes the rewards of batches with time limits, so that no answer and no reward function can stop a run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from hybrid3d.rewards.registry import find_reward, load_function
 
 @dataclass(frozen=True)
 class Scores:
-    """The rewards of a batch, and what went wrong with how many samples: those have the default reward.
+    """Holds the rewards of a batch, and the failures.
 
-    `failures` counts by kind: `raised`, `hung` (no reward within the limit), `died` (the process ended, with whatever
-    exit code), `not_a_number`, and of a batched function `wrong_count` and `wrong_type` (no list, tuple or 1-D array);
-    `examples` has one message of each kind.
+    Attributes:
+        rewards: one per sample; a sample whose reward failed has the default reward.
+        failures: number of failed samples by kind: `raised`, `hung` (no reward within the limit), `died` (the process
+            ended, with any exit code), `not_a_number`, and for a batched function `wrong_count` and `wrong_type` (no
+            list, tuple or 1-D array).
+        examples: the first message of each kind.
     """
 
     rewards: list[float]
@@ -29,12 +32,12 @@ class Scores:
 class Scorer:
     """Computes one reward in `workers` processes, which start with the first batch; a cheap builtin one needs none.
 
-    A user's own reward is `module:function`: a function of (answer, reference, prompt) that returns a float. With the
+    A user's reward is `module:function`: a function of (answer, reference, prompt) that returns a float. With the
     attribute `batched = True` it takes three lists and returns a list, a tuple or a 1-D array, and `timeout_seconds`
-    holds for the whole batch.
+    applies to the whole batch.
 
     Raises:
-        ValueError: `spec` is neither a reward's name nor `module:function`.
+        ValueError: `spec` is neither the name of a reward nor `module:function`.
     """
 
     def __init__(self, spec: str, workers: int, timeout_seconds: float, default: float):
@@ -50,11 +53,11 @@ class Scorer:
         self.close()
 
     def score(self, items: Sequence[Item]) -> Scores:
-        """Rewards of (answer, reference, prompt), in order."""
+        """Return the rewards of items (answer, reference, prompt), in order."""
         if self._function is not None:
             return Scores([float(self._function(*item)) for item in items])
         results = self._pool.call(items)
-        failed = [(kind, said) for _, kind, said in results if kind]
+        failed = [(kind, message) for _, kind, message in results if kind]
         return Scores(
             rewards=[self._default if kind else cast(float, reward) for reward, kind, _ in results],
             failures=dict(Counter(kind for kind, _ in failed)),
@@ -62,12 +65,12 @@ class Scorer:
         )
 
     def close(self) -> None:
-        """End all processes; another batch would start them again."""
+        """End all processes; the next batch starts them again."""
         self._pool.close()
 
 
 def check_reward(spec: str) -> None:
-    """Try to load a reward. ValueError: there is none, or it cannot be loaded or called; says why."""
+    """Check that a reward can be loaded and called. ValueError: it cannot, or does not exist; says why."""
     reward = find_reward(spec)
     if reward.pooled:
         load_in_subprocess(spec, reward.target, "reward", "reward")
