@@ -102,7 +102,7 @@ def _expected(key: str, value: Any, config: Config) -> str | None:
     if key in NESTED_CONFIGS:
         return "null: models with nested configs are not supported"
     if key == "architectures":
-        valid = isinstance(value, list) and value and all(isinstance(name, str) for name in value)
+        valid = isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
         return None if valid else "a list with the name of the architecture"
     return _expected_layers(key, value, config) or _expected_token(key, value, config)
 
