@@ -1,1 +1,1 @@
-"""The rollout side: everything that touches vLLM."""
+"""Rollout: the only package that imports vLLM."""

@@ -1,4 +1,4 @@
-"""vLLM as the rollout engine of a training rank: generates, sleeps, and takes new weights."""
+"""Runs vLLM as the rollout engine within a training rank: generation, sleep mode and weight updates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from hybrid3d.config import Recipe
 
-# vLLM reads these at import. One process a rank, no engine process of its own, nothing fetched from outside.
+# vLLM reads these at import. The engine runs within the rank's process and downloads nothing.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -28,10 +28,10 @@ from hybrid3d.rollout.weights import RolloutWeights
 
 
 def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]:
-    """What decides how vLLM builds and shards a recipe's model, for an engine that runs and for one that is asked.
+    """Return the vLLM arguments that determine how a recipe's model is built and sharded.
 
     Args:
-        layers: for one that is asked about the first layers only.
+        layers: build only so many layers, to query vLLM about them; None builds the whole model.
     """
     rollout = recipe.rollout
     assert rollout is not None, "checked when the recipe was read"
@@ -46,15 +46,15 @@ def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]
         enable_expert_parallel=rollout.expert_parallel,
         max_model_len=rollout.max_model_len,
         hf_overrides=functools.partial(_override, layers=layers),
-        # Captured graphs would go on reading the memory in which shared tensors were before.
+        # A captured CUDA graph would keep reading the old memory of tensors that now alias the trainer's.
         enforce_eager=current_platform.is_cpu() or recipe.sync.share_storage,
-        # On CPU this op assumes 2-D input, which latent attention does not give it: it would rotate wrongly.
+        # On CPU this op assumes 2-D input. Latent attention passes another shape and would be rotated wrongly.
         compilation_config={"custom_ops": ["-rotary_embedding"]} if current_platform.is_cpu() else {},
     )
 
 
 def _override(config: Any, layers: int | None) -> Any:
-    """Plain layers for a checkpoint in FP8, whose weights come dequantized; so many layers, where that is said."""
+    """Remove FP8 quantization from vLLM's config, as a sync sends dequantized weights, and set the number of layers."""
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     if layers is not None:
@@ -63,45 +63,45 @@ def _override(config: Any, layers: int | None) -> Any:
 
 
 class RolloutEngine:
-    """One rank's vLLM. Ranks of a replica call everything together, with the same arguments.
+    """One rank's vLLM. All ranks of a replica call every method together, with the same arguments.
 
     Attributes:
-        replica: which replica of the model this rank belongs to.
+        replica: the number of the replica that this rank belongs to.
         replicas: how many there are.
-        leads: whether this rank speaks for its replica.
-        weight_version: of the engine's weights; None before the first sync, and while one has not finished.
+        leads: whether this rank reports for its replica.
+        weight_version: version of the engine's weights; None before the first sync and while a sync is incomplete.
     """
 
-    def __init__(self, recipe: Recipe, rank: int, ident: str, slots: Sequence[int]):
-        """Start vLLM with dummy weights: the first sync brings the real ones.
+    def __init__(self, recipe: Recipe, rank: int, run_id: str, slots: Sequence[int]):
+        """Start vLLM with dummy weights, which the first sync replaces.
 
         Args:
-            slots: every rank's place in the rollout layout, counted over all engines.
-            ident: a name that no other run on this machine has, for vLLM's shared memory.
+            run_id: a name unique among the runs on this machine, for vLLM's shared memory.
+            slots: the slot of each rank in the rollout layout, numbered over all engines.
         """
         rollout = recipe.rollout
         assert rollout is not None, "checked when the recipe was read"
-        self.replica, within = divmod(slots[rank], rollout.tp)
+        self.replica, tp_rank = divmod(slots[rank], rollout.tp)
         self.replicas = recipe.world_size // rollout.tp
-        self.leads = within == 0
+        self.leads = tp_rank == 0
         self.weight_version: int | None = None
         self._asleep: set[str] = set()
-        self._sleeps = rollout.sleep and not current_platform.is_cpu()  # on a CPU there is nothing to gain
+        self._sleeps = rollout.sleep and not current_platform.is_cpu()  # sleep mode frees GPU memory only
         if current_platform.is_cpu():
-            name_shared_memory(ident)
+            name_shared_memory(run_id)
         with external_rank(slots[rank], rollout), groups_over_slots(slots):
             self._llm = LLM(
                 **engine_settings(recipe),
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(rollout.kv_cache_gib * 2**30) if current_platform.is_cpu() else None,
                 enable_sleep_mode=self._sleeps,
-                logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included
+                logprobs_mode="processed_logprobs",  # of the distribution that is sampled, after temperature
                 disable_log_stats=True,
                 seed=recipe.run.seed,
             )
 
     def weights(self, shapes: Mapping[str, Shape]) -> RolloutWeights:
-        """What this rank wants of the canonical tensors of these shapes, and the sink that takes it."""
+        """Return this rank's demand for the canonical tensors of these shapes, and the sink that receives it."""
         runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
         return RolloutWeights(runner.model, runner.vllm_config, shapes)
 
@@ -112,7 +112,7 @@ class RolloutEngine:
             StaleWeights: the engine's weights are older, or a sync of them was interrupted.
         """
         if self.weight_version is None:
-            raise StaleWeights("vLLM's weights are incomplete: no sync has finished since they were last changed")
+            raise StaleWeights("vLLM's weights are incomplete: no sync has finished since the last change")
         if self.weight_version < version:
             raise StaleWeights(f"vLLM's weights have version {self.weight_version}, and {version} is required")
         params = [
@@ -129,37 +129,41 @@ class RolloutEngine:
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
         rng = torch.get_rng_state()
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        torch.set_rng_state(rng)  # the training side's random stream does not depend on what vLLM sampled
+        torch.set_rng_state(rng)  # vLLM's sampling must not advance the trainer's random state
         return [_completion(output.outputs[0], self.weight_version) for output in outputs]
 
     @property
     def end_tokens(self) -> Sequence[int]:
-        """Those of the checkpoint's generation config, at which vLLM ends an answer unasked."""
-        found = self._llm.llm_engine.model_config.try_get_generation_config().get("eos_token_id")
-        return () if found is None else (found,) if isinstance(found, int) else tuple(found)
+        """The end-of-sequence tokens in the checkpoint's generation config, at which vLLM always stops."""
+        eos = self._llm.llm_engine.model_config.try_get_generation_config().get("eos_token_id")
+        return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
     def reset_cache(self) -> None:
-        """Forget what was computed with older weights."""
+        """Drop the prefix cache, which was computed with older weights.
+
+        Raises:
+            RuntimeError: vLLM still has running requests.
+        """
         if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache: requests are still running")
+            raise RuntimeError("vLLM did not reset its prefix cache because requests are still running")
 
     def close(self) -> None:
-        """Shut vLLM down; it takes torch's default process group with it, so every rank must be done with that."""
+        """Shut vLLM down. This destroys torch's default process group: no rank may use it afterwards."""
         self._llm.llm_engine.engine_core.shutdown()
 
     def sleep(self) -> None:
-        """Give the memory of weights and KV cache to the other engine."""
+        """Free the memory of the weights and the KV cache for training. The weights must be synced afterwards."""
         self.weight_version = None
         if self._sleeps:
-            self._llm.sleep(level=2)  # the weights are not kept: the next sync brings all of them
+            self._llm.sleep(level=2)  # level 2 discards the weights: the next sync sends all of them
             self._asleep = {"weights", "kv_cache"}
 
-    def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        """Take memory back, if it sleeps: of the weights before a sync, of the KV cache before generating."""
-        if what in self._asleep:
-            self._asleep.remove(what)
-            torch.cuda.empty_cache()  # what training has freed, torch keeps from others
-            self._llm.wake_up(tags=[what])
+    def wake(self, memory: Literal["weights", "kv_cache"]) -> None:
+        """Reallocate freed memory: that of the weights before a sync, that of the KV cache before generating."""
+        if memory in self._asleep:
+            self._asleep.remove(memory)
+            torch.cuda.empty_cache()  # return memory cached by torch's allocator, so that vLLM can use it
+            self._llm.wake_up(tags=[memory])
 
 
 def _completion(output: Any, version: int) -> Completion:

@@ -1,4 +1,4 @@
-"""Every change that hybrid3d makes to vLLM's code at run time: most for a while, in context managers."""
+"""Every patch that hybrid3d applies to vLLM's code at run time, most of them temporarily in context managers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ VLLM = "vllm==0.32.0"
 
 @contextlib.contextmanager
 def external_rank(slot: int, rollout: Rollout) -> Iterator[None]:
-    """Have vLLM take the slot for its rank: it derives from RANK which shard it compiles and caches graphs for.
+    """Set RANK to the slot: vLLM derives from it which shard it compiles and caches graphs for.
 
-    It derives its data-parallel rank as if its engine were alone in the world.
+    With data parallelism RANK is the rank within the engine, as vLLM computes its data-parallel rank for a world of one
+    engine.
     """
     rank = slot if rollout.dp == 1 else slot % (rollout.tp * rollout.dp)
     with mock.patch.dict(os.environ, RANK=str(rank)):
@@ -36,18 +37,21 @@ def external_rank(slot: int, rollout: Rollout) -> Iterator[None]:
 
 @contextlib.contextmanager
 def groups_over_slots(slots: Sequence[int]) -> Iterator[None]:
-    """Have vLLM build its groups over slots: it takes ranks for them, in their order.
+    """Make vLLM build its process groups from slots instead of ranks.
 
-    torch numbers a group's members in the order of ranks unless it is told to keep the order given, which is vLLM's.
+    vLLM numbers a group's members in the order given; torch sorts them by rank unless `sort_ranks` is False.
+
+    Args:
+        slots: the slot of each rank.
     """
     make_group, new_group = parallel_state.init_model_parallel_group, dist.new_group
-    rank_in = {slot: rank for rank, slot in enumerate(slots)}
+    rank_by_slot = {slot: rank for rank, slot in enumerate(slots)}
 
-    def over_slots(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
-        return make_group([[rank_in[slot] for slot in group] for group in group_ranks], *args, **kwargs)
+    def make_group_of_slots(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        return make_group([[rank_by_slot[slot] for slot in group] for group in group_ranks], *args, **kwargs)
 
     with (
-        mock.patch.object(parallel_state, "init_model_parallel_group", over_slots),
+        mock.patch.object(parallel_state, "init_model_parallel_group", make_group_of_slots),
         mock.patch.object(dist, "new_group", functools.partial(new_group, sort_ranks=False)),
     ):
         yield
@@ -55,6 +59,7 @@ def groups_over_slots(slots: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_rank(rank: int, world: int) -> Iterator[None]:
+    """Let vLLM build its groups as one rank of a world that does not exist, over torch's `fake` process group."""
     new_group, make_group = dist.new_group, parallel_state.init_model_parallel_group
 
     def group_without_queue(*args: Any, **kwargs: Any) -> Any:
@@ -63,10 +68,10 @@ def as_rank(rank: int, world: int) -> Iterator[None]:
     make_map = ExpertMapManager.__init__
 
     def map_on_cpu(*args: Any, **kwargs: Any) -> None:
-        with torch.device("cpu"):  # loaders read from it which experts are theirs
+        with torch.device("cpu"):  # loaders read the values, which a map on meta does not have
             make_map(*args, **kwargs)
 
-    hook = sys.excepthook  # torch puts another in front of it for each group
+    hook = sys.excepthook  # torch replaces it for each group
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     with (
         mock.patch.object(dist, "new_group", lambda *a, **k: new_group(*a, **{**k, "backend": "fake"})),
@@ -85,49 +90,49 @@ def as_rank(rank: int, world: int) -> Iterator[None]:
 
 
 def name_shared_memory(run_id: str) -> None:
-    """Have vLLM's CPU workers name their shared memory after this run."""
-    init = ExecutorWithExternalLauncher._distributed_args
+    """Make vLLM's CPU workers use shared memory that is named after this run."""
+    original = ExecutorWithExternalLauncher._distributed_args
 
-    def named(self: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
-        method, rank, local_rank = init(self)
+    def distributed_args(self: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
+        method, rank, local_rank = original(self)
         return f"{method}:{run_id}", rank, local_rank
 
-    ExecutorWithExternalLauncher._distributed_args = named
+    ExecutorWithExternalLauncher._distributed_args = distributed_args
 
 
 ALL = (
     Patch(
         "vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher._distributed_args",
         VLLM,
-        "CPU workers name shared memory by the end of their init method, which is equal for all runs under an external "
-        "launcher: two runs would share segments, and those of a run that died would stop the next "
-        "(`name_shared_memory`).",
+        "CPU workers name shared memory by the suffix of their init method, which is the same for all runs under an "
+        "external launcher: two runs would share segments, and segments left by a crashed run would make the next one "
+        "fail (`name_shared_memory`).",
         "tests/test_leftovers.py",
     ),
     Patch(
         "vllm.distributed.parallel_state.init_model_parallel_group",
         VLLM,
-        "Groups are made of ranks in their order, not of a placement's slots (`groups_over_slots`); for a rank that is "
-        "only queried they would start message queues (`as_rank`).",
+        "It builds groups from ranks instead of the placement's slots (`groups_over_slots`); for a rank that is only "
+        "queried it would start message queues (`as_rank`).",
         "tests/test_sync.py",
     ),
     Patch(
         "vllm.distributed.parallel_state.in_the_same_node_as",
         VLLM,
-        "It communicates, which a rank that is only queried cannot (`as_rank`).",
+        "It communicates, which a rank that is only queried cannot do (`as_rank`).",
         "tests/test_planning.py",
     ),
     Patch(
         "vllm.model_executor.layers.fused_moe.expert_map_manager.ExpertMapManager.__init__",
         VLLM,
-        "On meta the map of experts has no values, and loaders read from it which experts they have (`as_rank`).",
+        "On meta the expert map has no values, but loaders read from it which experts are local (`as_rank`).",
         "tests/test_planning.py",
     ),
     Patch(
         "torch.distributed.new_group",
         "torch==2.13.0",
-        "It numbers a group's members in the order of ranks, not in vLLM's (`groups_over_slots`); for a rank that is "
-        "only queried the backend is `fake` (`as_rank`).",
+        "It sorts a group's members by rank, but vLLM numbers them in the order given (`groups_over_slots`); for a rank "
+        "that is only queried the backend is `fake` (`as_rank`).",
         "tests/test_sync.py",
     ),
 )

@@ -1,8 +1,8 @@
-"""Ask vLLM about a run that does not run: any rank of any TP, on meta, in this one process.
+"""Queries vLLM about any rank of any rollout layout, on meta tensors in a single process.
 
-vLLM means to talk to its peers while it builds: it makes gloo groups, device communicators and a message queue, and
-asks who shares its node and which experts are its own. Over torch's `fake` process group there is nobody, so those are
-answered here.
+While vLLM builds a model it creates gloo groups, device communicators and a message queue, and it asks which ranks share
+its node and which experts are local. The process group here is torch's `fake` one without peers, so these calls are
+patched (`patches.as_rank`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from vllm.utils.torch_utils import set_default_torch_dtype  # isort: skip
 
 @dataclass(frozen=True)
 class SlotDemand:
-    """What a slot wants, and what else it takes.
+    """Holds the demand of a slot and its other memory requirements.
 
     Attributes:
-        finalize_bytes: a bound on what opened modules take.
-        kv_bytes: what the KV cache takes of a token, by layer.
+        demand: the pieces that the slot needs in a sync.
+        finalize_bytes: upper bound of the memory that open units take in addition to the live tensors.
+        kv_bytes: bytes of KV cache per token, by layer.
     """
 
     demand: Demand
@@ -53,71 +54,85 @@ def slot_demands(
     layers: Container[int] | None = None,
     first_only: bool = False,
 ) -> list[SlotDemand]:
-    """What each slot of an engine of the recipe's rollout layout wants of the canonical tensors.
+    """Return the demand of each slot of one engine in the recipe's rollout layout.
 
-    vLLM is asked about the shortest model that has a layer of each kind, and, where experts are dealt out, about one
-    share of them and its map of all: `demand_of` would say the same of each slot, and takes minutes for hundreds.
+    vLLM is queried about the shortest model that has a layer of each kind, and with expert parallelism about one TP
+    group's experts and its map of all experts. `trace_demand` gives the same result for each slot, but takes minutes for
+    hundreds of slots.
 
     Args:
-        layers: leave the others out.
-        first_only: only of the first slot, which wants a largest share.
+        shapes: every canonical tensor and its full shape.
+        layers: return the demand for these layers only; None stands for all.
+        first_only: return only the first slot, whose share is among the largest.
+
+    Raises:
+        UnsupportedLoader: vLLM's loader does something that cannot be replayed.
     """
     rollout = recipe.rollout
     assert rollout is not None, "checked when the recipe was read"
-    kinds = family_of(config).representative_layers(config)
-    few = {name: shape for name, shape in shapes.items() if (layer_of(name) or 0) <= max(kinds)}
+    representatives = family_of(config).representative_layers(config)
+    last = max(representatives)
+    first_shapes = {name: shape for name, shape in shapes.items() if (layer_of(name) or 0) <= last}
     slots = rollout.tp * rollout.dp
-    asked = [trace_demand(recipe, few, slot, max(kinds) + 1) for slot in range(1 if first_only else rollout.tp)]
+    traced = [trace_demand(recipe, first_shapes, slot, last + 1) for slot in range(1 if first_only else rollout.tp)]
     if slots > rollout.tp and not first_only:
         experts = family_of(config).experts(config)
-        assert experts is not None, "checked with the recipe: engines of several replicas share experts"
+        assert experts is not None, "checked with the recipe: rollout.dp > 1 requires experts"
         shares = expert_shares(experts.count, slots)
-        every = [_with_experts(asked[slot % rollout.tp], asked[0], shares[slot]) for slot in range(slots)]
-        if every[: rollout.tp] != asked:
-            raise UnsupportedLoader("vLLM's loader does not put experts where its own map of experts has them")
-        asked = every
-    return [_over_layers(one, kinds, layers) for one in asked]
+        all_slots = [_with_experts(traced[slot % rollout.tp], traced[0], shares[slot]) for slot in range(slots)]
+        if all_slots[: rollout.tp] != traced:
+            raise UnsupportedLoader("vLLM's loader does not place experts according to vLLM's own expert map")
+        traced = all_slots
+    return [_replicate_layers(slot_demand, representatives, layers) for slot_demand in traced]
 
 
 def expert_shares(experts: int, slots: int) -> list[dict[int, int]]:
-    """The experts that vLLM gives each slot of an expert-parallel engine, by their places there."""
+    """Return for each slot of an expert-parallel engine the global number of each local expert, as vLLM assigns them."""
     maps = [determine_expert_map(slots, slot, experts)[1].tolist() for slot in range(slots)]
-    return [{place: expert for expert, place in enumerate(found) if place >= 0} for found in maps]
+    return [{local: expert for expert, local in enumerate(expert_map) if local >= 0} for expert_map in maps]
 
 
-def _with_experts(asked: SlotDemand, first: SlotDemand, share: Mapping[int, int]) -> SlotDemand:
-    """What was asked of a slot, with another share of the experts.
+def _with_experts(slot_demand: SlotDemand, first: SlotDemand, share: Mapping[int, int]) -> SlotDemand:
+    """Return a slot's demand with its experts replaced by another share of them.
 
     Args:
-        first: what was asked of the first slot, which has a largest share: it says what each place among them takes.
-        share: the expert in each place.
+        first: demand of the first slot, whose share is among the largest: it has the pieces of each local expert.
+        share: global number of each local expert.
     """
-    places: dict[str, int] = {}
+    local_experts: dict[str, int] = {}
     experts: dict[int | None, list[Piece]] = defaultdict(list)
     for piece in first.demand.pieces:
-        found = EXPERT.search(piece.name)
-        if found and places.setdefault(found[0], len(places)) in share:
-            named = EXPERT.sub(str(share[places[found[0]]]), piece.name)
-            experts[layer_of(piece.name)].append(replace(piece, name=named))
+        match = EXPERT.search(piece.name)
+        if match and local_experts.setdefault(match[0], len(local_experts)) in share:
+            name = EXPERT.sub(str(share[local_experts[match[0]]]), piece.name)
+            experts[layer_of(piece.name)].append(replace(piece, name=name))
     pieces: list[Piece] = []
-    for piece in asked.demand.pieces:
+    for piece in slot_demand.demand.pieces:
         if EXPERT.search(piece.name):
-            pieces += experts.pop(layer_of(piece.name), ())  # in place of the first of its layer
+            pieces += experts.pop(layer_of(piece.name), ())  # all at the position of the layer's first expert piece
         else:
             pieces.append(piece)
-    pieces += [piece for of_layer in experts.values() for piece in of_layer]
-    return replace(asked, demand=replace(asked.demand, pieces=tuple(pieces)))
+    pieces += [piece for layer_pieces in experts.values() for piece in layer_pieces]
+    return replace(slot_demand, demand=replace(slot_demand.demand, pieces=tuple(pieces)))
 
 
 def trace_demand(recipe: Recipe, shapes: Mapping[str, Shape], rank: int, layers: int | None = None) -> SlotDemand:
-    """What a rank of one engine wants, as its whole share of the model says, or that of a model with so many layers."""
+    """Return the demand of one rank of an engine, recorded while vLLM loads its share of the model.
+
+    Args:
+        rank: within one engine.
+        layers: record a model with only so many layers.
+
+    Raises:
+        UnsupportedLoader: vLLM's loader does something that cannot be replayed.
+    """
     with model_of_rank(recipe, rank, layers=layers) as (model, config):
         weights = RolloutWeights(model, config, shapes)
         return SlotDemand(weights.demand, weights.max_finalize_bytes, dict(_kv_bytes(config)))
 
 
 def _kv_bytes(config: VllmConfig) -> Iterator[tuple[int, int]]:
-    """By layer, what its attention keeps of a token."""
+    """Yield each layer and the bytes of KV cache that its attention needs per token."""
     for name, attention in get_layers_from_vllm_config(config, AttentionLayerBase).items():
         spec = attention.get_kv_cache_spec(config)
         layer = layer_of(f"{name}.")
@@ -125,20 +140,33 @@ def _kv_bytes(config: VllmConfig) -> Iterator[tuple[int, int]]:
         yield layer, spec.page_size_bytes // spec.block_size
 
 
-def _over_layers(asked: SlotDemand, kinds: Sequence[int], wanted: Container[int] | None) -> SlotDemand:
-    """What was asked of one layer of each kind, for all layers, or for those wanted."""
-    filled = [fill.view.tensor for fill in asked.demand.fills if layer_of(fill.view.tensor) is not None]
+def _replicate_layers(
+    slot_demand: SlotDemand, representatives: Sequence[int], wanted: Container[int] | None
+) -> SlotDemand:
+    """Extend a demand that has one layer of each kind to all layers.
+
+    Args:
+        representatives: for each layer, the layer of its kind that the demand has.
+        wanted: the layers to return; None stands for all.
+    """
+    filled = [fill.view.tensor for fill in slot_demand.demand.fills if layer_of(fill.view.tensor) is not None]
     if filled:
-        raise UnsupportedLoader(f"vLLM's loader fills {filled[0]} with a constant: no plan repeats that for all layers")
-    at: dict[int | None, list[Piece]] = defaultdict(list)
-    for piece in asked.demand.pieces:
-        at[layer_of(piece.view.tensor)].append(piece)
-    layers = [layer for layer in range(len(kinds)) if wanted is None or layer in wanted]
-    inside = [piece for layer in layers for piece in replicate_layer(at[kinds[layer]], kinds[layer], layer)]
+        raise UnsupportedLoader(
+            f"vLLM's loader fills {filled[0]} with a constant: constants are supported outside of layers only"
+        )
+    pieces_by_layer: dict[int | None, list[Piece]] = defaultdict(list)
+    for piece in slot_demand.demand.pieces:
+        pieces_by_layer[layer_of(piece.view.tensor)].append(piece)
+    layer_pieces = [
+        piece
+        for layer, representative in enumerate(representatives)
+        if wanted is None or layer in wanted
+        for piece in replicate_layer(pieces_by_layer[representative], representative, layer)
+    ]
     return replace(
-        asked,
-        demand=Demand((*inside, *at[None]), asked.demand.fills),
-        kv_bytes={layer: asked.kv_bytes[kind] for layer, kind in enumerate(kinds)},
+        slot_demand,
+        demand=Demand((*layer_pieces, *pieces_by_layer[None]), slot_demand.demand.fills),
+        kv_bytes={layer: slot_demand.kv_bytes[first] for layer, first in enumerate(representatives)},
     )
 
 
@@ -146,11 +174,11 @@ def _over_layers(asked: SlotDemand, kinds: Sequence[int], wanted: Container[int]
 def model_of_rank(
     recipe: Recipe, rank: int, device: str = "meta", layers: int | None = None
 ) -> Iterator[tuple[torch.nn.Module, VllmConfig]]:
-    """vLLM's own model as a rank of the recipe's rollout layout builds it, not loaded, and its config.
+    """Build vLLM's model as one rank of the recipe's rollout layout does, without loading weights; yield it and its config.
 
     Args:
         rank: within one engine of `rollout.tp` x `rollout.dp` ranks.
-        layers: build so many only.
+        layers: build only so many layers; None builds the whole model.
     """
     assert recipe.rollout is not None
     world = recipe.rollout.tp * recipe.rollout.dp

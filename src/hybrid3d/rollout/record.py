@@ -1,8 +1,8 @@
-"""What a vLLM rank wants, said by its own `load_weights()`.
+"""Records a vLLM rank's demand by tracing the model's own `load_weights()`.
 
-The loader runs once over tensors that stand for the checkpoint's and hold no data. Every slice it takes is followed,
-every copy into a parameter is written down with its source and destination views, and so is every constant that it
-fills in. A loader may do nothing else: anything but a view, a copy or a constant is an error that names the tensor.
+The loader runs once on traced tensors that stand for the checkpoint's and hold no data. Views of them are tracked, and
+every copy into a parameter is recorded with its source and destination views, as is every fill with a constant. Any
+other operation on them raises an error that names the tensor.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ CONSTANTS = {aten.fill_.Scalar: lambda args: float(args[1]), aten.zero_.default:
 
 
 class UnsupportedLoader(UnsupportedModel):
-    """vLLM's loader of this model does something to a weight that cannot be replayed on its shards."""
+    """vLLM's loader of this model does something to a weight that a sync of shards cannot replay."""
 
 
 @dataclass(frozen=True)
 class Destination:
-    """A parameter or buffer in the layout in which the loader writes it."""
+    """A parameter or buffer in loader layout: that in which the loader writes it."""
 
     name: str
     tensor: torch.Tensor
 
 
-class _StandIn(torch.Tensor):
-    """Stands for one tensor of the checkpoint: a view on meta, and the name of the tensor that it is a view of."""
+class _TracedTensor(torch.Tensor):
+    """A view of a checkpoint tensor: the name of that tensor, and the view of it on meta."""
 
     canonical: str
     view_on_meta: torch.Tensor
 
     @staticmethod
-    def __new__(cls, name: str, view: torch.Tensor) -> _StandIn:
-        stand = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, name: str, view: torch.Tensor) -> _TracedTensor:
+        traced = torch.Tensor._make_wrapper_subclass(
             cls,
             view.shape,
             strides=view.stride(),
@@ -51,27 +51,30 @@ class _StandIn(torch.Tensor):
             dtype=view.dtype,
             device=view.device,
         )
-        stand.canonical, stand.view_on_meta = name, view
-        return stand
+        traced.canonical, traced.view_on_meta = name, view
+        return traced
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise UnsupportedLoader(f"{func} outside of a recording")
+        raise UnsupportedLoader(f"{func} is applied to a traced tensor outside of a recording")
 
 
-class _Recording(TorchDispatchMode):
+class _LoadRecorder(TorchDispatchMode):
+    """Records copies of traced tensors into the destinations, and fills of the destinations, while it is active."""
+
     def __init__(self, shapes: Mapping[str, Shape], destinations: list[Destination]):
         super().__init__()
         self.pieces: list[Piece] = []
         self.fills: list[Fill] = []
         self._shapes = shapes
-        self._at = {d.tensor.untyped_storage()._cdata: d for d in reversed(destinations)}  # tied: the first name counts
+        # Tied destinations share memory: they are recorded under the first name.
+        self._destination_by_storage = {d.tensor.untyped_storage()._cdata: d for d in reversed(destinations)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        stands = [a for a in tree_iter((args, kwargs)) if isinstance(a, _StandIn)]
-        if stands:
-            return self._follow(func, stands[0], args, kwargs)
+        traced = next((a for a in tree_iter((args, kwargs)) if isinstance(a, _TracedTensor)), None)
+        if traced is not None:
+            return self._trace(func, traced, args, kwargs)
         if func in CONSTANTS and self._destination(args[0]):
             self.fills.append(Fill(self._view(args[0]), tuple(args[0].shape), CONSTANTS[func](args)))
             return args[0]
@@ -79,127 +82,137 @@ class _Recording(TorchDispatchMode):
             raise UnsupportedLoader(f"vLLM's loader applies {func} to {self._destination(args[0]).name}")
         return func(*args, **kwargs)
 
-    def _follow(self, func: Any, stand: _StandIn, args: Any, kwargs: Any) -> Any:
-        if func is aten.copy_.default and args[1] is stand:
-            self._record_copy(stand, args[0])
+    def _trace(self, func: Any, traced: _TracedTensor, args: Any, kwargs: Any) -> Any:
+        if func is aten.copy_.default and args[1] is traced:
+            self._record_copy(traced, args[0])
             return args[0]
         if func._schema.is_mutable:
-            raise UnsupportedLoader(f"vLLM's loader applies {func} to {stand.canonical}: only views can be replayed")
-        out = func(*tree_map(lambda a: a.view_on_meta if isinstance(a, _StandIn) else a, args), **kwargs)
-        storage = stand.view_on_meta.untyped_storage()._cdata
+            raise UnsupportedLoader(f"vLLM's loader applies {func} to {traced.canonical}: only views can be replayed")
+        out = func(*tree_map(lambda a: a.view_on_meta if isinstance(a, _TracedTensor) else a, args), **kwargs)
+        storage = traced.view_on_meta.untyped_storage()._cdata
 
         def wrap(result: Any) -> Any:
             if not isinstance(result, torch.Tensor):
                 return result
-            if result.untyped_storage()._cdata != storage or result.dtype != stand.dtype:
+            if result.untyped_storage()._cdata != storage or result.dtype != traced.dtype:
                 raise UnsupportedLoader(
-                    f"vLLM's loader computes {func} on {stand.canonical}: only views can be replayed"
+                    f"vLLM's loader computes {func} on {traced.canonical}: only views can be replayed"
                 )
-            return _StandIn(stand.canonical, result)
+            return _TracedTensor(traced.canonical, result)
 
         return tree_map(wrap, out)
 
-    def _record_copy(self, stand: _StandIn, target: torch.Tensor) -> None:
-        destination, source = self._destination(target), stand.view_on_meta
+    def _record_copy(self, traced: _TracedTensor, target: torch.Tensor) -> None:
+        destination, source = self._destination(target), traced.view_on_meta
         if destination is None:
             raise UnsupportedLoader(
-                f"vLLM's loader copies {stand.canonical} into a tensor that is no parameter or buffer"
+                f"vLLM's loader copies {traced.canonical} into a tensor that is neither a parameter nor a buffer"
             )
         if target.shape != source.shape:
             raise UnsupportedLoader(
-                f"vLLM's loader copies {stand.canonical} of shape {tuple(source.shape)} "
+                f"vLLM's loader copies {traced.canonical} of shape {tuple(source.shape)} "
                 f"into {destination.name} of shape {tuple(target.shape)}"
             )
         view = self._view(target)
         try:
             boxes = boxes_of_copy(
-                self._shapes[stand.canonical],
+                self._shapes[traced.canonical],
                 tuple(source.shape),
                 (source.storage_offset(), source.stride()),
                 (view.offset, view.stride),
             )
         except ValueError as error:
-            raise UnsupportedLoader(f"{stand.canonical}: {error}") from None
+            raise UnsupportedLoader(f"{traced.canonical}: {error}") from None
         dtype = str(target.dtype).removeprefix("torch.")
         self.pieces += [
-            Piece(stand.canonical, box, View(view.tensor, offset, stride), dtype) for box, offset, stride in boxes
+            Piece(traced.canonical, box, View(view.tensor, offset, stride), dtype) for box, offset, stride in boxes
         ]
 
     def first_of_tied(self, destination: Destination) -> Destination:
-        """The destination under whose name the memory of a tied one is written."""
-        return self._at[destination.tensor.untyped_storage()._cdata]
+        """Return the destination under whose name writes to the same memory are recorded."""
+        return self._destination_by_storage[destination.tensor.untyped_storage()._cdata]
 
     def _destination(self, tensor: torch.Tensor) -> Destination | None:
-        return self._at.get(tensor.untyped_storage()._cdata)
+        return self._destination_by_storage.get(tensor.untyped_storage()._cdata)
 
     def _view(self, tensor: torch.Tensor) -> View:
-        destination = self._at[tensor.untyped_storage()._cdata]
+        destination = self._destination_by_storage[tensor.untyped_storage()._cdata]
         return View(destination.name, tensor.storage_offset() - destination.tensor.storage_offset(), tensor.stride())
 
 
 def record_demand(
     model: Any, shapes: Mapping[str, Shape], dtype: torch.dtype, destinations: list[Destination]
 ) -> Demand:
-    """Run a model's `load_weights` over stand-ins for canonical tensors and write down what it wants.
+    """Run a model's `load_weights` on traced tensors and return the demand that it implies.
 
     Args:
         model: a vLLM model whose parameters are in loader layout.
         shapes: every canonical tensor and its full shape.
-        dtype: of the canonical tensors.
+        dtype: dtype of the canonical tensors.
         destinations: the model's parameters and buffers.
 
     Raises:
         UnsupportedLoader: the loader does more than slice, copy and fill, or leaves part of a parameter unwritten.
     """
-    recording = _Recording(shapes, destinations)
-    given = [""]
+    recorder = _LoadRecorder(shapes, destinations)
+    current = ""
 
-    def stands() -> Iterator[tuple[str, _StandIn]]:
+    def traced_tensors() -> Iterator[tuple[str, _TracedTensor]]:
+        nonlocal current
         for name, shape in shapes.items():
-            given[0] = name
-            yield name, _StandIn(name, torch.empty(shape, dtype=dtype, device="meta"))
+            current = name
+            yield name, _TracedTensor(name, torch.empty(shape, dtype=dtype, device="meta"))
 
-    with torch.no_grad(), recording:
+    with torch.no_grad(), recorder:
         try:
-            model.load_weights(stands())
+            model.load_weights(traced_tensors())
         except UnsupportedLoader:
             raise
-        except Exception as error:  # a loader that knows no such tensor fails in its own way
+        except Exception as error:  # loaders fail differently on a tensor that they do not know
             raise UnsupportedLoader(
-                f"vLLM's loader of {type(model).__name__} fails on {given[0]}: {type(error).__name__}: {error}"
+                f"vLLM's loader of {type(model).__name__} fails on {current}: {type(error).__name__}: {error}"
             ) from error
-    _check_written(recording, destinations)
-    return Demand(tuple(recording.pieces), tuple(recording.fills))
+    _check_written(recorder, destinations)
+    return Demand(tuple(recorder.pieces), tuple(recorder.fills))
 
 
-def _check_written(recording: _Recording, destinations: list[Destination]) -> None:
-    """The loader must write every element of every parameter, once: what it leaves out would keep an older value."""
+def _check_written(recorder: _LoadRecorder, destinations: list[Destination]) -> None:
+    """Check that each element of every parameter is written exactly once: one left out would keep an older value.
+
+    Raises:
+        UnsupportedLoader: with the first 20 tensors for which this does not hold.
+    """
     writes: dict[str, list[tuple[View, Shape]]] = {}
-    for piece in recording.pieces:
+    for piece in recorder.pieces:
         writes.setdefault(piece.view.tensor, []).append((piece.view, piece.box.size))
-    for fill in recording.fills:
+    for fill in recorder.fills:
         writes.setdefault(fill.view.tensor, []).append((fill.view, fill.size))
-    wrong: dict[str, str] = {}
+    problems: dict[str, str] = {}
     for destination in destinations:
-        d = recording.first_of_tied(destination)
+        d = recorder.first_of_tied(destination)
         if d.name not in writes and not isinstance(d.tensor, torch.nn.Parameter):
             continue
-        times, run = _times_written(d.tensor, writes.get(d.name, []))
+        times, run = _count_writes(d.tensor, writes.get(d.name, []))
         if not bool((times == 1).all()):
-            wrong[d.name] = (
+            problems[d.name] = (
                 f"  {d.name}: of {d.tensor.numel()} elements {int((times == 0).sum()) * run} are left unwritten, "
                 f"and {int((times > 1).sum()) * run} are written more than once"
             )
-    if wrong:
-        lines = [*list(wrong.values())[:20], *(["  ..."] if len(wrong) > 20 else [])]
-        said = f"{len(wrong)} tensors of vLLM's are not written by what Megatron holds, each element once:"
-        raise UnsupportedLoader("\n".join([said, *lines]))
+    if problems:
+        lines = [*list(problems.values())[:20], *(["  ..."] if len(problems) > 20 else [])]
+        summary = (
+            f"{len(problems)} tensors of vLLM would not be written exactly once by the tensors that Megatron holds:"
+        )
+        raise UnsupportedLoader("\n".join([summary, *lines]))
 
 
-def _times_written(tensor: torch.Tensor, writes: list[tuple[View, Shape]]) -> tuple[torch.Tensor, int]:
-    """How often each run of elements is written, and the length of the runs: no view begins or ends within one."""
-    whole = (View("", 0, tensor.stride()), tuple(tensor.shape))
-    run = math.gcd(*(n for view, size in (whole, *writes) for n in _steps(view, size))) or 1
+def _count_writes(tensor: torch.Tensor, writes: list[tuple[View, Shape]]) -> tuple[torch.Tensor, int]:
+    """Return how often each run of contiguous elements is written, and the length of a run.
+
+    The length is chosen such that no view begins or ends within a run.
+    """
+    full = (View("", 0, tensor.stride()), tuple(tensor.shape))
+    run = math.gcd(*(n for view, size in (full, *writes) for n in _run_divisors(view, size))) or 1
     times = torch.zeros(_extent(tensor.shape, tensor.stride()) // run, dtype=torch.uint8)
 
     def runs(view: View, size: Shape) -> torch.Tensor:
@@ -208,16 +221,16 @@ def _times_written(tensor: torch.Tensor, writes: list[tuple[View, Shape]]) -> tu
 
     for write in writes:
         runs(*write).add_(1)
-    return runs(*whole), run
+    return runs(*full), run
 
 
-def _steps(view: View, size: Shape) -> list[int]:
-    """Lengths of which every run of contiguous elements in a view must be a divisor."""
+def _run_divisors(view: View, size: Shape) -> list[int]:
+    """Return the numbers that the length of a run must divide, so that the view consists of whole runs."""
     dims = [(n, s) for n, s in zip(size, view.stride, strict=True) if n != 1]
     row = next((n for n, s in dims if s == 1), 1)
     return [view.offset, row, *(s for _, s in dims if s != 1)]
 
 
 def _extent(shape: Shape, stride: tuple[int, ...]) -> int:
-    """Elements of memory from the first of a strided tensor to its last."""
+    """Return the number of elements that a strided tensor spans in memory."""
     return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if math.prod(shape) else 0

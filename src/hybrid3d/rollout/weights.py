@@ -1,12 +1,12 @@
-"""A live vLLM model as a sink: its modules are opened in loader layout, written box by box, and finalized.
+"""The sink of a sync: writes new weights into a live vLLM model.
 
-What vLLM does to a module after loading (packing, swizzling, derived tensors) leaves live tensors that its loaders
-could not write any more. So a unit (a decoder layer, or all that is in none) is *opened*: tensors in the layout that
-loaders write take the place of the live ones, in the same memory where the layout is the same. When its last box has
-landed the unit is *finalized*: vLLM's own processing runs, and the result is put where the live tensors are, so that
-no address changes. Two units are open at a time: one is being finalized while the next one is written.
+After loading, vLLM processes the weights of a module (packing, swizzling, derived tensors), and its loaders cannot
+write the resulting live tensors. A unit (a decoder layer, or all modules outside of layers) is therefore *opened*: tensors
+in loader layout replace the live ones, in the same memory if the layouts are equal. When its last box has arrived the unit
+is *finalized*: vLLM's own processing runs, and the results are copied into the memory of the live tensors, so that no
+address changes. Two units are open at a time: one is finalized while the next one is written.
 
-The functions of vLLM's `model_loader.reload` used here are private to it: this file and the pinned version go together.
+The functions of vLLM's `model_loader.reload` used here are private: this file depends on the pinned version of vLLM.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.rollout.record import Destination, UnsupportedLoader, record_demand
 
 Module = torch.nn.Module
-# Parameters that no loader writes: latent attention makes them of `kv_b_proj` when it is finalized.
+# Parameters that no loader writes: latent attention derives them from `kv_b_proj` after loading.
 DERIVED_PARAMETERS = ("W_UV", "W_UK_T")
-MAX_OPEN_UNITS = 2  # units at a time
+MAX_OPEN_UNITS = 2
 
 
 class RolloutWeights:
-    """What one vLLM rank wants, and the sink that takes it.
+    """The demand of one vLLM rank, and the sink (`reshard.protocols.Sink`) that receives it.
 
     Attributes:
-        demand: the rank's pieces.
-        finalize_bytes: memory that opened tensors take besides the live ones.
+        demand: the pieces that the rank needs, ordered by layer.
+        finalize_bytes: memory that open units take in addition to the live tensors.
     """
 
     def __init__(self, model: Module, vllm_config: VllmConfig, shapes: Mapping[str, Shape]):
@@ -52,12 +52,12 @@ class RolloutWeights:
         self._units = _units(model)
         self._layer_of = {name: layer for layer, unit in self._units.items() for name in unit.names()}
         self.demand = self._record(model, vllm_config, shapes)
-        self._memory = [DeviceBuffer(0, self._device)] * MAX_OPEN_UNITS
-        self._opened: dict[int | None, _OpenUnit] = {}
-        self._left: set[int | None] = set()
+        self._buffers = [DeviceBuffer(0, self._device)] * MAX_OPEN_UNITS
+        self._open_units: dict[int | None, _OpenUnit] = {}
+        self._pending: set[int | None] = set()
 
     def _record(self, model: Module, vllm_config: VllmConfig, shapes: Mapping[str, Shape]) -> Demand:
-        live = _swap_in_loader_layout(model, _on_meta())
+        live = _swap_in_loader_layout(model, _allocate_on_meta())
         try:
             destinations = [
                 Destination(name, tensor)
@@ -70,21 +70,23 @@ class RolloutWeights:
             _swap_back(live)
         for piece in demand.pieces:
             if layer_of(piece.name) != self._layer_of[piece.view.tensor]:
-                raise UnsupportedLoader(f"vLLM's loader writes {piece.name} into {piece.view.tensor}: of another layer")
-        return replace(demand, pieces=tuple(sorted(demand.pieces, key=_place)))
+                raise UnsupportedLoader(
+                    f"vLLM's loader writes {piece.name} into {piece.view.tensor}, which is in another layer"
+                )
+        return replace(demand, pieces=tuple(sorted(demand.pieces, key=_piece_order)))
 
     @property
     def max_finalize_bytes(self) -> int:
-        """A bound on `finalize_bytes`: as many of the largest unit's weights as units are open."""
+        """Upper bound of `finalize_bytes`: the size of the largest unit, times the number of open units."""
         tensors: dict[str, int] = defaultdict(int)
         dtypes = {piece.view.tensor: piece.dtype for piece in self.demand.pieces}
         for piece in self.demand.pieces:
             tensors[piece.view.tensor] += piece.nbytes
-        # A shard of the vocabulary may be padding alone: filled, and nothing is copied into it that has a dtype.
-        usual = self._vllm_config.model_config.dtype.itemsize
+        # A vocabulary shard may be padding only: it is filled, and no piece has its dtype.
+        default_itemsize = self._vllm_config.model_config.dtype.itemsize
         for fill in self.demand.fills:
             dtype = dtypes.get(fill.view.tensor)
-            tensors[fill.view.tensor] += math.prod(fill.size) * (usual if dtype is None else ITEMSIZE[dtype])
+            tensors[fill.view.tensor] += math.prod(fill.size) * (default_itemsize if dtype is None else ITEMSIZE[dtype])
         units: dict[int | None, int] = defaultdict(int)
         for name, nbytes in tensors.items():
             units[self._layer_of[name]] += align_up(nbytes)
@@ -92,68 +94,70 @@ class RolloutWeights:
 
     @property
     def finalize_bytes(self) -> int:
-        return sum(memory.nbytes for memory in self._memory)
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def prepare(self, order: Sequence[int | None]) -> None:
-        """Find places for what is written, once.
+        """Assign memory to the tensors of every unit. This is called once, before the first sync.
 
         Args:
-            order: the layers (None for what is in none) in the order in which they will be opened.
+            order: the layers in the order in which they will be opened; None stands for the modules outside of layers.
         """
         fills: dict[int | None, list[Fill]] = defaultdict(list)
         for fill in self.demand.fills:
             fills[self._layer_of[fill.view.tensor]].append(fill)
-        opened = {layer: _OpenUnit(self._units[layer], fills[layer]) for layer in order}
-        taken = [[opened[layer].extra_bytes for layer in order[turn::MAX_OPEN_UNITS]] for turn in range(MAX_OPEN_UNITS)]
-        self._memory = [DeviceBuffer(max(sizes, default=0), self._device) for sizes in taken]
-        for turn, layer in enumerate(order):
-            opened[layer].place(self._memory[turn % MAX_OPEN_UNITS])
-        self._opened = opened
+        open_units = {layer: _OpenUnit(self._units[layer], fills[layer]) for layer in order}
+        sizes = [[open_units[layer].extra_bytes for layer in order[i::MAX_OPEN_UNITS]] for i in range(MAX_OPEN_UNITS)]
+        self._buffers = [DeviceBuffer(max(unit_sizes, default=0), self._device) for unit_sizes in sizes]
+        for i, layer in enumerate(order):
+            open_units[layer].place(self._buffers[i % MAX_OPEN_UNITS])
+        self._open_units = open_units
 
     def in_place_tensors(self) -> dict[str, torch.Tensor]:
-        """By local name, the live tensors that are written where they lie and stay there when they are finalized."""
-        return {name: tensor for opened in self._opened.values() for name, tensor in opened.in_place_tensors()}
+        """Return the live tensors, by local name, that a sync writes directly and that finalizing does not move."""
+        return {name: tensor for unit in self._open_units.values() for name, tensor in unit.in_place_tensors()}
 
     def begin(self) -> None:
-        """Expect all of the demand; what was live stays until its layer is opened."""
-        for memory in self._memory:
-            memory.allocate()
-        self._left = set(self._opened)
+        """Begin a sync of all units; live tensors stay in place until their unit is opened."""
+        for buffer in self._buffers:
+            buffer.allocate()
+        self._pending = set(self._open_units)
 
     def write(self, piece: Piece) -> torch.Tensor:
-        return self._opened[self._layer_of[piece.view.tensor]].view(piece.view, piece.box.size)
+        return self._open_units[self._layer_of[piece.view.tensor]].view(piece.view, piece.box.size)
 
     def open(self, layer: int | None) -> None:
-        self._opened[layer].open()
+        self._open_units[layer].open()
 
     def close(self, layer: int | None) -> None:
-        self._opened[layer].finalize(self._vllm_config)
-        self._left.remove(layer)
+        self._open_units[layer].finalize(self._vllm_config)
+        self._pending.remove(layer)
 
     def skip(self, layer: int | None) -> None:
-        """In place of `open` and `close`: what is written stays where it is, and vLLM is not told."""
-        self._left.remove(layer)
+        """Count a layer as done without `open` and `close`: its data stays as written, and vLLM does not process it."""
+        self._pending.remove(layer)
 
     def end(self) -> None:
-        """Every layer must have been finalized.
+        """End the sync and free the extra memory.
 
         Raises:
-            RuntimeError: part of the demand did not land; the model is not usable until a sync succeeds.
+            RuntimeError: some units were not finalized; the model is not usable until a sync succeeds.
         """
-        for memory in self._memory:
-            memory.release()
-        if self._left:
-            raise RuntimeError(f"the sync left {len(self._left)} layers unwritten")
+        for buffer in self._buffers:
+            buffer.release()
+        if self._pending:
+            raise RuntimeError(
+                f"the sync ended with {len(self._pending)} of {len(self._open_units)} units not finalized"
+            )
 
 
-def _place(piece: Piece) -> tuple[float, list[tuple[int, str]]]:
-    """Layer after layer, then what is in none: in one order, whatever the checkpoint's."""
+def _piece_order(piece: Piece) -> tuple[float, list[tuple[int, str]]]:
+    """Sort key of pieces: by layer, tensors outside of layers last, independent of the order in the checkpoint."""
     layer = layer_of(piece.name)
     return math.inf if layer is None else layer, natural_sort_key(piece.name)
 
 
 class _Unit:
-    """Modules that are opened and finalized together, with the path of each."""
+    """Modules that are opened and finalized together, and the path of each in the model."""
 
     def __init__(self) -> None:
         self.root = torch.nn.ModuleList()
@@ -164,62 +168,71 @@ class _Unit:
         self._paths.append(path)
 
     def names(self) -> Iterator[str]:
-        """Dotted names of every tensor that the unit could hold, live or in loader layout."""
+        """Yield the dotted names of all tensors of the unit, live or in loader layout."""
         for path, root in zip(self._paths, self.root, strict=True):
-            for below, module in root.named_modules():
+            for subpath, module in root.named_modules():
                 info = get_layerwise_info(module)
                 for name in {**get_layer_tensors(module), **info.restore_metadata[0], **info.restore_metadata[1]}:
-                    yield ".".join(part for part in (path, below, name) if part)
+                    yield ".".join(part for part in (path, subpath, name) if part)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the dotted name of each tensor that the modules hold now, and the tensor."""
         for path, root in zip(self._paths, self.root, strict=True):
             for name, _, _, tensor in _tensors_of(root, path):
                 yield name, tensor
 
 
 class _OpenUnit:
-    """A unit's tensors in loader layout: in the live ones' memory where that has it, else in memory of their own."""
+    """A unit's tensors in loader layout, in the memory of live tensors with the same layout, else in extra memory."""
 
     def __init__(self, unit: _Unit, fills: Sequence[Fill]):
         self.unit = unit
         self._fills = fills
-        self._own: dict[int, tuple[torch.Tensor, int]] = {}  # by id: a tensor that is needed, and where it lies
+        # By id, a loader tensor that needs extra memory, and its offset there. The reference keeps the id valid.
+        self._extra: dict[int, tuple[torch.Tensor, int]] = {}
         self.extra_bytes = 0
-        self._memory = DeviceBuffer(0, "cpu")
+        self._buffer = DeviceBuffer(0, "cpu")
         self._tensors: dict[str, torch.Tensor] = {}
         self._written: set[str] = set()
-        self._moved: set[int] = set()  # by id: what vLLM finalizes somewhere else
-        self._live: _Live = {}
+        self._moved: set[int] = set()  # ids of live tensors that vLLM finalizes in other memory
+        self._live: LiveTensors = {}
         self._attributes: dict[Module, dict[str, torch.Tensor]] = {}
         for module in unit.root.modules():
-            for name, loader in _recorded(module):
+            for name, loader in _loader_tensors(module):
                 if not _same_layout(get_layer_tensors(module).get(name), loader):
-                    self._own[id(loader)] = loader, self.extra_bytes
+                    self._extra[id(loader)] = loader, self.extra_bytes
                     self.extra_bytes += align_up(_extent(loader))
 
-    def place(self, memory: DeviceBuffer) -> None:
-        """Lay what needs memory of its own into this."""
-        self._memory = memory
+    def place(self, buffer: DeviceBuffer) -> None:
+        """Use this buffer as extra memory, and look up the memory of every tensor in loader layout."""
+        self._buffer = buffer
         self._swap_in()
         self._tensors = {name: tensor.data for name, tensor in self.unit.tensors()}
         _swap_back(self._live)
 
     def in_place_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the live tensors that a sync writes directly and that finalizing does not move."""
         for name, tensor in self.unit.tensors():
-            there = name in self._written and tensor.data_ptr() == self._tensors[name].data_ptr()
-            if there and _same_layout(tensor, self._tensors[name]) and id(tensor) not in self._moved:
+            in_place = name in self._written and tensor.data_ptr() == self._tensors[name].data_ptr()
+            if in_place and _same_layout(tensor, self._tensors[name]) and id(tensor) not in self._moved:
                 yield name, tensor
 
     def view(self, view: View, size: Shape) -> torch.Tensor:
+        """Return a view of a tensor in loader layout, to be written."""
         self._written.add(view.tensor)
         return strided_view(self._tensors[view.tensor].data, view, size)
 
     def open(self) -> None:
+        """Replace the live tensors by those in loader layout, and write the constants.
+
+        Raises:
+            RuntimeError: vLLM has moved a tensor, so that the views given out are stale.
+        """
         self._attributes = {module: _attributes_of(module) for module in self.unit.root.modules()}
         self._swap_in()
         for name, tensor in self.unit.tensors():
             if name in self._written and tensor.data_ptr() != self._tensors[name].data_ptr():
-                raise RuntimeError(f"vLLM has moved {name}: what is written would not be what it reads")
+                raise RuntimeError(f"vLLM has moved {name} to other memory: it would not read what the sync writes")
         for fill in self._fills:
             self.view(fill.view, fill.size).fill_(fill.value)
 
@@ -227,19 +240,19 @@ class _OpenUnit:
         def memory_for(loader: torch.Tensor, live: torch.Tensor | None) -> torch.Tensor:
             if live is not None and _same_layout(live, loader):
                 return live.data
-            _, at = self._own[id(loader)]
-            flat = self._memory.flat_view(at, _extent(loader), loader.dtype)
+            _, offset = self._extra[id(loader)]
+            flat = self._buffer.flat_view(offset, _extent(loader), loader.dtype)
             return flat.as_strided(loader.shape, loader.stride())
 
         self._live = _swap_in_loader_layout(self.unit.root, memory_for)
 
     def finalize(self, vllm_config: VllmConfig) -> None:
-        """Run what vLLM runs after loading, as if for the first time, and put the result where the live tensors are."""
+        """Run vLLM's processing after loading, and copy its results into the memory of the live tensors."""
         device = vllm_config.device_config.device
         if current_platform.is_cpu():
             for module in self.unit.root.modules():
                 if hasattr(getattr(module, "quant_method", None), "moe_kernel"):
-                    module.quant_method.moe_kernel = None  # else vLLM takes the weights for packed ones
+                    module.quant_method.moe_kernel = None  # otherwise vLLM treats the weights as packed
         with (
             set_current_vllm_config(vllm_config),
             set_default_torch_dtype(vllm_config.model_config.dtype),
@@ -256,40 +269,49 @@ class _OpenUnit:
                 _keep_address(vars(module), name, old)
         for module in self.unit.root.modules():
             for tensor in (*get_layer_tensors(module).values(), *_attributes_of(module).values()):
-                if self._memory.contains(tensor):  # where the next layer but one will be written
+                if self._buffer.contains(tensor):  # this memory is reused by the next unit but one
                     tensor.data = tensor.data.clone()
 
 
 def _attributes_of(module: Module) -> dict[str, torch.Tensor]:
-    """Tensors that are neither parameters nor buffers, such as the scales of attention, made anew with each load."""
+    """Return tensor attributes that are neither parameters nor buffers, such as attention scales."""
     return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
 
 
-def _keep_address(held: dict[str, Any], name: str, old: torch.Tensor | None) -> bool:
-    """Move a finalized tensor into the memory of the live one, and put the live object back.
+def _keep_address(tensors: dict[str, Any], name: str, old: torch.Tensor | None) -> bool:
+    """Copy a finalized tensor into the memory of the live one, and put the live tensor object back.
+
+    Args:
+        tensors: a module's parameters, buffers or attributes.
+        old: the live tensor.
 
     Returns:
-        Whether it was somewhere else.
+        Whether the finalized tensor was in other memory.
+
+    Raises:
+        RuntimeError: on a GPU, the finalized tensor has another layout than the live one.
     """
-    new = held.get(name)
+    new = tensors.get(name)
     if new is None or old is None or new is old:
         return False
     if not _same_layout(new, old):
-        if not current_platform.is_cpu():  # captured graphs would go on reading the old memory
-            raise RuntimeError(f"{name}: finalized as {_layout(new)}, but live as {_layout(old)}")
+        if not current_platform.is_cpu():  # captured graphs would keep reading the old memory
+            raise RuntimeError(
+                f"{name}: finalizing changed (shape, stride, dtype) from {_layout(old)} to {_layout(new)}"
+            )
         return True
     moved = new.data_ptr() != old.data_ptr()
     if moved:
         old.data.copy_(new.data)
-        new.data = old.data  # a kernel may keep the object that it was given
-    held[name] = old
+        new.data = old.data  # a kernel may keep a reference to the new object
+    tensors[name] = old
     return moved
 
 
-def _recorded(module: Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, a tensor on meta in the layout that loaders write) of what vLLM keeps a record of.
+def _loader_tensors(module: Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and a meta tensor in loader layout of each tensor whose layout vLLM recorded before processing.
 
-    What it keeps none of (`bias`) is in that layout already.
+    Tensors without a record (`bias`) are in loader layout already.
     """
     info = get_layerwise_info(module)
     for recorded in info.restore_metadata:
@@ -298,26 +320,26 @@ def _recorded(module: Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, meta
 
 
-_Live = dict[Module, dict[str, "torch.Tensor | None"]]
-"""Parameters and buffers by module and name."""
+LiveTensors = dict[Module, dict[str, "torch.Tensor | None"]]
+"""Live parameters and buffers, by module and name."""
 
 MemoryFor = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
-"""Memory in the layout of a tensor on meta, given what is live."""
+"""Returns memory for a meta tensor in loader layout, given the live tensor of the same name, if any."""
 
 
-def _swap_in_loader_layout(root: Module, memory_for: MemoryFor) -> _Live:
-    """Put tensors in loader layout into the modules below `root`; return what was live."""
-    live: _Live = {module: {**module._parameters, **module._buffers} for module in root.modules()}
+def _swap_in_loader_layout(root: Module, memory_for: MemoryFor) -> LiveTensors:
+    """Replace the tensors of all modules below `root` by tensors in loader layout; return the live ones."""
+    live: LiveTensors = {module: {**module._parameters, **module._buffers} for module in root.modules()}
     for module, tensors in live.items():
         buffers = get_layerwise_info(module).restore_metadata[1]
-        for name, meta in _recorded(module):
-            held = module._buffers if name in buffers else module._parameters
-            held[name] = _of_kind(restore_layer_refs(meta, module), memory_for(meta, tensors.get(name)).data)
+        for name, meta in _loader_tensors(module):
+            target = module._buffers if name in buffers else module._parameters
+            target[name] = _as_parameter(restore_layer_refs(meta, module), memory_for(meta, tensors.get(name)).data)
     return live
 
 
-def _on_meta() -> MemoryFor:
-    """Memory on meta, one for all names of tied tensors."""
+def _allocate_on_meta() -> MemoryFor:
+    """Return a function that allocates on meta, once for all names of a tied tensor."""
     tied: dict[int, torch.Tensor] = {}
 
     def memory_for(loader: torch.Tensor, live: torch.Tensor | None) -> torch.Tensor:
@@ -329,37 +351,39 @@ def _on_meta() -> MemoryFor:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to its last."""
+    """Return the bytes that a tensor spans in memory."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
-def _of_kind(recorded: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    """Make `plain` the kind of parameter that vLLM recorded, with its loader and all its attributes."""
+def _as_parameter(recorded: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """Give `plain` the class and attributes (such as the loader) of the parameter that vLLM recorded."""
     plain.__class__ = recorded.__class__
     plain.__dict__ = recorded.__dict__.copy()
     return plain
 
 
-def _swap_back(live: _Live) -> None:
+def _swap_back(live: LiveTensors) -> None:
+    """Put the live tensors back into their modules."""
     for module, tensors in live.items():
-        for held in (module._parameters, module._buffers):
-            for name in list(held):
+        for current in (module._parameters, module._buffers):
+            for name in list(current):
                 if name in tensors:
-                    held[name] = tensors[name]
+                    current[name] = tensors[name]
                 else:
-                    del held[name]
+                    del current[name]
 
 
 def _holder(module: Module, name: str) -> dict[str, Any]:
+    """Return the dictionary of a module that holds this tensor."""
     return module._parameters if name in module._parameters else module._buffers
 
 
 def _tensors_of(root: Module, path: str = "") -> Iterator[tuple[str, Module, str, torch.Tensor]]:
-    """(dotted name, module, name in it, tensor) of every parameter and buffer below `root`."""
-    for below, module in root.named_modules():
+    """Yield (dotted name, module, name within the module, tensor) of every parameter and buffer below `root`."""
+    for subpath, module in root.named_modules():
         for name, tensor in get_layer_tensors(module).items():
-            yield ".".join(part for part in (path, below, name) if part), module, name, tensor
+            yield ".".join(part for part in (path, subpath, name) if part), module, name, tensor
 
 
 def _same_layout(a: torch.Tensor | None, b: torch.Tensor) -> bool:
@@ -371,9 +395,9 @@ def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dt
 
 
 def _units(model: Module) -> dict[int | None, _Unit]:
-    """By layer: the members of topmost ModuleLists (decoder layers); all the rest is one more, under None.
+    """Return the units by layer: the members of the outermost ModuleLists are decoder layers, the rest is under None.
 
-    The rest goes together because a tied head is derived from the embedding's memory.
+    The rest is one unit because a tied head uses the embedding's memory.
     """
     units: dict[int | None, _Unit] = defaultdict(_Unit)
 
