@@ -118,7 +118,7 @@ def test_a_recipe_that_does_not_fit(refused: Refused, command: str, overrides: l
         (["reward.name=gsm9k"], ["reward.name", "'gsm9k'", "gsm8k"]),
         (["reward.name=code"], ["train.parquet: reward.name=code cannot use 20 of 20 references", "row 0"]),
         (["rollout.environment=abacus"], ["rollout.environment", "'abacus'", "calculator"]),
-        (["rollout.max_model_len=20"], ["train.parquet", "row 0", "leaves 12"]),
+        (["rollout.max_model_len=20"], ["train.parquet", "row 0", "at most 12 fit"]),
         (["data.chat_template=true"], ["data.chat_template"]),
     ],
 )
