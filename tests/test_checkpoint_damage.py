@@ -106,7 +106,7 @@ def test_names_that_lead_elsewhere(saved: Path, name: str) -> None:
         lambda files: files.update({name: {"bytes": 7, "crc32": manifest.fsync_and_crc(saved.parent / "outside")}}),
     )
     for check in (manifest.check_sizes, manifest.check):
-        assert "which is no name of a file in the folder" in problem_of(saved, check)
+        assert "which is not the name of a file in the folder" in problem_of(saved, check)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300, "x/" * 3000 + "x"])
@@ -134,7 +134,7 @@ def test_sizes_and_sums_of_wrong_types(saved: Path, entry: Any) -> None:
     relist(saved, lambda files: files.update({"common.pt": entry}))
     told = problem_of(saved)
     assert "manifest.json has " in told
-    assert "of 'common.pt', expected" in told
+    assert "for 'common.pt', expected" in told
 
 
 @pytest.mark.parametrize(

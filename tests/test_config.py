@@ -470,8 +470,8 @@ def test_the_contradictions_borders_load(load: Any) -> None:
     [
         (b"a: 1\nb: [1\nc: 2\n", "not valid YAML: line 3, column 2: expected ',' or ']', but got ':'"),
         (b"a: 1\n\tb: 2\n", "not valid YAML: line 2, column 1: found character '\\t' that cannot start any token"),
-        (b"name: x\nrun: {steps: 1}\nrun: {steps: 2}\n", "not valid YAML: line 3, column 1: 'run' stands twice"),
-        (b"run:\n  steps: 1\n  steps: 2\n", "not valid YAML: line 3, column 3: 'steps' stands twice"),
+        (b"name: x\nrun: {steps: 1}\nrun: {steps: 2}\n", "not valid YAML: line 3, column 1: 'run' occurs twice"),
+        (b"run:\n  steps: 1\n  steps: 2\n", "not valid YAML: line 3, column 3: 'steps' occurs twice"),
         (b"a: &x 1\nb: *y\n", "not valid YAML: line 2, column 4: found undefined alias 'y'"),
         (
             b"a: 2024-13-45\n",

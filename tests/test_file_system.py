@@ -43,7 +43,7 @@ def test_the_innermost_mount_counts(path: str, kind: str) -> None:
     found, said = file_system_warning(Path(path), RECORDED)
     if kind.startswith(("nfs", "fuse")):
         assert found == kind
-        assert said.startswith(f"{path} is on {kind}, where a rename is not one act")
+        assert said.startswith(f"{path} is on {kind}, where a rename is not atomic")
     else:
         assert (found, said) == ("", "")
 

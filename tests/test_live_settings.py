@@ -196,7 +196,7 @@ def test_each_change_is_applied_at_its_step_and_recorded(recipe: Recipe, begin: 
         ("optimizer.lr: [1", "not valid YAML: line 1, column 17: "),
         ("just words", "expected sections with keys, got 'just words' (a string)"),
         ("optimizer.lr: 1\noptimizer: {lr: 2}", "optimizer.lr is given twice"),
-        ("optimizer.lr: 1\noptimizer.lr: 2", "not valid YAML: line 2, column 1: 'optimizer.lr' stands twice"),
+        ("optimizer.lr: 1\noptimizer.lr: 2", "not valid YAML: line 2, column 1: 'optimizer.lr' occurs twice"),
         ("optimizer.lr: \udcff", "'utf-8' codec can't decode byte 0xff"),
         ("run.steps: 4\noptimizer.lr: 1", "run.steps=4: the next step is 5: at least 6"),
         ("seed: 4\noptimizer.lr: 1", "seed: cannot change during a run"),

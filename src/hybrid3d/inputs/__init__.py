@@ -1,1 +1,1 @@
-"""Models and data as a run reads them, and as it exports them."""
+"""Reads and checks the models and data of a run, and prepares the export of checkpoints."""

@@ -1,4 +1,4 @@
-"""Checks a model against a recipe: of a known family, read as transformers reads it, divisible as layouts need it."""
+"""Checks a model against a recipe: its family, its config as transformers reads it, and the layouts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hybrid3d.inputs.models import check_against_transformers, read_config
 
 
 def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
-    """The checkpoint's config, known to be of a known family and to fit the recipe's layouts.
+    """Check that the model is of a supported family and fits the recipe's layouts; returns its config.
 
     Args:
-        planned: the recipe is not to run on this machine.
+        planned: whether the recipe is only planned, so that this machine's device does not matter.
 
     Raises:
-        CheckpointError, UnsupportedModel, RecipeError: with all that is wrong.
+        CheckpointError, UnsupportedModel, RecipeError: with all problems found.
     """
     config = read_config(recipe.model.path)
     family = family_of(config)

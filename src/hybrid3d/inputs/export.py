@@ -1,4 +1,4 @@
-"""What an exported checkpoint has besides weights: the source's tensor names and dtypes, config and tokenizer."""
+"""Prepares exports: tensor names, dtypes and shards, config and tokenizer files, and the output folder."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from hybrid3d.reshard.layout import ITEMSIZE
 from hybrid3d.storage.disk import free_bytes
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
-UNFINISHED = "HYBRID3D_UNFINISHED_EXPORT"  # where our launcher tells its ranks of the folder to write in
+UNFINISHED = "HYBRID3D_UNFINISHED_EXPORT"  # environment variable: the folder in which ranks write
 
-# What a published checkpoint may carry and no model holds: buffers that are computed from the config.
+# Buffers that published checkpoints may contain, and that models compute from the config.
 COMPUTED_TENSORS = ("*.rotary_emb.inv_freq",)
 
 
 def is_redundant(name: str, config: Config) -> bool:
-    """Whether a tensor of a checkpoint says nothing: it is computed, or a second copy of a tied one."""
+    """Return whether a checkpoint tensor is redundant: computed from the config, or the copy of a tied weight."""
     tied_copy = name == "lm_head.weight" and bool(config.get("tie_word_embeddings"))
     return tied_copy or any(fnmatch.fnmatch(name, pattern) for pattern in COMPUTED_TENSORS)
 
 
 def is_untrained(name: str, config: Config) -> bool:
-    """Whether a tensor of a checkpoint is in no model here, and is carried from the source through every export."""
+    """Return whether a checkpoint tensor is in no model here; exports copy it from the source unchanged."""
     return any(fnmatch.fnmatch(name, pattern) for pattern in family_of(config).untrained(config))
 
 
 def export_entries(source: str | Path, config: Config) -> dict[str, TensorEntry]:
-    """The tensors of the checkpoint that the run started from, in its dtypes, dealt out to files anew."""
-    found = {name: entry for name, entry in read_index(source).items() if not is_redundant(name, config)}
-    return shard_entries({name: (entry.shape, entry.dtype) for name, entry in found.items()})
+    """Return the tensors of an export: those of the source checkpoint in its dtypes, assigned to new shards."""
+    entries = {name: entry for name, entry in read_index(source).items() if not is_redundant(name, config)}
+    return shard_entries({name: (entry.shape, entry.dtype) for name, entry in entries.items()})
 
 
 def copy_config_and_tokenizer(source: str | Path, out: str | Path) -> None:
-    """Copy the source's config, generation config and tokenizer: every plain file that holds no weights.
+    """Copy the source's config, generation config and tokenizer: every regular file that holds no weights.
 
-    What is exported is not quantized, so its config does not say so.
+    Exports are not quantized, so `quantization_config` is removed from the config.
     """
     for path in Path(source).iterdir():
         if path.is_file() and not path.name.endswith(WEIGHTS):
@@ -56,17 +56,17 @@ def copy_config_and_tokenizer(source: str | Path, out: str | Path) -> None:
 
 
 def check_output_folder(out: Path, source: str | Path, config: Config) -> None:
-    """Check that an export can be written to `out`, before anything is started.
+    """Check that an export can be written to `out`, before any process is started.
 
     Raises:
-        RecipeError: it is there and no empty folder, or its file system has too little room.
-        CheckpointError: the checkpoint that the run started from, whose tensors it will have, cannot be read.
+        RecipeError: it exists and is no empty folder, or its file system has too little space.
+        CheckpointError: the checkpoint that the run started from cannot be read.
     """
     problem = None
     try:
         if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
             problem = "it is not an empty folder: choose another, or remove it"
-        elif os.path.ismount(out):  # the finished export could not take its place
+        elif os.path.ismount(out):  # the finished export is renamed to this path
             problem = f"a file system is mounted there: choose a folder in it, such as {out / 'model'}"
     except OSError as error:
         problem = f"it cannot be read ({error.strerror}): choose another folder"
@@ -81,18 +81,18 @@ def check_output_folder(out: Path, source: str | Path, config: Config) -> None:
 
 @contextmanager
 def unfinished_folder(out: Path) -> Iterator[Path]:
-    """Make a new folder beside `out`, in which to write before it is renamed to `out`, and remove what is left of it.
+    """Create a folder next to `out` for writing, which the caller renames to `out`; it is removed if it still exists.
 
     Raises:
-        RecipeError: it cannot be made there.
+        RecipeError: it cannot be created.
     """
     try:
-        place = Path(os.path.realpath(out))
-        folder = place.with_name(f"{place.name}.{uuid.uuid4().hex[:12]}.partial")
+        target = Path(os.path.realpath(out))
+        folder = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.partial")
         folder.mkdir(parents=True)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise RecipeError(f"export to {out}", [f"it cannot be made ({why}): choose another folder"]) from None
+        raise RecipeError(f"export to {out}", [f"it cannot be created ({why}): choose another folder"]) from None
     try:
         yield folder
     finally:

@@ -1,4 +1,4 @@
-"""What a recipe points at, besides weights: the checkpoint's config and tokenizer, and the data."""
+"""Reads the files that a recipe names, except weights: the checkpoint's config and tokenizer, and the data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybrid3d.reshard.files import CheckpointError
 from hybrid3d.rl.data import DataError, PromptData, encode_pair
 from hybrid3d.storage.user_files import UnreadableFile, check_regular_file, read_json_file
 
-# What every family computes with; none of it has a default that all of them share.
+# Keys that every family needs; none of them has a default that all families share.
 REQUIRED = (
     "num_hidden_layers",
     "hidden_size",
@@ -38,86 +38,95 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """A checkpoint's `config.json`, of values that every engine can use, and that transformers reads as we do.
+    """Read a checkpoint's `config.json`, and check its values and those of `generation_config.json`.
 
     Raises:
-        CheckpointError: it cannot be read, or some of its values cannot be used: names each.
+        CheckpointError: it cannot be read, or some of its values cannot be used; names each.
     """
     path = Path(folder) / "config.json"
     config = _read_object(path)
-    lacking = [key for key in REQUIRED if config.get(key) is None]
-    if lacking:
-        raise CheckpointError(f"{path} lacks {', '.join(lacking)}")
+    missing = [key for key in REQUIRED if config.get(key) is None]
+    if missing:
+        raise CheckpointError(f"{path} lacks {', '.join(missing)}")
     problems = list(config_problems(config))
     if problems:
-        raise CheckpointError("\n".join([f"{path} has values that cannot be used:", *(f"  {one}" for one in problems)]))
+        lines = [f"{path} has values that cannot be used:", *(f"  {problem}" for problem in problems)]
+        raise CheckpointError("\n".join(lines))
     check_generation_config(folder, config["vocab_size"])
     return config
 
 
 def check_generation_config(folder: str | Path, vocab_size: int) -> None:
-    """`generation_config.json`, of which vLLM takes the tokens that end an answer, where there is one.
+    """Check `generation_config.json` if it exists; vLLM reads the end tokens of answers from it.
 
     Raises:
-        CheckpointError: no JSON object, or one that transformers does not read, or whose tokens the model lacks.
+        CheckpointError: it is no JSON object, transformers refuses it, or an end token is not in the vocabulary.
     """
     path = Path(folder) / "generation_config.json"
     if not os.path.lexists(path):
         return
     config = _read_object(path)
-    ends = config.get("eos_token_id")
-    for token in ends if isinstance(ends, list) else [] if ends is None else [ends]:
+    end_tokens = config.get("eos_token_id")
+    for token in end_tokens if isinstance(end_tokens, list) else [] if end_tokens is None else [end_tokens]:
         if type(token) is not int or not 0 <= token < vocab_size:
-            problem = f"eos_token_id={abbreviate(ends)}: expected tokens from 0 to {vocab_size - 1}, one or a list"
+            expected = f"expected a token from 0 to {vocab_size - 1}, or a list of tokens"
+            problem = f"eos_token_id={abbreviate(end_tokens)}: {expected}"
             raise CheckpointError(f"{path}: {problem}; vocab_size in config.json is {vocab_size}")
     try:
         GenerationConfig.from_dict(copy.deepcopy(config))
-    except Exception as error:  # as many kinds as the library has checks
+    except Exception as error:  # the library raises many kinds of errors
         raise CheckpointError(f"{path} is refused by transformers: {_first_line(error)}") from None
 
 
 def check_against_transformers(path: str | Path, config: Config, family: Family) -> None:
-    """Hold what we read of a config against what transformers reads, from which vLLM builds its model.
+    """Compare our reading of a config with that of transformers, from which vLLM builds its model.
 
     Raises:
-        CheckpointError: transformers does not read it, or reads another model; with both values.
+        CheckpointError: transformers refuses the config, or reads another model; with both values.
     """
     kind = config.get("model_type")
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     if architecture != family.architecture:
-        known = [name for name, its in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if its == family.architecture]
+        known = [key for key, value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if value == family.architecture]
         problem = f"model_type={kind!r} is transformers' name of {architecture or 'no language model'}"
         raise CheckpointError(
             f"{path}: {problem}, and architectures names {family.architecture}: set it to {known[0]!r}"
         )
     try:
-        theirs = CONFIG_MAPPING[kind].from_dict(copy.deepcopy({**config, "architectures": [architecture]}))
-    except Exception as error:  # as many kinds as the library has checks
+        hf_config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy({**config, "architectures": [architecture]}))
+    except Exception as error:  # the library raises many kinds of errors
         raise CheckpointError(f"{path} is refused by transformers: {' '.join(str(error).split())[:500]}") from None
-    for what, ours, read in _compared_values(config, family, theirs):
-        if ours != read:
-            raise CheckpointError(f"{path}: {what} is {ours!r} for training, and transformers and vLLM read {read!r}")
+    for name, value, hf_value in _compared_values(config, family, hf_config):
+        if value != hf_value:
+            raise CheckpointError(
+                f"{path}: {name} is {value!r} for training, and transformers and vLLM read {hf_value!r}"
+            )
 
 
-def _compared_values(config: Config, family: Family, theirs: Any) -> Iterator[tuple[str, object, object]]:
-    """Name, our value and transformers' of everything that decides what a model computes."""
-    yield from ((key, config[key], getattr(theirs, key)) for key in REQUIRED)
-    yield "tie_word_embeddings", bool(config.get("tie_word_embeddings", False)), theirs.tie_word_embeddings
-    yield "hidden_act", config.get("hidden_act") or "silu", theirs.hidden_act
+def _compared_values(config: Config, family: Family, hf_config: Any) -> Iterator[tuple[str, object, object]]:
+    """Yield the name, our value and transformers' value of every setting that affects what a model computes."""
+    yield from ((key, config[key], getattr(hf_config, key)) for key in REQUIRED)
+    yield "tie_word_embeddings", bool(config.get("tie_word_embeddings", False)), hf_config.tie_word_embeddings
+    yield "hidden_act", config.get("hidden_act") or "silu", hf_config.hidden_act
     experts, latents, rope = family.experts(config), family.latents(config), family.rope(config)
     if latents is None:
-        of_heads = theirs.hidden_size // theirs.num_attention_heads
-        yield "head_dim", head_dim(config), getattr(theirs, "head_dim", None) or of_heads
-        yield "num_key_value_heads", query_groups(config), theirs.num_key_value_heads
+        default_head_dim = hf_config.hidden_size // hf_config.num_attention_heads
+        yield "head_dim", head_dim(config), getattr(hf_config, "head_dim", None) or default_head_dim
+        yield "num_key_value_heads", query_groups(config), hf_config.num_key_value_heads
     else:
-        its = (theirs.q_lora_rank or 0, theirs.kv_lora_rank, theirs.qk_nope_head_dim, theirs.qk_rope_head_dim)
-        yield "latent attention", (latents.q_rank, latents.kv_rank, latents.nope, latents.rope), its
-        yield "v_head_dim", latents.value, theirs.v_head_dim
+        hf_latents = (
+            hf_config.q_lora_rank or 0,
+            hf_config.kv_lora_rank,
+            hf_config.qk_nope_head_dim,
+            hf_config.qk_rope_head_dim,
+        )
+        yield "latent attention", (latents.q_rank, latents.kv_rank, latents.nope, latents.rope), hf_latents
+        yield "v_head_dim", latents.value, hf_config.v_head_dim
     if experts is not None:
-        count = next(value for key in EXPERT_COUNTS if (value := getattr(theirs, key, None)) is not None)
+        count = next(value for key in EXPERT_COUNTS if (value := getattr(hf_config, key, None)) is not None)
         yield "the number of experts", experts.count, count
-        yield "num_experts_per_tok", experts.per_token, theirs.num_experts_per_tok
-    table = theirs.rope_parameters
+        yield "num_experts_per_tok", experts.per_token, hf_config.num_experts_per_tok
+    table = hf_config.rope_parameters
     yield "rope_theta", rope.theta, table.get("rope_theta")
     kind = "llama3" if rope.llama3 is not None else "yarn" if rope.yarn is not None else "default"
     yield "rope_type", kind, table.get("rope_type")
@@ -126,15 +135,15 @@ def _compared_values(config: Config, family: Family, theirs: Any) -> Iterator[tu
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. CheckpointError: not readable, not JSON, or no object."""
+    """Read an object from a JSON file. CheckpointError: not readable, not JSON, or no object."""
     _check_regular(path)
     try:
-        found = read_json_file(path)
+        value = read_json_file(path)
     except UnreadableFile as error:
         raise CheckpointError(str(error)) from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object")
-    return found
+    return value
 
 
 def _check_regular(path: Path) -> None:
@@ -149,7 +158,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def read_tokenizer(recipe: Recipe) -> Any:
-    """The checkpoint's tokenizer, with an end and a padding token; CheckpointError where there is none."""
+    """Read the checkpoint's tokenizer, and set its padding token if it has none.
+
+    Raises:
+        CheckpointError: there is no tokenizer, or it does not load.
+        DataError: it has no EOS token.
+    """
     folder = Path(recipe.model.path)
     if not any((folder / name).exists() for name in TOKENIZERS):
         raise CheckpointError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZERS)} is there")
@@ -163,17 +177,17 @@ def read_tokenizer(recipe: Recipe) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a broken file fails in as many ways as the library has parsers, panics included
+    except BaseException as error:  # the library's parsers raise many kinds of errors, including Rust panics
         raise CheckpointError(f"{folder} has no tokenizer that loads: {_first_line(error)}") from None
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer of {folder} has no EOS token: answers would never end")
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # padding is masked out, so any token will do
+        tokenizer.pad_token = tokenizer.eos_token  # padding is masked, so any token works
     return tokenizer
 
 
 def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptData, PromptData]:
-    """The training and the held-out prompts; DataError where a file, a column or a row cannot be used."""
+    """Read the training and the held-out prompts. DataError: a file, a column or a row cannot be used."""
     rollout, data = recipe.rollout, recipe.data
     limit = rollout.max_model_len - rollout.max_new_tokens if rollout else config["max_position_embeddings"]
 
@@ -190,16 +204,16 @@ def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptDat
             seed=recipe.run.seed,
         )
 
-    both = read(data.train), read(data.eval)
+    train_and_eval = read(data.train), read(data.eval)
     _check_special_tokens(recipe, config, tokenizer)
-    for path, found in zip((data.train, data.eval), both, strict=True):
-        for example in found.examples:
+    for path, prompts in zip((data.train, data.eval), train_and_eval, strict=True):
+        for example in prompts.examples:
             _check_tokens(f"{path}: row {example.row} (from 0)", example.prompt_ids, config, tokenizer)
     if not recipe.algorithm.generates:
-        for example in both[0].examples:
+        for example in train_and_eval[0].examples:
             tokens, _ = encode_pair(tokenizer, example, config["max_position_embeddings"])
             _check_tokens(f"{data.train}: row {example.row} (from 0), answer", tokens, config, tokenizer)
-    return both
+    return train_and_eval
 
 
 def _check_special_tokens(recipe: Recipe, config: Config, tokenizer: Any) -> None:
@@ -209,7 +223,7 @@ def _check_special_tokens(recipe: Recipe, config: Config, tokenizer: Any) -> Non
 
 
 def _check_tokens(where: str, tokens: Sequence[int], config: Config, tokenizer: Any) -> None:
-    """DataError: the model has no such token; with its text, and where it stands."""
+    """Check that the model has all tokens. DataError: it lacks one; with the token's text, and `where` it occurs."""
     largest, size = max(tokens), config["vocab_size"]
     if largest >= size:
         text = tokenizer.convert_ids_to_tokens(largest)

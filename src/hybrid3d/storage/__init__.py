@@ -1,1 +1,1 @@
-"""Files: those that a user gave, what a checkpoint consists of, disks and mounts."""
+"""Handles files: reading users' files, checkpoint manifests, disk space and file systems."""

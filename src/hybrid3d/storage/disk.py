@@ -1,4 +1,4 @@
-"""Writing to a disk that may be full: what is said of it, and ranks that come to one end."""
+"""Measures free disk space, and describes errors of writing, in particular those of a full disk."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import shutil
 from pathlib import Path
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-DISK_FULL_MESSAGES = ("No space left on device", "Disk quota exceeded")  # errors lose their number between processes
-LOW_SPACE_BYTES = 2**20  # bytes: where no more are free, a failure that gives no reason is put down to that
+DISK_FULL_MESSAGES = ("No space left on device", "Disk quota exceeded")  # an error from another process has no errno
+LOW_SPACE_BYTES = 2**20  # with less free space, a failure without a known cause is reported as a full disk
 
 
 class CheckpointWriteError(RuntimeError):
-    """Something could not be written; the message says where, why, and how many bytes are free there.
+    """A file could not be written; the message says which, why, and how many bytes are free on its file system.
 
     Attributes:
-        alike: whether every rank raises it, so that one of them is enough to tell.
+        raised_on_all_ranks: whether every rank raises it, so that one report is enough.
     """
 
     def __init__(self, message: str, raised_on_all_ranks: bool = False):
@@ -25,14 +25,14 @@ class CheckpointWriteError(RuntimeError):
 
 
 def free_bytes(path: Path) -> int:
-    """What is free on the file system of `path`, which need not exist yet."""
+    """Return the free bytes on the file system of `path`, which need not exist yet."""
     while not os.path.exists(path):  # False for a name that no file can have
         path = path.parent
     return shutil.disk_usage(path).free
 
 
 def describe_write_error(path: Path, error: BaseException) -> str:
-    """The message of a `CheckpointWriteError`, to be asked for while what was written is still there."""
+    """Return the message of a `CheckpointWriteError`. Call it before the partly written files are removed."""
     free = free_bytes(path)
     if _is_full(error) or free < LOW_SPACE_BYTES:
         return f"no room for {path}: {free} bytes are free on its file system: free some, or lower run.keep_last"
@@ -40,10 +40,10 @@ def describe_write_error(path: Path, error: BaseException) -> str:
 
 
 def is_file_error(error: BaseException) -> bool:
-    """Whether an error is of a file rather than of another rank that is gone; torch's writer of files has its own."""
+    """Return whether an error comes from a file, also in torch's file writer, rather than from a lost rank."""
     chain = _chain(error)
-    own = any("inline_container" in str(one) or "iostream" in str(one) for one in chain)
-    return own or any(isinstance(one, OSError) and not isinstance(one, ConnectionError) for one in chain)
+    from_torch = any("inline_container" in str(link) or "iostream" in str(link) for link in chain)
+    return from_torch or any(isinstance(link, OSError) and not isinstance(link, ConnectionError) for link in chain)
 
 
 def _is_full(error: BaseException) -> bool:
@@ -54,18 +54,18 @@ def _is_full(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error and what it came of."""
-    found: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in found:
-        found.append(following)
-        following = following.__cause__ or following.__context__
-    return found
+    """Return an error and its chain of causes."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return chain
 
 
 def _first_line(error: BaseException) -> str:
-    of_ranks = getattr(error, "failures", None)  # torch's, which itself names ranks only: each with error and trace
-    if of_ranks:
-        error = next(iter(of_ranks.values()))[0]
+    failures = getattr(error, "failures", None)  # of torch's CheckpointException: the error and traceback of each rank
+    if failures:
+        error = next(iter(failures.values()))[0]
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

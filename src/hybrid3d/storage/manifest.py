@@ -1,6 +1,6 @@
-"""What a checkpoint consists of, so that one which was cut short or damaged is not taken for a whole one.
+"""Writes and checks the manifest of a checkpoint, which detects truncated, damaged and missing files.
 
-Megatron's format unpickles files of a checkpoint. What is checked here is checked before anything of it is unpickled.
+Megatron's format unpickles files of a checkpoint. The checks here run before anything is unpickled.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hybrid3d.storage.user_files import UnreadableFile, read_json_file
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 REQUIRED = (".metadata", "metadata.json", "common.pt", PROGRESS)
-SHARDS = (".distcp", ".pt")  # what the names of Megatron's other files end with
+SHARDS = (".distcp", ".pt")  # suffixes of Megatron's other files
 CHUNK = 16 * 2**20
 
 
 class BrokenCheckpoint(UserMistake):
-    """A file of a checkpoint is missing, or is not what was written.
+    """A file of a checkpoint is missing, or differs from what was written.
 
     Attributes:
-        alike: whether every rank raises it, so that one of them is enough to tell.
+        raised_on_all_ranks: whether every rank raises it, so that one report is enough.
     """
 
     def __init__(self, message: str, raised_on_all_ranks: bool = False):
@@ -38,11 +38,11 @@ class BrokenCheckpoint(UserMistake):
 
 
 class UnusableCheckpoint(BrokenCheckpoint):
-    """A checkpoint cannot be used as it lies there, though nothing shows damage: whoever put it there can mend it."""
+    """A checkpoint cannot be used although nothing shows damage, for example because of a symbolic link."""
 
 
 def write(folder: Path, crcs: Mapping[str, int]) -> None:
-    """List a checkpoint's files, named by their path within `folder`, with sizes in bytes and CRC-32."""
+    """Write the manifest: a checkpoint's files, by their path within `folder`, with sizes in bytes and CRC-32."""
     files = {name: {"bytes": (folder / name).stat().st_size, "crc32": crc} for name, crc in sorted(crcs.items())}
     with open(folder / MANIFEST, "w") as out:
         json.dump({"files": files}, out, indent=1)
@@ -51,7 +51,7 @@ def write(folder: Path, crcs: Mapping[str, int]) -> None:
 
 
 def fsync_and_crc(path: Path) -> int:
-    """The CRC-32 of a file, and the file on the disk for good."""
+    """Flush a file to the disk and return its CRC-32."""
     with open(path, "rb") as file:
         crc = _crc(file)
         os.fsync(file.fileno())
@@ -66,52 +66,54 @@ def _crc(file: BinaryIO) -> int:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk for good."""
-    opened = os.open(folder, os.O_RDONLY)
+    """Flush the entries of a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def list_files(folder: Path) -> list[str]:
-    """The files of a checkpoint, sorted."""
+    """Return the files of a checkpoint without the manifest, as sorted paths within `folder`."""
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
 
 
 def total_bytes(folder: Path) -> int:
-    """What the files of a checkpoint take."""
+    """Return the total size in bytes of a checkpoint's files."""
     return sum((folder / name).stat().st_size for name in list_files(folder))
 
 
 def check_sizes(folder: Path) -> None:
-    """Check what a checkpoint's list of files tells without reading them: that all are there, in their sizes.
+    """Check a checkpoint's files against its manifest without reading them: all must exist with their sizes.
 
     Raises:
-        BrokenCheckpoint: a file is missing, has another size or is no regular file, the list lacks one that Megatron
-            would read, or there is no list.
+        BrokenCheckpoint: a file is missing, has another size or is no regular file; the manifest is missing, or lacks a
+            file that every checkpoint has.
+        UnusableCheckpoint: the folder cannot be read, or has a file for Megatron that the manifest does not list.
     """
     files = read_manifest(folder)
-    lacking = [name for name in REQUIRED if name not in files]
-    if lacking:
-        raise BrokenCheckpoint(f"{folder}: {MANIFEST} does not list {lacking[0]}, which every checkpoint has")
+    missing = [name for name in REQUIRED if name not in files]
+    if missing:
+        raise BrokenCheckpoint(f"{folder}: {MANIFEST} does not list {missing[0]}, which every checkpoint has")
     for name, (size, _) in files.items():
         _check_size(folder, name, size)
     try:
-        there = list_files(folder)
+        names = list_files(folder)
     except OSError as error:
         raise UnusableCheckpoint(f"{folder} cannot be read ({error})") from None
-    for name in there:
+    for name in names:
         if name not in files and name.endswith(SHARDS):
             problem = f"{folder}: {MANIFEST} does not list {reprlib.repr(name)}, which looks like a file of Megatron's"
             raise UnusableCheckpoint(f"{problem}: move it elsewhere")
 
 
 def check(folder: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Hold a rank's share of a checkpoint's files against its list: size and CRC-32 of each.
+    """Check the size and the CRC-32 of a rank's share of a checkpoint's files against the manifest.
 
     Raises:
-        BrokenCheckpoint: what is wrong with it, with both numbers.
+        BrokenCheckpoint: a file is missing or differs; with both numbers.
+        UnusableCheckpoint: a file cannot be read.
     """
     files = read_manifest(folder)
     for name in _shares({name: size for name, (size, _) in files.items()}, ranks)[rank]:
@@ -127,13 +129,13 @@ def check(folder: Path, rank: int = 0, ranks: int = 1) -> None:
 
 
 def _shares(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
-    """Deal files to ranks, the largest first, each to whoever has the fewest bytes: the same on every rank."""
+    """Assign files to ranks, the largest first, each to the rank with the fewest bytes; deterministic on all ranks."""
     shares: list[list[str]] = [[] for _ in range(ranks)]
     heap = [(0, rank) for rank in range(ranks)]
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        taken, rank = heapq.heappop(heap)
+        assigned, rank = heapq.heappop(heap)
         shares[rank].append(name)
-        heapq.heappush(heap, (taken + sizes[name], rank))
+        heapq.heappush(heap, (assigned + sizes[name], rank))
     return shares
 
 
@@ -143,26 +145,27 @@ def _check_size(folder: Path, name: str, size: int) -> None:
     try:
         for part in PurePosixPath(name).parts:
             path = path / part
-            found = os.lstat(path)
-            if stat.S_ISLNK(found.st_mode):
+            status = os.lstat(path)
+            if stat.S_ISLNK(status.st_mode):
                 target = reprlib.repr(os.readlink(path))
                 raise UnusableCheckpoint(f"{folder}: {name} is a symbolic link to {target}: put the file itself there")
     except (FileNotFoundError, NotADirectoryError):
         raise BrokenCheckpoint(f"{folder}: {name} is missing") from None
     except OSError as error:
         raise UnusableCheckpoint(f"{folder}: {name} cannot be read ({error.strerror})") from None
-    if not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, a socket or a device"
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
         raise BrokenCheckpoint(f"{folder}: {name} is {kind}, and a file of {size} bytes was written")
-    if found.st_size != size:
-        raise BrokenCheckpoint(f"{folder}: {name} has {found.st_size} bytes, {size} were written")
+    if status.st_size != size:
+        raise BrokenCheckpoint(f"{folder}: {name} has {status.st_size} bytes, {size} were written")
 
 
 def read_manifest(folder: Path) -> dict[str, tuple[int, int]]:
-    """By name, size in bytes and CRC-32 of the files that a checkpoint's list has.
+    """Return the size in bytes and the CRC-32 of each file that the manifest lists.
 
     Raises:
-        BrokenCheckpoint: there is no list, it is damaged, or it has a name that leads out of the folder.
+        BrokenCheckpoint: the manifest is missing or damaged, or has a name that leads out of the folder.
+        UnusableCheckpoint: the manifest is a symbolic link.
     """
     path = folder / MANIFEST
     unreadable = f"{folder} has no list of its files that can be read"
@@ -173,24 +176,24 @@ def read_manifest(folder: Path) -> dict[str, tuple[int, int]]:
         files = read.get("files") if isinstance(read, dict) else None
         if not isinstance(files, dict):
             raise ValueError(f'{path} holds {reprlib.repr(read)}, expected {{"files": {{name: ...}}}}')
-        return {_checked_name(name): _size_and_crc(name, wanted) for name, wanted in files.items()}
+        return {_checked_name(name): _size_and_crc(name, entry) for name, entry in files.items()}
     except (OSError, UnreadableFile, ValueError) as error:
         raise BrokenCheckpoint(f"{unreadable}: {error}") from None
 
 
 def _checked_name(name: str) -> str:
-    """A name of the list, known to be that of a file in the folder. ValueError: it may be another's."""
+    """Return the name if it is that of a file in the folder. ValueError: it is not."""
     path = PurePosixPath(name)
     inside = not path.is_absolute() and ".." not in path.parts and str(path) == name != "."
     if not inside or not name.isprintable() or name == MANIFEST:
-        raise ValueError(f"{MANIFEST} lists {reprlib.repr(name)}, which is no name of a file in the folder")
+        raise ValueError(f"{MANIFEST} lists {reprlib.repr(name)}, which is not the name of a file in the folder")
     return name
 
 
-def _size_and_crc(name: str, wanted: Any) -> tuple[int, int]:
-    """What the list has of a file. ValueError: not a size in bytes and a CRC-32."""
-    size, crc32 = (wanted.get("bytes"), wanted.get("crc32")) if isinstance(wanted, dict) else (None, None)
+def _size_and_crc(name: str, entry: Any) -> tuple[int, int]:
+    """Return a file's entry of the manifest. ValueError: it is not a size in bytes and a CRC-32."""
+    size, crc32 = (entry.get("bytes"), entry.get("crc32")) if isinstance(entry, dict) else (None, None)
     if type(size) is not int or type(crc32) is not int or size < 0 or not 0 <= crc32 < 2**32:
         expected = '{"bytes": 0 or more, "crc32": 0 to 4294967295}'
-        raise ValueError(f"{MANIFEST} has {reprlib.repr(wanted)} of {reprlib.repr(name)}, expected {expected}")
+        raise ValueError(f"{MANIFEST} has {reprlib.repr(entry)} for {reprlib.repr(name)}, expected {expected}")
     return size, crc32

@@ -1,13 +1,13 @@
-"""The file system that a run's folder lies on, and what of it a run must not rely on."""
+"""Finds the file system of a run's folder, and warns where a rename is not atomic."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-MOUNTS = Path("/proc/self/mountinfo")  # proc(5); there is none outside of Linux
+MOUNTS = Path("/proc/self/mountinfo")  # see proc(5); on Linux only
 
-# Where another machine may see a renamed folder late, twice, or in parts
+# File systems on which another machine may see a renamed folder late, twice, or in parts
 NOT_ATOMIC = {"nfs", "nfs4", "cifs", "smb3", "9p", "afs", "vboxsf", "drvfs"}
 NOT_ATOMIC |= {
     f"fuse.{name}" for name in ("sshfs", "s3fs", "gcsfuse", "goofys", "mountpoint-s3", "rclone", "blobfuse2")
@@ -15,28 +15,28 @@ NOT_ATOMIC |= {
 
 
 def file_system_type(path: Path, mounts: str) -> str:
-    """The type of the file system that an absolute path lies on, by the text of mountinfo; "" where no line tells."""
-    found, longest = "", -1
+    """Return the type of an absolute path's file system, from the text of mountinfo; "" if it has no matching line."""
+    found, depth = "", -1
     for line in mounts.splitlines():
         before, dash, after = line.partition(" - ")
         if not dash:
             continue
         point = Path(_plain(before.split(" ")[4]))
-        # of two mounts at one point the later hides the other
-        if path.is_relative_to(point) and len(point.parts) >= longest:
-            found, longest = after.split(" ")[0], len(point.parts)
+        # the later of two mounts at one point hides the other
+        if path.is_relative_to(point) and len(point.parts) >= depth:
+            found, depth = after.split(" ")[0], len(point.parts)
     return found
 
 
 def file_system_warning(path: Path, mounts: str) -> tuple[str, str]:
-    """The type of a path's file system, and what to say of it; both "" where a rename is one act there."""
+    """Return the type of a path's file system and a warning; both are "" if renames are atomic there."""
     kind = file_system_type(path, mounts)
     if kind not in NOT_ATOMIC:
         return "", ""
-    said = f"{path} is on {kind}, where a rename is not one act: a checkpoint may look whole on one node before it is"
-    return kind, f"{said} on another; resume checks its files, but put run.dir on a local or parallel file system"
+    problem = f"{path} is on {kind}, where a rename is not atomic: a checkpoint may look complete on one node before it"
+    return kind, f"{problem} is on another; resume checks its files, but put run.dir on a local or parallel file system"
 
 
 def _plain(text: str) -> str:
-    """Mountinfo writes blanks and the like as octal numbers."""
+    """Decode the octal escapes of mountinfo, such as that of a blank."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

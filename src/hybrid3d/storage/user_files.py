@@ -1,7 +1,7 @@
-"""Reads the text, JSON and YAML that a user wrote: regular files only, and bounded in bytes, depth and nodes.
+"""Reads text, JSON and YAML files that a user wrote: regular files only, with bounds on bytes, depth and nodes.
 
-Whatever stands in such a file, reading it ends soon, in plain Python values or in an `UnreadableFile`. Standard library
-and PyYAML only.
+Whatever such a file contains, reading it ends soon, with plain Python values or with an `UnreadableFile`. Uses only the
+standard library and PyYAML.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hybrid3d.errors import UserMistake
 MAX_TEXT_BYTES = 256 * 1024  # 100 times the longest recipe here; PyYAML takes about 4 seconds for as much
 MAX_JSON_BYTES = 64 * 2**20
 MAX_DEPTH = 32
-MAX_NODES = 50_000  # of a YAML text, the content of an alias counted each time that it is used
-MAX_SCALAR = 400  # characters of a YAML number or date; more would take long to convert or to print
+MAX_NODES = 50_000  # of a YAML text; the content of an alias is counted each time it is used
+MAX_SCALAR = 400  # characters of a YAML number or date; longer ones take too long to convert or print
 
 _KINDS = {
     stat.S_ISDIR: "a directory",
@@ -36,7 +36,7 @@ _CONVERSION_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, V
 
 
 class UnreadableFile(UserMistake):
-    """A file of the user's that cannot be read.
+    """A file that the user gave cannot be read.
 
     Attributes:
         path: the file.
@@ -52,14 +52,14 @@ class UnreadableFile(UserMistake):
 
 
 def read_text_file(path: str | Path, what: str = "a text file", limit: int = MAX_TEXT_BYTES) -> str:
-    """The text of a regular file in UTF-8. A FIFO or a device is refused and never opened, so nothing waits for one.
+    """Return the text of a regular file in UTF-8. A FIFO or a device is refused without opening it, which could block.
 
     Args:
         what: what the file should be, for the message.
-        limit: bytes that it may have.
+        limit: the maximum size in bytes.
 
     Raises:
-        UnreadableFile: it is missing, no regular file, too large, or no UTF-8.
+        UnreadableFile: it is missing, no regular file, too large, or not UTF-8.
     """
     data = read_bytes(path, what, limit)
     try:
@@ -69,12 +69,12 @@ def read_text_file(path: str | Path, what: str = "a text file", limit: int = MAX
 
 
 def read_bytes(path: str | Path, what: str = "a file", limit: int = MAX_JSON_BYTES) -> bytes:
-    """The bytes of a regular file. Arguments and errors: as `read_text_file`."""
+    """Return the bytes of a regular file. Arguments and errors are those of `read_text_file`."""
     try:
         _check_regular(path, os.stat(path).st_mode)
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             opened = os.fstat(file.fileno())
-            _check_regular(path, opened.st_mode)  # it may have been replaced meanwhile
+            _check_regular(path, opened.st_mode)  # it may have been replaced since the first check
             data = file.read(limit + 1)
     except UnreadableFile:
         raise
@@ -89,10 +89,10 @@ def read_bytes(path: str | Path, what: str = "a file", limit: int = MAX_JSON_BYT
 
 
 def check_regular_file(path: str | Path) -> None:
-    """Refuse what is no regular file of this machine, without opening it.
+    """Check that a path is a regular file on this machine, without opening it.
 
     Raises:
-        UnreadableFile: it is missing, or a folder, a FIFO or a device; or an address, of which nothing is fetched.
+        UnreadableFile: it is missing, a folder, a FIFO, a device, or an address (nothing is fetched).
     """
     try:
         _check_regular(path, os.stat(path).st_mode)
@@ -111,7 +111,7 @@ def check_regular_file(path: str | Path) -> None:
 
 
 def read_json_file(path: str | Path, what: str = "JSON", limit: int = MAX_JSON_BYTES) -> Any:
-    """The value in a JSON file. Arguments: as `read_text_file`.
+    """Return the value in a JSON file. Arguments are those of `read_text_file`.
 
     Raises:
         UnreadableFile: it cannot be read, is not JSON (with the line), or is refused by `parse_json`.
@@ -124,10 +124,10 @@ def read_json_file(path: str | Path, what: str = "JSON", limit: int = MAX_JSON_B
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: not JSON, a key twice in an object, deeper than `MAX_DEPTH`, a number too long to convert, or a
+        ValueError: not JSON, a duplicate key in an object, deeper than `MAX_DEPTH`, a number too long to convert, or a
             string with half of a surrogate pair.
     """
     too_deep = f"nested more than {MAX_DEPTH} levels deep"
@@ -136,20 +136,20 @@ def parse_json(text: str) -> Any:
     except RecursionError:
         raise ValueError(too_deep) from None
     level, depth = [value], 0
-    while level:  # by levels, not by recursion
+    while level:  # iterates over levels, because recursion could overflow
         depth += 1
         if depth > MAX_DEPTH + 1:
             raise ValueError(too_deep)
-        for one in level:
-            if isinstance(one, str):
-                _check_characters(one)
-        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        for node in level:
+            if isinstance(node, str):
+                _check_characters(node)
+        inner = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
         level = [child for children in inner for child in children]
     return value
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text: of plain types only, whatever tags it has.
+    """Return the value of a YAML text, in plain types only, whatever its tags.
 
     Raises:
         ValueError: not YAML, or beyond the bounds above; with the line and column where known.
@@ -171,22 +171,22 @@ def parse_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain YAML in which a key may stand only once: PyYAML keeps the last one and says nothing.
+    """A loader of plain YAML that refuses duplicate keys, of which PyYAML silently keeps the last.
 
-    Bounds are kept while nodes are composed, before any value is made of them.
+    The bounds are checked while nodes are composed, before any value is constructed.
     """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = self._nodes = 0
-        self._sizes: dict[int, int] = {}  # by `id` of a composed node, which its parents keep alive
+        self._sizes: dict[int, int] = {}  # nodes by `id` of a composed node, which its parent keeps alive
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event, before = self.peek_event(), self._nodes  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             node = super().compose_node(parent, index)
-            if id(node) not in self._sizes:  # its anchor is around it, and still being composed
-                _refuse(f"the alias *{event.anchor} stands within what it stands for", event.start_mark)
+            if id(node) not in self._sizes:  # the node of its anchor contains it, and is still being composed
+                _refuse(f"the alias *{event.anchor} refers to a value that contains it", event.start_mark)
             self._nodes += self._sizes[id(node)]
         else:
             self._nodes += 1
@@ -219,7 +219,7 @@ class _Loader(yaml.SafeLoader):
             for key, _ in node.value:
                 name = str(key.value)
                 if name in seen:
-                    _refuse(f"{name!r} stands twice", key.start_mark)
+                    _refuse(f"{name!r} occurs twice", key.start_mark)
                 seen.add(name)
         return super().construct_mapping(node, deep)  # type: ignore[arg-type]
 
@@ -236,7 +236,7 @@ def _check_scalar(node: yaml.ScalarNode) -> None:
 
 
 def _check_characters(text: str) -> None:
-    """ValueError: a character that can stand in no file name and in no UTF-8 text."""
+    """Refuse characters that no file name and no UTF-8 text can contain. ValueError: there is one."""
     if "\0" in text:
         raise ValueError("a string holds a NUL character")
     try:
@@ -246,13 +246,14 @@ def _check_characters(text: str) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {twice!r} stands twice in an object")
-    for name in found:
+    """Return the object with these keys and values. ValueError: a duplicate key."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        duplicate = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {duplicate!r} occurs twice in an object")
+    for name in result:
         _check_characters(name)
-    return found
+    return result
 
 
 def _check_regular(path: str | Path, mode: int) -> None:
