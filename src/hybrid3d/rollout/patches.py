@@ -131,8 +131,8 @@ ALL = (
     Patch(
         "torch.distributed.new_group",
         "torch==2.13.0",
-        "It sorts a group's members by rank, but vLLM numbers them in the order given (`groups_over_slots`); for a rank "
-        "that is only queried the backend is `fake` (`as_rank`).",
+        "It sorts a group's members by rank, but vLLM numbers them in the order given (`groups_over_slots`); for a "
+        "rank that is only queried the backend is `fake` (`as_rank`).",
         "tests/test_sync.py",
     ),
 )

@@ -1,8 +1,8 @@
 """Queries vLLM about any rank of any rollout layout, on meta tensors in a single process.
 
-While vLLM builds a model it creates gloo groups, device communicators and a message queue, and it asks which ranks share
-its node and which experts are local. The process group here is torch's `fake` one without peers, so these calls are
-patched (`patches.as_rank`).
+While vLLM builds a model it creates gloo groups, device communicators and a message queue, and it asks which ranks
+share its node and which experts are local. The process group here is torch's `fake` one without peers, so these calls
+are patched (`patches.as_rank`).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def slot_demands(
     """Return the demand of each slot of one engine in the recipe's rollout layout.
 
     vLLM is queried about the shortest model that has a layer of each kind, and with expert parallelism about one TP
-    group's experts and its map of all experts. `trace_demand` gives the same result for each slot, but takes minutes for
-    hundreds of slots.
+    group's experts and its map of all experts. `trace_demand` gives the same result for each slot, but takes minutes
+    for hundreds of slots.
 
     Args:
         shapes: every canonical tensor and its full shape.
@@ -87,7 +87,7 @@ def slot_demands(
 
 
 def expert_shares(experts: int, slots: int) -> list[dict[int, int]]:
-    """Return for each slot of an expert-parallel engine the global number of each local expert, as vLLM assigns them."""
+    """Return for each slot of an expert-parallel engine the global number of each local expert, as in vLLM's map."""
     maps = [determine_expert_map(slots, slot, experts)[1].tolist() for slot in range(slots)]
     return [{local: expert for expert, local in enumerate(expert_map) if local >= 0} for expert_map in maps]
 
@@ -174,7 +174,7 @@ def _replicate_layers(
 def model_of_rank(
     recipe: Recipe, rank: int, device: str = "meta", layers: int | None = None
 ) -> Iterator[tuple[torch.nn.Module, VllmConfig]]:
-    """Build vLLM's model as one rank of the recipe's rollout layout does, without loading weights; yield it and its config.
+    """Build vLLM's model as one rank of the rollout layout does, without loading weights; yield it and its config.
 
     Args:
         rank: within one engine of `rollout.tp` x `rollout.dp` ranks.

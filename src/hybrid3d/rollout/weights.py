@@ -1,10 +1,10 @@
 """The sink of a sync: writes new weights into a live vLLM model.
 
 After loading, vLLM processes the weights of a module (packing, swizzling, derived tensors), and its loaders cannot
-write the resulting live tensors. A unit (a decoder layer, or all modules outside of layers) is therefore *opened*: tensors
-in loader layout replace the live ones, in the same memory if the layouts are equal. When its last box has arrived the unit
-is *finalized*: vLLM's own processing runs, and the results are copied into the memory of the live tensors, so that no
-address changes. Two units are open at a time: one is finalized while the next one is written.
+write the resulting live tensors. A unit (a decoder layer, or all modules outside of layers) is therefore *opened*:
+tensors in loader layout replace the live ones, in the same memory if the layouts are equal. When its last box has
+arrived the unit is *finalized*: vLLM's own processing runs, and the results are copied into the memory of the live
+tensors, so that no address changes. Two units are open at a time: one is finalized while the next one is written.
 
 The functions of vLLM's `model_loader.reload` used here are private: this file depends on the pinned version of vLLM.
 """
