@@ -28,6 +28,7 @@ from hybrid3d.reshard.planner import Transfer
 from hybrid3d.rl.batch import Batch
 from hybrid3d.roles.weight_sync import WeightSync, is_verified
 from hybrid3d.rollout import engine as rollout_engine
+from hybrid3d.rollout import units
 from hybrid3d.rollout import weights as rollout_weights
 from hybrid3d.train import runtime
 from hybrid3d.train.policy import Policy
@@ -166,13 +167,13 @@ class Landed:
 
     def __init__(self):
         self.tensors = {}
-        finalize = rollout_weights._OpenUnit.finalize
+        finalize = units.OpenUnit.finalize
 
         def seen(opened, vllm_config):
             self.tensors.update({name: t.detach().clone() for name, t in opened.unit.tensors()})
             finalize(opened, vllm_config)
 
-        rollout_weights._OpenUnit.finalize = seen
+        units.OpenUnit.finalize = seen
 
 
 class CountCollectives(TorchDispatchMode):

@@ -164,7 +164,7 @@ class GatherBaseline:
         """Run once, and return the received bytes."""
         received_before = self._transport.received_bytes
         before: tuple[_Bucket, Pending] | None = None
-        spreading = deque(map(self._spread, range(min(BROADCASTS_IN_FLIGHT, len(self._buckets)))))
+        spreading = deque(map(self._start_broadcast, range(min(BROADCASTS_IN_FLIGHT, len(self._buckets)))))
         for number, bucket in enumerate(self._buckets):
             spreading.popleft().wait()
             gathered = self._start_all_gather(number)
