@@ -1,4 +1,4 @@
-"""Changes of dependencies' code at run time: what a table of them says, and how they are applied.
+"""Describes and applies patches of dependencies' code at run time.
 
 The tables: `train/patches.py` (Megatron-Core), `rollout/patches.py` (vLLM), and `TORCH` below.
 """

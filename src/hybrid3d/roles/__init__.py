@@ -1,1 +1,1 @@
-"""What a group of ranks does: train, generate, or both; and the sync of weights between the two."""
+"""The roles of ranks: training, generation, or both, and the sync of weights between them."""

@@ -1,4 +1,4 @@
-"""Both engines in one process: the default way to run, one process per GPU and no server between them."""
+"""Runs both engines in each process, with one process per GPU, which is the default."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from hybrid3d.train.stepping import BucketHook
 
 
 class Colocated:
-    """All `Roles` on every rank. It decides which engine has the memory when.
+    """Implements `Roles` with both engines on every rank, and decides when each engine has the GPU memory.
 
     - During `sync` the trainer has its parameters, and vLLM its weights but no KV cache.
     - When `sync` returns, the trainer is offloaded as `train.offload_*` says, and vLLM can generate.
     - From `make_experience` on vLLM sleeps, until the last update wakes it for the sync that overlaps it.
 
     Attributes:
-        models: what is in the train layout; None where the run does not train.
+        models: the models in the train layout; None if the run does not train.
         rollouts: generates and evaluates with the weights that the engine has.
     """
 
@@ -46,12 +46,12 @@ class Colocated:
     ):
         """
         Args:
-            slots: every rank's place in the rollout layout.
-            guard: of the run; None for one that does not train.
-            weights_of: a checkpoint, whose weights the policy gets instead of those of `model.path`.
+            slots: the slot of each rank in the rollout layout.
+            guard: the guard of a run that trains; None if it does not train.
+            weights_of: a checkpoint whose weights the policy loads instead of those of `model.path`.
 
         Raises:
-            BrokenCheckpoint: `weights_of` is not what was written; on every rank, and before vLLM starts.
+            BrokenCheckpoint: `weights_of` is damaged; raised on every rank, before vLLM starts.
         """
         self._group, rank = group, group.rank()
         self.config = read_config(recipe.model.path)
@@ -59,7 +59,7 @@ class Colocated:
         self._policy = Policy(self.config, recipe, rank, trainable=guard is not None)
         if weights_of is not None:
             checkpoint.load_weights({"policy": self._policy}, weights_of, group)
-        self._policy.offload(recipe.train)  # vLLM takes its share of what is free when it starts
+        self._policy.offload(recipe.train)  # vLLM sizes its memory by what is free when it starts
         self._engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
         self._overlaps = guard is not None and recipe.sync.overlap
         buckets = self._policy.optimizer_buckets if self._overlaps else None

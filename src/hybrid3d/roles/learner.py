@@ -1,4 +1,4 @@
-"""The learner: experience from a step's samples, and the updates of the models by it."""
+"""The learner: makes experience from a step's samples, and updates the models with it."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from hybrid3d.train.stepping import BucketHook
 
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """What an update learns from: the samples of all ranks, and tensors [b, T] of this data-parallel rank's share.
+    """The input of an update: the samples of all ranks, and tensors [b, T] of this data-parallel rank's share.
 
-    Outputs of models are there only on ranks that have the output layer.
+    Outputs of models are None on ranks without the output layer.
 
     Attributes:
-        samples: of all ranks, with the rewards that training uses.
+        samples: the samples of all ranks, with the rewards that training uses.
         metrics: this rank's share of the step's metrics so far.
         lengths: [data-parallel ranks, b], loss tokens of every answer.
         rollout, old, reference: log-probabilities by vLLM, by the policy and by the reference policy.
-        kl_coef: of the KL to the reference.
+        kl_coef: coefficient of the KL to the reference.
         answer_kl: the mean KL of an answer to the reference, nats; None without a reference.
-        values, returns: the critic's values, and what they should have been.
+        values, returns: the critic's values, and the returns that it is trained to predict.
         correction: weight of each token's loss for the mismatch of vLLM's and training's log-probabilities.
     """
 
@@ -92,7 +92,7 @@ class _Updates:
 
 
 class Learner:
-    """Makes experience of samples, and updates the models by it. Every rank of the group calls every method together.
+    """Makes experience from samples, and updates the models with it. All ranks of the group call every method together.
 
     Each method takes the recipe with the settings of its step.
     """
@@ -113,7 +113,7 @@ class Learner:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint saves besides models, as JSON."""
+        """The state besides models that a checkpoint saves, as JSON."""
         return {"kl": self._kl.state, "guard": self._guard.progress}
 
     def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
@@ -166,7 +166,7 @@ class Learner:
     ) -> StepMetrics:
         """Update the policy, and the critic where there is one, `epochs` x `minibatches` times.
 
-        The coefficient of the KL to the reference moves here, for the next step's experience.
+        An adaptive KL coefficient is adjusted here, for the next step's experience.
 
         Args:
             bucket_hook: called with each optimizer bucket of the policy's last update.
@@ -314,7 +314,7 @@ class Learner:
         return [replace(sample, reward=score) for sample, score in zip(samples, scores, strict=True)]
 
     def _gather_by_sample(self, values: Tensor | None, shares: Shares) -> list[float]:
-        """Return a number for every sample on every rank, from [b] for each rank's share, where the output layer is."""
+        """Return a number for every sample on every rank, from values [b] of each data-parallel rank's share."""
         reports = values is not None and self._policy.is_reporting_rank
         local = (self._policy.data_parallel_rank, values.tolist()) if reports else None
         told = gather_objects(local, self._group)

@@ -17,9 +17,9 @@ class Models:
 
     Attributes:
         policy: the language model that is trained.
-        reference: the policy as it was, for the KL.
-        critic: the value model of PPO, which is trained too.
-        reward_model: gives rewards in place of a function.
+        reference: the frozen initial policy, for the KL.
+        critic: PPO's value model, which is trained too.
+        reward_model: scores samples instead of a reward function.
     """
 
     policy: Policy
@@ -29,7 +29,7 @@ class Models:
 
     @classmethod
     def of(cls, recipe: Recipe, policy: Policy, rank: int) -> Models:
-        """Build the models that the recipe needs beside the policy."""
+        """Build the models that the recipe needs besides the policy."""
         refers = recipe.algorithm.kl.where != "none"
         reference = Policy(policy.config, recipe, rank, trainable=False) if refers else None
         critic = reward_model = None
@@ -50,6 +50,6 @@ class Models:
         return [m for m in (self.policy, self.reference, self.critic, self.reward_model) if m is not None]
 
     def offload(self, train: Train) -> None:
-        """Free the memory that `train.offload_*` names; each model takes it back when it is used."""
+        """Free the memory that `train.offload_*` selects; each model reallocates it when it is used."""
         for model in self._all:
             model.offload(train)

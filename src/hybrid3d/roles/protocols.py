@@ -1,7 +1,6 @@
 """The roles of a run, and the order in which the training loop calls them. Imports no engine.
 
-A role is what a group of ranks does. The loop does not know whether the same ranks have several roles (`Colocated`)
-or each has its own.
+A role is a task of a group of ranks. The loop is the same whether ranks have several roles (`Colocated`) or one each.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from hybrid3d.run.metrics import StepMetrics
 
 
 class Synced(Protocol):
-    """What a sync reports.
+    """The report of a sync.
 
     Attributes:
-        corrupted: tensors that arrived corrupted and were sent again.
+        corrupted: names of tensors that arrived corrupted and were sent again.
     """
 
     @property
@@ -30,11 +29,11 @@ class Synced(Protocol):
 
 
 class Experience(Protocol):
-    """What an update learns from.
+    """The input of an update.
 
     Attributes:
-        samples: of all ranks, with the rewards that training uses.
-        metrics: this rank's share of the metrics that were measured while it was made.
+        samples: the samples of all ranks, with the rewards that training uses.
+        metrics: this rank's share of the metrics that `make_experience` measured.
     """
 
     @property
@@ -45,9 +44,9 @@ class Experience(Protocol):
 
 
 class Generator(Protocol):
-    """Generates with the weights of the last sync. Calls of a step, in this order, after `sync(version)`:
+    """Generates samples with the weights of the last sync. The calls of a step, in this order, after `sync(version)`:
 
-    1. `evaluate(version)`, where an evaluation is due;
+    1. `evaluate(version)`, if an evaluation is due;
     2. `generate_batch(version)`.
     """
 
@@ -65,14 +64,14 @@ class Generator(Protocol):
 
 
 class Trainer(Protocol):
-    """Learns from samples; a source of weights. Calls of step `v`, in this order, while the policy has version `v`:
+    """Updates the models with samples. The calls of step `v`, in this order, while the policy has version `v`:
 
     1. `make_experience(samples, v)`;
-    2. `update(experience, v)`, but not at a run's last step. The policy then has version `v + 1`.
+    2. `update(experience, v)`, except at a run's last step. Afterwards the policy has version `v + 1`.
     """
 
     def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
-        """Compute what an update learns from."""
+        """Compute the experience of a step: log-probabilities, values, advantages."""
         ...
 
     def update(self, experience: Any, step: int, recipe: Recipe) -> StepMetrics:
@@ -81,7 +80,7 @@ class Trainer(Protocol):
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint saves besides models, as JSON."""
+        """The state besides models that a checkpoint saves, as JSON."""
         ...
 
     def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
@@ -90,7 +89,7 @@ class Trainer(Protocol):
 
 
 class Roles(Generator, Trainer, Protocol):
-    """All roles of a run as the loop sees them. Every rank makes every call, in this order, for each version `v`:
+    """All roles of a run, as the loop calls them. Every rank makes these calls, in this order, for each version `v`:
 
     1. `sync(v)`;
     2. the calls of `Generator`;
@@ -104,5 +103,5 @@ class Roles(Generator, Trainer, Protocol):
         ...
 
     def close(self) -> None:
-        """Shut the roles down; the process groups are gone afterwards."""
+        """Shut the roles down, and destroy the process groups."""
         ...

@@ -1,4 +1,4 @@
-"""Which data-parallel rank learns from which sequences of a step."""
+"""Assigns the sequences of a step to data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from hybrid3d.config import Recipe
 from hybrid3d.rl.balance import balanced_shares
 
 Shares = list[list[int]]
-"""By data-parallel rank, the numbers of its sequences."""
+"""For each data-parallel rank, the indices of its sequences."""
 
 
 def shares_of(recipe: Recipe, lengths: Sequence[int], minibatches: int = 1) -> Shares:
-    """Deal sequences to data-parallel ranks: consecutive ones where all are padded alike, else balanced in tokens.
+    """Assign sequences to data-parallel ranks, consecutively if rows are padded to one width, else balanced by tokens.
 
-    The sequences are cut into minibatches in their order first, and each minibatch is dealt to all ranks. So the same
-    sequences are in an update whatever the number of ranks, packed or not.
+    The sequences are first divided into minibatches, in order, and each minibatch is then distributed to all ranks. An
+    update therefore has the same sequences for any number of ranks, packed or not.
 
     Args:
-        lengths: of each sequence, in tokens.
+        lengths: the length of each sequence in tokens.
 
     Returns:
-        By rank, its part of the first minibatch, then of the second and so on, all of the same count.
+        For each rank its part of the first minibatch, then of the second and so on, all of equal size.
 
     Raises:
         ValueError: the sequences do not divide into minibatches and ranks.

@@ -1,9 +1,9 @@
-"""The training side: everything that touches Megatron-Core."""
+"""Training: the only package that imports Megatron-Core."""
 
 import logging
 import warnings
 
-# At import Megatron-Core warns a dozen times of optional packages that it does without.
+# On import Megatron-Core warns a dozen times about missing optional packages.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-# Megatron-Core imports it, and it warns on a machine with a CUDA toolkit and no GPU.
+# Megatron-Core imports this module, which warns on a machine with a CUDA toolkit but no GPU.
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Divides a data-parallel rank's batch into micro batches: as many on every rank, by rows or by tokens."""
+"""Divides a data-parallel rank's batch into micro batches by rows or by tokens, equally many on every rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def micro_batches(batch: Batch, train: Train, multiple: int, group: dist.Process
     """Divide a batch into micro batches by `train.micro_batch_size` or `train.max_tokens_per_micro_batch`.
 
     Args:
-        batch: on the device where it is used.
-        multiple: the padded length of a micro batch is a multiple of this: under sequence parallelism the TP size.
+        batch: on the device of the model.
+        multiple: divisor of every micro batch's padded length; the TP size with sequence parallelism.
         group: the data-parallel ranks, which all get the same number of micro batches.
     """
 
@@ -27,21 +27,21 @@ def micro_batches(batch: Batch, train: Train, multiple: int, group: dist.Process
         width, size = rounded(batch.tokens.shape[1]), train.micro_batch_size
         return [in_rows(batch, slice(start, start + size), width) for start in range(0, len(batch), size)]
     parts = _by_length(batch, train, group)
-    if train.packed:  # all of one size: what goes between pipeline stages has one shape
+    if train.packed:  # all have one size, because pipeline stages exchange tensors of one shape
         size = rounded(max(int(batch.lengths[rows].sum()) for rows in parts))
         return [in_one_row(batch, rows, size) for rows in parts]
     return [in_rows(batch, rows, rounded(int(batch.lengths[rows].max()))) for rows in parts]
 
 
 def _by_length(batch: Batch, train: Train, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Return the rows of each micro batch: of about equal numbers of tokens, or as many as fit the budget."""
+    """Return the rows of each micro batch, with about equal numbers of tokens, or filled up to the token budget."""
     lengths, budget = batch.lengths.tolist(), train.max_tokens_per_micro_batch
     if budget is None:
         parts = balanced_shares(lengths, len(batch) // train.micro_batch_size)
     else:
         most = torch.tensor(len(split_within_budget(lengths, budget, packed=train.packed)), device=batch.tokens.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        rounds = train.pp if train.vpp > 1 else 1  # interleaved stages take them in rounds of one per stage
+        rounds = train.pp if train.vpp > 1 else 1  # the interleaved schedule requires a multiple of the stages
         count = -(-int(most) // rounds) * rounds
         parts = split_within_budget(lengths, budget, packed=train.packed, min_parts=count)
     return [torch.tensor(part, device=batch.tokens.device) for part in parts]

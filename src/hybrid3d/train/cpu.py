@@ -22,7 +22,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class cuda_means(TorchFunctionMode):
-    """Within this context a tensor that is asked for on CUDA is made, or stays, on another device."""
+    """Context in which tensors requested on CUDA are created, or stay, on another device."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -38,13 +38,13 @@ class cuda_means(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], self._device, *args[2:])
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # the mixed-precision optimizers sort parameters by this name and know only CUDA's
+            # The mixed-precision optimizers group parameters by this type name and support only CUDA's.
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
 
 
 class Stream:
-    """The one stream of a CPU: everything on it is already in order."""
+    """Stands in for a CUDA stream on a CPU, where everything runs in order."""
 
     def __init__(self, *args: Any, **kwargs: Any): ...
 
@@ -68,7 +68,7 @@ class Event:
     def synchronize(self) -> None: ...
 
 
-# What Megatron calls of `torch.cuda`, and where
+# The functions of `torch.cuda` that Megatron calls, and where
 TORCH_CUDA = {
     "current_device": lambda: CPU,  # parallel layers, rotary embedding, optimizer
     "synchronize": lambda device=None: None,  # timers
@@ -85,6 +85,6 @@ TORCH_CUDA = {
 
 
 def install() -> None:
-    """Replace what Megatron-Core calls of `torch.cuda`; call it once, before Megatron is imported."""
+    """Replace the functions of `torch.cuda` that Megatron-Core calls; call it once before importing Megatron."""
     for name, replacement in TORCH_CUDA.items():
         setattr(torch.cuda, name, replacement)

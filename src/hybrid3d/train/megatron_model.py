@@ -35,7 +35,7 @@ from hybrid3d.train.weights import MegatronWeights, megatron_weights
 DDP = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": False}
 
 Read = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-"""From the last stage's output for a micro batch of b sequences: a tensor with b rows."""
+"""Returns a tensor with b rows from the last stage's output for a micro batch of b sequences."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class StepReport:
     """The result of one update.
 
     Attributes:
-        sums: over this rank's tokens; empty on ranks without the output layer.
-        grad_norm: before clipping.
+        sums: sums over this rank's tokens; empty on ranks without the output layer.
+        grad_norm: the norm of the gradient before clipping.
         lr: the learning rate of the update.
-        updated: False where the gradient's norm was not accepted: then nothing has changed.
+        updated: False if the gradient's norm was not accepted; then nothing has changed.
     """
 
     sums: dict[str, float]
@@ -81,9 +81,9 @@ class MegatronModel:
     ):
         """
         Args:
-            path: the checkpoint that the weights come from.
+            path: the checkpoint from which weights are loaded.
             optimizer: None for a model that is not trained.
-            family: whose tables name the weights; None is the config's.
+            family: the family whose table names the weights; None selects the config's.
             fresh: canonical tensors that keep their initial values.
         """
         self.config = config
@@ -109,7 +109,7 @@ class MegatronModel:
         self.is_reporting_rank = self.has_output and parallel_state.get_tensor_model_parallel_rank() == 0
 
     def _per_token(self, output: torch.Tensor, micro: MicroBatch, recipe: Recipe) -> Any:
-        """Return what `train_step` gives its loss: [b, T], aligned as in `rl/batch.py`."""
+        """Return the argument of `train_step`'s loss: values [b, T], aligned as in `rl/batch.py`."""
         raise NotImplementedError
 
     @property
@@ -130,19 +130,19 @@ class MegatronModel:
         return recipe.optimizer
 
     def _steps_of(self, recipe: Recipe) -> int:
-        """Return how many of a run's steps train it."""
+        """Return the number of the run's steps that train this model."""
         return recipe.run.steps
 
     def offload(self, train: Train) -> int:
-        """Free the memory that `train.offload_*` names until it is used again; return its bytes."""
+        """Free the memory that `train.offload_*` selects until it is used again; return its size in bytes."""
         return self._memory.offload({kind: partial(self._tensors_of, kind) for kind in train.offloads})
 
     def onload(self, *kinds: str) -> None:
-        """Undo `offload`, for these kinds of memory alone if any are given."""
+        """Undo `offload`, only for these kinds of memory if any are given."""
         self._memory.onload(*kinds)
 
     def _tensors_of(self, kind: str) -> list[torch.Tensor]:
-        """Return the tensors in whose storage is what `train.offload_*` of this kind means."""
+        """Return the tensors whose storage `train.offload_*` of this kind frees."""
         parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
         if kind == "parameters":
             return parameters
@@ -152,7 +152,8 @@ class MegatronModel:
             return [b.grad_data for module in self._modules for b in (*module.buffers, *module.expert_parallel_buffers)]
         of_model = {parameter.untyped_storage()._cdata for parameter in parameters}
         found = [tensor for one in self.optimizer.chained_optimizers for tensor in _tensors_in(one.optimizer)]
-        return [tensor for tensor in found if tensor.untyped_storage()._cdata not in of_model]  # float32 trains itself
+        # In float32 the optimizer's main weights are the parameters themselves.
+        return [tensor for tensor in found if tensor.untyped_storage()._cdata not in of_model]
 
     def train_step(
         self,
@@ -165,7 +166,7 @@ class MegatronModel:
         """Update the model once, on the mean loss over every response token of every data-parallel rank's batch.
 
         Args:
-            recipe: the settings of this step: what a micro batch is, the learning rate.
+            recipe: the settings of this step, such as the micro batch size and the learning rate.
             bucket_hook: called with each optimizer bucket as soon as its parameters have their new values.
             accepts_grad_norm: called with the gradient's norm before anything is updated; False skips the update.
         """
@@ -191,7 +192,7 @@ class MegatronModel:
         return StepReport(sums, grad_norm, lr, updated)
 
     def _expert_biases(self) -> list[torch.Tensor]:
-        """Return the biases that balance experts: updated with the gradients, not by the optimizer."""
+        """Return the router biases that balance experts; the gradient reduction updates them, not the optimizer."""
         buffers = [named for stage in self.stages for named in stage.named_buffers()]
         return [buffer for name, buffer in buffers if name.endswith(".expert_bias")]
 
@@ -200,12 +201,12 @@ class MegatronModel:
         self.scheduler.step(increment=1)
 
     def _read(self, batch: Batch, read: Read, recipe: Recipe) -> torch.Tensor | None:
-        """Return what `read` makes of the output, a row for each sequence; None on ranks without the output layer."""
+        """Return the results of `read` for all sequences, [B, ...]; None on ranks without the output layer."""
         found: list[tuple[MicroBatch, torch.Tensor]] = []
 
         def keep(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             found.append((micro, read(output, micro)))
-            return output.new_zeros(()), {}  # Megatron divides what it gets in place
+            return output.new_zeros(()), {}  # a new tensor, because Megatron divides it in place
 
         with torch.no_grad():
             self._run(batch, keep, recipe, forward_only=True)
@@ -229,7 +230,7 @@ class MegatronModel:
     def _run(
         self, batch: Batch, close: Callable[..., Any], recipe: Recipe, forward_only: bool
     ) -> list[dict[str, torch.Tensor]]:
-        """Run the pipeline schedule over the micro batches, each of which ends with `close(micro batch, output)`."""
+        """Run the pipeline schedule over the micro batches; `close(micro batch, output)` computes the loss of each."""
         self.onload("parameters")
         multiple = recipe.train.tp if self.stages[0].config.sequence_parallel else 1  # a sequence is split over TP
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -300,7 +301,7 @@ def _optimizer_config(settings: Optimizer, dtype: torch.dtype) -> OptimizerConfi
 
 
 def _set_learning_rate(scheduler: OptimizerParamScheduler, settings: Optimizer) -> None:
-    """Have the schedule go on, from its current step, with the settings' learning rate, which may have changed."""
+    """Continue the schedule from its current step with the settings' learning rate, which may have changed."""
     if scheduler.max_lr == settings.lr:
         return
     scheduler.init_lr, scheduler.max_lr = settings.lr / (settings.warmup_steps + 1), settings.lr
@@ -312,7 +313,7 @@ def _set_learning_rate(scheduler: OptimizerParamScheduler, settings: Optimizer) 
 def _scheduler(optimizer: Any, settings: Optimizer, steps: int) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=settings.lr / (settings.warmup_steps + 1),  # the first update counts too
+        init_lr=settings.lr / (settings.warmup_steps + 1),  # the first update has a learning rate above 0
         max_lr=settings.lr,
         min_lr=settings.min_lr,
         lr_warmup_steps=settings.warmup_steps,

@@ -1,4 +1,4 @@
-"""Micro batches in the form that the model takes: rows padded to one width, or sequences packed into one row."""
+"""Micro batches as inputs of the model: rows padded to one width, or sequences packed into one row."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class MicroBatch:
     """b sequences of a batch, padded on the right to one width T'.
 
     Attributes:
-        rows: the b rows of the batch that it consists of.
+        rows: the rows of the batch that the micro batch consists of.
         tokens, positions: [b, T'].
-        padded: [b, T'], true where there is no token.
+        padded: [b, T'], true at padding.
         lengths: [b], in tokens.
         width: T of the batch, the width that `aligned` returns.
-        packing: where sequences begin and end within a row; None where each row is one sequence.
+        packing: the boundaries of the sequences in a packed row; None if each row is one sequence.
     """
 
     rows: Rows
@@ -52,7 +52,7 @@ class MicroBatch:
 
 
 class PackedMicroBatch(MicroBatch):
-    """b sequences of a batch, one behind the other in one row, with padding as a last sequence.
+    """b sequences of a batch, concatenated in one row, with padding as the last sequence.
 
     `tokens`, `positions` and `padded` are [1, N]. Aligned values are 0 at padding too.
     """

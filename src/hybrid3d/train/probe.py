@@ -1,4 +1,4 @@
-"""Query Megatron about ranks of a run that has not started: any rank of any world, on meta, in this process."""
+"""Queries Megatron about any rank of any train layout, on meta tensors in a single process."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def holdings_of_all(
     same for one rank, and takes minutes for hundreds of ranks.
 
     Args:
-        layers: only these.
-        first_only: only the first rank of each stage, and those with holdings equal to its.
+        layers: return pieces of these layers only; None stands for all.
+        first_only: return only the first rank of each stage, and ranks with equal holdings.
     """
     return _holdings_by_layer(config, recipe.train, getattr(torch, recipe.model.dtype), layers, first_only)
 
@@ -67,16 +67,15 @@ def _holdings_by_layer(
     wanted: Container[int] | None = None,
     first_only: bool = False,
 ) -> dict[int, Holdings]:
-    stage_ranks = layout.tp * layout.cp * layout.dp  # Megatron's ranks are those of one stage after the other
+    stage_ranks = layout.tp * layout.cp * layout.dp  # Megatron numbers the ranks of one stage consecutively
     kinds = family_of(config).representative_layers(config)
     stages = layers_of_stages(config, layout)
     found: dict[int, Holdings] = {}
     query_last_stage = functools.cache(lambda rank: _query_last_stage(config, layout, rank, dtype, max(kinds) + 1))
     for ranks in _equal_ranks(layout)[: 1 if first_only else None]:
         first = _query_first_stage(config, layout, ranks[0], dtype, layers=max(kinds) + 1)
-        last = query_last_stage(
-            ranks[0] % layout.tp
-        )  # outside of layers TP alone shards, and Megatron's ranks count it first
+        # Outside of layers only TP shards, and Megatron numbers TP ranks consecutively.
+        last = query_last_stage(ranks[0] % layout.tp)
         for stage, chunks in enumerate(stages):
             pieces: list[Piece] = []
             for chunk, layers in enumerate(chunks):
@@ -94,9 +93,9 @@ def _holdings_by_layer(
 
 
 def _equal_ranks(layout: Train) -> list[list[int]]:
-    """Return the sets of a stage's ranks with equal holdings: equal places in the TP, ETP and EP groups."""
+    """Return the sets of a stage's ranks with equal holdings: equal positions in the TP, ETP and EP groups."""
     size = layout.tp * layout.cp * layout.dp
-    order = "tp-cp-ep-dp-pp"  # the default of `initialize_model_parallel`, which is not told another
+    order = "tp-cp-ep-dp-pp"  # the default of `initialize_model_parallel`
     experts = RankGenerator(layout.etp, layout.ep, size // (layout.etp * layout.ep), 1, 1, order)
     dense = RankGenerator(layout.tp, 1, layout.dp, 1, layout.cp, order)
     place: dict[int, list[int]] = defaultdict(list)
@@ -124,7 +123,7 @@ def layers_of_stages(config: Config, layout: Train) -> list[list[range]]:
 
 @dataclass(frozen=True)
 class _End:
-    """What a rank of the first or the last stage holds before its layers, in each layer, and after them."""
+    """The pieces of a rank of the first or the last stage before its layers, in each layer, and after them."""
 
     before: list[Piece]
     layers: dict[int, list[Piece]]
@@ -142,16 +141,16 @@ class _End:
 
 
 def _query_first_stage(config: Config, layout: Train, rank: int, dtype: torch.dtype, layers: int) -> _End:
-    """Return what the `rank`-th rank of a stage would hold of a first stage of `layers` layers."""
+    """Return the pieces of the `rank`-th rank of a first stage with `layers` layers."""
     plain = replace(layout, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
-    if layout.pp == 1:  # the first stage has all that the last would have
+    if layout.pp == 1:  # the only stage is both first and last
         return _End.of(holdings_of({**config, "num_hidden_layers": layers}, plain, rank, dtype))
     plain = replace(plain, pp=2, first_stage_layers=layers)
     return _End.of(holdings_of({**config, "num_hidden_layers": layers + 1}, plain, rank, dtype))
 
 
 def _query_last_stage(config: Config, layout: Train, rank: int, dtype: torch.dtype, layers: int) -> _End:
-    """Return what the `rank`-th rank of a stage would hold of the last stage after `layers`; nothing at PP1."""
+    """Return the pieces of the `rank`-th rank of a last stage that follows `layers` layers; none at PP1."""
     if layout.pp == 1:
         return _End([], {}, [])
     plain = replace(layout, pp=2, vpp=1, first_stage_layers=layers, last_stage_layers=None)

@@ -1,4 +1,4 @@
-"""What Megatron runs on: the device, the process groups of a train layout, or any rank of any world on one CPU."""
+"""Sets up Megatron's runtime: device, process groups and random states, or those of a rank that is only queried."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def device() -> torch.device:
 
 
 def synchronize() -> None:
-    """Wait until this rank's GPU is idle, before the time is taken; nothing without a GPU."""
+    """Wait until this rank's GPU is idle, to measure time; does nothing without a GPU."""
     if ON_CUDA:
         torch.cuda.synchronize()
 
 
 def peak_memory() -> int:
-    """Return the most bytes that torch reserved on this rank's GPU or, without one, the process's peak memory."""
+    """Return the peak in bytes of torch's reserved GPU memory or, without a GPU, of the process's memory."""
     if ON_CUDA:
         return torch.cuda.max_memory_reserved()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -53,7 +53,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
-        """Launch on the side stream, after what the current stream has so far."""
+        """Launch work on the side stream, ordered after all work launched on the current stream so far."""
         if self._stream is None:
             yield
             return
@@ -66,7 +66,7 @@ def on_device(meta: bool = False) -> contextlib.AbstractContextManager[object]:
     """Return the context in which Megatron's code runs: without CUDA, tensors for it are made on the CPU.
 
     Args:
-        meta: allocate nothing on a GPU either; for queries.
+        meta: create CUDA tensors on meta, for queries on a machine with a GPU.
     """
     if ON_CUDA:
         return cpu.cuda_means(cpu.META) if meta else contextlib.nullcontext()
@@ -74,11 +74,11 @@ def on_device(meta: bool = False) -> contextlib.AbstractContextManager[object]:
 
 
 def initialize(layout: Train, seed: int, gloo: bool = True) -> None:
-    """Build Megatron's process groups over the default group, and seed its random streams.
+    """Build Megatron's process groups over the default group, and seed its random states.
 
     Args:
         layout: the train layout; TP x PP x CP x DP must be the world's size.
-        seed: every rank's random streams derive from it and the rank's place in the layout.
+        seed: from which, with the rank's position in the layout, Megatron derives the rank's random states.
         gloo: also build the gloo groups that the distributed optimizer and checkpoints use.
     """
     with on_device():
@@ -97,12 +97,13 @@ def initialize(layout: Train, seed: int, gloo: bool = True) -> None:
 def shutdown() -> None:
     """Destroy Megatron's groups; the default group stays. Every rank calls this together.
 
-    Megatron itself only forgets most of them, and each gloo group keeps threads that poll.
+    Megatron only drops its references to most of them, and each gloo group keeps threads that poll.
     """
     groups = dict.fromkeys(parallel_state._global_process_group_list or ())
     parallel_state.destroy_model_parallel()
     for group in groups:
-        if group in dist.distributed_c10d._world.pg_map:  # the others Megatron has destroyed, or this rank is in none
+        # A group that is not in the map was destroyed by Megatron, or this rank is not a member of it.
+        if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
 
 
@@ -115,7 +116,7 @@ def as_rank(rank: int, layout: Train, world_size: int) -> Iterator[None]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # torch puts another in front of it for each group
+    hook = sys.excepthook  # torch replaces it for each group
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         initialize(layout, seed=1, gloo=False)

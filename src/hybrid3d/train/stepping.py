@@ -1,7 +1,7 @@
-"""The optimizer's step, bucket by bucket, so that updated weights are in use while the next bucket still steps.
+"""Steps the optimizer bucket by bucket, so that updated weights can be sent while later buckets are still stepping.
 
-Buckets are those of Megatron's DDP, by which its distributed optimizer shards its state and gathers updated
-parameters. The result is bit for bit that of one step.
+The buckets are those of Megatron's DDP, by which its distributed optimizer shards its state and gathers updated
+parameters. The result is bit for bit equal to that of a step over all parameters at once.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-BUCKETS = 8  # about: each has at least this share of a rank's parameters
+BUCKETS = 8  # approximate number: each bucket has at least 1/8 of a rank's parameters
 
 BucketHook = Callable[[int, bool], None]
-"""Called as soon as a bucket of this rank's parameters is updated and gathered: its number, and whether it is the last.
+"""Called with a bucket's number, and whether it is the last, as soon as its parameters are updated and gathered.
 
-Ranks of one stage have the same buckets, those of other stages may have more or fewer.
+Ranks of one stage have the same buckets; other stages may have more or fewer.
 """
 
 
@@ -40,17 +40,17 @@ def in_buckets(modules: Sequence[torch.nn.Module], **settings: Any) -> list[Dist
 
 
 class _FirstStage:
-    """The part of a pipeline group that DDP uses, as on the first stage."""
+    """A pipeline group of which only the rank is used, which says that this is the first stage."""
 
     def rank(self) -> int:
         return 0
 
 
 class BucketedOptimizer:
-    """The optimizers of a rank's modules (one per virtual stage), which step together, first layers first.
+    """Steps the optimizers of a rank's modules (one per virtual stage) bucket by bucket, first layers first.
 
     Attributes:
-        bucket_of: the bucket of each parameter, by `place_of`. Parameters that are not in it are not stepped.
+        bucket_of: the bucket of each parameter, by `place_of`. Parameters without a bucket are not updated.
     """
 
     def __init__(self, optimizer: ChainedOptimizer, modules: Sequence[DistributedDataParallel]):
@@ -96,7 +96,7 @@ class BucketedOptimizer:
                 hook(number, number == len(self._buckets) - 1)
             return True
 
-        # In place of the methods of its class
+        # Shadows the methods of its class
         self._optimizer.get_grad_norm, self._optimizer.step_with_ready_grads = get_grad_norm, step_with_ready_grads
         try:
             updated, _, _ = self._optimizer.step()
@@ -106,7 +106,7 @@ class BucketedOptimizer:
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return a key of where a tensor begins: its storage, wherever that is now, and the offset in elements."""
+    """Return a key of a tensor's memory: its storage, whose address may change, and the offset in elements."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 

@@ -1,4 +1,4 @@
-"""Megatron's weights as pieces: what this rank holds, read from its own `sharded_state_dict()`."""
+"""Describes a rank's Megatron weights as pieces of canonical tensors, read from its `sharded_state_dict()`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Signature
 from hybrid3d.reshard.layout import Demand, Fill, Holdings, Piece, View
 
-# Selects the form in which a layer's number is part of the name, and gate and up are one global tensor.
+# Selects the format in which a layer's number is part of the name, and gate and up are one global tensor.
 METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 
 
 @dataclass(frozen=True)
 class MegatronWeights:
-    """One rank's weights: live tensors by local name, the pieces in them, and rows that are only padding."""
+    """One rank's weights: live tensors by local name, the pieces that they consist of, and padding rows."""
 
     tensors: Mapping[str, torch.Tensor]
     pieces: tuple[Piece, ...]
@@ -32,15 +32,15 @@ class MegatronWeights:
 
     @property
     def demand(self) -> Demand:
-        """What a load must write: everything, replicas included."""
+        """The demand of loading a checkpoint: every piece, including replicas."""
         return Demand(self.pieces, self.padding)
 
 
 def megatron_weights(stages: Sequence[GPTModel], config: Config, family: Family | None = None) -> MegatronWeights:
-    """Return what a rank's model (one module per virtual pipeline stage) holds, by its own account.
+    """Return the weights of a rank's model (one module per virtual pipeline stage), as Megatron declares them.
 
     Args:
-        family: whose table names the weights; None is the config's.
+        family: the family whose table names the weights; None selects the config's.
 
     Raises:
         UnsupportedModel: Megatron declares a tensor that is not in the family's table.
@@ -52,7 +52,7 @@ def megatron_weights(stages: Sequence[GPTModel], config: Config, family: Family 
     unclaimed: list[str] = []
     for local, base, shard in _shards(stages):
         tensors[local] = base
-        # An axis in front of the local dims is that of experts: layers are numbered in names (see METADATA).
+        # A prepended axis is that of experts: layers are numbered in names (see METADATA).
         front = shard.prepend_axis_num
         expert = shard.global_offset[0] if front else None
         shape, start = shard.global_shape[front:], shard.global_offset[front:]
@@ -82,10 +82,10 @@ def megatron_weights(stages: Sequence[GPTModel], config: Config, family: Family 
 
 
 def _shards(stages: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor, ShardedTensor]]:
-    """Yield (local name, live parameter or buffer, a shard whose data is a view of it) for all that a rank holds."""
+    """Yield (local name, live parameter or buffer, a shard whose data is a view of it) of all weights of a rank."""
     for number, stage in enumerate(stages):
         for name, entry in stage.sharded_state_dict(metadata=dict(METADATA)).items():
-            if isinstance(entry, ShardedObject):  # Transformer Engine's scales of FP8, of which there are none
+            if isinstance(entry, ShardedObject):  # Transformer Engine's FP8 state, which is empty here
                 continue
             built = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
             for shard in built if isinstance(built, list) else [built]:

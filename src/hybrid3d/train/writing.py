@@ -1,4 +1,4 @@
-"""A checkpoint on its way to the disk: made whole or not at all, at once or beside training."""
+"""Writes a checkpoint to the disk, completely or not at all, optionally while training continues."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hybrid3d.storage.manifest import PROGRESS
 from hybrid3d.train import patches
 from hybrid3d.train.runtime import on_device
 
-PARTIAL = ".partial"  # ends the name of a folder that is being written, or removed
+PARTIAL = ".partial"  # suffix of a folder that is being written or removed
 
 apply(patches.CHECKPOINT)
 
@@ -34,11 +34,11 @@ Result = TypeVar("Result")
 
 
 class CheckpointWriter:
-    """One checkpoint. Every rank makes it, and calls its methods, together; another is begun when it is finished.
+    """Writes one checkpoint. All ranks create it and call its methods together; only one may be unfinished at a time.
 
-    Raises (when made, and by `finish`):
-        CheckpointWriteError: there is no room, or the disk fails. Nothing half-written stays, what was there before
-            does. Ranks raise it together, or one does whose end the others notice.
+    Raises (by the constructor and by `finish`):
+        CheckpointWriteError: the disk is full or fails. Partly written files are removed, existing checkpoints stay.
+            Either all ranks raise it, or one does and the others notice that it is lost.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class CheckpointWriter:
     ):
         """
         Args:
-            state: makes what Megatron saves.
-            folder: which appears under its name when it is complete.
-            progress: what else a run must know to go on, as JSON.
-            beside: training goes on meanwhile, so copies in the host's memory are written.
-            group: the ranks that write it together.
+            state: returns the state dict that Megatron saves.
+            folder: the checkpoint's folder, which gets this name when it is complete.
+            progress: the rest of a run's state, as JSON.
+            beside: whether training continues meanwhile, so that copies in host memory are written.
+            group: the ranks that write the checkpoint together.
         """
         self.folder = folder
         self._group = group
@@ -64,8 +64,8 @@ class CheckpointWriter:
         self._failure: BaseException | None = None
         self._together(self._by_first(self._make))
         self._together(partial(self._begin, state, beside))
-        told = json.dumps(dict(progress))
-        self._together(self._by_first(lambda: (self._unfinished / PROGRESS).write_text(told)))
+        progress_json = json.dumps(dict(progress))
+        self._together(self._by_first(lambda: (self._unfinished / PROGRESS).write_text(progress_json)))
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -78,7 +78,7 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Wait until everything is written, and rename the folder to its final name."""
         self._thread.join()
-        self._together(self._tell_failure)
+        self._together(self._raise_failure)
         self._together(self._close)
         shares = self._together(self._sums)
         self._together(self._by_first(partial(self._name, shares)))
@@ -108,7 +108,7 @@ class CheckpointWriter:
         except Exception as error:
             if not is_file_error(error):
                 raise
-            # Of a file that this rank alone writes, while the others are in a collective: they end with it
+            # Only this rank writes the file. The others wait in a collective, and exit when this rank does.
             why = describe_write_error(self._unfinished, error)
             shutil.rmtree(self._unfinished, ignore_errors=True)
             raise CheckpointWriteError(why) from error
@@ -119,10 +119,10 @@ class CheckpointWriter:
             if self._request.async_fn is not None:
                 self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
             self._crcs = self._sums()
-        except BaseException as error:  # told by `finish`
+        except BaseException as error:  # `finish` raises it
             self._failure = error
 
-    def _tell_failure(self) -> None:
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
 
@@ -139,7 +139,7 @@ class CheckpointWriter:
     def _name(self, shares: list[dict[str, int]]) -> None:
         manifest.write(self._unfinished, {name: crc for share in shares for name, crc in share.items()})
         manifest.fsync_folder(self._unfinished)
-        with suppress(OSError):  # under another name it is in no one's way
+        with suppress(OSError):  # what is left of it has another name
             remove(self.folder)
         os.rename(self._unfinished, self.folder)
         manifest.fsync_folder(self.folder.parent)
@@ -161,10 +161,10 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def together(folder: Path, part: Callable[[], Result], group: dist.ProcessGroup) -> list[Result]:
-    """Do each rank's part in writing a folder; return what the parts return, by rank, on every rank.
+    """Run each rank's part of writing a folder; return the results of all ranks, by rank, on every rank.
 
     Raises:
-        CheckpointWriteError: on every rank, where the disk failed one; the folder is removed.
+        CheckpointWriteError: on every rank, if writing failed on any rank; the folder is removed.
     """
     result, why, cause = None, None, None
     try:
@@ -174,7 +174,7 @@ def together(folder: Path, part: Callable[[], Result], group: dist.ProcessGroup)
     outcomes = gather_objects((result, why), group)
     first = next((why for _, why in outcomes if why), None)
     if first is None:
-        return [given for given, _ in outcomes]
+        return [result for result, _ in outcomes]
     if group.rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier(group)
@@ -182,7 +182,7 @@ def together(folder: Path, part: Callable[[], Result], group: dist.ProcessGroup)
 
 
 def _copied(shards: list[Any], originals: list[Any]) -> list[Any]:
-    """Return copies of shards on the host: without a GPU they are the tensors that are trained."""
+    """Return copies of shards on the host: without a GPU the shards are the training tensors themselves."""
     held = {id(tensor) for _, _, (_, tensors) in originals for _, tensor in tensors}
     return [
         (file, key, (data, [(item, tensor.clone() if id(tensor) in held else tensor) for item, tensor in tensors]))
@@ -191,6 +191,6 @@ def _copied(shards: list[Any], originals: list[Any]) -> list[Any]:
 
 
 def _writer_of(name: str) -> int:
-    """Return the rank that wrote a file: on a shared file system others may not see it yet."""
+    """Return the rank that wrote a file; on a shared file system other ranks may not see it yet."""
     of_shards = re.match(r"__(\d+)_", name)
     return int(of_shards[1]) if of_shards else 0

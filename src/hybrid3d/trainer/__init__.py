@@ -1,1 +1,1 @@
-"""The training loops, and what they are made of: experience, updates, metrics, checkpoints."""
+"""The training loops, and the checkpoints of a run."""
