@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybrid3d.config import Optimizer, Recipe
 from hybrid3d.families import VALUE_HEAD, Config, family_of, with_value_head
-from hybrid3d.reshard.files import CheckpointError, read_index
+from hybrid3d.reshard.file_index import CheckpointError, read_index
 from hybrid3d.rl.batch import Batch
 from hybrid3d.train.megatron_model import MegatronModel
 from hybrid3d.train.micro import MicroBatch
