@@ -92,8 +92,8 @@ def language_model(config: Config) -> Config:
 class ValueHead(torch.nn.Module):
     """One float32 number per token, in place of Megatron's output layer and with its signature.
 
-    It is whole on every TP rank. Each rank computes all of its gradient or, under sequence parallelism, that of its own
-    tokens, which Megatron sums for parameters marked so; the gradient of the hidden states is not summed.
+    It is replicated on every TP rank. Each rank computes all of its gradient or, under sequence parallelism, that of
+    its own tokens, which Megatron sums for parameters marked so; the gradient of the hidden states is not summed.
     """
 
     def __init__(self, config: TransformerConfig):
