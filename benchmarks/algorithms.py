@@ -1,9 +1,9 @@
-"""Train the demo's task with every algorithm from the same warm start, and print what each comes to, as Markdown.
+"""Train the demo's task with every algorithm from the same checkpoint, and print the results as Markdown.
 
-    make demo                                                        # the task, and its warm start
+    make demo                                                        # makes the task and the checkpoint
     python benchmarks/algorithms.py > benchmarks/results/algorithms-cpu.md
 
-A run that is there already (`runs/algorithms/`) is not repeated. With arguments, the names of cases, only those are.
+Runs that exist already (in `runs/algorithms/`) are not repeated. Arguments are the names of the cases to run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 RECIPE = "recipes/demo-cpu.yaml"
 RUNS = Path("runs/algorithms")
-WANTED = 0.9  # held-out accuracy
+TARGET = 0.9  # held-out accuracy
 IN_REWARD = "algorithm.kl={where: reward, estimator: k1, coef: 0.001}"
 PPO = ["algorithm.name=ppo", IN_REWARD, "algorithm.minibatches=2", "algorithm.lam=0.95"]
 PPO += ["train.micro_batch_size=32", "critic.optimizer={lr: 5.0e-4}"]
@@ -37,7 +37,7 @@ CASES: dict[str, list[str]] = {
 
 
 def rows_of(case: str) -> list[dict[str, float]]:
-    """The metrics of a case's run, which is run if it has not been."""
+    """Return the metrics of a case, after running it if there is no finished run."""
     name = case.replace(", ", "-").replace(" ", "-")
     run = RUNS / name
     if not (run / "curves.png").exists():
@@ -47,24 +47,25 @@ def rows_of(case: str) -> list[dict[str, float]]:
 
 
 def line_of(case: str) -> str:
+    """Return the row of a case in the table."""
     rows = rows_of(case)
-    measured = {int(row["step"]): row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
-    reached = next((str(step) for step, accuracy in measured.items() if accuracy >= WANTED), "never")
+    accuracies = {int(row["step"]): row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
+    reached = next((str(step) for step, accuracy in accuracies.items() if accuracy >= TARGET), "never")
     seconds = sorted(row["time/step"] for row in rows)[len(rows) // 2]
     overrides = " ".join(override.replace("algorithm.", "") for override in CASES[case])
-    first, last = measured[0], measured[max(measured)]
+    first, last = accuracies[0], accuracies[max(accuracies)]
     return f"| {case} | {first:.3f} | {reached} | {last:.3f} | {seconds:.1f} | `{overrides}` |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", nargs="*", help=f"of {'; '.join(CASES)}; all if none is named")
+    parser.add_argument("case", nargs="*", help=f"one of {'; '.join(CASES)}; all by default")
     cases = parser.parse_args().case
     if unknown := [case for case in cases if case not in CASES]:
         parser.error(f"unknown case {unknown[0]!r}; known: {'; '.join(CASES)}")
     print("# Every algorithm on the demo's task\n")
     print(f"Four ranks on CPU, {datetime.now(UTC):%Y-%m-%d}; held-out accuracy is measured every 5 of 40 steps.\n")
-    print(f"| algorithm | accuracy before | step with {WANTED} | after | seconds a step | beside `{RECIPE}` |")
+    print(f"| algorithm | accuracy before | step with {TARGET} | after | seconds per step | changes to `{RECIPE}` |")
     print("|---|---|---|---|---|---|")
     for case in cases or CASES:
         print(line_of(case), flush=True)

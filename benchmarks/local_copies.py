@@ -1,10 +1,10 @@
-"""The local part of a sync (packing, unpacking, copies that stay on the rank) against the machine's copy bandwidth.
+"""Compare the local part of a sync (packing, unpacking and local copies) with the machine's copy bandwidth.
 
     python benchmarks/local_copies.py recipes/qwen2.5-7b.yaml [SECTION.KEY=VALUE ...] [--layers N] [--hidden N]
         [--experts N] [--repeats N]
 
-One process, on a GPU where there is one: the buffers of the rank that copies most, bound to the plan that both engines'
-own code gives, with a transport that moves nothing.
+One process, on a GPU if there is one, allocates the buffers of the rank that copies the most bytes and executes its
+part of the plan with a transport that transfers nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from hybrid3d.reshard.executor import Executor, NamedTensors
 from hybrid3d.reshard.layout import Piece
 from hybrid3d.reshard.planner import RankPlan, make_plan
 
-COPIED = 1 << 30  # bytes of the copy that says what the machine can do; of a CPU's, a quarter
+COPIED = 1 << 30  # bytes of the reference copy on a GPU; a quarter of that on a CPU
 
 
-class Nowhere:
-    """A transport whose messages never arrive, and are never waited for."""
+class NullTransport:
+    """A transport that transfers nothing and never waits."""
 
     received_bytes = 0
     blocks_host = True
@@ -42,14 +42,14 @@ class Nowhere:
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None: ...
 
-    def run(self) -> Nowhere:
+    def run(self) -> NullTransport:
         return self
 
     def wait(self) -> None: ...
 
 
 def memory(pieces: Iterable[Piece | None], device: torch.device) -> NamedTensors:
-    """Memory in which these pieces lie where they say."""
+    """Allocate the local tensors that the views of these pieces refer to."""
     extents: dict[str, int] = defaultdict(int)
     dtypes: dict[str, str] = {}
     for piece in pieces:
@@ -62,7 +62,7 @@ def memory(pieces: Iterable[Piece | None], device: torch.device) -> NamedTensors
 
 
 def seconds(run: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Of the median run."""
+    """Return the seconds of the median run, after two runs of warmup."""
     taken = []
     for _ in range(repeats + 2):
         if device.type == "cuda":
@@ -76,7 +76,7 @@ def seconds(run: Callable[[], object], repeats: int, device: torch.device) -> fl
 
 
 def copied_bytes(plan: RankPlan) -> int:
-    """Bytes that the executor copies on the rank: staged ones, and those that stay."""
+    """Return the bytes that the executor copies on a rank: staging and local copies."""
     staged = sum(m.staging_bytes_on(plan.rank) for bucket in plan.buckets for m in bucket.messages)
     return staged + plan.local_bytes
 
@@ -95,23 +95,24 @@ def main() -> None:
         recipe, config = scale_recipe(replace(original, run=replace(original.run, dir=folder)), scale)
         write_model(recipe, config)
         answers = query_engines(recipe, read_config(recipe.model.path))
-    wanted = [one.demand for one in answers.slots]
+    wanted = [slot.demand for slot in answers.slots]
     slots = compute_placement(recipe, answers.holdings, wanted, answers.multiplicity).slots
     demand = {rank: wanted[slot % len(wanted)] for rank, slot in enumerate(slots)}
     plans = make_plan(answers.holdings, demand, recipe.sync.bucket_bytes, recipe.machine.gpus_per_node)
     plan = max(plans.values(), key=copied_bytes)
-    held = memory((t.source for t in plan.transfers if t.src == plan.rank), device)
-    lies = memory((t.target for t in plan.transfers if t.dst == plan.rank), device)
-    executor = Executor(plan, held, lies, Nowhere(), device)
-    one, other = (
+    source = memory((t.source for t in plan.transfers if t.src == plan.rank), device)
+    target = memory((t.target for t in plan.transfers if t.dst == plan.rank), device)
+    executor = Executor(plan, source, target, NullTransport(), device)
+    first, second = (
         torch.zeros(COPIED // (1 if device.type == "cuda" else 4), dtype=torch.uint8, device=device) for _ in "ab"
     )
-    best = one.nbytes / seconds(lambda: other.copy_(one), options.repeats, device)
+    best = first.nbytes / seconds(lambda: second.copy_(first), options.repeats, device)
     taken, nbytes = seconds(executor.run, options.repeats, device), copied_bytes(plan)
     print(f"{original.name}, scaled: {scale.describe(read_config(original.model.path))}; {describe_machine()}")
     print(f"rank {plan.rank} copies {nbytes / 1e6:.0f} MB in {executor.operations} operations")
     print(
-        f"{nbytes / taken / 1e9:.1f} GB/s of {best / 1e9:.1f} GB/s that a plain copy does: {nbytes / taken / best:.2f}"
+        f"{nbytes / taken / 1e9:.1f} GB/s, compared with {best / 1e9:.1f} GB/s of a plain copy: "
+        f"{nbytes / taken / best:.2f}"
     )
 
 

@@ -1,9 +1,9 @@
-"""What recompute and each offload save of memory and cost in time, on one process, as Markdown.
+"""Measure the memory that recompute and each offload save and the time that they cost, and print it as Markdown.
 
     python benchmarks/memory.py > benchmarks/results/memory-cpu.md
 
-On a GPU it measures that GPU's memory. Without one it measures the process's; what is offloaded then moves within the
-host's memory, so that only its size and the time tell something.
+One process measures its GPU's memory or, without a GPU, its own. In the latter case offloading moves data within host
+memory, so only its size and the time are meaningful.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MB = 10**6
 
 
 def measure(model: str, case: str) -> dict[str, float]:
-    """One case: MB that a step takes beyond what is there before it, its seconds, and those of its offload."""
+    """Return, for one case, the MB that a step adds, the offloaded MB, and the seconds of step, offload and onload."""
     import torch
     import torch.distributed as dist
 
@@ -85,14 +85,14 @@ def measure(model: str, case: str) -> dict[str, float]:
         before = memory_now(peak=False)
         timed("step", lambda: policy.train_step(batch, sft_loss, recipe))
         taken.append((memory_now(peak=True) - before) / MB)
-        given_up = timed("away", lambda: policy.offload(recipe.train)) / MB
-        timed("back", policy.onload)
-    found = {"taken": taken, **seconds}  # the first of each warms up
-    return {key: statistics.median(values[1:]) for key, values in found.items()} | {"given up": given_up}
+        offloaded = timed("offload", lambda: policy.offload(recipe.train)) / MB
+        timed("onload", policy.onload)
+    values_by_key = {"taken": taken, **seconds}  # the first value of each is warmup
+    return {key: statistics.median(values[1:]) for key, values in values_by_key.items()} | {"offloaded": offloaded}
 
 
 def memory_now(peak: bool) -> int:
-    """Bytes in use, or the most since this was last asked for without `peak`."""
+    """Return the bytes in use or, with `peak`, the maximum since the last call without it."""
     import torch
 
     if torch.cuda.is_available():
@@ -101,7 +101,7 @@ def memory_now(peak: bool) -> int:
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
     if not peak:
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): VmHWM starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["VmHWM" if peak else "VmRSS"].split()[0]) * 1024
 
@@ -117,7 +117,7 @@ def main() -> None:
         model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False))
         model.save_pretrained(folder)
         for case in CASES:
-            # Whatever is freed goes back to the system, so that it does not count
+            # With this malloc threshold freed memory returns to the system, so that it is not counted
             settings = {"RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
             command = [sys.executable, __file__, "--case", folder, case]
             done = subprocess.run(command, env=os.environ | settings, stdout=subprocess.PIPE, text=True, check=True)
@@ -129,11 +129,13 @@ def main() -> None:
         f"{model.num_parameters() / MB:.1f} million parameters, {SIZES['num_hidden_layers']} layers, float32; "
         f"medians of {STEPS}, one thread; {machine}.\n"
     )
-    print("| train. | MB within a step | seconds a step | MB given up outside of it | s away | s back |")
+    print("| train. | MB added within a step | seconds per step | MB offloaded outside of it | s offload | s onload |")
     print("|---|---|---|---|---|---|")
     for case, row in rows:
-        moved = f"{row['given up']:.0f} | {row['away']:.3f} | {row['back']:.3f}" if row["given up"] else "0 | |"
-        print(f"| {case} | {row['taken']:.0f} | {row['step']:.2f} | {moved} |")
+        offload = (
+            f"{row['offloaded']:.0f} | {row['offload']:.3f} | {row['onload']:.3f}" if row["offloaded"] else "0 | |"
+        )
+        print(f"| {case} | {row['taken']:.0f} | {row['step']:.2f} | {offload} |")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Time training steps on sequences of unlike lengths, padded and packed, on one CPU process and on four, as Markdown.
+"""Time training steps with padded and packed sequences, on one CPU process and on four, and print Markdown.
 
     python benchmarks/packing.py > benchmarks/results/packing-cpu.md
 
 A step is one update of the policy (negative log-likelihood of all tokens) after one pass for log-probabilities, as in
-GRPO. Lengths are those of prompts and answers to problems like GSM8K's, assumed log-normal: median 180 tokens, sigma
-0.5, at least 16 and at most 1024. Tokens are those of the sequences; what pads them counts as time only.
+GRPO. The lengths of prompts and answers are like GSM8K's, assumed to be log-normal: median 180 tokens, sigma 0.5, at
+least 16 and at most 1024. Padding is not counted as tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from random import Random
 
 SEQUENCES, MICRO_BATCH = 32, 4
-MEDIAN, SIGMA, LEAST, MOST = 180, 0.5, 16, 1024
+MEDIAN, SIGMA, MIN_LENGTH, MAX_LENGTH = 180, 0.5, 16, 1024
 STEPS = 3
 SIZES = dict(
     vocab_size=2048,
@@ -31,9 +31,9 @@ SIZES = dict(
     num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
-    max_position_embeddings=MOST,
+    max_position_embeddings=MAX_LENGTH,
 )
-WAYS = {
+CASES = {
     "padded": {},
     "padded, within 1024 tokens": dict(max_tokens_per_micro_batch=1024),
     "packed": dict(packed=True),
@@ -44,12 +44,12 @@ LAYOUTS = {"one process": {}, "TP2 x PP2": dict(tp=2, pp=2), "DP4": dict(dp=4)}
 
 def lengths() -> list[int]:
     random = Random(1)
-    drawn = (int(MEDIAN * math.exp(random.gauss(0, SIGMA))) for _ in range(SEQUENCES))
-    return [min(max(n, LEAST), MOST) for n in drawn]
+    sampled = (int(MEDIAN * math.exp(random.gauss(0, SIGMA))) for _ in range(SEQUENCES))
+    return [min(max(n, MIN_LENGTH), MAX_LENGTH) for n in sampled]
 
 
 def of_rank(model: str, layouts: list[str]) -> None:
-    """One rank: every way in every layout; rank 0 says how many tokens a second."""
+    """Time every case in every layout on one rank; rank 0 prints the tokens per second."""
     import torch
     import torch.distributed as dist
 
@@ -76,14 +76,14 @@ def of_rank(model: str, layouts: list[str]) -> None:
     )
     for layout in layouts:
         first = None
-        for way, settings in WAYS.items():
+        for case, settings in CASES.items():
             recipe = dataclasses.replace(base, train=Train(micro_batch_size=MICRO_BATCH, **LAYOUTS[layout], **settings))
             runtime.initialize(recipe.train, seed=1)
             policy = Policy(read_config(model), recipe, dist.get_rank())
-            mine = balanced_shares(sizes, recipe.train.dp)[policy.data_parallel_rank]
-            batch = Batch.from_sequences([sequences[i] for i in mine], [1] * len(mine), pad_id=0)
+            local = balanced_shares(sizes, recipe.train.dp)[policy.data_parallel_rank]
+            batch = Batch.from_sequences([sequences[i] for i in local], [1] * len(local), pad_id=0)
             seconds = []
-            for _ in range(STEPS + 1):  # the first warms up
+            for _ in range(STEPS + 1):  # the first is warmup
                 dist.barrier()
                 start = time.perf_counter()
                 policy.logprobs(batch, recipe)
@@ -92,7 +92,7 @@ def of_rank(model: str, layouts: list[str]) -> None:
             rate = sum(sizes) / statistics.median(seconds[1:])
             first = first or rate
             if dist.get_rank() == 0:
-                print(f"| {layout:11} | {way:26} | {rate:15.0f} | {rate / first:8.2f} |", flush=True)
+                print(f"| {layout:11} | {case:26} | {rate:15.0f} | {rate / first:8.2f} |", flush=True)
             runtime.shutdown()
     dist.barrier()
     dist.destroy_process_group()
@@ -106,12 +106,12 @@ def main() -> None:
     print("# Padded and packed\n\n    python benchmarks/packing.py\n")
     print(
         f"{SEQUENCES} sequences of {min(sizes)} to {max(sizes)} tokens, {statistics.mean(sizes):.0f} on average "
-        f"(log-normal, median {MEDIAN}, sigma {SIGMA}), {MICRO_BATCH} in a micro batch where nothing else is said; "
+        f"(log-normal, median {MEDIAN}, sigma {SIGMA}), {MICRO_BATCH} per micro batch without a token budget; "
         f"Qwen2 of {SIZES['num_hidden_layers']} layers, hidden size {SIZES['hidden_size']}, float32. Log-probabilities "
-        f"and an update, median of {STEPS}; one thread a process; "
+        f"and an update, median of {STEPS}; one thread per process; "
         f"{os.cpu_count()} CPU cores ({platform.machine()}), {time.strftime('%Y-%m-%d')}.\n"
     )
-    print("| layout      | micro batches              | tokens a second | x padded |\n|---|---|---|---|", flush=True)
+    print("| layout      | micro batches              | tokens per second | x padded |\n|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)).save_pretrained(folder)
         run(1, folder, ["one process"])

@@ -1,4 +1,4 @@
-"""Every large recipe's plan as the tables of docs/plans.md: `python benchmarks/plans.py > docs/plans.md`."""
+"""Print the plans of all large recipes as the tables of docs/plans.md: `python benchmarks/plans.py > docs/plans.md`."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ ROOT = Path(__file__).resolve().parent.parent
 
 PAGE = """# What the recipes' syncs move
 
-Printed by `python benchmarks/plans.py` ({today}, no GPU: all of it is computed from the engines' own code). Bytes are
-exact; seconds are of the link model of the recipe's machine (`planning/seconds.py`), and were not measured.
+Printed by `python benchmarks/plans.py` ({today}, no GPU: everything is computed with the engines' own code). Bytes are
+exact; seconds are predicted for the recipe's machine (`planning/seconds.py`), not measured.
 
 ## Bytes, seconds, memory
 
-Per rank in GB: what it wants, what it receives, and what it would receive if every tensor were rebuilt on every rank
-(broadcasts over pipeline stages, all-gathers over TP and EP). Memory is the fullest GPU's in GB.
+GB per rank that are wanted, that are received, and that would be received if every tensor were gathered on every rank
+(broadcasts over pipeline stages, all-gathers over TP and EP). Memory is the maximum over GPUs in GB.
 
-{moved}
+{bytes}
 
 ## Placement
 
-Bytes of a sync over all ranks in GB, on consecutive ranks and as placed. Where both layouts shard alike, or a rank's
-part of each tensor is the same wherever it generates, there is nothing to gain. TP groups that stride over larger train
-groups receive least (arXiv 2409.19256), and experts gain where they are dealt out in other shares.
+Bytes of a sync over all ranks in GB, with consecutive ranks and with placement. Placement gains nothing if both layouts
+shard equally, or if a rank receives equally much in every slot. TP groups that stride over larger train groups receive
+the least (arXiv 2409.19256), and experts gain if both layouts distribute them differently.
 
-{placed}"""
+{placement}"""
 
 
 def plan(recipe: Path) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def plan(recipe: Path) -> dict[str, Any]:
     return found
 
 
-def moved(p: dict[str, Any]) -> dict[str, str]:
+def bytes_row(p: dict[str, Any]) -> dict[str, str]:
     return {
         "recipe": p["name"],
         "GPUs": str(p["ranks"]),
@@ -56,14 +56,14 @@ def moved(p: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def placed(p: dict[str, Any]) -> dict[str, str]:
-    chosen, usual = p["placement"], p["placement"]["consecutive"]
-    fewer = (usual["received_bytes"] - chosen["received_bytes"]) / max(1, usual["received_bytes"])
+def placement_row(p: dict[str, Any]) -> dict[str, str]:
+    chosen, consecutive = p["placement"], p["placement"]["consecutive"]
+    fewer = (consecutive["received_bytes"] - chosen["received_bytes"]) / max(1, consecutive["received_bytes"])
     return {
         "recipe": p["name"],
-        "received, consecutive": gb(usual["received_bytes"]),
+        "received, consecutive": gb(consecutive["received_bytes"]),
         "received, placed": gb(chosen["received_bytes"]),
-        "network, consecutive": gb(usual["network_bytes"]),
+        "network, consecutive": gb(consecutive["network_bytes"]),
         "network, placed": gb(chosen["network_bytes"]),
         "fewer received, %": f"{100 * fewer:.1f}",
     }
@@ -83,7 +83,11 @@ def main() -> None:
     recipes = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if "models/" in path.read_text()]
     plans = [plan(path) for path in recipes]
     today = datetime.datetime.now(datetime.UTC).date()
-    print(PAGE.format(today=today, moved=table(list(map(moved, plans))), placed=table(list(map(placed, plans)))))
+    print(
+        PAGE.format(
+            today=today, bytes=table(list(map(bytes_row, plans))), placement=table(list(map(placement_row, plans)))
+        )
+    )
 
 
 if __name__ == "__main__":

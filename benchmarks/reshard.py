@@ -1,8 +1,8 @@
-"""Time the sync of models that four CPU ranks hold, beside the way of other trainers and the wire, as Markdown.
+"""Time the sync on four CPU ranks, the method of other trainers and plain sends, and print the tables as Markdown.
 
     python benchmarks/reshard.py > benchmarks/results/reshard-cpu.md
 
-Each case is one `hybrid3d bench`, whose command stands above its table. With arguments it is `hybrid3d bench` itself.
+Each case is one `hybrid3d bench`, printed with its command. With arguments, this script is `hybrid3d bench`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Where the time of a sync goes, in this tree or in another: four CPU ranks under a profiler, as Markdown.
+"""Profile a sync on four CPU ranks, in this work tree or another one, and print the time of each part as Markdown.
 
     python benchmarks/where_time_goes.py [--tree FOLDER] BENCH-ARGUMENTS
 
-BENCH-ARGUMENTS are those of `hybrid3d bench`. FOLDER is another tree of this repository, as `git worktree add` makes
-it: what was before is measured with the same model, on the same machine. The profiler costs time: shares are to be
-compared, and the seconds of a sync without it, which stand beside them.
+BENCH-ARGUMENTS are those of `hybrid3d bench`. FOLDER is another work tree of this repository, from `git worktree add`:
+an earlier commit is measured with the same model on the same machine. The profiler takes time itself, so compare the
+shares, and the seconds of a sync without the profiler, which are printed below.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = 5
-# By the function that the profiler names: what takes time outside of Python. The rest is Python's own.
+# The functions, by the names that the profiler reports, that take time outside of Python
 KINDS = {
     "wait for bytes": ("wait",),
     "copy (pack, unpack, local)": ("copy_", "_foreach_copy_"),
@@ -34,7 +34,7 @@ KINDS = {
 
 
 def prepare(arguments: list[str], folder: Path) -> tuple[Path, int]:
-    """Write the smaller model and its recipe; return the recipe and how many ranks it takes."""
+    """Write the smaller model and its recipe; return the path of the recipe and the number of ranks."""
     from hybrid3d.bench.scaling import Scale, scale_recipe, write_model
     from hybrid3d.config import load_recipe, recipe_to_yaml
 
@@ -52,7 +52,7 @@ def prepare(arguments: list[str], folder: Path) -> tuple[Path, int]:
 
 
 def of_rank(path: str) -> None:
-    """One rank: time syncs, then profile as many."""
+    """Time syncs on one rank, then profile the same number of them."""
     import torch.distributed as dist
 
     from hybrid3d import distributed
@@ -91,7 +91,7 @@ def of_rank(path: str) -> None:
         profile.disable()
     every = distributed.gather_objects(_shares(profile), dist.group.WORLD)
     if rank == 0:
-        print(f"| {'what':30} | ms of a mean rank |\n|{'-' * 32}|{'-' * 19}|")
+        print(f"| {'part':30} | ms, mean of ranks |\n|{'-' * 32}|{'-' * 19}|")
         for kind in every[0]:
             print(f"| {kind:30} | {1e3 * statistics.mean(shares[kind] for shares in every) / RUNS:17.1f} |")
         print(f"\nA sync without the profiler: {statistics.median(seconds):.3f} s, median of {RUNS}", flush=True)
@@ -100,7 +100,7 @@ def of_rank(path: str) -> None:
 
 
 def _shares(profile: cProfile.Profile) -> dict[str, float]:
-    """Seconds by kind: of what hybrid3d's own code calls, with all that is called by that; and what is left."""
+    """Return the cumulative seconds of each kind of function that hybrid3d calls, and of the rest."""
     found: dict[str, float] = defaultdict(float)
     stats: dict[Any, Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     for kind, names in KINDS.items():
@@ -120,16 +120,16 @@ def main() -> None:
     options, arguments = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         recipe, world = prepare(arguments, Path(folder))
-        if options.tree != ROOT:  # it may not know all keys of today's recipes
-            recipe.write_text("".join(_known(recipe.read_text().splitlines(keepends=True))))
+        if options.tree != ROOT:  # an earlier commit may not have all of today's settings
+            recipe.write_text("".join(_without_new_settings(recipe.read_text().splitlines(keepends=True))))
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", __file__, "--rank", str(recipe)]
         more = {"PYTHONPATH": str(options.tree / "src"), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         subprocess.run(command, env=os.environ | more, check=True)
 
 
-def _known(lines: list[str]) -> list[str]:
-    newer = ("hidden:", "share_storage:", "verify:", "sleep:")
+def _without_new_settings(lines: list[str]) -> list[str]:
+    newer = ("overlap:", "share_storage:", "verify:", "sleep:")
     return [line for line in lines if not line.strip().startswith(newer)]
 
 

@@ -1,9 +1,9 @@
-"""The main job on a laptop: make a small task, warm a model up, train it with GRPO, and say where everything is.
+"""Make a small task, warm a model up with supervised training, and train it with GRPO, on a laptop.
 
     python recipes/demo.py        # what `make demo` runs
 
-Each stage is one command that a user could type. A stage whose result is there already is skipped, so an interrupted
-demo goes on where it was; remove `build/demo` and `runs/demo-*` to start over.
+Each stage is one command that a user could type. A stage whose result exists already is skipped, so an interrupted
+demo continues where it stopped; remove `build/demo` and `runs/demo-*` to start over.
 """
 
 import subprocess
@@ -33,7 +33,7 @@ STAGES = (
 )
 
 
-Stage = tuple[str, list[str], Path | None]  # title, arguments of python, what it makes: None if it only prints
+Stage = tuple[str, list[str], Path | None]  # title, arguments of python, result (None if it only prints)
 
 
 def run_stages(stages: Sequence[Stage]) -> int:
@@ -42,7 +42,7 @@ def run_stages(stages: Sequence[Stage]) -> int:
     for number, (title, command, result) in enumerate(stages, 1):
         print(f"\n[{number}/{len(stages)}] {title}", flush=True)
         if result and result.exists():
-            print(f"{result} is there already")
+            print(f"{result} exists already")
             continue
         print(f"$ {' '.join(['python', *command])}", flush=True)
         code = subprocess.run([sys.executable, *command]).returncode

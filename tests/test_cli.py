@@ -18,7 +18,7 @@ from hybrid3d.config import load_recipe
 from hybrid3d.families import Config, RowRange
 from hybrid3d.families.family import RowMap, SameTensor
 from hybrid3d.launch.preflight import check_run
-from hybrid3d.reshard.files import CheckpointError
+from hybrid3d.reshard.file_index import CheckpointError
 from run_ranks import environment
 from sound import RECIPE, write_inputs
 

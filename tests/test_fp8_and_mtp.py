@@ -13,16 +13,8 @@ from commands import EXPERTS, ROOT, experts_folder, hybrid3d, read_rows
 from hybrid3d.families.deepseek import COUNTS
 from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries, is_untrained
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.files import (
-    CheckpointError,
-    CheckpointReader,
-    copy_tensors,
-    create_files,
-    file_holdings,
-    file_pieces,
-    load_files,
-    read_index,
-)
+from hybrid3d.reshard.file_index import CheckpointError, read_index
+from hybrid3d.reshard.files import CheckpointReader, copy_tensors, create_files, file_holdings, file_pieces, load_files
 from hybrid3d.reshard.layout import Demand, Piece, View
 
 BLOCK = (4, 8)
@@ -122,7 +114,7 @@ def test_layers_that_predict_further_tokens_are_carried_unchanged(checkpoint: Pa
         (lambda stored, config: config.pop("quantization_config"), "no quantization_config.weight_block_size"),
         (
             lambda stored, config: config["quantization_config"].update(weight_block_size=[128, 128]),
-            r"has shape \[3, 3\], and \[10, 22\] in blocks of \[128, 128\] needs \[1, 1\]",
+            r"has shape \[3, 3\], but a tensor of shape \[10, 22\] in blocks of \[128, 128\] needs \[1, 1\]",
         ),
     ],
 )

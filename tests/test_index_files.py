@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from hybrid3d.reshard.files import INDEX_FILE, SINGLE_FILE, CheckpointError, read_index
+from hybrid3d.reshard.file_index import INDEX_FILE, SINGLE_FILE, CheckpointError, read_index
 
 
 def problem_of(folder: Path) -> str:
@@ -45,7 +45,7 @@ def write_index(folder: Path, read: Any) -> None:
 def test_an_index_that_leads_out_of_its_folder(folder: Path, file: Any) -> None:
     write_index(folder, {"weight_map": {"bias": file}})
     told = problem_of(folder)
-    assert f"{INDEX_FILE} is no index of a checkpoint" in told
+    assert f"{INDEX_FILE} is not a valid checkpoint index" in told
     if "\0" not in str(file):
         assert "it says that 'bias' is in " in told
         assert "expected the path of a file within the folder" in told
@@ -127,7 +127,7 @@ def entry(start: int, end: int, shape: list[int], dtype: str = "F32") -> dict[st
 )
 def test_headers_that_lie(folder: Path, content: bytes) -> None:
     (folder / SINGLE_FILE).write_bytes(content)
-    assert f"{SINGLE_FILE} is damaged or cut short ({len(content)} bytes)" in problem_of(folder)
+    assert f"{SINGLE_FILE} is damaged or truncated ({len(content)} bytes)" in problem_of(folder)
 
 
 def test_a_file_cut_short_is_told_with_both_sizes(folder: Path) -> None:

@@ -333,9 +333,9 @@ def test_a_learner_keeps_the_coefficient_of_an_adaptive_kl(recipe: Recipe) -> No
     learner.restore({"kl": {"coef": 0.7, "target": None}, "guard": learner.progress["guard"]}, recipe)
     experience: Any = SimpleNamespace(answer_kl=None)
     new = apply_settings(recipe, {"algorithm.entropy_coef": 0.1, "algorithm.kl.target": 2}, 1)
-    learner._move_kl_coef(experience, 1, new, True)
+    learner._update_kl_coef(experience, 1, new, True)
     assert learner.progress["kl"] == {"coef": 0.7, "target": 2.0}
-    learner._move_kl_coef(experience, 2, apply_settings(recipe, {"algorithm.kl.coef": 0.2}, 1), True)
+    learner._update_kl_coef(experience, 2, apply_settings(recipe, {"algorithm.kl.coef": 0.2}, 1), True)
     assert learner.progress["kl"] == {"coef": 0.2, "target": None}
 
 

@@ -27,7 +27,7 @@ SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
 @st.composite
 def box_in(draw: st.DrawFn, outer: Box) -> Box:
-    """A box of at least one element inside `outer`."""
+    """Draw a box of at least one element inside `outer`."""
     low = [draw(st.integers(a, b - 1)) for a, b in zip(outer.start, outer.stop, strict=True)]
     size = [draw(st.integers(1, b - a)) for a, b in zip(low, outer.stop, strict=True)]
     return Box(tuple(low), tuple(size))
@@ -47,7 +47,7 @@ def box_and_hole(draw: st.DrawFn) -> tuple[Shape, Box, Box]:
 
 
 def mask(shape: Shape, box: Box) -> np.ndarray:
-    """True at the elements of the box, found index by index from the definition in the class's docstring."""
+    """Return a mask that is True at the elements of the box, by the definition in the class's docstring."""
     index = np.indices(shape)
     inside = np.ones(shape, dtype=bool)
     for d in range(len(shape)):
@@ -147,7 +147,7 @@ def test_boxes_of_different_rank_do_not_mix() -> None:
 
 
 class Side:
-    """What ranks hold, or want, while it is laid out: each rank has one flat memory per dtype for its pieces."""
+    """A builder of what ranks hold, or want; each rank has one flat memory per dtype for its pieces."""
 
     def __init__(self, ranks: int):
         self.pieces: dict[int, list[Piece]] = {rank: [] for rank in range(ranks)}
@@ -162,7 +162,7 @@ class Side:
         order: Shape | None = None,
         gap: int = 0,
     ) -> None:
-        """Append a piece to a rank: dims in memory in this order, outermost first; the innermost `gap` too long."""
+        """Append a piece to a rank; dims lie in memory in this order, outermost first, with a `gap` after each row."""
         stride, step = [0] * len(box.size), 1
         for d in reversed(range(len(box.size)) if order is None else order):
             stride[d], step = step, step * (box.size[d] + (gap if step == 1 else 0))
@@ -172,7 +172,7 @@ class Side:
 
 @dataclass
 class World:
-    """A reshard to be planned: canonical tensors, and who holds and who wants what of them."""
+    """A reshard to be planned: canonical tensors, and what ranks hold and want of them."""
 
     shapes: dict[str, Shape]
     held: Side
@@ -187,7 +187,7 @@ class World:
         return {rank: Demand(tuple(pieces)) for rank, pieces in self.wanted.pieces.items()}
 
     def has(self, side: Side, rank: int, name: str) -> np.ndarray:
-        """True at the elements of a canonical tensor that a rank has."""
+        """Return a mask that is True at the elements of a canonical tensor that a rank has."""
         has = np.zeros(self.shapes[name], dtype=bool)
         for piece in side.pieces[rank]:
             if piece.name == name:
@@ -195,7 +195,7 @@ class World:
         return has
 
     def must_receive(self, rank: int) -> int:
-        """Bytes of the elements that a rank wants and does not hold, counted one by one."""
+        """Return the bytes of the elements that a rank wants and does not hold, counted one by one."""
         itemsize = {p.name: ITEMSIZE[p.dtype] for p in self.wanted.pieces[rank]}
         return sum(
             int((self.has(self.wanted, rank, name) & ~self.has(self.held, rank, name)).sum()) * itemsize[name]
@@ -208,7 +208,7 @@ def index(box: Box) -> tuple[slice, ...]:
 
 
 def addresses(piece: Piece) -> np.ndarray:
-    """The place of each of a piece's elements in local memory."""
+    """Return the address of each element of a piece in local memory, in elements."""
     at = np.full(piece.box.size, piece.view.offset)
     for d, stride in enumerate(piece.view.stride):
         at += stride * np.arange(piece.box.size[d]).reshape([-1 if e == d else 1 for e in range(at.ndim)])
@@ -216,7 +216,7 @@ def addresses(piece: Piece) -> np.ndarray:
 
 
 def transfers_of(plan: Plan) -> list[Transfer]:
-    """Every transfer once; both of its ends have it in their parts, and nobody else has."""
+    """Return every transfer once, after checking that only its two ends have it in their plans."""
     sent, arriving = Counter[Transfer](), Counter[Transfer]()
     for rank, part in plan.items():
         assert part.rank == rank
@@ -229,7 +229,7 @@ def transfers_of(plan: Plan) -> list[Transfer]:
 
 
 def check_moves(world: World, plan: Plan) -> None:
-    """Replay a plan over numbered elements: each wanted place is written once, with its own element."""
+    """Check a plan on numbered elements: each wanted address is written once, with the right element."""
     number, total = {}, 0
     for name, shape in world.shapes.items():
         number[name] = total + np.arange(math.prod(shape)).reshape(shape)
@@ -253,7 +253,7 @@ def check_moves(world: World, plan: Plan) -> None:
 
 
 def random_grid(random: Random, shape: Shape) -> list[Box]:
-    """The boxes into which random cuts of each dim divide a tensor."""
+    """Return the boxes of a random grid that divides a tensor."""
     edges = [sorted({0, n, *random.choices(range(n + 1), k=random.randint(0, 2))}) for n in shape]
     ranges = [list(itertools.pairwise(e)) for e in edges]
     return [Box(tuple(a for a, _ in r), tuple(b - a for a, b in r)) for r in itertools.product(*ranges)]
@@ -265,7 +265,7 @@ LAYERS = ("", "layers.0.", "layers.2.", "layers.10.")
 
 @st.composite
 def worlds(draw: st.DrawFn, layers: Sequence[str] = LAYERS) -> World:
-    """Each tensor cut by one random grid among those who hold it, by another among those who want it.
+    """Draw a world in which holders have one random grid of each tensor, and readers another.
 
     Tensors are in different layers, or in none. Boxes have replicas and one rank's boxes may overlap; pieces lie in
     memory in any order of dims, with or without gaps. The details come from one seed, which is much faster to draw.

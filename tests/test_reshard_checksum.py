@@ -1,4 +1,4 @@
-"""A checksum says the same of the same bytes however they lie, and another of any other bytes."""
+"""A checksum depends on the bytes of a tensor, and not on its strides or its address."""
 
 import numpy as np
 import pytest
@@ -13,13 +13,13 @@ SHAPES = [(), (1,), (7,), (3, 5), (64, 256), (100, 384), (2, 3, 128), (31, 1000)
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Any bytes: what they mean as numbers does not matter."""
+    """Return a tensor of random bytes."""
     raw = np.random.default_rng(seed).integers(0, 256, (*shape, dtype.itemsize), dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def in_gaps(tensor: torch.Tensor, gap: int) -> torch.Tensor:
-    """The same elements, every row `gap` elements from the next, at an odd place in memory."""
+    """Return a copy whose rows are `gap` elements apart, at an unaligned address."""
     *outer, inner = tensor.shape
     raw = torch.zeros((*outer, inner + gap, tensor.itemsize), dtype=torch.uint8)
     there = raw[..., 1 : inner + 1, :]

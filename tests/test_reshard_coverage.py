@@ -1,4 +1,4 @@
-"""The checker of plans against plans that are broken, at both ends of a transfer or at one."""
+"""The checks of a plan, against plans that are broken at one end of a transfer or at both."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ BROKEN = r"does not hold|does not want|elements wanted|once too often|has no par
 
 
 def parts_of(transfers: Iterable[Transfer], ranks: Iterable[int]) -> dict[int, list[Transfer]]:
-    """What each rank takes part in."""
+    """Return the transfers in which each rank takes part."""
     parts: dict[int, list[Transfer]] = {rank: [] for rank in ranks}
     for t in transfers:
         for rank in {t.src, t.dst}:
@@ -27,11 +27,11 @@ def parts_of(transfers: Iterable[Transfer], ranks: Iterable[int]) -> dict[int, l
 
 
 def plan_of(parts: Mapping[int, Sequence[Transfer]]) -> Plan:
-    """One bucket, and a message for each transfer that needs one: so that it is the transfers that are wrong."""
+    """Return a plan of one bucket with correct messages, so that only the transfers can be wrong."""
     plan = {}
     for rank, transfers in parts.items():
-        moving = [t for t in transfers if not t.is_local]
-        messages = tuple(Message(tag, t.src, t.dst, t.dtype, (t,)) for tag, t in enumerate(moving))
+        remote = [t for t in transfers if not t.is_local]
+        messages = tuple(Message(tag, t.src, t.dst, t.dtype, (t,)) for tag, t in enumerate(remote))
         plan[rank] = RankPlan(rank, (Bucket(0, None, tuple(transfers), messages),))
     return plan
 
@@ -46,25 +46,26 @@ def shifted(box: Box, by: int = 1) -> Box:
 
 
 def beside(piece: Piece) -> Piece:
-    """The box one further on, at the place where it would be in the same memory."""
+    """Return the piece whose box is shifted by one element, at its location in the same memory."""
     return piece.restrict(shifted(piece.box))
 
 
 def lacking(world: World, t: Transfer) -> int:
-    """A rank that does not hold all of what is transferred."""
+    """Return a rank that does not hold all elements of a transfer."""
     where = index(t.box)
     return next((r for r in world.held.pieces if not world.has(world.held, r, t.name)[where].all()), 9)
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """Breaks one transfer of a right plan.
+    """A change that breaks one transfer of a correct plan.
 
     Attributes:
-        ends: those that go by what is broken, and which alone having it so is wrong.
+        ends: the ends, `source` or `target`, at which the change alone already breaks the plan.
+        mutate: returns the transfers that replace the given one.
     """
 
-    bucket_boundaries: str
+    ends: str
     mutate: Callable[[World, Transfer], list[Transfer]]
 
 
@@ -90,7 +91,7 @@ MUTANTS = {
     "lands in other strides": Mutant("target", lambda w, t: [replace(t, target=moved(t.target, stride=1))]),
     "read in another dtype": Mutant("source", lambda w, t: [replace(t, source=replace(t.source, dtype="float64"))]),
     "lands in another dtype": Mutant("target", lambda w, t: [replace(t, target=replace(t.target, dtype="float64"))]),
-    "travels in another dtype": Mutant("source target", lambda w, t: [replace(t, dtype="float64")]),
+    "sent in another dtype": Mutant("source target", lambda w, t: [replace(t, dtype="float64")]),
     "of another tensor": Mutant("source target", lambda w, t: [replace(t, name="t9")]),
     "reads another tensor": Mutant("source", lambda w, t: [replace(t, source=replace(t.source, name="t9"))]),
     "lands as another tensor": Mutant("target", lambda w, t: [replace(t, target=replace(t.target, name="t9"))]),
@@ -103,7 +104,7 @@ MUTANTS = {
 CASES = [
     pytest.param(name, end, id=f"{name}-{end}")
     for name, mutant in MUTANTS.items()
-    for end in ("both", *mutant.bucket_boundaries.split())
+    for end in ("both", *mutant.ends.split())
 ]
 
 
@@ -123,9 +124,8 @@ def test_a_broken_plan_is_refused(name: str, end: str, world: World, data: st.Da
         broken = parts_of(changed, world.held.pieces)
     else:
         rank = t.src if end == "source" else t.dst
-        mine = {id(one) for one in right[rank]}
-        others = {id(one) for one in transfers} - mine
-        broken = right | {rank: [one for one in changed if id(one) not in others]}
+        remote = {id(t) for t in transfers} - {id(t) for t in right[rank]}
+        broken = right | {rank: [t for t in changed if id(t) not in remote]}
     with pytest.raises(PlanError, match=BROKEN):
         check_coverage(plan_of(broken), world.holdings, world.demand)
 
@@ -146,7 +146,7 @@ def test_a_part_that_is_left_out_is_refused(world: World) -> None:
 @FEW
 @given(worlds())
 def test_a_transfer_between_others_is_refused(world: World) -> None:
-    """A rank would take what it does not send for what it receives."""
+    """A rank would otherwise receive what it should send."""
     transfers = transfers_of(make_plan(world.holdings, world.demand, 64))
     assume(transfers)
     parts = parts_of(transfers, [*world.held.pieces, 9])
@@ -155,7 +155,7 @@ def test_a_transfer_between_others_is_refused(world: World) -> None:
         check_coverage(plan_of(parts), world.holdings, world.demand)
 
 
-def two_alike() -> tuple[World, Transfer, Transfer]:
+def two_equal_tensors() -> tuple[World, Transfer, Transfer]:
     world = World({}, Side(2), Side(2))
     for name in ("k_proj", "v_proj"):
         world.held.add(0, name, Box.full((4, 6)))
@@ -165,7 +165,7 @@ def two_alike() -> tuple[World, Transfer, Transfer]:
 
 
 def test_a_box_of_another_tensor_in_its_place_is_refused() -> None:
-    world, k, v = two_alike()
+    world, k, v = two_equal_tensors()
     read = replace(k, source=v.source), replace(v, source=k.source)
     with pytest.raises(PlanError, match="rank 0 does not hold k_proj"):
         check_coverage(plan_of(parts_of(read, (0, 1))), world.holdings, world.demand)
@@ -176,8 +176,8 @@ def test_a_box_of_another_tensor_in_its_place_is_refused() -> None:
 
 @FEW
 @given(worlds())
-def test_a_rank_alone_sees_what_arrives(world: World) -> None:
-    """In a run a rank has its own part only, without the places of the others."""
+def test_each_rank_checks_its_own_arrivals(world: World) -> None:
+    """In a run a rank has only its own plan, without the memory locations of other ranks."""
     for rank, part in make_plan(world.holdings, world.demand, 64).items():
         here = [replace(t, source=t.source if t.src == rank else None) for t in part.transfers if t.dst == rank]
         there = [replace(t, target=None) for t in part.transfers if rank == t.src != t.dst]

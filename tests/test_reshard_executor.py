@@ -1,4 +1,4 @@
-"""Plans carried out on real tensors: what lands is compared with numpy's truth, what is counted with the plan."""
+"""Execution of plans on real tensors: values are compared with numpy's, and counts with the plan."""
 
 import threading
 from bisect import bisect_right
@@ -20,8 +20,8 @@ from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import signature_of
 from hybrid3d.reshard.coverage import check_arrivals, check_coverage, lower_bound
 from hybrid3d.reshard.executor import ExecutionReport, Executor, NamedTensors, run_local_plan
-from hybrid3d.reshard.layout import Fill, Holdings, Piece, View
-from hybrid3d.reshard.planner import FILES, LocalPieces, Plan, RankPlan, Routes, local_plan, make_plan
+from hybrid3d.reshard.layout import Fill, Holdings, LocalPieces, Piece, View
+from hybrid3d.reshard.planner import FILES, Plan, RankPlan, Routes, local_plan, make_plan
 from hybrid3d.reshard.ready import required_optimizer_buckets
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import GlooTransport, Transport, make_transport
@@ -33,7 +33,7 @@ BEFORE = 7.0  # what a destination holds until something lands there
 
 
 class Bound(NamedTensors):
-    """Tensors that are asked for once, before the first run."""
+    """Tensors that may be requested only before the first run."""
 
     bound = False
 
@@ -45,10 +45,10 @@ class Bound(NamedTensors):
 
 
 class Layers(Bound):
-    """A sink as strict as a live model: a layer's memory may be written between its opening and its closing only.
+    """A sink that, like a live model, may be written only while the layer is open.
 
     Attributes:
-        order: layers, as they were opened.
+        order: the layers in the order in which they were opened.
         landed: what memory looked like when the layers were closed.
     """
 
@@ -61,7 +61,7 @@ class Layers(Bound):
         self.begin()
 
     def begin(self) -> None:
-        """Expect all layers, into untouched memory."""
+        """Start a run that must write all layers."""
         self._left, self._open = set(self._pieces), list[int | None]()
         self.order: list[int | None] = []
 
@@ -80,7 +80,7 @@ class Layers(Bound):
             live[where] = BEFORE
 
     def _places(self, layer: int | None) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Memory, what has landed of it, and the places in both; of each of a layer's pieces."""
+        """Return the memory, the values that have arrived and the addresses in both, for each piece of a layer."""
         return [
             (self._memory[p.view.tensor], self.landed[p.view.tensor], torch.from_numpy(addresses(p)).flatten())
             for p in self._pieces[layer]
@@ -94,7 +94,7 @@ class Layers(Bound):
 
 
 def canonical(world: World, seed: int) -> dict[str, torch.Tensor]:
-    """Canonical tensors of random values, of all magnitudes that bfloat16 knows."""
+    """Return canonical tensors with random values of all magnitudes that bfloat16 can represent."""
     random = np.random.default_rng(seed)
     return {
         name: torch.as_tensor(random.standard_normal(shape) * 10.0 ** random.integers(-30, 30, shape)).float()
@@ -103,25 +103,25 @@ def canonical(world: World, seed: int) -> dict[str, torch.Tensor]:
 
 
 def memories(side: Side, rank: int, value: float) -> dict[str, torch.Tensor]:
-    """A rank's tensors; each lies in a larger one, as a parameter lies in Megatron's buffer."""
+    """Return a rank's tensors; each is a view of a larger one, like a parameter in Megatron's buffer."""
     lengths = {dtype: n for (r, dtype), n in side.length.items() if r == rank}
     return {dtype: torch.full((n + 16,), value, dtype=getattr(torch, dtype))[16:] for dtype, n in lengths.items()}
 
 
 def write_pieces(pieces: list[Piece], values: dict[str, torch.Tensor], memory: dict[str, torch.Tensor]) -> None:
-    """Put boxes of the canonical values at the places that numpy's arithmetic gives them."""
+    """Write boxes of the canonical values to the addresses that numpy computes."""
     for piece in pieces:
         content = values[piece.name][index(piece.box)].to(getattr(torch, piece.dtype))
         by_element(memory[piece.view.tensor])[torch.from_numpy(addresses(piece)).flatten()] = by_element(content)
 
 
 def by_element(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element: what two tensors must have in common to be the same, whatever their dtype."""
+    """Return the bytes of each element, [elements, bytes], to compare tensors of any dtype bit by bit."""
     return tensor.contiguous().flatten().view(torch.uint8).view(-1, tensor.itemsize)
 
 
 def truth(world: World, rank: int, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What must be in a rank's memory afterwards, gaps included."""
+    """Return the expected contents of a rank's memory after a run, gaps included."""
     held = {p.name: getattr(torch, p.dtype) for pieces in world.held.pieces.values() for p in pieces}
     memory = memories(world.wanted, rank, BEFORE)
     write_pieces(
@@ -131,13 +131,13 @@ def truth(world: World, rank: int, values: dict[str, torch.Tensor]) -> dict[str,
 
 
 def unlike(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
-    """The memories that are not, bit for bit, as they must be."""
+    """Return the names of the tensors that differ from the expected ones in any bit."""
     assert got.keys() == expected.keys()
     return [name for name in expected if not by_element(got[name]).equal(by_element(expected[name]))]
 
 
 class Ranks:
-    """All ranks of a world in this process, each in a thread of its own."""
+    """Runs all ranks of a world in this process, one thread for each."""
 
     def __init__(self, world: World, plan: Plan, transport: Callable[..., Transport] = Strict):
         self.world, self.plan, self.ranks = world, plan, list(world.held.pieces)
@@ -159,14 +159,14 @@ class Ranks:
     def _run(self, rank: int) -> ExecutionReport:
         sink = self.sinks[rank]
         sink.begin()
-        with self.mailbox.one_for_all():
+        with self.mailbox.failing_together():
             report = self.executors[rank].run()
         sink.end()
         assert sink.order == self.plan[rank].layers
         return report
 
     def wrong(self, values: dict[str, torch.Tensor]) -> list[tuple[int, str]]:
-        """(rank, memory) of what is not, bit for bit, as it must be."""
+        """Return (rank, tensor) for every tensor that differs from the expected one in any bit."""
         ranks = zip(self.ranks, self.sinks, strict=True)
         return [(rank, name) for rank, sink in ranks for name in unlike(sink.landed, truth(self.world, rank, values))]
 
@@ -185,7 +185,7 @@ def test_values_land_bit_for_bit_and_bytes_are_as_planned(world: World, limit: i
 
 
 class Posted(LocalTransport):
-    """What both ends have posted arrives before either of them waits for it; what one has posted may be waited for."""
+    """A transport that, like NCCL, delivers a message as soon as both ends have posted it."""
 
     blocks_host = False
 
@@ -211,10 +211,10 @@ class Posted(LocalTransport):
 
 
 class Updated(Ranks):
-    """Ranks that have their new values a part after another, some in fewer parts; at the end all of them meet.
+    """Ranks whose optimizer updates one bucket of weights after another, some in fewer buckets than others.
 
     Attributes:
-        early: how many buckets were begun before the rank's last part.
+        early: the number of transfer buckets that were started before the rank's last optimizer bucket.
     """
 
     def update(
@@ -237,7 +237,7 @@ class Updated(Ranks):
         ready = required_optimizer_buckets(self.plan[rank], self._parts[rank], self._buckets, lambda own: self._last)
         sink.begin()
         executor.begin()
-        with self.mailbox.one_for_all():
+        with self.mailbox.failing_together():
             for part in range(-1, last + 1):
                 now = [p for p in held if self._parts[rank].get(p.name, -1) == part]
                 write_pieces(now, self._values, self.held[rank])
@@ -269,7 +269,7 @@ def test_what_moves_while_the_rest_is_updated_is_what_has_been(
 
 
 def test_what_is_ready_first_is_moved_first_and_nobody_waits_for_whoever_waits_for_him() -> None:
-    """Two ranks have one part, and the others two; a bucket is small, so that there are many."""
+    """Two ranks have one optimizer bucket and the others two; transfer buckets are small, so there are many."""
     world = large_world()
     ranks = Updated(world, make_plan(world.holdings, world.demand, 100_000), Posted)
     of_layer = {0: 0, 1: 1, None: 1}
@@ -294,7 +294,7 @@ def test_a_layer_is_not_finished_before_what_is_shared_of_it_is_updated() -> Non
 @settings(max_examples=40, deadline=None)
 @given(worlds(), st.integers(4, 100))
 def test_both_ends_submit_the_messages_between_them_in_the_same_order(world: World, limit: int) -> None:
-    """NCCL knows no tags."""
+    """NCCL has no tags, so the order of messages must be the same at both ends."""
     ranks = Ranks(world, make_plan(world.holdings, world.demand, limit))
     ranks.run(canonical(world, 1))
     for src, sender in enumerate(ranks.transports):
@@ -306,7 +306,7 @@ def test_both_ends_submit_the_messages_between_them_in_the_same_order(world: Wor
 
 
 def large_world() -> World:
-    """Four ranks, TP2 x PP2 to TP4: boxes that travel alone and are cut, that are packed, transposed, converted."""
+    """Return four ranks, TP2 x PP2 to TP4, with boxes that are direct, split, packed, transposed and converted."""
     world = World({}, Side(4), Side(4))
     shapes: dict[str, tuple[Shape, int, str, str]] = {
         "gate": ((1024, 512), 0, "bfloat16", "bfloat16"),  # whole rows: sent and received without staging
@@ -343,7 +343,7 @@ def test_large_boxes_of_several_dtypes(bucket: int, transport: Callable[..., Tra
 
 
 class FlipsOneBit(Strict):
-    """Rank 0's first message arrives with one bit of its last byte changed."""
+    """A transport that flips one bit in the last byte of rank 0's first message."""
 
     flipped: tuple[int, int] | None = None
 
@@ -365,7 +365,7 @@ def test_one_flipped_bit_is_seen() -> None:
 
 
 class Nothing(LocalTransport):
-    """Refuses to carry anything."""
+    """A transport that fails on every message."""
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         raise AssertionError(f"sends to rank {dst}")
@@ -391,7 +391,7 @@ def test_what_is_there_already_needs_no_transport_and_no_staging() -> None:
 @settings(max_examples=40, deadline=None)
 @given(worlds(), st.integers(0, 99))
 def test_a_load_is_copied_to_every_rank(world: World, seed: int) -> None:
-    """From one rank that holds everything under its canonical names, as files do: converted, strided, in layers."""
+    """`FILES` holds every tensor; values are converted, strided and in layers."""
     values, dtypes = canonical(world, seed), {p.name: p.dtype for ps in world.held.pieces.values() for p in ps}
     files = {name: value.to(getattr(torch, dtypes[name])) for name, value in values.items()}
     held = {
@@ -405,18 +405,18 @@ def test_a_load_is_copied_to_every_rank(world: World, seed: int) -> None:
         assert unlike(wanted, truth(world, rank, values)) == []
 
 
-def test_a_copy_needs_both_of_its_ends() -> None:
+def test_a_local_copy_needs_both_pieces() -> None:
     world = World({"t": (4,)}, Side(2), Side(2))
     world.held.add(0, "t", Box.full((4,)))
     world.wanted.add(1, "t", Box.full((4,)))
     memory = NamedTensors({"float32": torch.zeros(4)})
     for rank in (0, 1):
         with pytest.raises(AssertionError):
-            run_local_plan(own_part(world, rank, int, 64), memory, memory)
+            run_local_plan(plan_of_rank(world, rank, int, 64), memory, memory)
 
 
-def own_part(world: World, rank: int, agree: Callable[[int], int], bucket: int) -> RankPlan:
-    """A rank's part as `WeightSync` makes it: of its own pieces, and of the signatures of all."""
+def plan_of_rank(world: World, rank: int, all_reduce_min: Callable[[int], int], bucket: int) -> RankPlan:
+    """Return a rank's plan as `SyncPlan` makes it: from its own pieces and the signatures of all ranks."""
     held, wanted = world.holdings[rank], world.demand[rank]
     if dist.is_initialized():
         everyone = dist.group.WORLD
@@ -425,8 +425,8 @@ def own_part(world: World, rank: int, agree: Callable[[int], int], bucket: int) 
         sides = (world.holdings, world.demand)
         holders, readers = ([([r], signature_of(side)) for r, side in of.items()] for of in sides)
     routes = Routes(holders, readers, bucket)
-    moves = routes.rank_transfers(rank, LocalPieces({rank: held}, {rank: wanted}))
-    return routes.plan(rank, moves, routes.bucket_boundaries([moves], agree))
+    transfers = routes.rank_transfers(rank, LocalPieces({rank: held}, {rank: wanted}))
+    return routes.plan(rank, transfers, routes.bucket_boundaries([transfers], all_reduce_min))
 
 
 def test_fill_writes_its_view_alone() -> None:
@@ -436,7 +436,7 @@ def test_fill_writes_its_view_alone() -> None:
 
 
 def gloo_rank(rank: int, folder: Path) -> None:
-    """One of four processes: it makes its own part, and two syncs over gloo are compared with the truth."""
+    """Plan and execute two syncs over gloo in one of four processes, and compare the values with numpy's."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4)
     everyone = dist.group.WORLD
@@ -452,11 +452,11 @@ def gloo_rank(rank: int, folder: Path) -> None:
     assert distributed.broadcast_object(rank, pair) == rank % 2
     assert smallest(rank) == 0
     world = large_world()
-    plan = own_part(world, rank, smallest, 300_000)
+    plan = plan_of_rank(world, rank, smallest, 300_000)
     check_arrivals(plan, world.demand[rank])
     whole = make_plan(world.holdings, world.demand, 300_000)[rank]
-    said = [[[(t.name, t.box, t.src, t.dst) for t in b.transfers] for b in part.buckets] for part in (plan, whole)]
-    assert said[0] == said[1]
+    planned = [[[(t.name, t.box, t.src, t.dst) for t in b.transfers] for b in part.buckets] for part in (plan, whole)]
+    assert planned[0] == planned[1]
     assert plan.staging_bytes == whole.staging_bytes
     transport = make_transport(torch.device("cpu"), dist.new_group(range(4)))
     assert isinstance(transport, GlooTransport)

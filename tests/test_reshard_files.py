@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save, save_file
 
 from hybrid3d.reshard import files
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.files import CheckpointError, CheckpointReader, TensorEntry
+from hybrid3d.reshard.file_index import CheckpointError, TensorEntry
+from hybrid3d.reshard.files import CheckpointReader
 from hybrid3d.reshard.layout import Demand, Fill, Holdings, Piece, View
 from hybrid3d.reshard.planner import FILES, PlanError, make_plan
 from test_reshard_box import Side, box_in, index, random_grid
@@ -26,7 +27,7 @@ NamedTensors = dict[str, torch.Tensor]
 
 
 def same(a: NamedTensors, b: NamedTensors) -> bool:
-    """Equal names, shapes, dtypes and bits."""
+    """Return whether names, shapes, dtypes and bits are equal."""
     return a.keys() == b.keys() and all(
         (t.shape, t.dtype) == (b[n].shape, b[n].dtype) and by_element(t).equal(by_element(b[n])) for n, t in a.items()
     )
@@ -59,7 +60,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NamedTensors]:
-    """A tiny model as transformers saves it, in several files with an index; and its state dict."""
+    """Return the folder of a tiny model, saved by transformers in several files, and its state dict."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     folder = tmp_path_factory.mktemp("sharded")
@@ -98,7 +99,7 @@ def test_a_slice_has_the_right_bits(mixed: Path, data: st.DataObject) -> None:
 
 
 class Recorded:
-    """A `safe_open` that writes down how much of every tensor is read."""
+    """A `safe_open` that counts the elements that are read of every tensor."""
 
     elements: ClassVar[Counter[str]]
 
@@ -126,7 +127,7 @@ class Recorded:
 
 
 def test_a_rank_reads_only_what_it_wants(sharded: tuple[Path, NamedTensors], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two pipeline stages and TP ranks: rows, columns, a strided destination, another dtype, padding."""
+    """The last of two pipeline stages and TP ranks loads rows, columns, a strided view, another dtype and padding."""
     monkeypatch.setattr(files, "safe_open", Recorded)
     monkeypatch.setattr(Recorded, "elements", Counter(), raising=False)
     folder, state = sharded
@@ -147,7 +148,7 @@ def test_a_rank_reads_only_what_it_wants(sharded: tuple[Path, NamedTensors], mon
 
 
 def held_by_four(tensors: NamedTensors) -> tuple[dict[int, Holdings], list[NamedTensors]]:
-    """Cut tensors at random over four ranks, some boxes on two of them; the ranks' memories hold the values."""
+    """Divide tensors at random over four ranks, some boxes on two of them; return the ranks' pieces and memories."""
     random, side = Random(2), Side(4)
     for name, tensor in tensors.items():
         for box in random_grid(random, tuple(tensor.shape)):
@@ -236,25 +237,25 @@ def weight_map(content: Any) -> bytes:
 
 
 WHOLE = save({"bias": torch.zeros(5)})
-NO_INDEX = rf"{INDEX_FILE} is no index of a checkpoint"
-CUT = rf"{SINGLE_FILE} is damaged or cut short"
+NO_INDEX = rf"{INDEX_FILE} is not a valid checkpoint index"
+CUT = rf"{SINGLE_FILE} is damaged or truncated"
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        (SINGLE_FILE, None, rf"{SINGLE_FILE} is not there"),
+        (SINGLE_FILE, None, rf"{SINGLE_FILE} does not exist"),
         (SINGLE_FILE, WHOLE[:-1], rf"{CUT} \({len(WHOLE) - 1} bytes\)"),
         (SINGLE_FILE, WHOLE[:20], CUT),
         (SINGLE_FILE, b"", CUT),
         (SINGLE_FILE, b"no tensors here" * 9, CUT),
         (SINGLE_FILE, (9).to_bytes(8, "little") + b"[1, 2, 3]", CUT),
-        (SINGLE_FILE, save({"ids": torch.arange(3)}), rf"{SINGLE_FILE}: ids has dtype I64; known are F64, F32"),
-        (INDEX_FILE, weight_map({"bias": "gone.safetensors"}), r"gone\.safetensors is not there"),
+        (SINGLE_FILE, save({"ids": torch.arange(3)}), rf"{SINGLE_FILE}: ids has dtype I64; supported are F64, F32"),
+        (INDEX_FILE, weight_map({"bias": "gone.safetensors"}), r"gone\.safetensors does not exist"),
         (
             INDEX_FILE,
             weight_map({"bias": SINGLE_FILE, "q": SINGLE_FILE}),
-            rf"{INDEX_FILE} names 1 tensors that its files lack: \['q'\]",
+            rf"{INDEX_FILE} names 1 tensors that are not in its files: \['q'\]",
         ),
         (INDEX_FILE, b"{", NO_INDEX),
         (INDEX_FILE, b"{}", NO_INDEX),
@@ -262,7 +263,7 @@ CUT = rf"{SINGLE_FILE} is damaged or cut short"
         (INDEX_FILE, weight_map(None), NO_INDEX),
     ],
 )
-def test_damage_is_answered_with_the_file_s_name(
+def test_an_unreadable_checkpoint_names_the_file(
     tmp_path: Path, file: str, content: bytes | None, message: str
 ) -> None:
     (tmp_path / SINGLE_FILE).write_bytes(WHOLE)
@@ -282,7 +283,7 @@ def test_the_index_decides_which_of_two_files_a_tensor_is_in(tmp_path: Path) -> 
     assert {n: e.file for n, e in files.read_index(tmp_path).items()} == {"a": "1.safetensors", "b": "2.safetensors"}
 
 
-def test_what_the_files_or_the_ranks_lack_is_named(mixed: Path, tmp_path: Path) -> None:
+def test_missing_tensors_are_named(mixed: Path, tmp_path: Path) -> None:
     wanted = Piece("missing.weight", Box.full((2, 2)), View("local", 0, (2, 1)), "float32")
     with pytest.raises(PlanError, match=r"missing\.weight \[0, 0\] \+ \[2, 2\], wanted by rank 3"):
         files.load_files(mixed, Demand((wanted,)), {"local": torch.zeros(4)}, rank=3)

@@ -1,4 +1,4 @@
-"""Pieces and recorded copies against torch: what `boxes_of_copy` says must do what `dst.copy_(src)` does."""
+"""Pieces and recorded copies against torch: the boxes of `boxes_of_copy` must copy what `dst.copy_(src)` copies."""
 
 import math
 from dataclasses import replace
@@ -46,7 +46,7 @@ def select(draw: st.DrawFn, x: torch.Tensor) -> torch.Tensor:
 
 
 def skip(draw: st.DrawFn, x: torch.Tensor) -> torch.Tensor:
-    """x[::2] and its like, along any dim and from any index."""
+    """Draw a slice with a step, such as x[::2], along any dim and from any index."""
     dim = draw(st.integers(0, x.ndim - 1))
     step = draw(st.integers(2, 3))
     index = [slice(None)] * x.ndim
@@ -55,7 +55,7 @@ def skip(draw: st.DrawFn, x: torch.Tensor) -> torch.Tensor:
 
 
 def merge(draw: st.DrawFn, x: torch.Tensor) -> torch.Tensor:
-    """Two neighbouring dims as one, where torch can do it without a copy."""
+    """Merge two neighbouring dims, where torch can do it without a copy."""
     if x.ndim < 2:
         return x
     dim = draw(st.integers(0, x.ndim - 2))
@@ -76,7 +76,7 @@ ANY = [*MERGES, *CUTS]
 
 @st.composite
 def chains(draw: st.DrawFn, *stages: list) -> Case:
-    """A canonical tensor of distinct values and a view of it: up to three ops of each stage."""
+    """Draw a canonical tensor of distinct values and a view of it, by up to three ops of each stage."""
     shape = draw(SHAPES)
     canonical = torch.arange(math.prod(shape)).view(shape)
     view = canonical
@@ -88,7 +88,7 @@ def chains(draw: st.DrawFn, *stages: list) -> Case:
 
 @st.composite
 def destination_like(draw: st.DrawFn, source: torch.Tensor) -> torch.Tensor:
-    """A view of the source's shape in local memory: any order of its dims, any gaps, any start; all of it -1."""
+    """Draw a view of the source's shape in local memory, with any order of dims, gaps and offset, filled with -1."""
     order = draw(st.permutations(range(source.ndim)))
     gaps = [draw(st.sampled_from([0, 0, 0, 1])) for _ in order]
     padded = [source.shape[d] + gap for d, gap in zip(order, gaps, strict=True)]
@@ -100,7 +100,7 @@ def destination_like(draw: st.DrawFn, source: torch.Tensor) -> torch.Tensor:
 
 
 def boxes(canonical: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> Boxes:
-    """As the recorder asks for them."""
+    """Call `boxes_of_copy` as the recorder does."""
     return boxes_of_copy(
         tuple(canonical.shape),
         tuple(source.shape),
@@ -110,12 +110,12 @@ def boxes(canonical: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -
 
 
 def memory_of(view: torch.Tensor) -> torch.Tensor:
-    """The flat memory in which a view lies."""
+    """Return the flat memory of a view."""
     return view.as_strided((view.untyped_storage().nbytes() // view.itemsize,), (1,), 0)
 
 
 def check_replay(canonical: torch.Tensor, source: torch.Tensor, target: torch.Tensor, found: Boxes) -> None:
-    """Writing the boxes must leave the target's memory, gaps included, as `copy_` leaves it; no element twice."""
+    """Check that writing the boxes changes memory as `copy_` does, gaps included, and writes no element twice."""
     replayed = memory_of(target).clone()
     writes = torch.zeros_like(replayed)
     for box, offset, stride in found:
@@ -209,7 +209,7 @@ def test_a_view_that_is_no_box_is_refused(source: torch.Tensor) -> None:
 
 @st.composite
 def pieces(draw: st.DrawFn) -> tuple[torch.Tensor, Piece]:
-    """A local tensor of distinct values and a piece whose view lies anyhow in it."""
+    """Draw a local tensor of distinct values and a piece with any view of it."""
     _, source = draw(chains(CUTS))
     view = draw(destination_like(source))
     memory = memory_of(view).copy_(torch.arange(len(memory_of(view))))

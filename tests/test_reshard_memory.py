@@ -1,4 +1,4 @@
-"""Memory that is given back between uses: views of it stay, and are right once it is there again."""
+"""Buffers that are released between uses: their views stay valid and have the right contents afterwards."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from test_reshard_box import World, worlds
 from test_reshard_executor import Ranks, canonical
 
 
-class GivenBack(DeviceBuffer):
-    """Gives back what a CPU would keep, as a GPU does."""
+class ReleasedBuffer(DeviceBuffer):
+    """A CPU buffer that is released like a GPU buffer."""
 
     def __init__(self, nbytes: int, device: torch.device | str):
         super().__init__(nbytes, device)
@@ -40,8 +40,8 @@ def test_on_a_cpu_memory_is_kept() -> None:
 
 
 def test_views_stay_right_though_memory_is_given_back() -> None:
-    """Whatever other memory takes its place meanwhile."""
-    memory = GivenBack(4096, "cpu")
+    """Views stay valid although other memory is allocated in the meantime."""
+    memory = ReleasedBuffer(4096, "cpu")
     floats, halves = (
         memory.flat_view(0, 2048, torch.float32),
         memory.flat_view(2048, 1024, torch.bfloat16).view(16, 32).t(),
@@ -67,7 +67,7 @@ def test_views_stay_right_though_memory_is_given_back() -> None:
 
 
 def test_a_tensor_that_lies_in_memory_is_known() -> None:
-    memory, other = GivenBack(64, "cpu"), DeviceBuffer(64, "cpu")
+    memory, other = ReleasedBuffer(64, "cpu"), DeviceBuffer(64, "cpu")
     view = memory.flat_view(8, 16, torch.float32)
     strided, copy = view[1:].as_strided((1, 2), (5, 2)), view.clone()
     for _ in range(2):
@@ -91,10 +91,10 @@ def test_what_lies_behind_is_aligned() -> None:
 def test_staging_may_be_given_back_between_runs(world: World, limit: int) -> None:
     plan = make_plan(world.holdings, world.demand, limit)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(executor, "DeviceBuffer", GivenBack)
+        patched.setattr(executor, "DeviceBuffer", ReleasedBuffer)
         ranks = Ranks(world, plan)
     staging = [memory for one in ranks.executors for memory in one._staging]
-    assert all(isinstance(memory, GivenBack) for memory in staging)
+    assert all(isinstance(memory, ReleasedBuffer) for memory in staging)
     for seed in (1, 2, 3):
         assert all(memory.taken_bytes == 0 for memory in staging)
         values = canonical(world, seed)

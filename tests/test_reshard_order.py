@@ -1,4 +1,4 @@
-"""When transfers go: the order that all ranks count alike, buckets that end alike, and parts that ranks make alone."""
+"""The order of transfers, the boundaries of buckets, and plans that ranks compute separately."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Group, rank_groups, signature_of
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings
+from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, LocalPieces
 from hybrid3d.reshard.order import Order
-from hybrid3d.reshard.planner import Bucket, LocalPieces, Message, Plan, RankPlan, Routes, Transfer, make_plan
+from hybrid3d.reshard.planner import Bucket, Message, Plan, RankPlan, Routes, Transfer, make_plan
 from test_reshard_box import Side, World, transfers_of, worlds
 from worlds import run_in_threads
 
@@ -28,13 +28,13 @@ NAMES = st.builds(
 
 
 def layer_in(name: str) -> int | None:
-    """Said without the library's own words for it."""
+    """Return the layer in a name, without the function that is tested."""
     numbers = re.findall(r"layers\.(\d+)\.", name)
     return int(numbers[0]) if numbers else None
 
 
 def by_layer(names: Iterable[str]) -> dict[int | None, list[str]]:
-    """Layers by number, then what is in none; in each of them t2 before t10."""
+    """Group names by layer in numeric order, `None` last; within a layer, t2 comes before t10."""
     found: dict[int | None, list[str]] = defaultdict(list)
     for name in sorted(names, key=lambda name: int(name.rpartition("t")[2])):
         found[layer_in(name)].append(name)
@@ -45,7 +45,7 @@ def rotations(sequence: Sequence) -> list[list]:
     return [[*sequence[at:], *sequence[:at]] for at in range(len(sequence))]
 
 
-def moved_bytes(t: Transfer) -> int:
+def transferred_bytes(t: Transfer) -> int:
     return 0 if t.src == t.dst else t.target.box.numel * ITEMSIZE[t.target.dtype]
 
 
@@ -84,12 +84,12 @@ def place_in_stage(layer: int, layers: Iterable[int | None], stages: Mapping[int
 def test_readers_begin_at_different_stages_and_at_different_tensors(
     stages: int, tensors: int, readers: int, each: int
 ) -> None:
-    """As far as there are enough of them: else as few as can be begin at the same."""
+    """If there are fewer stages or tensors than readers, as few readers as possible start at the same one."""
     names = [f"layers.{layer}.t{i}" for layer in range(stages * each) for i in range(tensors)]
     order = Order(names, range(5, 5 + readers), {layer: layer // each for layer in range(stages * each)})
-    for those, count in ((names, stages), ([f"layers.0.t{i}" for i in range(tensors)], tensors)):
-        first = [min(those, key=lambda name: order.key(name, reader, 0)) for reader in range(5, 5 + readers)]
-        begins = Counter(map(layer_in, first)) if those is names else Counter(first)
+    for candidates, count in ((names, stages), ([f"layers.0.t{i}" for i in range(tensors)], tensors)):
+        first = [min(candidates, key=lambda name: order.key(name, reader, 0)) for reader in range(5, 5 + readers)]
+        begins = Counter(map(layer_in, first)) if candidates is names else Counter(first)
         assert max(begins.values()) == -(-readers // count)
         assert len(begins) == min(readers, count)
 
@@ -115,12 +115,12 @@ def test_readers_take_the_first_layers_of_all_stages_before_the_second_ones() ->
 @given(worlds(), st.integers(4, 100), st.integers(1, 3))
 def test_both_ends_have_a_transfer_under_one_key_of_its_own(world: World, limit: int, per_node: int) -> None:
     routes = Routes(rank_groups(world.holdings), rank_groups(world.demand), limit, per_node)
-    known, at = LocalPieces(world.holdings, world.demand), defaultdict[int, set[Transfer]](set)
+    pieces, at = LocalPieces(world.holdings, world.demand), defaultdict[int, set[Transfer]](set)
     for rank in world.held.pieces:
-        moves = routes.rank_transfers(rank, known)
-        keys = [key for key, _ in moves]
+        keyed = routes.rank_transfers(rank, pieces)
+        keys = [key for key, _ in keyed]
         assert all(a < b for a, b in itertools.pairwise(keys))
-        for key, t in moves:
+        for key, t in keyed:
             at[key].add(t)
     assert all(len(transfers) == 1 for transfers in at.values())
     plan = make_plan(world.holdings, world.demand, limit, per_node)
@@ -142,15 +142,15 @@ def test_a_rank_takes_one_layer_after_another_and_one_in_a_bucket(world: World, 
 @RANDOM
 @given(worlds(), st.integers(4, 100), st.integers(1, 3))
 def test_buckets_end_at_the_same_keys_on_all_ranks_and_none_too_early(world: World, limit: int, per_node: int) -> None:
-    """A bucket ends with its round, or before a transfer that some rank has no room for."""
+    """A bucket ends with its round, or before a transfer that would exceed the limit on some rank."""
     routes = Routes(rank_groups(world.holdings), rank_groups(world.demand), limit, per_node)
-    known = LocalPieces(world.holdings, world.demand)
-    moves = {rank: routes.rank_transfers(rank, known) for rank in world.held.pieces}
-    bucket_boundaries = routes.bucket_boundaries(moves.values())
+    pieces = LocalPieces(world.holdings, world.demand)
+    transfers = {rank: routes.rank_transfers(rank, pieces) for rank in world.held.pieces}
+    bucket_boundaries = routes.bucket_boundaries(transfers.values())
     plan = make_plan(world.holdings, world.demand, limit, per_node)
-    for rank, mine in moves.items():
-        buckets = itertools.groupby(mine, lambda move: bisect_right(bucket_boundaries, move[0]))
-        assert [list(b.transfers) for b in plan[rank].buckets] == [[t for _, t in those] for _, those in buckets]
+    for rank, keyed in transfers.items():
+        buckets = itertools.groupby(keyed, lambda keyed_transfer: bisect_right(bucket_boundaries, keyed_transfer[0]))
+        assert [list(b.transfers) for b in plan[rank].buckets] == [[t for _, t in bucket] for _, bucket in buckets]
     wanted = {p.name for side in world.wanted.pieces.values() for p in side}
     order = Order(wanted, world.wanted.pieces, dict.fromkeys(map(layer_in, wanted), 0))
     assert [0, *bucket_boundaries] == sorted({0, *bucket_boundaries})
@@ -158,24 +158,24 @@ def test_buckets_end_at_the_same_keys_on_all_ranks_and_none_too_early(world: Wor
     for begin, end in itertools.pairwise([0, *bucket_boundaries]):
         assert begin // order.round == (end - 1) // order.round
         full = []
-        for mine in moves.values():
-            load = sum(moved_bytes(t) for key, t in mine if begin <= key < end)
+        for keyed in transfers.values():
+            load = sum(transferred_bytes(t) for key, t in keyed if begin <= key < end)
             assert load <= limit
-            following = [moved_bytes(t) for key, t in mine if key == end]
+            following = [transferred_bytes(t) for key, t in keyed if key == end]
             full.append(any(load + nbytes > limit for nbytes in following))
         assert end % order.round == 0 or any(full)
 
 
 @RANDOM
 @given(worlds(), st.integers(4, 100))
-def test_on_no_rank_more_goes_in_a_bucket_than_it_may(world: World, limit: int) -> None:
+def test_no_bucket_exceeds_the_limit_on_any_rank(world: World, limit: int) -> None:
     for part in make_plan(world.holdings, world.demand, limit).values():
         for bucket in part.buckets:
-            assert sum(map(moved_bytes, bucket.transfers)) <= limit
+            assert sum(map(transferred_bytes, bucket.transfers)) <= limit
 
 
-def said(plan: Plan, rank: int, pair: tuple[int, int]) -> list[list[tuple]]:
-    """Of the messages between two ranks all that must be alike at both ends, by bucket."""
+def messages_between(plan: Plan, rank: int, pair: tuple[int, int]) -> list[list[tuple]]:
+    """Return, by bucket, everything about the messages from one rank to another that both ends must agree on."""
     found = [
         [
             (m.tag, m.dtype, m.nbytes, [(t.name, t.box, t.nbytes) for t in m.transfers])
@@ -189,37 +189,37 @@ def said(plan: Plan, rank: int, pair: tuple[int, int]) -> list[list[tuple]]:
 
 @RANDOM
 @given(worlds(), st.integers(4, 100))
-def test_both_ends_of_a_pair_say_the_same_of_their_messages(world: World, limit: int) -> None:
+def test_both_ends_plan_the_same_messages(world: World, limit: int) -> None:
     plan = make_plan(world.holdings, world.demand, limit)
     for src, dst in itertools.permutations(plan, 2):
-        messages = said(plan, src, (src, dst))
-        assert messages == said(plan, dst, (src, dst))
+        messages = messages_between(plan, src, (src, dst))
+        assert messages == messages_between(plan, dst, (src, dst))
         tags = [tag for bucket in messages for tag, *_ in bucket]
         assert tags == list(range(len(tags)))
 
 
-class Agreement:
-    """The least of what several threads say, each time that all have said something."""
+class ThreadAllReduceMin:
+    """An all-reduce MIN of one number between threads."""
 
     def __init__(self, ranks: int):
-        self._said: list[int] = []
-        self._all = threading.Barrier(ranks, self._settle, timeout=60)
+        self._numbers: list[int] = []
+        self._all = threading.Barrier(ranks, self._reduce, timeout=60)
 
-    def _settle(self) -> None:
-        self._least = min(self._said)
-        self._said.clear()
+    def _reduce(self) -> None:
+        self._minimum = min(self._numbers)
+        self._numbers.clear()
 
     def __call__(self, number: int) -> int:
-        self._said.append(number)
+        self._numbers.append(number)
         self._all.wait()
-        return self._least
+        return self._minimum
 
     def abort(self) -> None:
         self._all.abort()
 
 
 def in_groups(sides: dict[int, Holdings] | dict[int, Demand]) -> list[Group]:
-    """Outlines that are equal, once, with the ranks that have them: what ranks of a run know of each other."""
+    """Group ranks with equal signatures, as the ranks of a run learn of each other."""
     found: dict[str, Group] = {}
     for rank, side in sides.items():
         signature = signature_of(side)
@@ -228,20 +228,20 @@ def in_groups(sides: dict[int, Holdings] | dict[int, Demand]) -> list[Group]:
     return list(found.values())
 
 
-def own_part(world: World, rank: int, limit: int, per_node: int, agree: Agreement) -> RankPlan:
-    """A rank's part as the rank makes it, of what it has itself and what the others say of theirs."""
+def plan_of_rank(world: World, rank: int, limit: int, per_node: int, all_reduce_min: ThreadAllReduceMin) -> RankPlan:
+    """Return a rank's plan as it computes it in a run: from its own pieces and the signatures of all ranks."""
     try:
         held, wanted = {rank: world.holdings[rank]}, {rank: world.demand[rank]}
         routes = Routes(in_groups(world.holdings), in_groups(world.demand), limit, per_node)
-        moves = routes.rank_transfers(rank, LocalPieces(held, wanted))
-        return routes.plan(rank, moves, routes.bucket_boundaries([moves], agree))
+        transfers = routes.rank_transfers(rank, LocalPieces(held, wanted))
+        return routes.plan(rank, transfers, routes.bucket_boundaries([transfers], all_reduce_min))
     except BaseException:
-        agree.abort()
+        all_reduce_min.abort()
         raise
 
 
-def known_by(rank: int, part: RankPlan) -> RankPlan:
-    """Without the places at the other ends, which a rank does not know."""
+def without_remote_pieces(rank: int, part: RankPlan) -> RankPlan:
+    """Remove the pieces at the other ends of the transfers, whose locations a rank does not know."""
 
     def its(t: Transfer) -> Transfer:
         return replace(t, source=t.source if t.src == rank else None, target=t.target if t.dst == rank else None)
@@ -257,11 +257,11 @@ def known_by(rank: int, part: RankPlan) -> RankPlan:
 
 @settings(max_examples=100, deadline=None)
 @given(worlds(), st.integers(4, 200), st.integers(1, 3))
-def test_a_rank_alone_makes_its_part_of_the_one_plan(world: World, limit: int, per_node: int) -> None:
+def test_each_rank_computes_its_part_of_the_same_plan(world: World, limit: int, per_node: int) -> None:
     plan, ranks = make_plan(world.holdings, world.demand, limit, per_node), list(world.held.pieces)
-    agree = Agreement(len(ranks))
-    own = run_in_threads(lambda rank: own_part(world, rank, limit, per_node, agree), ranks)
-    assert own == [known_by(rank, plan[rank]) for rank in ranks]
+    all_reduce_min = ThreadAllReduceMin(len(ranks))
+    own = run_in_threads(lambda rank: plan_of_rank(world, rank, limit, per_node, all_reduce_min), ranks)
+    assert own == [without_remote_pieces(rank, plan[rank]) for rank in ranks]
     for rank, part in zip(ranks, own, strict=True):
         assert part.staging_bytes == plan[rank].staging_bytes
         assert (part.received_bytes, part.sent_bytes) == (plan[rank].received_bytes, plan[rank].sent_bytes)

@@ -1,6 +1,6 @@
-"""Plans over random layouts, judged by counting elements one by one: nothing here asks the library's own checker.
+"""Plans over random layouts, checked by counting elements, without the library's own checks.
 
-When each transfer goes is in `test_reshard_order.py`.
+The order of transfers is tested in `test_reshard_order.py`.
 """
 
 from collections import Counter
@@ -59,7 +59,7 @@ def test_the_nearest_rank_that_holds_an_element_gives_it(world: World, ranks_per
 @RANDOM
 @given(st.integers(2, 5), st.lists(st.integers(1, 30), min_size=1, max_size=25))
 def test_replicas_share_the_sending(replicas: int, rows: list[int]) -> None:
-    """Who has sent least goes next, so no two replicas are ever further apart than the largest piece."""
+    """The rank that has sent least sends next, so two replicas never differ by more than the largest piece."""
     held, wanted = Side(replicas + 1), Side(replicas + 1)
     for i, n in enumerate(rows):
         wanted.add(replicas, f"t{i}", Box.full((n, 2)), "float32")
@@ -93,7 +93,7 @@ def test_messages_carry_what_is_not_local_and_staging_is_what_they_pack(world: W
 
 
 def staging(transfers: tuple[Transfer, ...], rank: int) -> int:
-    """Bytes that a rank packs or unpacks: all but a lone box that its own memory can send or take as it is."""
+    """Return the bytes that a rank packs or unpacks: all except a single box that is sent or received directly."""
     (t, *more) = transfers
     end = t.source if rank == t.src else t.target
     runs = (addresses(end).ravel() == end.view.offset + np.arange(end.box.numel)).all()
@@ -102,7 +102,7 @@ def staging(transfers: tuple[Transfer, ...], rank: int) -> int:
 
 
 def sharded(side: Side, name: str, shape: Shape, dim: int, ranks: list[int], shards: int) -> None:
-    """Cut a tensor along a dim and deal the shards to ranks in turn; more ranks than shards are replicas."""
+    """Shard a tensor along a dim over ranks in turn; if there are more ranks than shards, they are replicas."""
     for i, rank in enumerate(ranks):
         start, size = [0] * len(shape), list(shape)
         size[dim] = shape[dim] // shards
@@ -135,7 +135,7 @@ def test_layouts_worked_out_by_hand(
 
 
 def one_tensor(shape: Shape) -> World:
-    """Rank 0 holds a tensor, rank 1 wants it."""
+    """Return a world in which rank 0 holds a tensor that rank 1 wants."""
     world = World({"t": shape}, Side(2), Side(2))
     world.held.add(0, "t", Box.full(shape))
     world.wanted.add(1, "t", Box.full(shape))
@@ -237,7 +237,7 @@ def test_wanting_an_element_twice_is_refused() -> None:
 @RANDOM
 @given(worlds(), st.integers(4, 200))
 def test_the_order_of_dicts_does_not_matter(world: World, limit: int) -> None:
-    """Every rank makes the plan by itself, so all must come to the same one."""
+    """Every rank computes the plan separately, so the result must not depend on the order of inputs."""
     plan = make_plan(world.holdings, world.demand, limit, 2)
     assert make_plan(world.holdings, world.demand, limit, 2) == plan
     holdings, demand = dict(reversed(world.holdings.items())), dict(reversed(world.demand.items()))

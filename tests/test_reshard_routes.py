@@ -1,4 +1,4 @@
-"""Routes by class of tensors, against plans made transfer by transfer."""
+"""Routes by class of tensors, compared with plans that list every transfer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Signature, classify_tensors, group_ranks, rank_groups, select_tensors, signature_of
 from hybrid3d.reshard.coverage import check_routes, lower_bound
-from hybrid3d.reshard.layout import Demand, Holdings, Piece, View
-from hybrid3d.reshard.planner import LocalPieces, PlanError, Routes, make_plan
-from hybrid3d.reshard.routes import Part, Route, RoutedClass, Source, route
+from hybrid3d.reshard.layout import Demand, Holdings, LocalPieces, Piece, View
+from hybrid3d.reshard.planner import PlanError, Routes, make_plan
+from hybrid3d.reshard.routes import Part, Route, RoutedClass, Source, route_classes
 from hybrid3d.reshard.stamp import layer_of, replicate_layer
 from test_reshard_box import Side, World, transfers_of, worlds
 
@@ -30,13 +30,13 @@ def piece(name: str, local: str, start: int = 0, size: int = 4) -> Piece:
 
 def classes(holdings: dict[int, Holdings], demand: dict[int, Demand]) -> dict[tuple[str, ...], int]:
     found = classify_tensors([side for _, side in rank_groups(holdings)], [side for _, side in rank_groups(demand)])
-    return {one.names: one.count for one in found}
+    return {tensors.names: tensors.count for tensors in found}
 
 
-def routed(sides: Sides, per_node: int, times: dict[str, int] | None = None) -> list[RoutedClass]:
+def routed(sides: Sides, per_node: int, multiplicity: dict[str, int] | None = None) -> list[RoutedClass]:
     holders, readers = rank_groups(sides[0]), rank_groups(sides[1])
-    found = classify_tensors([side for _, side in holders], [side for _, side in readers], times)
-    return list(route(found, [ranks for ranks, _ in holders], [ranks for ranks, _ in readers], per_node))
+    found = classify_tensors([side for _, side in holders], [side for _, side in readers], multiplicity)
+    return list(route_classes(found, [ranks for ranks, _ in holders], [ranks for ranks, _ in readers], per_node))
 
 
 def check(routes: list[RoutedClass], sides: Sides) -> None:
@@ -44,7 +44,7 @@ def check(routes: list[RoutedClass], sides: Sides) -> None:
 
 
 def repeated(world: World, copies: int) -> Sides:
-    """Each tensor of a random world in several layers."""
+    """Repeat each tensor of a random world in several layers."""
 
     def of(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
         named = [replace(p, name=f"layers.0.{p.name}") for p in pieces]
@@ -54,7 +54,7 @@ def repeated(world: World, copies: int) -> Sides:
     return holdings, {rank: Demand(of(side.pieces)) for rank, side in world.demand.items()}
 
 
-def test_what_is_in_one_class_is_held_and_wanted_in_the_same_boxes() -> None:
+def test_tensors_of_one_class_are_held_and_wanted_in_the_same_boxes() -> None:
     held = {0: [piece("a", "x"), piece("b", "y")], 1: [piece("c", "x")]}
     holdings = {rank: Holdings(tuple(pieces)) for rank, pieces in held.items()}
     wanted = tuple(piece(name, name) for name in "abc")
@@ -81,24 +81,24 @@ def test_a_class_is_of_one_place_size_and_dtype(other: Piece) -> None:
 
 @RANDOM
 @given(worlds())
-def test_an_outline_says_all_but_the_places(world: World) -> None:
+def test_a_signature_has_everything_except_memory_locations(world: World) -> None:
     for side in (*world.holdings.values(), *world.demand.values()):
         signature = signature_of(side)
-        said = Counter((name, *box) for boxes, names in signature.items() for name in names for box in boxes)
-        assert said == Counter((p.name, p.box, p.dtype) for p in side.pieces)
+        listed = Counter((name, *box) for boxes, names in signature.items() for name in names for box in boxes)
+        assert listed == Counter((p.name, p.box, p.dtype) for p in side.pieces)
         named = [name for names in signature.values() for name in names]
         assert len(set(named)) == len(named), "a tensor's boxes stand together"
         elsewhere = [replace(p, view=View("other", 9, tuple(s + 1 for s in p.view.stride))) for p in side.pieces]
         assert signature_of(replace(side, pieces=tuple(elsewhere))) == signature
 
 
-def test_groups_are_of_ranks_that_share_a_side() -> None:
+def test_ranks_that_share_an_object_are_one_group() -> None:
     both, other = Demand((piece("a", "x"), piece("b", "y"))), Demand((piece("b", "x"),))
     signature = {((piece("a", "x").box, "float32"),): ("a", "b")}
     assert rank_groups({2: both, 1: other, 0: both}) == [([0, 2], signature), ([1], signature_of(other))]
 
 
-def test_what_ranks_share_they_share_again() -> None:
+def test_ranks_that_shared_an_object_share_the_selected_one() -> None:
     both, other = Demand((piece("a", "x"), piece("b", "y"))), Demand((piece("b", "x"),))
     kept = select_tensors({0: both, 1: other, 2: both}, ["b"])
     assert kept == {0: Demand((piece("b", "y"),)), 1: other, 2: Demand((piece("b", "y"),))}
@@ -107,18 +107,16 @@ def test_what_ranks_share_they_share_again() -> None:
 
 @RANDOM
 @given(worlds(layers=("",)), st.integers(1, 4), st.integers(1, 3))
-def test_one_layer_s_routes_are_the_traffic_of_all_between_every_two_ranks(
-    world: World, copies: int, per_node: int
-) -> None:
-    """Counted for one layer and multiplied, against every transfer of the plan of all layers: who sends included."""
+def test_the_routes_of_one_layer_give_the_traffic_of_all_layers(world: World, copies: int, per_node: int) -> None:
+    """Traffic by sender and receiver, of one layer times the layers, against the plan of every transfer."""
     sides = repeated(world, copies)
     kept = {p.name for side in sides for of in side.values() for p in of.pieces if layer_of(p.name) == 0}
     first = select_tensors(sides[0], kept), select_tensors(sides[1], kept)
     routes = routed(first, per_node, dict.fromkeys(kept, copies))
     sent: Counter[tuple[int, int]] = Counter()
-    for one in routes:
-        for source in one.sources:
-            for src, dst, nbytes in zip(*(a.flat for a in source.traffic(one.tensors.count)), strict=True):
+    for routed_class in routes:
+        for source in routed_class.sources:
+            for src, dst, nbytes in zip(*(a.flat for a in source.traffic(routed_class.tensors.count)), strict=True):
                 sent[int(src), int(dst)] += int(nbytes)
     planned: Counter[tuple[int, int]] = Counter()
     for t in transfers_of(make_plan(*sides, 10_000, per_node)):
@@ -133,11 +131,11 @@ def test_one_layer_s_routes_are_the_traffic_of_all_between_every_two_ranks(
 @RANDOM
 @given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 30))
 def test_replicas_take_turns(replicas: int, readers: int, count: int) -> None:
-    """Over all readers and tensors no two replicas are further apart than one message."""
+    """Over all readers and tensors, the messages that replicas send differ by at most one."""
     source = Source(Box((0,), (8,)), tuple(range(replicas)), {100 + reader: 32 for reader in range(readers)})
-    source.fix_turns(Counter())
-    servers = Counter(source.server(reader, number) for number in range(count) for reader in source.readers)
-    each = [servers.get(rank, 0) for rank in range(replicas)]
+    source.fix_order(Counter())
+    messages_sent = Counter(source.sender(reader, number) for number in range(count) for reader in source.readers)
+    each = [messages_sent.get(rank, 0) for rank in range(replicas)]
     assert sum(each) == readers * count
     assert max(each) - min(each) <= 1
     senders, _, nbytes = source.traffic(count)
@@ -171,22 +169,23 @@ def test_a_broken_route_is_refused(spoil: Callable[[Part], Part]) -> None:
         wanted.add(rank, "t", Box((0, 0), (8, 3)), "float32")
     world = World({"t": (8, 3)}, held, wanted)
     sides = world.holdings, world.demand
-    (one,) = routed(sides, 4)
-    check([one], sides)
-    first = one.routes[0]
+    (routed_class,) = routed(sides, 4)
+    check([routed_class], sides)
+    first = routed_class.routes[0]
     ((box, parts),) = first.parts.items()
     at = next(i for i, part in enumerate(parts) if part.source is not None)
     broken = {box: (*parts[:at], spoil(parts[at]), *parts[at + 1 :])}
-    spoiled = RoutedClass(one.tensors, (Route(first.readers, broken, ()), *one.routes[1:]), sources_of(one, broken))
+    routes = Route(first.readers, broken, ()), *routed_class.routes[1:]
+    spoiled = RoutedClass(routed_class.tensors, routes, sources_of(routed_class, broken))
     with pytest.raises(PlanError, match="t"):
         check([spoiled], sides)
     with pytest.raises(PlanError, match="nothing arrives"):
-        check([RoutedClass(one.tensors, one.routes[1:], one.sources)], sides)
+        check([RoutedClass(routed_class.tensors, routed_class.routes[1:], routed_class.sources)], sides)
 
 
-def sources_of(one: RoutedClass, parts: dict[Box, tuple[Part, ...]]) -> tuple[Source, ...]:
-    new = [part.source for several in parts.values() for part in several if part.source is not None]
-    return tuple({id(source): source for source in (*one.sources, *new)}.values())
+def sources_of(routed_class: RoutedClass, parts: dict[Box, tuple[Part, ...]]) -> tuple[Source, ...]:
+    new = [part.source for parts_of_box in parts.values() for part in parts_of_box if part.source is not None]
+    return tuple({id(source): source for source in (*routed_class.sources, *new)}.values())
 
 
 @RANDOM
@@ -197,13 +196,14 @@ def test_an_element_that_nobody_holds_is_missing(world: World) -> None:
     lost = next(p.name for p in world.demand[rank].pieces if p.box.numel)
     holdings = {r: Holdings(tuple(p for p in side.pieces if p.name != lost)) for r, side in world.holdings.items()}
     routes = routed((holdings, world.demand), 2)
-    assert any(way.missing for one in routes if lost in one.tensors.names for way in one.routes)
+    lost_class = next(routed_class for routed_class in routes if lost in routed_class.tensors.names)
+    assert any(route.missing for route in lost_class.routes)
 
 
 @RANDOM
 @given(worlds(), st.integers(1, 3))
-def test_who_shares_an_object_does_not_matter(world: World, per_node: int) -> None:
-    """Where a plan is foretold, ranks share what they want as one object; in a run each has its own."""
+def test_sharing_an_object_does_not_change_the_plan(world: World, per_node: int) -> None:
+    """When a plan is computed before the run, ranks share one demand object; in a run each has its own."""
     wanted = next(iter(world.demand.values()))
     ranks = sorted(world.holdings)
     shared, own = dict.fromkeys(ranks, wanted), {rank: replace(wanted) for rank in ranks}
@@ -218,26 +218,26 @@ SOME = st.sets(st.sampled_from("ab"))
 
 
 @settings(max_examples=200, deadline=None)
-@example([{"a"}, {"a", "b"}, set(), set()], [{"a"}, set(), {"a", "b"}, {"a"}], 3)  # a node's replicas and others' alike
+@example([{"a"}, {"a", "b"}, set(), set()], [{"a"}, set(), {"a", "b"}, {"a"}], 3)  # replicas on the node and elsewhere
 @given(st.lists(SOME, min_size=4, max_size=4), st.lists(SOME, min_size=4, max_size=4), st.integers(1, 4))
-def test_whom_a_rank_is_grouped_with_does_not_matter(
+def test_the_grouping_of_ranks_does_not_change_the_transfers(
     held: list[set[str]], wanted: list[set[str]], per_node: int
 ) -> None:
-    """Ranks that have the same are one group in a run, in whatever order they come, and may be several elsewhere."""
+    """Ranks with equal signatures are one group in a run, in any order, and may be several groups elsewhere."""
     wanted = [names & set().union(*held) for names in wanted]
     sides = [{rank: signature(names) for rank, names in enumerate(side)} for side in (held, wanted)]
-    own = [[([rank], said) for rank, said in side.items()] for side in sides]
+    own = [[([rank], signature) for rank, signature in side.items()] for side in sides]
     merged = [[(ranks, side[ranks[0]]) for ranks in equal(side)] for side in sides]
-    moves = []
+    transfers = []
     for holders, readers in (own, merged, [side[::-1] for side in own], [side[::-1] for side in merged]):
         routes = Routes(holders, readers, 64, per_node)
-        moves.append(
+        transfers.append(
             [
                 [(key, t.src, t.dst, t.name) for key, t in routes.rank_transfers(r, LocalPieces({}, {}))]
                 for r in range(4)
             ]
         )
-    assert moves == [moves[0]] * 4
+    assert transfers == [transfers[0]] * 4
 
 
 def signature(names: set[str]) -> Signature:
@@ -245,5 +245,7 @@ def signature(names: set[str]) -> Signature:
 
 
 def equal(side: dict[int, Signature]) -> list[list[int]]:
-    """The ranks of equal outlines."""
-    return [list(ranks) for ranks in dict.fromkeys(tuple(r for r in side if side[r] == one) for one in side.values())]
+    """Return the ranks of each signature."""
+    return [
+        list(ranks) for ranks in dict.fromkeys(tuple(r for r in side if side[r] == value) for value in side.values())
+    ]

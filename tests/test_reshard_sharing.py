@@ -1,4 +1,4 @@
-"""Which tensors could lie in the memory that they come from: judged by where numpy says that each element is."""
+"""Which tensors can alias the memory that they are copied from, compared with element addresses from numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def of_rank(world: World, rank: int) -> tuple[list[Transfer], dict[str, int]]:
 
 
 def one(tensor: str = "layers.0.a", held: str = "float32", **wanted) -> World:
-    """Rank 0 holds what it wants: one tensor, and another that is small and has something else in its layer."""
+    """Return a world in which rank 0 wants one tensor that it holds, and a small one in a layer with another."""
     world = World({}, Side(2), Side(2))
     world.held.add(1, "layers.0.b", Box.full((3,)))
     world.wanted.add(0, "layers.0.b", Box.full((3,)), "bfloat16")
@@ -70,6 +70,6 @@ def test_each_element_of_a_shared_tensor_is_the_one_that_is_wanted(world: World)
 
 
 def places(piece: Piece) -> list[tuple[tuple, int]]:
-    """Each element by its indices in the whole tensor, and where it lies."""
+    """Return (index in the canonical tensor, address) for each element of a piece."""
     whole = [tuple(np.add(piece.box.start, at).tolist()) for at in np.ndindex(*piece.box.size)]
     return list(zip(whole, addresses(piece).ravel().tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""One layer for all like it."""
+"""Replication of one layer's pieces for all layers of the same kind."""
 
 from __future__ import annotations
 

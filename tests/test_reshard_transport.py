@@ -1,4 +1,4 @@
-"""What travels is bytes in a row: those of the tensor itself, or none."""
+"""`as_bytes` returns the tensor's own bytes, or raises."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hybrid3d.reshard.transport import as_bytes
 
 @pytest.mark.parametrize("tensor", [torch.zeros(2, 3).t(), torch.zeros(4, 3)[:, :2]], ids=["transposed", "gaps"])
 def test_what_is_not_contiguous_has_no_bytes_in_a_row(tensor: torch.Tensor) -> None:
-    """Its bytes in a row are other elements than its own: sending them would be silent."""
+    """The consecutive bytes would be those of other elements, and sending them would corrupt weights silently."""
     with pytest.raises(RuntimeError, match="view"):
         as_bytes(tensor)
 

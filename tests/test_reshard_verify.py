@@ -1,4 +1,4 @@
-"""What a check of both ends must find: any flipped bit, wherever it was flipped, and nothing where nothing was."""
+"""Verification of a sync finds any flipped bit, and reports nothing if no bit was flipped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def synced(transport: Any = LocalTransport) -> list[ExecutionReport]:
     def run(rank: int) -> ExecutionReport:
         held, wanted = memories(WORLD.held, rank, 0.0), memories(WORLD.wanted, rank, 7.0)
         write_pieces(WORLD.held.pieces[rank], values, held)
-        with mailbox.one_for_all():
+        with mailbox.failing_together():
             executor = Executor(plan[rank], NamedTensors(held), NamedTensors(wanted), transport(rank, mailbox))
             return executor.run(verify=True)
 

@@ -15,7 +15,8 @@ import yaml
 from hybrid3d import cli
 from hybrid3d.inputs import export
 from hybrid3d.launch import launcher
-from hybrid3d.reshard.files import TensorEntry, create_files
+from hybrid3d.reshard.file_index import TensorEntry
+from hybrid3d.reshard.files import create_files
 from hybrid3d.run.run_folder import RunFolder
 from hybrid3d.storage import manifest
 from sound import RECIPE, write_inputs
@@ -107,7 +108,7 @@ def test_weights_cut_short(run: Path, refused: Refused) -> None:
     os.truncate(path, size - 1)
     for command in (["eval", str(run)], ["export", str(run), "out"]):
         told = refused(*command)
-        assert "model/model.safetensors is damaged or cut short" in told
+        assert "model/model.safetensors is damaged or truncated" in told
         assert str(size) in told
         assert str(size - 1) in told
 

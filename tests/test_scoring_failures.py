@@ -183,7 +183,7 @@ def test_a_run_ends_where_all_rewards_or_all_conversations_failed(rollouts: Any,
         kinds = ", ".join(f"{count} {kind} (an example of {kind})" for kind, count in sorted(failures.items()))
         assert str(caught.value) == (
             f"{sum(failures.values())} of 8 rewards failed{where}: {kinds}; when all fail the run ends, whatever "
-            "reward.max_failures allows: mend gsm8k, or raise reward.timeout_seconds"
+            "reward.max_failures allows: fix gsm8k, or raise reward.timeout_seconds"
         )
         assert caught.value.raised_on_all_ranks
 
@@ -193,5 +193,5 @@ def test_the_share_that_a_recipe_allows(rollouts: Any) -> None:
     of_step(rollouts, raised=2)
     with pytest.raises(FailedRewards, match=re.escape("3 of 8 rewards failed: 3 raised")) as caught:
         of_step(rollouts, raised=3)
-    assert "reward.max_failures=0.25 allows 2: mend gsm8k" in str(caught.value)
+    assert "reward.max_failures=0.25 allows 2: fix gsm8k" in str(caught.value)
     of_held_out(rollouts, raised=7)  # the share is of a step's samples

@@ -64,7 +64,7 @@ def test_every_flipped_bit_is_found_in_its_tensor_and_nothing_else(
 
     def run(rank: int) -> tuple[str, ...] | None:
         got = NamedTensors({name: torch.zeros_like(tensor) for name, tensor in wanted[rank].truth.items()})
-        with mailbox.one_for_all():
+        with mailbox.failing_together():
             executor = Executor(plan[rank], NamedTensors(trained[rank].tensors), got, LocalTransport(rank, mailbox))
             return executor.run(verify=True).corrupted
 

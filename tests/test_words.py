@@ -18,6 +18,8 @@ NAMES = """
 Trained Drawn HeldOut Conversation Conversations Heard Replier own_tokens mine Pooled Relief RanOut MAY_CHANGE bringing
 bring_weights under_way put_away bring_back alike Ready gather_alike Known Routed outline_of Outline stamped Asked
 ask_apart Writing Unwritten contradictions _not_yet adopt Control Held Planned Gathered Measured Offloaded Placed
+way ways move moves whoever beside _Cut _Load furthest fix_turns _dequantized _block_of _size_by_header SCALES
+_by_first _own_step_counts _move_kl_coef _scored_by_model of_answers _on_host
 """.split()
 # Names of members of one class, or of one module
 MEMBERS = """
@@ -25,7 +27,8 @@ Models.judge Learner.experience Rollouts.draw MultiTurnRollout.hold Sample.own S
 Guard.allows Guard.skipped Guard.acts LiveSettings.serve LiveSettings.before WeightSync.advance RolloutEngine.updates
 MegatronModel.counts MegatronModel.parts distributed.most distributed.least distributed.first distributed.largest
 distributed.ident Routes.moves Routes.ends RoutedClass.ways engine_queries.ask agreed_placement.agree Sync.hidden
-Rollout.memory_fraction Algorithm.aggregation Data.max_broken
+Rollout.memory_fraction Algorithm.aggregation Data.max_broken Source.server planner._cut Routes.routed
+routes.route files.NAMES files.DTYPES
 """.split()
 MODULES = """
 trained critic relief control guard sync scoring_server scoring_worker sandboxed pooled room sides placing apart
@@ -47,6 +50,14 @@ PHRASES = [
     "To a sum.",
     "its column",
     "nobody has them",
+    "A rank's moves in buckets",
+    "What every rank knows alike",
+    "Who takes which part of a tensor from whom",
+    "somebody wants what nobody holds",
+    "as they read there",
+    "to begin anew",
+    "what each comes to",
+    "so that only its size and the time tell something",
 ]
 
 
@@ -85,8 +96,8 @@ def files(*suffixes: str) -> Iterator[Path]:
 def test_no_name_is_left() -> None:
     found = []
     for path in PACKAGE.rglob("*.py"):
-        names = [one for one in defined(path.read_text(), path.stem) if one[1] in NAMES]
-        names += [one for one in defined(path.read_text(), path.stem, members=True) if ".".join(one) in MEMBERS]
+        names = [name for name in defined(path.read_text(), path.stem) if name[1] in NAMES]
+        names += [name for name in defined(path.read_text(), path.stem, members=True) if ".".join(name) in MEMBERS]
         found += [f"{path.relative_to(PACKAGE)}: {owner}.{name}" for owner, name in names]
     assert found == []
 

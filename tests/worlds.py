@@ -1,4 +1,4 @@
-"""Ranks in one process: a transport; for threads a mailbox that waits for what is not there, and a strict one."""
+"""Transports between ranks that are threads of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Mailbox(dict):
-    """Taking out what is not there yet waits for it."""
+    """Messages between threads, by (sender, receiver, tag); `pop` waits until a message is there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Mailbox(dict):
         self._posted: set[tuple[int, int, int]] = set()
 
     def post(self, key: tuple[int, int, int]) -> None:
-        """Say that the receiver is ready."""
+        """Record that the receiver has posted its receive."""
         with self._changed:
             self._posted.add(key)
             self._changed.notify_all()
@@ -36,12 +36,12 @@ class Mailbox(dict):
 
     def __setitem__(self, key: tuple[int, int, int], tensor: torch.Tensor) -> None:
         with self._changed:
-            assert key not in self, f"two messages of one tag under way: {key}"
+            assert key not in self, f"two messages of one tag in flight: {key}"
             super().__setitem__(key, tensor)
             self._changed.notify_all()
 
     def peek(self, key: tuple[int, int, int]) -> torch.Tensor:
-        """What is there, once it is."""
+        """Wait for a message, and return it without removing it."""
         self._wait(lambda: key in self, f"never sent: {key}")
         return self[key]
 
@@ -62,8 +62,8 @@ class Mailbox(dict):
             assert found, failure
 
     @contextmanager
-    def one_for_all(self) -> Iterator[None]:
-        """A rank that fails ends the others, which would wait for it."""
+    def failing_together(self) -> Iterator[None]:
+        """Make the other ranks fail, which would wait for this one, if the block raises."""
         try:
             yield
         except BaseException as failure:
@@ -74,7 +74,7 @@ class Mailbox(dict):
 
 
 class LocalTransport:
-    """Several ranks in one process: every `LocalTransport` of one `mailbox` is a rank."""
+    """The transport of one rank; the ranks of one process share a `mailbox`."""
 
     blocks_host = True
 
@@ -111,7 +111,7 @@ class _Deliveries:
 
 
 class Strict(LocalTransport):
-    """As careless with tensors as a transport may be: overwrites from the posting on, and reads until the arrival.
+    """A transport that overwrites received tensors when they are posted, and reads sent ones until they arrive.
 
     Attributes:
         sent, received: (other rank, tag, bytes) of all messages, in the order in which they were submitted.
@@ -138,7 +138,7 @@ class Strict(LocalTransport):
 
     def run(self) -> Any:
         self._in_flight += 1
-        assert self._in_flight <= 2, "more than two buckets under way"
+        assert self._in_flight <= 2, "more than two buckets in flight"
         expected, leaving = self._expected, self._leaving
         self._expected, self._leaving = [], []
         transport = self
@@ -156,12 +156,12 @@ class Strict(LocalTransport):
 
 
 def assert_bytes(tensor: torch.Tensor) -> None:
-    """Transports take bytes in one run, as `as_bytes` has them."""
+    """Check that a tensor is 1-D and contiguous, of bytes, like the result of `as_bytes`."""
     assert (tensor.dtype, tensor.dim(), tensor.stride()) == (torch.uint8, 1, (1,))
     assert tensor.numel() > 0
 
 
 def run_in_threads(run: Callable[[int], T], ranks: Sequence[int]) -> list[T]:
-    """`run(rank)` of every rank at once."""
+    """Call `run(rank)` for every rank at once, and return the results."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(run, ranks))

@@ -19,7 +19,8 @@ from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, 
 from hybrid3d.families import Config, family_of
 from hybrid3d.inputs.export import copy_config_and_tokenizer
 from hybrid3d.inputs.models import read_config
-from hybrid3d.reshard.files import create_files, export_files, read_index, shard_entries
+from hybrid3d.reshard.file_index import read_index
+from hybrid3d.reshard.files import create_files, export_files, shard_entries
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import PolicyObjective, sft_loss
 from hybrid3d.train import checkpoint, runtime

@@ -209,7 +209,7 @@ class GatherBaseline:
             self._sink.close(bucket.layer)
 
     def bytes_by_peer(self) -> tuple[dict[int, int], dict[int, int]]:
-        """By peer, the bytes that a run sends to it, and receives from it."""
+        """Return the bytes that a run sends to each peer, and receives from it, by peer."""
         sent: dict[int, int] = defaultdict(int)
         received: dict[int, int] = defaultdict(int)
         for bucket in self._buckets:

@@ -29,7 +29,7 @@ class Scale:
     experts: int | None = None
 
     def describe(self, config: Config) -> str:
-        """What was scaled, from what to what."""
+        """Describe the sizes that were scaled, with their old and new values."""
         changes = {
             "layers": (config["num_hidden_layers"], self.layers),
             "hidden size": (config["hidden_size"], self.hidden),

@@ -48,7 +48,7 @@ class Wire:
 
 
 def bytes_by_peer(plan: RankPlan) -> tuple[dict[int, int], dict[int, int]]:
-    """By peer, the bytes that a rank's plan sends to it, and receives from it."""
+    """Return the bytes that a rank's plan sends to each peer, and receives from it, by peer."""
     sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)
     for t in plan.transfers:

@@ -86,19 +86,22 @@ class Rollouts:
         batches = zero_variance = 0
         while len(found) < wanted and batches <= extra_batches:
             samples, scores = self._generate_samples(version, batch + batches, temperature)
-            of_batch, of_kinds = _failures(scores)
-            failures.update(of_batch)
-            examples = of_kinds | examples
-            for one in (samples[start : start + group] for start in range(0, len(samples), group)):
-                uniform = self._scores_training and group > 1 and all(sample.reward == one[0].reward for sample in one)
+            batch_failures, batch_examples = _failures(scores)
+            failures.update(batch_failures)
+            examples = batch_examples | examples
+            for start in range(0, len(samples), group):
+                answers = samples[start : start + group]
+                first = answers[0].reward
+                uniform = self._scores_training and group > 1 and all(sample.reward == first for sample in answers)
                 (fillers if uniform and extra_batches else found).append(len(groups))
-                groups.append(one)
+                groups.append(answers)
                 zero_variance += uniform
             batches += 1
         self._check(failures, examples, batches * wanted * group, self._recipe.reward.max_failures)
-        chosen = sorted([*found, *fillers][:wanted])  # as drawn, so that no minibatch has fillers alone
+        # In the order of generation, so that no minibatch has fillers only
+        chosen = sorted([*found, *fillers][:wanted])
         return RolloutBatch(
-            [sample for one in chosen for sample in groups[one]], batches, zero_variance, dict(failures), examples
+            [sample for index in chosen for sample in groups[index]], batches, zero_variance, dict(failures), examples
         )
 
     def _check(
@@ -117,7 +120,7 @@ class Rollouts:
         environment = self._recipe.rollout.environment
         what = "rewards" if environment is None else "rewards and conversations"
         blamed = self._recipe.reward.name if environment is None else f"{self._recipe.reward.name}, {environment}"
-        fix = f"mend {blamed}, or raise reward.timeout_seconds"
+        fix = f"fix {blamed}, or raise reward.timeout_seconds"
         raise FailedRewards(f"{failed} of {samples} {what} failed{where}: {kinds}; {bound}: {fix}")
 
     def _generate_samples(self, version: int, batch: int, temperature: float) -> tuple[list[Sample], list[Scores]]:
@@ -156,32 +159,39 @@ class Rollouts:
         self._scorer.close()
         self._multi_turn.close()
 
-    def _scored(self, held: Sequence[Trajectory], by_name: bool = True) -> tuple[list[Sample], list[Scores]]:
+    def _scored(self, trajectories: Sequence[Trajectory], by_name: bool = True) -> tuple[list[Sample], list[Scores]]:
         """Return all replicas' samples and scores; one rank of each replica scores its own.
 
         Without `by_name` all rewards are 0, until the reward model's scores replace them.
         """
-        held = held if self._engine.leads else []
-        answers = [self._tokenizer.decode(one.tokens, skip_special_tokens=True) for one in held]
-        asked = [(a, one.example.answer, one.example.prompt) for a, one in zip(answers, held, strict=True)]
-        scores = self._scorer.score(asked) if by_name else Scores([0.0] * len(asked))
+        trajectories = trajectories if self._engine.leads else []
+        answers = [self._tokenizer.decode(trajectory.tokens, skip_special_tokens=True) for trajectory in trajectories]
+        queries = [
+            (a, trajectory.example.answer, trajectory.example.prompt)
+            for a, trajectory in zip(answers, trajectories, strict=True)
+        ]
+        scores = self._scorer.score(queries) if by_name else Scores([0.0] * len(queries))
         samples = [
             Sample(
-                prompt=one.example.prompt,
-                prompt_ids=one.example.prompt_ids,
-                tokens=tuple(one.tokens),
-                loss_mask=tuple(one.loss_mask),
-                logprobs=tuple(one.logprobs),
+                prompt=trajectory.example.prompt,
+                prompt_ids=trajectory.example.prompt_ids,
+                tokens=tuple(trajectory.tokens),
+                loss_mask=tuple(trajectory.loss_mask),
+                logprobs=tuple(trajectory.logprobs),
                 answer=answer,
                 reward=reward,
-                weight_version=one.weight_version,
+                weight_version=trajectory.weight_version,
             )
-            for one, answer, reward in zip(held, answers, scores.rewards, strict=True)
+            for trajectory, answer, reward in zip(trajectories, answers, scores.rewards, strict=True)
         ]
-        broken = {f"{OF_ENVIRONMENT}{one.failure}": one.message for one in reversed(held) if one.failure}
-        failures = Counter(f"{OF_ENVIRONMENT}{one.failure}" for one in held if one.failure)
-        told = Scores([], failures | scores.failures, broken | scores.examples)
-        return self._of_all_replicas(samples), self._of_all_replicas([told])
+        failed = {
+            f"{OF_ENVIRONMENT}{trajectory.failure}": trajectory.message
+            for trajectory in reversed(trajectories)
+            if trajectory.failure
+        }
+        failures = Counter(f"{OF_ENVIRONMENT}{trajectory.failure}" for trajectory in trajectories if trajectory.failure)
+        all_scores = Scores([], failures | scores.failures, failed | scores.examples)
+        return self._of_all_replicas(samples), self._of_all_replicas([all_scores])
 
     def _local(self, items: list) -> list:
         """Return this replica's consecutive share of the items."""
@@ -198,9 +208,9 @@ def _failures(scores: Sequence[Scores]) -> tuple[dict[str, int], dict[str, str]]
     """Return how many rewards and environments failed, by kind, and an example of each kind."""
     failures: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    for one in scores:
-        failures.update(one.failures)
-        examples = {**one.examples, **examples}
+    for replica_scores in scores:
+        failures.update(replica_scores.failures)
+        examples = {**replica_scores.examples, **examples}
     return dict(failures), examples
 
 

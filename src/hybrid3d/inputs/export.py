@@ -14,7 +14,8 @@ from pathlib import Path
 
 from hybrid3d.config import RecipeError
 from hybrid3d.families import Config, family_of
-from hybrid3d.reshard.files import TensorEntry, read_index, shard_entries
+from hybrid3d.reshard.file_index import TensorEntry, read_index
+from hybrid3d.reshard.files import shard_entries
 from hybrid3d.reshard.layout import ITEMSIZE
 from hybrid3d.storage.disk import free_bytes
 

@@ -20,7 +20,8 @@ from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.checks import check_model
 from hybrid3d.inputs.export import check_output_folder, is_redundant, is_untrained
 from hybrid3d.inputs.models import check_against_transformers, read_config, read_data, read_tokenizer
-from hybrid3d.reshard.files import CheckpointError, CheckpointReader, TensorEntry, file_pieces, read_index
+from hybrid3d.reshard.file_index import CheckpointError, TensorEntry, read_index
+from hybrid3d.reshard.files import CheckpointReader, file_pieces
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rewards.environment_runner import check_environment
 from hybrid3d.rewards.environments import stop_tokens

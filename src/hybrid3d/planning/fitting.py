@@ -55,7 +55,7 @@ def _fitting(recipe: Recipe, ask_memory: MemoryEstimator) -> list[dict[str, obje
     """Return up to three minimal sets of changes that make a recipe fit, those with the fewest changes first."""
     found: list[dict[str, object]] = []
     for changes in _changes(recipe):
-        if any(one.items() <= changes.items() for one in found):
+        if any(subset.items() <= changes.items() for subset in found):
             continue
         changed = _changed(recipe, changes)
         if ask_memory.is_valid(changed) and not ask_memory(changed).problems():
@@ -88,9 +88,9 @@ def _changes(recipe: Recipe) -> Iterator[dict[str, object]]:
     if recipe.machine.kind != "h200-8x400g" and recipe.machine.memory_gb is None:
         single.append({"machine.kind": "h200-8x400g"})
     yield from single
-    for one, other in itertools.combinations(single, 2):
-        if not one.keys() & other.keys():
-            yield one | other
+    for first, second in itertools.combinations(single, 2):
+        if not first.keys() & second.keys():
+            yield first | second
 
 
 def _changed(recipe: Recipe, changes: dict[str, object]) -> Recipe:

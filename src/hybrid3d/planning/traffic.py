@@ -18,7 +18,7 @@ from hybrid3d.reshard.classes import group_ranks, rank_groups, select_tensors
 from hybrid3d.reshard.coverage import check_coverage, check_routes, lower_bound
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings
 from hybrid3d.reshard.planner import PlanError, make_plan
-from hybrid3d.reshard.routes import RoutedClass, route
+from hybrid3d.reshard.routes import RoutedClass, route_classes
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,21 @@ def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence
         PlanError: holdings and demands do not match.
     """
     world, per_node = recipe.world_size, recipe.machine.gpus_per_node
-    holdings, wanted = answers.holdings, [one.demand for one in answers.slots]
+    holdings, wanted = answers.holdings, [slot.demand for slot in answers.slots]
     found = compute_placement(recipe, holdings, wanted, answers.multiplicity)
     if slots is not None:
         found = replace(found, slots=np.array(slots))
     demand = {rank: wanted[slot % len(wanted)] for rank, slot in enumerate(found.slots)}
     routed = _routed(found, recipe, len(wanted))
-    first = {one.names[0]: one.count for one in found.classes}
-    part = select_tensors(holdings, first), select_tensors(demand, first)
-    check_routes(routed, *map(rank_groups, part))
+    counts = {tensors.names[0]: tensors.count for tensors in found.classes}  # one tensor for each class
+    selected = select_tensors(holdings, counts), select_tensors(demand, counts)
+    check_routes(routed, *map(rank_groups, selected))
     traffic, local = _traffic(routed, world)
-    bound = lower_bound(*part, first)
+    bound = lower_bound(*selected, counts)
     wanted_bytes = _nbytes(demand, answers.multiplicity)
-    unlike = np.flatnonzero(traffic.sum(0) + local != wanted_bytes)
-    if unlike.size:  # the classes, which all of the above uses, have lost or duplicated a tensor
-        rank = int(unlike[0])
+    mismatched = np.flatnonzero(traffic.sum(0) + local != wanted_bytes)
+    if mismatched.size:  # the classes, which all of the above uses, have lost or duplicated a tensor
+        rank = int(mismatched[0])
         raise PlanError(f"rank {rank} wants {wanted_bytes[rank]} bytes, {traffic.sum(0)[rank] + local[rank]} arrive")
     bucket = recipe.sync.bucket_bytes
     plan = make_plan(holdings, demand, bucket, per_node) if answers.all_layers else {}
@@ -105,18 +105,18 @@ def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence
         model=sum(sizes.values()),
         model_experts=sum(nbytes for name, nbytes in sizes.items() if is_expert(name)),
         placement=found,
-        finalize=max(one.finalize_bytes for one in answers.slots),
+        finalize=max(slot.finalize_bytes for slot in answers.slots),
         buckets=max(len(part.buckets) for part in plan.values()) if plan else None,
         staging=max(sum(part.staging_bytes) for part in plan.values()) if plan else 2 * bucket,
     )
 
 
 def _routed(found: Placement, recipe: Recipe, slots: int) -> list[RoutedClass]:
-    routed = list(route(found.classes, found.holders, found.readers(slots), recipe.machine.gpus_per_node))
-    for one in routed:
-        for way in one.routes:
-            if way.missing:
-                name, box, rank = one.tensors.names[0], way.missing[0], way.readers[0]
+    routed = list(route_classes(found.classes, found.holders, found.readers(slots), recipe.machine.gpus_per_node))
+    for routed_class in routed:
+        for route in routed_class.routes:
+            if route.missing:
+                name, box, rank = routed_class.tensors.names[0], route.missing[0], route.readers[0]
                 raise PlanError(f"{name} {list(box.start)} + {list(box.size)}, wanted by rank {rank}: no rank holds it")
     return routed
 
@@ -124,13 +124,13 @@ def _routed(found: Placement, recipe: Recipe, slots: int) -> list[RoutedClass]:
 def _traffic(routed: Sequence[RoutedClass], world: int) -> tuple[np.ndarray, np.ndarray]:
     """Return bytes by sender and receiver, [ranks, ranks], and bytes that stay on their rank, [ranks]."""
     traffic, local = np.zeros((world, world), np.int64), np.zeros(world, np.int64)
-    for one in routed:
-        for source in one.sources:
-            senders, readers, nbytes = source.traffic(one.tensors.count)
+    for routed_class in routed:
+        for source in routed_class.sources:
+            senders, readers, nbytes = source.traffic(routed_class.tensors.count)
             np.add.at(traffic, (senders, readers), nbytes)
-        for way in one.routes:
-            parts = [part for several in way.parts.values() for part in several if part.source is None]
-            local[list(way.readers)] += sum(part.nbytes for part in parts) * one.tensors.count
+        for route in routed_class.routes:
+            parts = [part for parts_of_box in route.parts.values() for part in parts_of_box if part.source is None]
+            local[list(route.readers)] += sum(part.nbytes for part in parts) * routed_class.tensors.count
     return traffic, local
 
 

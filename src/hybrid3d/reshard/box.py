@@ -24,7 +24,7 @@ class Box:
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """The exclusive end in each dim."""
+        """The exclusive end index in each dim."""
         return tuple(map(operator.add, self.start, self.size))
 
     @property

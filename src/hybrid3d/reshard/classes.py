@@ -33,7 +33,7 @@ class TensorClass:
 
     Attributes:
         names: the tensors in natural order, so that every rank numbers them equally.
-        count: the number of tensors, including those that a listed tensor stands for.
+        count: the number of tensors, including the tensors that a listed name represents.
         held: the boxes that each group of holders has, by the group's index.
         wanted: the boxes that each group of readers wants, with their dtypes, by the group's index.
     """
@@ -63,7 +63,7 @@ def classify_tensors(
     Args:
         holders: what each group of ranks holds.
         readers: what each group of ranks wants.
-        times: how many tensors each name stands for; 1 by default.
+        multiplicity: the number of tensors that each name represents; 1 by default.
     """
     box_ids: dict[Boxes, int] = {}
     held, wanted = _by_name(holders, box_ids), _by_name(readers, box_ids)

@@ -22,30 +22,30 @@ def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping
     """
     sent = Counter[tuple[int, int, str, Box, str]]()
     held = {rank: pieces_by_name(rank_holdings.pieces) for rank, rank_holdings in holdings.items()}
-    for rank, part in plan.items():
-        for t in part.transfers:
+    for rank, rank_plan in plan.items():
+        for t in rank_plan.transfers:
             if t.src == rank:
                 _check_end(t, t.source, held.get(rank, {}).get(t.name, []), f"rank {rank} does not hold")
                 sent[t.src, t.dst, t.name, t.box, t.dtype] += 1
     for rank in {**plan, **demand}:
-        part = plan.get(rank, RankPlan(rank, ()))
-        check_arrivals(part, demand.get(rank, Demand(())))
-        sent.subtract((t.src, t.dst, t.name, t.box, t.dtype) for t in part.transfers if t.dst == rank)
+        rank_plan = plan.get(rank, RankPlan(rank, ()))
+        check_arrivals(rank_plan, demand.get(rank, Demand(())))
+        sent.subtract((t.src, t.dst, t.name, t.box, t.dtype) for t in rank_plan.transfers if t.dst == rank)
     for (src, dst, name, box, _), count in sent.items():
         if count:
             raise PlanError(f"{name} {box} is {'sent' if count > 0 else 'received'} once too often: {src} to {dst}")
 
 
-def check_arrivals(part: RankPlan, demand: Demand) -> None:
+def check_arrivals(rank_plan: RankPlan, demand: Demand) -> None:
     """Check that each element that a rank wants arrives exactly once, where it is wanted, and nothing else does.
 
     Raises:
         PlanError: with the first violation found.
     """
-    rank = part.rank
+    rank = rank_plan.rank
     wanted = pieces_by_name(demand.pieces)
     arriving: dict[str, list[Box]] = defaultdict(list)
-    for t in part.transfers:
+    for t in rank_plan.transfers:
         if rank not in (t.src, t.dst):
             raise PlanError(f"rank {rank} has no part in {t.name} {t.box}: {t.src} to {t.dst}")
         if t.dst == rank:
@@ -60,7 +60,7 @@ def check_arrivals(part: RankPlan, demand: Demand) -> None:
             raise PlanError(
                 f"rank {rank}, {name}: {num_wanted} elements wanted, {num_arriving} arrive, {union} of them distinct"
             )
-    _check_messages(part)
+    _check_messages(rank_plan)
 
 
 def check_same_tensors(holders: Iterable[Group], readers: Iterable[Group]) -> None:
@@ -160,9 +160,9 @@ def _check_parts(name: str, route: Route) -> None:
         )
 
 
-def _check_messages(part: RankPlan) -> None:
+def _check_messages(rank_plan: RankPlan) -> None:
     """Check that the messages of each bucket carry each of its transfers between ranks once, and nothing else."""
-    for bucket in part.buckets:
+    for bucket in rank_plan.buckets:
         carried = Counter(t for message in bucket.messages for t in message.transfers)
         matching = all((t.src, t.dst, t.dtype) == (m.src, m.dst, m.dtype) for m in bucket.messages for t in m.transfers)
         if not matching or carried != Counter(t for t in bucket.transfers if not t.is_local):
@@ -184,7 +184,7 @@ def lower_bound(
     Bytes are counted in the wanted dtype.
 
     Args:
-        times: how many tensors each name stands for; 1 by default.
+        multiplicity: the number of tensors that each name represents; 1 by default.
     """
     names = {piece.name for _, side in group_ranks(demand) for piece in side.pieces}
     held = _boxes_of_ranks(rank_groups(holdings), names)

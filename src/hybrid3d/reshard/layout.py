@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hybrid3d.reshard.box import Box
@@ -90,6 +90,30 @@ class Demand:
 
     pieces: tuple[Piece, ...]
     fills: tuple[Fill, ...] = field(default=())
+
+
+class LocalPieces:
+    """Looks up the memory locations of boxes on the ranks whose holdings or demands are given, usually one rank."""
+
+    def __init__(self, holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]):
+        self._held = _pieces_by_box(holdings)
+        self._wanted = _pieces_by_box(demand)
+
+    def source(self, rank: int, name: str, held: Box, box: Box) -> Piece | None:
+        """Return the part `box` of the piece that the rank holds as `held`; None if its holdings are not given."""
+        piece = self._held.get((rank, name, held))
+        return None if piece is None else piece.restrict(box)
+
+    def target(self, rank: int, name: str, wanted: Box, box: Box) -> Piece | None:
+        """Return the part `box` of the piece that the rank wants as `wanted`; None if its demand is not given."""
+        piece = self._wanted.get((rank, name, wanted))
+        return None if piece is None else piece.restrict(box)
+
+
+def _pieces_by_box(
+    pieces_by_rank: Mapping[int, Holdings] | Mapping[int, Demand],
+) -> dict[tuple[int, str, Box], Piece]:
+    return {(rank, p.name, p.box): p for rank, rank_pieces in pieces_by_rank.items() for p in rank_pieces.pieces}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
-"""The plan: which rank sends which box to which, decided once, by a pure function of what everyone holds and wants.
+"""Plans which rank sends which box to which rank: a pure function of the holdings and demands of all ranks.
 
-All ranks know the routes alike, by class of tensors; each makes of them the transfers that it takes part in, and no
-more: of DeepSeek-V3 on 1,024 ranks there are 46 million. Where a bucket ends ranks agree on.
+Every rank computes the same routes, by class of tensors. From them it builds only its own transfers, because the
+transfers of all ranks would be too many: 46 million for DeepSeek-V3 on 1,024 ranks. The ranks agree on where each
+bucket ends.
 
-Load, sync and export are the same call. The files of a checkpoint take part as one more rank, `FILES`: on load it
+Load, sync and export use the same planner. The files of a checkpoint take part as one more rank, `FILES`: on load it
 holds every tensor, on export it wants every tensor, and the rank at the other end reads or writes the box itself.
 """
 
@@ -20,35 +21,35 @@ import numpy as np
 from hybrid3d.errors import UserMistake
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Group, classify_tensors, rank_groups
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece
+from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, LocalPieces, Piece
 from hybrid3d.reshard.order import Order
-from hybrid3d.reshard.routes import Part, Route, RoutedClass, route
+from hybrid3d.reshard.routes import Part, Route, RoutedClass, route_classes
 from hybrid3d.reshard.stamp import layer_of
 
 FILES = -1
 
-# From this size on a box travels as a message of its own, so that it is sent from where it lies and received where it
-# belongs if it is contiguous there.
+# A box of at least this size is a message of its own: where it is contiguous, it is sent or received without staging.
 DIRECT_BYTES = 256 * 1024
 
-# From here on tags are not those of messages.
+# The tag of the messages that verify a sync; the tags of all other messages are smaller.
 CHECKSUM_TAG = 1 << 20
 
 AllReduceMin = Callable[[int], int]
-"""The smallest of the numbers that all ranks of a plan give."""
+"""Returns the minimum of the numbers that all ranks of a plan pass."""
 
 
 class PlanError(UserMistake):
-    """What is wanted cannot be given: the message names the canonical tensor and the ranks."""
+    """Demands that the holdings cannot meet; the message names the canonical tensor and the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One box from one rank to one rank; on the same rank, or with `FILES` at one end, a local copy.
+    """The transfer of one box from one rank to another; a local copy if both are the same rank or one is `FILES`.
 
     Attributes:
-        dtype: in which it travels: the one that is wanted.
-        source, target: where it lies at each end; None where the rank at that end keeps it to itself.
+        dtype: the dtype of the transferred data, which is the wanted one.
+        source: the piece that is read at the sender; None if its memory location is not known on this rank.
+        target: the piece that is written at the receiver; None if its memory location is not known on this rank.
     """
 
     src: int
@@ -68,7 +69,7 @@ class Transfer:
         return self.src == self.dst or FILES in (self.src, self.dst)
 
     def is_direct(self, rank: int) -> bool:
-        """Whether what travels lies at this end as it travels."""
+        """Return whether the data lies contiguous in this rank's tensor, in the dtype of the transfer."""
         if rank == self.dst:
             return self.target is not None and self.target.contiguous
         return self.source is not None and self.source.contiguous and self.source.dtype == self.dtype
@@ -76,9 +77,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Transfers of one dtype between one pair of ranks that travel as one send and one receive.
+    """Transfers of one dtype from one rank to another that are sent and received as one message.
 
-    The two ends of it know it by its pair and its tag.
+    The pair of ranks and the tag identify the message at both ends.
     """
 
     tag: int
@@ -92,7 +93,7 @@ class Message:
         return sum(t.nbytes for t in self.transfers)
 
     def staging_bytes_on(self, rank: int) -> int:
-        """Bytes of staging that this message takes on `rank`: none where its memory is sent or filled directly."""
+        """Return the staging bytes of this message on `rank`: 0 where a tensor's memory is sent or filled directly."""
         if rank not in (self.src, self.dst):
             return 0
         return 0 if len(self.transfers) == 1 and self.transfers[0].is_direct(rank) else self.nbytes
@@ -100,13 +101,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A rank's transfers that go at the same time, bounded in the bytes that it sends plus receives.
+    """A rank's transfers that run together; the bytes that it sends plus receives in a bucket are bounded.
 
     Attributes:
-        number: of all buckets of the plan, whether or not this rank has a part in them.
-        layer: the layer that the rank takes something of, None for what is in no layer.
-        transfers: all of them, in their order.
-        messages: what carries those that are not local.
+        number: the bucket's index among all buckets of the plan, including those without transfers of this rank.
+        layer: the layer of the tensors that the rank receives or copies; None for tensors outside of all layers.
+        transfers: all transfers of the bucket, in order.
+        messages: the messages of the transfers that are not local.
     """
 
     number: int
@@ -117,7 +118,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A rank's part of a plan."""
+    """The part of a plan that one rank executes."""
 
     rank: int
     buckets: tuple[Bucket, ...]
@@ -128,7 +129,7 @@ class RankPlan:
 
     @property
     def layers(self) -> list[int | None]:
-        """Those that the rank takes something of, in their order."""
+        """The layers of which the rank receives or copies tensors, in the order of the plan."""
         return list(dict.fromkeys(b.layer for b in self.buckets if any(t.dst == self.rank for t in b.transfers)))
 
     @cached_property
@@ -145,138 +146,127 @@ class RankPlan:
 
     @cached_property
     def staging_bytes(self) -> tuple[int, int]:
-        """What the executor's two staging buffers take, which buckets use in turn."""
+        """The sizes of the executor's two staging buffers, which consecutive buckets use alternately."""
         staged = [sum(message.staging_bytes_on(self.rank) for message in bucket.messages) for bucket in self.buckets]
         return max(staged[::2], default=0), max(staged[1::2], default=0)
 
 
 Plan = Mapping[int, RankPlan]
-"""The parts of all ranks."""
-
-
-class LocalPieces:
-    """Where boxes lie in the memory of the ranks of which that is known."""
-
-    def __init__(self, holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]):
-        self._held = _by_box(holdings)
-        self._wanted = _by_box(demand)
-
-    def source(self, rank: int, name: str, held: Box, box: Box) -> Piece | None:
-        piece = self._held.get((rank, name, held))
-        return None if piece is None else piece.restrict(box)
-
-    def target(self, rank: int, name: str, wanted: Box, box: Box) -> Piece | None:
-        piece = self._wanted.get((rank, name, wanted))
-        return None if piece is None else piece.restrict(box)
-
-
-def _by_box(sides: Mapping[int, Holdings] | Mapping[int, Demand]) -> dict[tuple[int, str, Box], Piece]:
-    return {(rank, piece.name, piece.box): piece for rank, side in sides.items() for piece in side.pieces}
+"""The plan of every rank, by rank."""
 
 
 class Routes:
-    """What every rank knows alike: who takes which part of each class of tensors from whom, and in which order.
+    """The routes of all tensors and the order of their transfers, which every rank computes identically.
 
     Args:
-        holders: what each group of ranks holds; pieces of several ranks may overlap (replicas).
+        holders: what each group of ranks holds; pieces of different ranks may overlap (replicas).
         readers: what each group of ranks wants; pieces of one rank must not overlap.
-        bucket_bytes: bound on the bytes that one rank sends and receives within one bucket.
-        ranks_per_node: consecutive ranks that share a node.
+        bucket_bytes: the bound on the bytes that one rank sends plus receives within one bucket.
+        ranks_per_node: the number of consecutive ranks that share a node.
 
     Raises:
-        PlanError: somebody wants what nobody holds.
+        PlanError: a rank wants elements that no rank holds.
     """
 
     def __init__(
         self, holders: Sequence[Group], readers: Sequence[Group], bucket_bytes: int, ranks_per_node: int = 1 << 30
     ):
-        classes = classify_tensors([side for _, side in holders], [side for _, side in readers])
-        routed = route(classes, [ranks for ranks, _ in holders], [ranks for ranks, _ in readers], ranks_per_node)
+        classes = classify_tensors([signature for _, signature in holders], [signature for _, signature in readers])
+        routed = route_classes(
+            classes, [ranks for ranks, _ in holders], [ranks for ranks, _ in readers], ranks_per_node
+        )
         self.bucket_bytes = bucket_bytes
-        self.routed = tuple(routed)
-        _check_all_held(self.routed)
-        names = (name for one in classes for name in one.names)
+        self.routed_classes = tuple(routed)
+        _check_all_held(self.routed_classes)
+        names = (name for tensor_class in classes for name in tensor_class.names)
         self._order = Order(names, [rank for ranks, _ in readers for rank in ranks], _stages(holders))
 
-    def rank_transfers(self, rank: int, known: LocalPieces) -> list[tuple[int, Transfer]]:
-        """The transfers in which a rank takes part, with their keys and in their order."""
-        found = [
-            move for one in self.routed for way in one.routes for move in self._rank_transfers(rank, one, way, known)
+    def rank_transfers(self, rank: int, pieces: LocalPieces) -> list[tuple[int, Transfer]]:
+        """Return the transfers that a rank sends, receives or copies, as (key, transfer) in the order of their keys."""
+        keyed = [
+            keyed_transfer
+            for routed_class in self.routed_classes
+            for route in routed_class.routes
+            for keyed_transfer in self._route_transfers(rank, routed_class, route, pieces)
         ]
-        return sorted(found, key=lambda move: move[0])
+        return sorted(keyed, key=lambda keyed_transfer: keyed_transfer[0])
 
-    def _rank_transfers(
-        self, rank: int, one: RoutedClass, way: Route, known: LocalPieces
+    def _route_transfers(
+        self, rank: int, routed_class: RoutedClass, route: Route, pieces: LocalPieces
     ) -> Iterator[tuple[int, Transfer]]:
-        reads = rank in way.readers
-        sending = {p.source for parts in way.parts.values() for p in parts if p.source and rank in p.source.holders}
+        """Yield (key, transfer) for the transfers of one route in which a rank takes part."""
+        reads = rank in route.readers
+        sending = {p.source for parts in route.parts.values() for p in parts if p.source and rank in p.source.holders}
         if not reads and not sending:
             return
-        cuts = list(enumerate(_cut(way, self.bucket_bytes)))
-        for number, name in enumerate(one.tensors.names):
+        numbered = list(enumerate(_split_parts(route, self.bucket_bytes)))
+        for tensor, name in enumerate(routed_class.tensors.names):
             if reads:
-                for i, (wanted, part, box) in cuts:
-                    src = part.source.server(rank, number) if part.source else rank
-                    yield self._order.key(name, rank, i), _transfer(src, rank, name, wanted, part, box, known)
+                for i, (wanted, part, box) in numbered:
+                    src = part.source.sender(rank, tensor) if part.source else rank
+                    yield self._order.key(name, rank, i), _transfer(src, rank, name, wanted, part, box, pieces)
             for source in sending:
-                served = [reader for reader in way.readers if source.server(reader, number) == rank]
-                for i, (wanted, part, box) in cuts if served else ():
+                served = [reader for reader in route.readers if source.sender(reader, tensor) == rank]
+                for i, (wanted, part, box) in numbered if served else ():
                     if part.source is source:
                         for reader in served:
                             key = self._order.key(name, reader, i)
-                            yield key, _transfer(rank, reader, name, wanted, part, box, known)
+                            yield key, _transfer(rank, reader, name, wanted, part, box, pieces)
 
     def plan(
         self, rank: int, rank_transfers: Sequence[tuple[int, Transfer]], bucket_boundaries: Sequence[int]
     ) -> RankPlan:
-        """A rank's moves in buckets."""
+        """Return a rank's plan: its transfers, from `rank_transfers`, grouped in buckets and messages."""
         keys = np.array([key for key, _ in rank_transfers], np.int64)
         reads = rank in self._order
         tags: dict[tuple[int, int], int] = defaultdict(int)
         buckets = []
-        at = 0
-        for number, (end, upto) in enumerate(
+        start = 0
+        for number, (boundary, stop) in enumerate(
             zip(bucket_boundaries, np.searchsorted(keys, bucket_boundaries), strict=True)
         ):
-            transfers = tuple(t for _, t in rank_transfers[at:upto])
+            transfers = tuple(t for _, t in rank_transfers[start:stop])
             if transfers:
-                layer = self._order.layer(rank, end - 1) if reads else None
-                buckets.append(Bucket(number, layer, transfers, _messages(transfers, tags)))
-            at = int(upto)
+                layer = self._order.layer(rank, boundary - 1) if reads else None
+                buckets.append(Bucket(number, layer, transfers, _group_messages(transfers, tags)))
+            start = int(stop)
         return RankPlan(rank, tuple(buckets))
 
     def bucket_boundaries(
-        self, of_ranks: Iterable[Sequence[tuple[int, Transfer]]], agree: AllReduceMin = int
+        self, local_transfers: Iterable[Sequence[tuple[int, Transfer]]], all_reduce_min: AllReduceMin = int
     ) -> list[int]:
-        """The keys at which buckets end: with every round, and before any rank would send and receive too much.
+        """Return the keys at which buckets end.
+
+        A bucket ends with each round of the order, and before any rank would send plus receive more than
+        `bucket_bytes`.
 
         Args:
-            of_ranks: the moves of the ranks that are here.
-            agree: with those that are not.
+            local_transfers: the result of `rank_transfers` for each rank in this process.
+            all_reduce_min: the minimum over all processes; by default all ranks are in this process.
         """
-        loads = [_Load(rank_transfers) for rank_transfers in of_ranks]
-        bucket_boundaries, at = [], 0
-        while at < self._order.end:
-            whole = (at // self._order.round + 1) * self._order.round
-            end = agree(min([whole, *(load.furthest(at, self.bucket_bytes) for load in loads)]))
-            assert end > at, "a transfer is larger than a bucket"
-            bucket_boundaries.append(end)
-            at = end
-        return bucket_boundaries
+        loads = [_CumulativeBytes(rank_transfers) for rank_transfers in local_transfers]
+        boundaries, start = [], 0
+        while start < self._order.end:
+            round_end = (start // self._order.round + 1) * self._order.round
+            end = all_reduce_min(min([round_end, *(load.end_of_bucket(start, self.bucket_bytes) for load in loads)]))
+            assert end > start, "a transfer is larger than a bucket"
+            boundaries.append(end)
+            start = end
+        return boundaries
 
 
-class _Load:
-    """What a rank sends plus receives, by key."""
+class _CumulativeBytes:
+    """The bytes that a rank sends plus receives, accumulated in the order of keys."""
 
     def __init__(self, rank_transfers: Sequence[tuple[int, Transfer]]):
-        travelling = [(key, t.nbytes) for key, t in rank_transfers if not t.is_local]
-        self._keys = np.array([key for key, _ in travelling], np.int64)
-        self._upto = np.cumsum([0, *(nbytes for _, nbytes in travelling)])
+        remote = [(key, t.nbytes) for key, t in rank_transfers if not t.is_local]
+        self._keys = np.array([key for key, _ in remote], np.int64)
+        self._bytes_before = np.cumsum([0, *(nbytes for _, nbytes in remote)])
 
-    def furthest(self, at: int, limit: int) -> int:
-        """The key of the first transfer that a bucket which begins at `at` has no room for."""
-        first = np.searchsorted(self._keys, at)
-        last = np.searchsorted(self._upto, self._upto[first] + limit, side="right") - 1
+    def end_of_bucket(self, start: int, limit: int) -> int:
+        """Return the key of the first transfer that exceeds the `limit` bytes of a bucket from key `start` on."""
+        first = np.searchsorted(self._keys, start)
+        last = np.searchsorted(self._bytes_before, self._bytes_before[first] + limit, side="right") - 1
         return int(self._keys[last]) if last < len(self._keys) else 1 << 62
 
 
@@ -286,23 +276,23 @@ def make_plan(
     bucket_bytes: int,
     ranks_per_node: int = 1 << 30,
 ) -> Plan:
-    """Give every wanted element exactly one source, and make the parts of all ranks at once: see `Routes`.
+    """Return the plans of all ranks, in which every wanted element has exactly one source; arguments as in `Routes`.
 
     Raises:
-        PlanError: somebody wants what nobody holds.
+        PlanError: a rank wants elements that no rank holds.
     """
     routes = Routes(rank_groups(holdings), rank_groups(demand), bucket_bytes, ranks_per_node)
-    known = LocalPieces(holdings, demand)
-    rank_transfers = {rank: routes.rank_transfers(rank, known) for rank in sorted({*holdings, *demand})}
-    bucket_boundaries = routes.bucket_boundaries(rank_transfers.values())
-    return {rank: routes.plan(rank, of_rank, bucket_boundaries) for rank, of_rank in rank_transfers.items()}
+    pieces = LocalPieces(holdings, demand)
+    transfers_by_rank = {rank: routes.rank_transfers(rank, pieces) for rank in sorted({*holdings, *demand})}
+    boundaries = routes.bucket_boundaries(transfers_by_rank.values())
+    return {rank: routes.plan(rank, transfers, boundaries) for rank, transfers in transfers_by_rank.items()}
 
 
 def local_plan(rank: int, holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> RankPlan:
-    """A rank's part of a load or an export, in which nothing travels between ranks.
+    """Return a rank's plan of a load or an export, in which all transfers are local copies.
 
     Raises:
-        PlanError: somebody wants what nobody holds.
+        PlanError: a rank wants elements that no rank holds.
     """
     routes = Routes(rank_groups(holdings), rank_groups(demand), bucket_bytes=0)
     rank_transfers = routes.rank_transfers(rank, LocalPieces(holdings, demand))
@@ -310,65 +300,76 @@ def local_plan(rank: int, holdings: Mapping[int, Holdings], demand: Mapping[int,
 
 
 def _stages(holders: Sequence[Group]) -> dict[int | None, int]:
-    """By layer, the first rank that holds something of it: one for all layers of a stage."""
-    found: dict[int | None, int] = {}
-    for of_group, signature in holders:
+    """Return, for each layer, the lowest rank that holds a tensor of it; it identifies the layer's pipeline stage."""
+    stages: dict[int | None, int] = {}
+    for ranks, signature in holders:
         for layer in {layer_of(name) for names in signature.values() for name in names}:
-            found[layer] = min(*of_group, found.get(layer, of_group[0]))
-    return found
+            stages[layer] = min(*ranks, stages.get(layer, ranks[0]))
+    return stages
 
 
-def _transfer(src: int, dst: int, name: str, wanted: Box, part: Part, box: Box, known: LocalPieces) -> Transfer:
-    source, target = known.source(src, name, part.held, box), known.target(dst, name, wanted, box)
+def _transfer(src: int, dst: int, name: str, wanted: Box, part: Part, box: Box, pieces: LocalPieces) -> Transfer:
+    source, target = pieces.source(src, name, part.held, box), pieces.target(dst, name, wanted, box)
     return Transfer(src, dst, name, box, part.dtype, source, target)
 
 
-class _Cut(NamedTuple):
+class _SplitPart(NamedTuple):
+    """The part of a wanted box from one source, or a box within it if the part is larger than a bucket."""
+
     wanted: Box
     part: Part
     box: Box
 
 
-def _cut(way: Route, limit: int) -> Iterator[_Cut]:
-    """The parts of a route, those that travel cut into boxes that a bucket has room for."""
-    for wanted, parts in way.parts.items():
+def _split_parts(route: Route, limit: int) -> Iterator[_SplitPart]:
+    """Yield the parts of a route; a part that is sent to another rank is split into boxes of at most `limit` bytes.
+
+    Raises:
+        ValueError: an element has more than `limit` bytes.
+    """
+    for wanted, parts in route.parts.items():
         for part in parts:
-            local = part.source is None or FILES in (*part.source.holders, *way.readers)
+            local = part.source is None or FILES in (*part.source.holders, *route.readers)
             if local or part.nbytes <= limit:
-                yield _Cut(wanted, part, part.box)
+                yield _SplitPart(wanted, part, part.box)
                 continue
             itemsize = ITEMSIZE[part.dtype]
             if limit < itemsize:
                 raise ValueError(f"a bucket of {limit} bytes holds no element of {itemsize} bytes: make it larger")
             for box in part.box.split(limit // itemsize):
-                yield _Cut(wanted, part, box)
+                yield _SplitPart(wanted, part, box)
 
 
-def _messages(transfers: Iterable[Transfer], tags: dict[tuple[int, int], int]) -> tuple[Message, ...]:
-    """Group what travels between one pair of ranks; large boxes go alone.
+def _group_messages(transfers: Iterable[Transfer], tags: dict[tuple[int, int], int]) -> tuple[Message, ...]:
+    """Group the transfers between each pair of ranks into messages; a large box is a message of its own.
 
     Args:
-        tags: how many messages each pair has had.
+        tags: the number of messages that each pair of ranks has in the buckets before; updated.
     """
     groups: dict[tuple[int, int, str, int], list[Transfer]] = defaultdict(list)
     for i, t in enumerate(transfers):
         if not t.is_local:
             groups[t.src, t.dst, t.dtype, i if t.nbytes >= DIRECT_BYTES else -1].append(t)
-    found = []
+    messages = []
     for (src, dst, dtype, _), group in groups.items():
         assert tags[src, dst] < CHECKSUM_TAG, f"rank {src} sends rank {dst} more messages than there are tags for"
-        found.append(Message(tags[src, dst], src, dst, dtype, tuple(group)))
+        messages.append(Message(tags[src, dst], src, dst, dtype, tuple(group)))
         tags[src, dst] += 1
-    return tuple(found)
+    return tuple(messages)
 
 
-def _check_all_held(routed: Iterable[RoutedClass]) -> None:
+def _check_all_held(routed_classes: Iterable[RoutedClass]) -> None:
+    """Check that every wanted element is held by some rank.
+
+    Raises:
+        PlanError: naming the missing boxes of up to 20 tensors, and the ranks that want them.
+    """
     missing: dict[str, tuple[Box, tuple[int, ...]]] = {}
-    for one in routed:
-        for way in one.routes:
-            for name in one.tensors.names if way.missing else ():
-                box, readers = missing.get(name, (way.missing[0], ()))
-                missing[name] = box, readers + way.readers
+    for routed_class in routed_classes:
+        for route in routed_class.routes:
+            for name in routed_class.tensors.names if route.missing else ():
+                box, readers = missing.get(name, (route.missing[0], ()))
+                missing[name] = box, readers + route.readers
     if missing:
         lines = [f"{len(missing)} wanted tensors are held by no rank in full:"]
         for name, (box, readers) in list(missing.items())[:20]:

@@ -1,7 +1,7 @@
-"""Who takes which part of a tensor from whom: decided once for each class of tensors.
+"""Chooses the ranks from which each reader receives the parts of a tensor, once for each class of tensors.
 
-A wanted box is cut into parts. What the reader holds itself it takes from there; the rest from its node, where a rank
-of it holds that; else from anywhere. Replicas that are equally near take turns, beginning with who has sent least.
+A wanted box is divided into parts by source: first the reader itself, then ranks of its node, then all other ranks.
+Replicas that are equally near take turns, starting with the rank that has sent the fewest bytes.
 """
 
 from __future__ import annotations
@@ -21,43 +21,49 @@ Ranks = Sequence[int]
 
 @dataclass(eq=False)
 class Source:
-    """A held box and the replicas of it that take turns, because they are equally near to the ranks that read it.
+    """A held box and its replicas, which are equally near to the ranks that read it and therefore take turns.
 
     Attributes:
-        holders: the replicas, in the order of their turns.
-        readers: those that take a part of it, in the order in which they are served, and the bytes that each takes.
+        holders: the ranks that hold a replica, in the order of their turns.
+        readers: the bytes that each reader receives from this source, in the order in which readers are served.
     """
 
     box: Box
     holders: tuple[int, ...]
     readers: dict[int, int] = field(default_factory=dict)
 
-    def server(self, reader: int, number: int) -> int:
-        """The replica that sends a class's `number`-th tensor to this reader."""
-        turn = number * len(self.readers) + self._place[reader]
+    def sender(self, reader: int, tensor: int) -> int:
+        """Return the rank that sends the class's tensor of this index to this reader."""
+        turn = tensor * len(self.readers) + self._reader_index[reader]
         return self.holders[turn % len(self.holders)]
 
-    def fix_turns(self, sent: Mapping[int, int]) -> None:
-        """Fix the order of turns, the same whoever makes the plan: who has sent least goes first."""
+    def fix_order(self, sent: Mapping[int, int]) -> None:
+        """Sort the readers by rank and the holders by the bytes that they have sent, identically on every rank."""
         self.readers = dict(sorted(self.readers.items()))
         self.holders = tuple(sorted(self.holders, key=lambda rank: (sent[rank], rank)))
-        self._place = {reader: place for place, reader in enumerate(self.readers)}
+        self._reader_index = {reader: index for index, reader in enumerate(self.readers)}
 
     def traffic(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What `count` tensors send: (senders, readers, bytes), where a pair may stand several times."""
+        """Return (senders, readers, bytes), three arrays, for `count` tensors; a pair of ranks may occur repeatedly."""
         nbytes = np.fromiter(self.readers.values(), np.int64)
-        readers, n = np.fromiter(self.readers, np.int64), len(self.holders)
-        period = n // np.gcd(len(readers), n)  # after so many tensors the same replicas serve the same readers again
-        numbers = np.arange(min(count, period))
-        turns = (numbers[:, None] * len(readers) + np.arange(len(readers))[None, :]) % n
-        times = (count - numbers + period - 1) // period
+        readers, num_holders = np.fromiter(self.readers, np.int64), len(self.holders)
+        period = num_holders // np.gcd(len(readers), num_holders)  # the senders repeat after this many tensors
+        tensors = np.arange(min(count, period))
+        turns = (tensors[:, None] * len(readers) + np.arange(len(readers))[None, :]) % num_holders
+        repeats = (count - tensors + period - 1) // period
         senders = np.asarray(self.holders, np.int64)[turns]
-        return senders, np.broadcast_to(readers, senders.shape), times[:, None] * nbytes[None, :]
+        return senders, np.broadcast_to(readers, senders.shape), repeats[:, None] * nbytes[None, :]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a wanted box; `source` is None where the reader holds it itself."""
+    """A part of a wanted box that one source provides.
+
+    Attributes:
+        dtype: the wanted dtype.
+        held: the box of the source that contains the part.
+        source: None if the reader holds the part itself.
+    """
 
     box: Box
     dtype: str
@@ -71,7 +77,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Route:
-    """What readers that want the same, and have the same around them, take: per wanted box its parts."""
+    """The parts of the tensors of a class for readers with the same demand, holdings and holders on their node.
+
+    Attributes:
+        parts: the parts of each wanted box.
+        missing: the wanted boxes, or the rest of them, that no rank holds.
+    """
 
     readers: tuple[int, ...]
     parts: Mapping[Box, tuple[Part, ...]]
@@ -80,10 +91,10 @@ class Route:
 
 @dataclass(frozen=True)
 class RoutedClass:
-    """A class of tensors, and its routes.
+    """A class of tensors with its routes.
 
     Attributes:
-        sources: all that its routes take from other ranks.
+        sources: all sources of the routes, except the readers themselves.
     """
 
     tensors: TensorClass
@@ -91,92 +102,109 @@ class RoutedClass:
     sources: tuple[Source, ...]
 
 
-def route(
+def route_classes(
     classes: Sequence[TensorClass], holders: Sequence[Ranks], readers: Sequence[Ranks], ranks_per_node: int
 ) -> Iterator[RoutedClass]:
-    """Each class with its routes; what a class sends counts when the next ones choose.
+    """Yield each class with its routes; the bytes that a rank sends of earlier classes affect its turns.
 
     Args:
-        holders: the ranks of each group that holds, by the group's number.
-        readers: the ranks of each group that wants.
-        ranks_per_node: consecutive ranks that share a node.
+        holders: the ranks of each group of holders, by the group's index.
+        readers: the ranks of each group of readers, by the group's index.
+        ranks_per_node: the number of consecutive ranks that share a node.
     """
     sent: dict[int, int] = defaultdict(int)
     for tensors in classes:
-        routed = _Router(tensors, holders, ranks_per_node).routed(readers)
-        for source in sorted(routed.sources, key=lambda s: (s.box.start, s.box.size, min(s.readers))):
-            source.fix_turns(sent)
+        routed_class = _Router(tensors, holders, ranks_per_node).route(readers)
+        for source in sorted(routed_class.sources, key=lambda s: (s.box.start, s.box.size, min(s.readers))):
+            source.fix_order(sent)
             senders, _, nbytes = source.traffic(tensors.count)
             for rank, n in zip(senders.flat, nbytes.flat, strict=True):
                 sent[rank] += int(n)
-        yield routed
+        yield routed_class
 
 
 class _Router:
-    """Makes the routes of one class."""
+    """Computes the routes of one class of tensors."""
 
     def __init__(self, tensors: TensorClass, holders: Sequence[Ranks], ranks_per_node: int):
         self._tensors = tensors
-        self._per_node = ranks_per_node
-        self._own: dict[int, int] = {}  # by rank, its group among the holders
+        self._ranks_per_node = ranks_per_node
+        self._group_of_holder: dict[int, int] = {}
         self._holders: dict[Box, list[int]] = defaultdict(list)
-        self._on_node: dict[int, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
+        self._holders_on_node: dict[int, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
         for group, boxes in tensors.held.items():
             for rank in holders[group]:
-                self._own[rank] = group
+                self._group_of_holder[rank] = group
                 for box in boxes:
                     self._holders[box].append(rank)
-                    self._on_node[rank // ranks_per_node][box].append(rank)
+                    self._holders_on_node[rank // ranks_per_node][box].append(rank)
         self._sources: dict[tuple[Box, int | None], Source] = {}
 
-    def routed(self, readers: Sequence[Ranks]) -> RoutedClass:
+    def route(self, readers: Sequence[Ranks]) -> RoutedClass:
+        """Return the class with one route for each set of readers with the same demand, holdings and node."""
         routes = []
         for group in self._tensors.wanted:
-            by_place: dict[tuple[int | None, int | None], list[int]] = defaultdict(list)
+            ranks_by_place: dict[tuple[int | None, int | None], list[int]] = defaultdict(list)
             for rank in readers[group]:
-                node = rank // self._per_node
-                by_place[self._own.get(rank), node if node in self._on_node else None].append(rank)
-            routes += [self._route(group, own, node, ranks) for (own, node), ranks in by_place.items()]
+                rank_node = rank // self._ranks_per_node
+                place = self._group_of_holder.get(rank), rank_node if rank_node in self._holders_on_node else None
+                ranks_by_place[place].append(rank)
+            for (holder_group, node), ranks in ranks_by_place.items():
+                routes.append(self._route(group, holder_group, node, ranks))
         return RoutedClass(self._tensors, tuple(routes), tuple(self._sources.values()))
 
-    def _route(self, group: int, own: int | None, node: int | None, ranks: list[int]) -> Route:
+    def _route(self, group: int, holder_group: int | None, node: int | None, ranks: list[int]) -> Route:
+        """Return the route of ranks with one demand, and add them to the readers of its sources.
+
+        Args:
+            group: the ranks' group among the readers.
+            holder_group: the ranks' group among the holders; None if they hold none of the class's tensors.
+            node: the ranks' node; None if no rank of it holds any of the class's tensors.
+        """
         parts: dict[Box, tuple[Part, ...]] = {}
         missing: list[Box] = []
         for box, dtype in self._tensors.wanted[group]:
-            parts[box], rest = self._parts(box, dtype, own, node)
+            parts[box], rest = self._parts(box, dtype, holder_group, node)
             missing += rest
-        for part in (part for several in parts.values() for part in several):
+        for part in (part for parts_of_box in parts.values() for part in parts_of_box):
             if part.source is not None:
                 for rank in ranks:
                     part.source.readers[rank] = part.source.readers.get(rank, 0) + part.nbytes
         return Route(tuple(ranks), parts, tuple(missing))
 
-    def _parts(self, wanted: Box, dtype: str, own: int | None, node: int | None) -> tuple[tuple[Part, ...], list[Box]]:
-        rest, found = [wanted] if wanted.numel else [], []
-        for held, near in self._nearest_first(wanted, own, node):
+    def _parts(
+        self, wanted: Box, dtype: str, holder_group: int | None, node: int | None
+    ) -> tuple[tuple[Part, ...], list[Box]]:
+        """Return the parts of a wanted box, and the boxes in it that no rank holds."""
+        rest, parts = [wanted] if wanted.numel else [], []
+        for held, place in self._nearest_first(wanted, holder_group, node):
             for box in list(rest):
                 common = box.intersect(held)
                 if common is not None:
                     rest.remove(box)
                     rest += box.subtract(common)
-                    found.append(Part(common, dtype, held, None if near is None else self._source(held, *near)))
+                    parts.append(Part(common, dtype, held, None if place is None else self._source(held, *place)))
             if not rest:
                 break
-        return tuple(sorted(found, key=lambda part: part.box.start)), rest
+        return tuple(sorted(parts, key=lambda part: part.box.start)), rest
 
     def _nearest_first(
-        self, wanted: Box, own: int | None, node: int | None
+        self, wanted: Box, holder_group: int | None, node: int | None
     ) -> Iterator[tuple[Box, tuple[int | None] | None]]:
-        """Held boxes that overlap a wanted one: the reader's own (None), then its node's, then those of all (None,)."""
-        local = self._tensors.held[own] if own is not None else ()
-        here = self._on_node[node] if node is not None else {}
-        for boxes, near in ((local, None), (here, (node,)), (self._holders, (None,))):
+        """Yield the held boxes that overlap a wanted box, each with the place where it is held.
+
+        The place is None for the reader itself, then `(node,)` for its node, and then `(None,)` for any rank.
+        """
+        local = self._tensors.held[holder_group] if holder_group is not None else ()
+        on_node = self._holders_on_node[node] if node is not None else {}
+        for boxes, place in ((local, None), (on_node, (node,)), (self._holders, (None,))):
             for box in sorted((b for b in boxes if b.overlaps(wanted)), key=lambda b: (b.start, b.size)):
-                yield box, near
+                yield box, place
 
     def _source(self, held: Box, node: int | None) -> Source:
+        """Return the source of a held box on a node, or on all nodes if `node` is None; it is created only once."""
         key = held, node
         if key not in self._sources:
-            ranks = self._holders[held] if node is None else self._on_node[node][held]
+            ranks = self._holders[held] if node is None else self._holders_on_node[node][held]
             self._sources[key] = Source(held, tuple(ranks))
         return self._sources[key]

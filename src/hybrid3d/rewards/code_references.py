@@ -182,7 +182,7 @@ def _free_names(source: str, tree: ast.Module) -> set[str]:
 
 
 def _global_names(source: str) -> tuple[set[str], set[str]]:
-    """The global names that a source reads, and those that it makes."""
+    """Return the global names that a source reads, and the names that it defines."""
     top = symtable.symtable(source, "<tests>", "exec")
     used, defined, tables = set[str](), set[str](), [top]
     while tables:

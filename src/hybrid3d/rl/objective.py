@@ -31,15 +31,14 @@ The outputs of a policy are `TokenScores`, those of a critic are values [b, T].
 
 @dataclass(frozen=True, eq=False)
 class PolicyObjective:
-    """Computes the clipped policy loss, plus the KL to a reference, less an entropy bonus.
+    """Computes the clipped policy loss, plus the KL to a reference, minus an entropy bonus.
 
-    Tensors are those of a whole batch, [B, T].
+    Tensors are those of a whole batch, [B, T]; attributes that are not described are as in `losses.policy_loss`.
 
     Attributes:
         answer_weights: weight of each answer's losses, [B] (`losses.answer_weights`).
         correction: weight of each token's policy loss (`correction.correction_weights`), or None.
         ref_logprobs: log-probabilities of the reference policy if the KL to it is in the loss, else None.
-        The others: as in `losses.policy_loss`.
     """
 
     advantages: Tensor

@@ -117,7 +117,7 @@ class Learner:
         return {"kl": self._kl.state, "guard": self._guard.progress}
 
     def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
-        """Continue from a checkpoint's progress, saved while the settings of this recipe were in force."""
+        """Restore the state from a checkpoint's progress; `recipe` has the settings with which it was saved."""
         self._kl.restore(progress["kl"], recipe.algorithm.kl.coef, recipe.algorithm.kl.target)
         self._guard.restore(progress["guard"])
 
@@ -133,8 +133,8 @@ class Learner:
         local = [samples[i] for i in shares[policy.data_parallel_rank]]
         sequences, prompts = [s.prompt_ids + s.tokens for s in local], [len(s.prompt_ids) for s in local]
         batch = Batch.from_sequences(sequences, prompts, loss_mask=[s.loss_mask for s in local], pad_id=self._pad_id)
-        samples = self._scored_by_model(samples, batch, shares, recipe)
-        made = Experience(
+        samples = self._with_model_scores(samples, batch, shares, recipe)
+        experience = Experience(
             samples=samples,
             metrics=metrics,
             batch=batch.to(device()),
@@ -146,20 +146,20 @@ class Learner:
             values=self._critic.values(batch, recipe) if self._critic is not None else None,
         )
         scores = self._scores(samples, step, recipe, metrics)
-        kl, penalties, mean_kl = _kl_to_reference(made, recipe), torch.zeros(len(samples)), None
+        kl, penalties, mean_kl = _kl_to_reference(experience, recipe), torch.zeros(len(samples)), None
         if self._reference is not None:
             answer_kl = torch.tensor(self._gather_by_sample(None if kl is None else kl.sum(1), shares))
             mean_kl = float(answer_kl.mean())
-            metrics.replicated |= {"train/answer_kl": mean_kl, "train/kl_coef": made.kl_coef}
+            metrics.replicated |= {"train/answer_kl": mean_kl, "train/kl_coef": experience.kl_coef}
             in_reward = recipe.algorithm.kl.where == "reward" and not self._method.token_level
-            penalties = made.kl_coef * answer_kl if in_reward else penalties
-        of_answers = self._method.advantages(scores, recipe.algorithm.samples_per_prompt, penalties)
-        local_of_answers = of_answers[shares[policy.data_parallel_rank]].to(device())
-        advantages, returns = self._advantages(made, local_of_answers, kl, recipe)
-        correction = self._correction(made, recipe, metrics)
+            penalties = experience.kl_coef * answer_kl if in_reward else penalties
+        answer_advantages = self._method.advantages(scores, recipe.algorithm.samples_per_prompt, penalties)
+        local_advantages = answer_advantages[shares[policy.data_parallel_rank]].to(device())
+        advantages, returns = self._advantages(experience, local_advantages, kl, recipe)
+        correction = self._correction(experience, recipe, metrics)
         if self._guard.must_compare_engines(recipe):
             self._guard.compare_engines(step, metrics.reduce(self._group), policy.has_experts, recipe)
-        return replace(made, answer_kl=mean_kl, advantages=advantages, returns=returns, correction=correction)
+        return replace(experience, answer_kl=mean_kl, advantages=advantages, returns=returns, correction=correction)
 
     def update(
         self, experience: Experience, step: int, recipe: Recipe, bucket_hook: BucketHook | None = None
@@ -172,12 +172,12 @@ class Learner:
             bucket_hook: called with each optimizer bucket of the policy's last update.
 
         Raises:
-            TooManyInterventions: a gradient was not accepted, or the KL exploded, once too often.
+            TooManyInterventions: a gradient was not accepted or the KL exploded more often than `max_interventions`.
         """
         algorithm = recipe.algorithm
         updates = algorithm.epochs * algorithm.minibatches
         trains_policy = self._trains_policy(step, recipe)
-        self._move_kl_coef(experience, step, recipe, trains_policy)
+        self._update_kl_coef(experience, step, recipe, trains_policy)
         done = {"critic": _Updates(), "train": _Updates()}
         for number in range(updates):
             rows = _minibatch(experience, number % algorithm.minibatches, algorithm.minibatches)
@@ -203,11 +203,11 @@ class Learner:
             if trains_policy or model is not self._policy:
                 model.end_step()
         metrics = StepMetrics()
-        for group, its in done.items():
-            metrics.update(its.metrics(group, self._policy.is_reporting_rank))
+        for group, group_updates in done.items():
+            metrics.update(group_updates.metrics(group, self._policy.is_reporting_rank))
         return metrics
 
-    def _move_kl_coef(self, experience: Experience, step: int, recipe: Recipe, trains_policy: bool) -> None:
+    def _update_kl_coef(self, experience: Experience, step: int, recipe: Recipe, trains_policy: bool) -> None:
         kl = recipe.algorithm.kl
         self._kl.configure(kl.coef, kl.target)
         if experience.answer_kl is not None:
@@ -218,11 +218,11 @@ class Learner:
     def _trains_policy(self, step: int, recipe: Recipe) -> bool:
         return self._critic is None or step >= recipe.critic.warmup_steps
 
-    def _policy_objective(self, known: Experience, rows: slice, recipe: Recipe) -> PolicyObjective | None:
-        algorithm, method, mask = recipe.algorithm, self._method, known.batch.response_mask
-        if known.old is None or known.advantages is None:
+    def _policy_objective(self, experience: Experience, rows: slice, recipe: Recipe) -> PolicyObjective | None:
+        algorithm, method, mask = recipe.algorithm, self._method, experience.batch.response_mask
+        if experience.old is None or experience.advantages is None:
             return None
-        lengths = known.lengths[:, rows]
+        lengths = experience.lengths[:, rows]
         weights = answer_weights(
             algorithm.loss_agg_mode or method.loss_agg_mode, lengths.flatten(), recipe.rollout.max_new_tokens
         ).reshape(lengths.shape)[self._policy.data_parallel_rank]
@@ -231,20 +231,20 @@ class Learner:
             algorithm.clip_high if algorithm.clip_high is not None or algorithm.clip is not None else method.clip_high
         )
 
-        in_loss = known.reference is not None and algorithm.kl.where == "loss"
+        in_loss = experience.reference is not None and algorithm.kl.where == "loss"
         return PolicyObjective(
-            advantages=known.advantages[rows],
+            advantages=experience.advantages[rows],
             mask=mask[rows],
-            old_logprobs=known.old[rows],
+            old_logprobs=experience.old[rows],
             answer_weights=weights.to(mask.device),
-            correction=None if known.correction is None else known.correction[rows],
+            correction=None if experience.correction is None else experience.correction[rows],
             clip=clip,
             clip_high=high or clip,
             dual_clip=algorithm.dual_clip,
             ratio=method.ratio,
-            ref_logprobs=known.reference[rows] if in_loss else None,
+            ref_logprobs=experience.reference[rows] if in_loss else None,
             kl_estimator=algorithm.kl.effective_estimator,
-            kl_coef=known.kl_coef,
+            kl_coef=experience.kl_coef,
             entropy_coef=algorithm.entropy_coef,
         )
 
@@ -255,31 +255,33 @@ class Learner:
             random.Random(f"{recipe.run.seed}/{step}").shuffle(rewards)
         if not recipe.reward.overlong_buffer:
             return torch.tensor(rewards)
-        longest, buffer = recipe.rollout.max_new_tokens, recipe.reward.overlong_buffer
-        penalties = [overlong_penalty(len(sample.tokens), longest, buffer) for sample in samples]
+        max_tokens, buffer = recipe.rollout.max_new_tokens, recipe.reward.overlong_buffer
+        penalties = [overlong_penalty(len(sample.tokens), max_tokens, buffer) for sample in samples]
         metrics.replicated["reward/overlong_penalty"] = sum(penalties) / len(penalties)
         return torch.tensor(rewards) + torch.tensor(penalties)
 
     def _advantages(
-        self, known: Experience, of_answers: Tensor, kl: Tensor | None, recipe: Recipe
+        self, experience: Experience, answer_advantages: Tensor, kl: Tensor | None, recipe: Recipe
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return advantages [b, T], and returns where there is a critic; None on ranks without the output layer.
 
         Args:
-            of_answers: [b], of this rank's answers.
-            kl: [b, T], subtracted from the rewards of tokens, if the method does so.
+            answer_advantages: [b], the advantage of each of this rank's answers.
+            kl: [b, T], subtracted from token rewards with `kl.where: reward`; used by token-level methods only.
         """
-        algorithm, method, mask = recipe.algorithm, self._method, known.batch.response_mask
+        algorithm, method, mask = recipe.algorithm, self._method, experience.batch.response_mask
         advantages = returns = None
-        if known.old is not None and method.token_level:
+        if experience.old is not None and method.token_level:
             in_reward = kl is not None and algorithm.kl.where == "reward"
-            rewards = token_rewards(of_answers, known.kl_coef * kl if in_reward else torch.zeros_like(mask), mask)
-            if known.values is None:
+            rewards = token_rewards(
+                answer_advantages, experience.kl_coef * kl if in_reward else torch.zeros_like(mask), mask
+            )
+            if experience.values is None:
                 advantages = returns_to_go(rewards, mask, algorithm.gamma)
             else:
-                advantages, returns = gae(rewards, known.values, mask, algorithm.gamma, algorithm.lam)
-        elif known.old is not None:
-            advantages = of_answers[:, None] * mask
+                advantages, returns = gae(rewards, experience.values, mask, algorithm.gamma, algorithm.lam)
+        elif experience.old is not None:
+            advantages = answer_advantages[:, None] * mask
         if method.normalize:
             reports = advantages is not None and self._policy.is_reporting_rank
             local = Moments.from_values(advantages, mask) if reports else Moments(0.0, 0.0, 0.0)
@@ -287,26 +289,30 @@ class Learner:
             advantages = None if advantages is None else moments.normalise(advantages, mask)
         return advantages, returns
 
-    def _correction(self, known: Experience, recipe: Recipe, metrics: StepMetrics) -> Tensor | None:
-        """Measure the mismatch of vLLM and training; return each token's weight that corrects for it, if any."""
-        if known.old is None:
+    def _correction(self, experience: Experience, recipe: Recipe, metrics: StepMetrics) -> Tensor | None:
+        """Measure the mismatch of vLLM and training, and return the correcting weights [b, T] of tokens, if any."""
+        if experience.old is None:
             return None
-        mask, setting = known.batch.response_mask, recipe.algorithm.correction
+        mask, setting = experience.batch.response_mask, recipe.algorithm.correction
         weights = None
         if setting.kind != "none":
-            weights = correction_weights(setting.kind, known.old, known.rollout, mask, setting.low, setting.high)
+            weights = correction_weights(
+                setting.kind, experience.old, experience.rollout, mask, setting.low, setting.high
+            )
         if self._policy.is_reporting_rank:
-            found, divergence = mismatch(known.old, known.rollout, mask)
+            found, divergence = mismatch(experience.old, experience.rollout, mask)
             metrics.maxima |= {f"mismatch/logprob_abs_{name}": value for name, value in found.items()}
-            tokens = int(known.lengths.sum())
+            tokens = int(experience.lengths.sum())
             metrics.sums["mismatch/kl"] = divergence / tokens
-            gaps = torch.where(mask.bool(), known.old - known.rollout, 0.0).abs()
+            gaps = torch.where(mask.bool(), experience.old - experience.rollout, 0.0).abs()
             metrics.sums["mismatch/logprob_abs_mean"] = float(gaps.sum(dtype=torch.float64)) / tokens
             if weights is not None:
                 metrics.sums["mismatch/weight"] = float(weights.sum()) / tokens
         return weights
 
-    def _scored_by_model(self, samples: Sequence[Sample], batch: Batch, shares: Shares, recipe: Recipe) -> list[Sample]:
+    def _with_model_scores(
+        self, samples: Sequence[Sample], batch: Batch, shares: Shares, recipe: Recipe
+    ) -> list[Sample]:
         """Return the samples with the reward model's scores as rewards, where there is one."""
         if self._reward_model is None:
             return list(samples)
@@ -314,31 +320,33 @@ class Learner:
         return [replace(sample, reward=score) for sample, score in zip(samples, scores, strict=True)]
 
     def _gather_by_sample(self, values: Tensor | None, shares: Shares) -> list[float]:
-        """Return a number for every sample on every rank, from values [b] of each data-parallel rank's share."""
+        """Gather values [b] of each data-parallel rank's share; return one number for every sample, on every rank."""
         reports = values is not None and self._policy.is_reporting_rank
         local = (self._policy.data_parallel_rank, values.tolist()) if reports else None
-        told = gather_objects(local, self._group)
+        gathered = gather_objects(local, self._group)
         found: dict[int, float] = {}
-        for (_, numbers), share in zip(sorted(filter(None, told)), shares, strict=True):
+        for (_, numbers), share in zip(sorted(filter(None, gathered)), shares, strict=True):
             found |= zip(share, numbers, strict=True)
         return [found[i] for i in range(len(found))]
 
 
-def _minibatch(known: Experience, number: int, minibatches: int) -> slice:
-    """Return this rank's rows of a minibatch: `shares_of` puts each rank's parts of them one after the other."""
-    each = len(known.batch) // minibatches
+def _minibatch(experience: Experience, number: int, minibatches: int) -> slice:
+    """Return this rank's rows of a minibatch; `shares_of` orders a rank's samples by minibatch."""
+    each = len(experience.batch) // minibatches
     return slice(number * each, (number + 1) * each)
 
 
-def _value_objective(known: Experience, rows: slice, recipe: Recipe) -> ValueObjective | None:
-    if known.returns is None or known.values is None:
+def _value_objective(experience: Experience, rows: slice, recipe: Recipe) -> ValueObjective | None:
+    if experience.returns is None or experience.values is None:
         return None
-    return ValueObjective(known.values[rows], known.returns[rows], known.batch.response_mask[rows], recipe.critic.clip)
+    return ValueObjective(
+        experience.values[rows], experience.returns[rows], experience.batch.response_mask[rows], recipe.critic.clip
+    )
 
 
-def _kl_to_reference(known: Experience, recipe: Recipe) -> Tensor | None:
-    """Return [b, T], by the policy before the update; None on ranks without the output layer."""
-    if known.old is None or known.reference is None:
+def _kl_to_reference(experience: Experience, recipe: Recipe) -> Tensor | None:
+    """Return the KL [b, T] of the policy before the update; None on ranks without the output layer."""
+    if experience.old is None or experience.reference is None:
         return None
     estimator = recipe.algorithm.kl.effective_estimator
-    return token_kl(estimator, known.old, known.reference, known.batch.response_mask)
+    return token_kl(estimator, experience.old, experience.reference, experience.batch.response_mask)

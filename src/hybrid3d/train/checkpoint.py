@@ -24,7 +24,7 @@ from hybrid3d.train.runtime import on_device
 from hybrid3d.train.weights import METADATA
 from hybrid3d.train.writing import CheckpointWriter
 
-EXPERTS = "is_expert_parallel"  # by which Megatron tells groups of parameters apart, among others
+EXPERTS = "is_expert_parallel"  # one of the keys by which Megatron distinguishes parameter groups
 
 # The one format of the distributed optimizer that every layout can be loaded from
 OPTIMIZER_METADATA = {
@@ -38,21 +38,21 @@ Models = Mapping[str, MegatronModel]
 
 
 def begin(
-    models: Models, folder: Path, progress: Mapping[str, Any], group: dist.ProcessGroup, beside: bool = False
+    models: Models, folder: Path, progress: Mapping[str, Any], group: dist.ProcessGroup, in_background: bool = False
 ) -> CheckpointWriter:
-    """Begin to write models, their optimizers and schedules; the `CheckpointWriter` that is returned finishes it.
+    """Start writing models, their optimizers and schedules; the returned `CheckpointWriter` finishes the checkpoint.
 
     Args:
-        progress: what else a run must know to go on, as JSON.
-        group: the ranks that write it together.
-        beside: training goes on meanwhile.
+        progress: the rest of the run's state, as JSON.
+        group: the ranks that write the checkpoint together.
+        in_background: whether training continues while it is written.
     """
     with on_device():
         for model in models.values():
             model.onload("parameters", "optimizer")
             _make_optimizer_state(model)
-    state = partial(_of_all, models, partial(_state, is_loading=False))
-    return CheckpointWriter(state, folder, progress, beside, group)
+    state = partial(_combine_states, models, partial(_state, is_loading=False))
+    return CheckpointWriter(state, folder, progress, in_background, group)
 
 
 def save(models: Models, folder: Path, progress: Mapping[str, Any], group: dist.ProcessGroup) -> None:
@@ -61,10 +61,10 @@ def save(models: Models, folder: Path, progress: Mapping[str, Any], group: dist.
 
 
 def bytes_expected(models: Models, replicas: int, group: dist.ProcessGroup) -> int:
-    """Return about how many bytes a checkpoint takes: weights, and Adam's moments and main weights in float32.
+    """Estimate the bytes of a checkpoint: weights, and Adam's moments and main weights in float32.
 
     Args:
-        replicas: the data-parallel size; all replicas hold the same.
+        replicas: the data-parallel size; all replicas hold the same weights.
     """
     tensors = [tensor for model in models.values() for tensor in model.weights.tensors.values()]
     local = torch.tensor(sum(t.numel() * (t.element_size() + 12) for t in tensors))
@@ -73,15 +73,15 @@ def bytes_expected(models: Models, replicas: int, group: dist.ProcessGroup) -> i
 
 
 class CheckpointUnloadable(RuntimeError):
-    """A checkpoint is as it was written, but cannot be loaded: the message names it and what Megatron says."""
+    """An intact checkpoint that Megatron cannot load; the message has its path and Megatron's error."""
 
 
 def check(folder: Path, group: dist.ProcessGroup) -> None:
-    """Check a checkpoint's files against its manifest: each rank reads its share, all ranks get the same outcome.
+    """Check a checkpoint's files against its manifest; each rank reads its share.
 
     Raises:
-        BrokenCheckpoint: on every rank: the first problem found, with both numbers. An `UnusableCheckpoint` where
-            nothing shows damage.
+        BrokenCheckpoint: on every rank, with the first problem found and both numbers; an `UnusableCheckpoint` if the
+            files are not damaged.
     """
     problem = None
     try:
@@ -92,13 +92,13 @@ def check(folder: Path, group: dist.ProcessGroup) -> None:
         problem = type(error), str(error)
     first = next(filter(None, gather_objects(problem, group)), None)
     if first is not None:
-        kind, said = first
-        raise kind(said, raised_on_all_ranks=True)
+        kind, message = first
+        raise kind(message, raised_on_all_ranks=True)
 
 
 @contextmanager
-def _named(folder: Path) -> Iterator[None]:
-    """Raise CheckpointUnloadable, with the checkpoint's name, for PyTorch's error, which is no `Exception`."""
+def _naming_checkpoint(folder: Path) -> Iterator[None]:
+    """Convert PyTorch's error, which is not an `Exception`, into a `CheckpointUnloadable` with the path."""
     try:
         yield
     except CheckpointException as error:
@@ -113,43 +113,43 @@ def load(models: Models, folder: Path, group: dist.ProcessGroup) -> dict[str, An
         The progress that was saved with them.
 
     Raises:
-        BrokenCheckpoint: on every rank, before anything is changed: the files are not what was written.
-        CheckpointUnloadable: they are, and Megatron cannot load them into these models.
+        BrokenCheckpoint: on every rank, before anything is changed: the files differ from what was written.
+        CheckpointUnloadable: the files are intact, but Megatron cannot load them into these models.
     """
     check(folder, group)
-    with on_device(), _named(folder):
+    with on_device(), _naming_checkpoint(folder):
         for model in models.values():
             model.onload()
             _make_optimizer_state(model)
-        states = dist_checkpointing.load(_of_all(models, partial(_state, is_loading=True)), str(folder))
+        states = dist_checkpointing.load(_combine_states(models, partial(_state, is_loading=True)), str(folder))
         for name, model in models.items():
             state = states[name]
             _load_model(model, state)
-            # Experts that are parallel have an optimizer of their own, which another layout, or rank 0, may lack: what
-            # the optimizers have in common then comes from the first.
+            # With expert parallelism experts have their own optimizer, which the layout that was saved, or rank 0,
+            # may lack. What the optimizers have in common then comes from the first one.
             common = {key: value for key, value in state["optimizer0"].items() if key != "param_state"}
-            saved = [group for one in _saved_optimizers(state) for group in one["param_groups"]]
+            saved = [group for optimizer in _saved_optimizers(state) for group in optimizer["param_groups"]]
             for key, optimizer in _optimizers(model):
                 full = {**common, **state[key]}
                 full["optimizer"] = {**full["optimizer"], "param_groups": _settings_of(optimizer, saved)}
                 optimizer.load_state_dict(full)
-            _own_step_counts(model)
+            _separate_step_counts(model)
             model.scheduler.load_state_dict(state["scheduler"])
     progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text())
     return progress
 
 
 def load_weights(models: Models, folder: Path, group: dist.ProcessGroup) -> None:
-    """Load only the weights, for models that are not trained, of those that `folder` has. Raises: as `load`."""
+    """Load only the weights of these models, without optimizers. Raises the errors of `load`."""
     check(folder, group)
-    with on_device(), _named(folder):
-        states = dist_checkpointing.load(_of_all(models, _weights), str(folder))
+    with on_device(), _naming_checkpoint(folder):
+        states = dist_checkpointing.load(_combine_states(models, _weights), str(folder))
         for name, model in models.items():
             _load_model(model, states[name])
 
 
-def _of_all(models: Models, state_of: Callable[[MegatronModel], dict[str, Any]]) -> dict[str, Any]:
-    """Return each model's state by its name, with which the keys of its shards begin."""
+def _combine_states(models: Models, state_of: Callable[[MegatronModel], dict[str, Any]]) -> dict[str, Any]:
+    """Return each model's state by its name, and prefix the keys of its shards with that name."""
     states = {name: state_of(model) for name, model in models.items()}
     for name, state in states.items():
         add_prefix_for_sharding(state, f"{name}.")
@@ -164,7 +164,8 @@ def _state(model: MegatronModel, is_loading: bool) -> dict[str, Any]:
     weights = _weights(model)
     shards = weights["model0"] if len(weights) == 1 else weights
     settings: dict[str, Any] = dict(is_loading=is_loading, metadata=dict(OPTIMIZER_METADATA))
-    optimizers = {}  # one by one: together, Megatron names their state after their number, which depends on the layout
+    # Saved separately: together, Megatron names their state after their number, which depends on the layout
+    optimizers = {}
     for key, optimizer in _optimizers(model):
         with _without_padding(optimizer):
             optimizers[key] = optimizer.sharded_state_dict(shards, **settings)
@@ -172,18 +173,18 @@ def _state(model: MegatronModel, is_loading: bool) -> dict[str, Any]:
 
 
 def _optimizers(model: MegatronModel) -> list[tuple[str, Any]]:
-    """Return the optimizers with parameters, by name: Megatron cannot save that for experts on a stage without any."""
+    """Return (name, optimizer) of optimizers with parameters; a stage without experts has one without any."""
     chained = enumerate(model.optimizer.chained_optimizers)
-    return [(f"optimizer{number}", one) for number, one in chained if getattr(one, "buffers", None)]
+    return [(f"optimizer{number}", optimizer) for number, optimizer in chained if getattr(optimizer, "buffers", None)]
 
 
 def _saved_optimizers(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the optimizers' part of a checkpoint's state, without that of parameters."""
+    """Return the states of the optimizers in a checkpoint, without those of parameters."""
     return [part["optimizer"] for key, part in state.items() if key.startswith("optimizer") and "optimizer" in part]
 
 
 def _settings_of(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved settings of an optimizer's groups, whether or not experts were parallel when they were saved."""
+    """Return the saved settings of an optimizer's parameter groups, saved with or without expert parallelism."""
     keys = [key for key in param_group_identifier_keys if key != EXPERTS]
 
     def kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -197,8 +198,8 @@ def _settings_of(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> list[dic
 def _without_padding(optimizer: Any) -> Iterator[None]:
     """Compute each parameter's position in a buffer without the padding of earlier buckets.
 
-    Megatron's distributed optimizer gathers its state without that padding, but looks the parameters up with it: of
-    buckets that need padding it would save all but the first shifted.
+    Megatron's distributed optimizer gathers its state without that padding, but looks the parameters up with it, so
+    the state of every bucket after one with padding would be saved shifted.
     """
     kept = [buffer.param_index_map for buffer in optimizer.buffers]
     for buffer in optimizer.buffers:
@@ -218,9 +219,10 @@ def _without_padding(optimizer: Any) -> Iterator[None]:
 
 
 def _make_optimizer_state(model: MegatronModel) -> None:
-    """Create the state of Adam, which it does not have before its first step; Megatron saves and loads it.
+    """Create Adam's state, which does not exist before the first step, because Megatron saves and loads it.
 
-    So a step is taken that changes nothing: without gradients, at no rate (which weight decay has too), not counted.
+    This takes a step that changes nothing: gradients and the learning rate, which scales weight decay too, are zero,
+    and the step is not counted.
     """
     for optimizer in model.optimizer.chained_optimizers:
         adam = optimizer.optimizer
@@ -232,12 +234,13 @@ def _make_optimizer_state(model: MegatronModel) -> None:
         optimizer._init_optimizer_states_with_dummy_values()
         for group, rate in zip(adam.param_groups, rates, strict=True):
             group["lr"] = rate
-        for counted in (*adam.param_groups, *adam.state.values()):  # Transformer Engine's and Apex's count by group
-            if "step" in counted:
-                counted["step"] *= 0
+        # Transformer Engine and Apex count steps per parameter group
+        for counter in (*adam.param_groups, *adam.state.values()):
+            if "step" in counter:
+                counter["step"] *= 0
 
 
-def _own_step_counts(model: MegatronModel) -> None:
+def _separate_step_counts(model: MegatronModel) -> None:
     """Give each parameter's Adam state its own step count: Megatron loads one tensor into all of them."""
     for optimizer in model.optimizer.chained_optimizers:
         for state in optimizer.optimizer.state.values():

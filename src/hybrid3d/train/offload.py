@@ -1,4 +1,4 @@
-"""Offload: memory that only training needs is freed while vLLM generates."""
+"""Frees memory that only training needs while vLLM generates, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -10,61 +10,66 @@ from hybrid3d.train.runtime import ON_CUDA, synchronize
 
 
 class OffloadableMemory:
-    """The memory of one model, by kind (`parameters`, `gradients`, `optimizer`): offloaded or in place."""
+    """Offloads and onloads the memory of one model by kind: `parameters`, `gradients` and `optimizer`."""
 
     def __init__(self) -> None:
         self._offloaded: dict[str, _OffloadedStorages] = {}
 
     def offload(self, kinds: Mapping[str, Callable[[], Iterable[torch.Tensor]]]) -> int:
-        """Free the storages of the tensors of these kinds; return the bytes of all that is offloaded now.
+        """Free the storages of the tensors of these kinds, and return the bytes of all offloaded storages.
 
-        What is in gradients need not come back: they are not copied to the host.
+        Parameters and optimizer state are copied to the host first; the contents of gradients are discarded.
+
+        Args:
+            kinds: for each kind, a function that returns its tensors; a kind that is offloaded already is skipped.
         """
         for kind, tensors in kinds.items():
             if kind not in self._offloaded:
-                self._offloaded[kind] = _OffloadedStorages(tensors(), kept=kind != "gradients")
-        return sum(one.nbytes for one in self._offloaded.values())
+                self._offloaded[kind] = _OffloadedStorages(tensors(), keep_contents=kind != "gradients")
+        return sum(storages.nbytes for storages in self._offloaded.values())
 
     def onload(self, *kinds: str) -> None:
-        """Undo `offload`, for these kinds alone if any are given."""
+        """Undo `offload` for these kinds, or for all kinds if none is given."""
         for kind in kinds or tuple(self._offloaded):
             if kind in self._offloaded:
                 self._offloaded.pop(kind).restore()
 
 
 class _OffloadedStorages:
-    """Storages that are empty from when this is made until `restore`; views of them stay valid.
+    """Storages that are freed on construction and allocated again by `restore`; views of them stay valid.
 
-    Megatron's own offload of the optimizer moves each parameter to other memory, which in float32 is the model's too.
+    Megatron's own offload of the optimizer is not used, because it gives each parameter new memory; in float32 that
+    memory belongs to the model, too.
 
     Attributes:
-        nbytes: of the storages.
+        nbytes: the bytes of all storages.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], kept: bool = True):
+    def __init__(self, tensors: Iterable[torch.Tensor], keep_contents: bool = True):
         """
         Args:
-            tensors: several may share a storage, which is offloaded as a whole.
-            kept: False where the contents need not come back.
+            tensors: tensors whose whole storages are offloaded; several may share one storage.
+            keep_contents: whether to copy the contents to the host, so that `restore` restores them.
         """
-        memories = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values()
-        self._memories = [(memory, memory.nbytes()) for memory in memories]
-        self.nbytes = sum(nbytes for _, nbytes in self._memories)
-        self._copies = [_on_host(memory) if kept else None for memory in memories]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values()
+        self._storages = [(storage, storage.nbytes()) for storage in storages]
+        self.nbytes = sum(nbytes for _, nbytes in self._storages)
+        self._copies = [_copy_to_host(storage) if keep_contents else None for storage in storages]
         synchronize()
-        for memory, _ in self._memories:
-            memory.resize_(0)
+        for storage, _ in self._storages:
+            storage.resize_(0)
 
     def restore(self) -> None:
-        """Allocate the storages again, with their contents where they were kept."""
-        for (memory, nbytes), copy in zip(self._memories, self._copies, strict=True):
-            memory.resize_(nbytes)
+        """Allocate the storages again, and copy back their contents if they were kept."""
+        for (storage, nbytes), copy in zip(self._storages, self._copies, strict=True):
+            storage.resize_(nbytes)
             if copy is not None:
-                memory.copy_(copy, non_blocking=True)
+                storage.copy_(copy, non_blocking=True)
         synchronize()
 
 
-def _on_host(memory: torch.UntypedStorage) -> torch.UntypedStorage:
-    copy = torch.empty(memory.nbytes(), dtype=torch.uint8, pin_memory=ON_CUDA).untyped_storage()
-    copy.copy_(memory, non_blocking=True)
+def _copy_to_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return a host copy of a storage, in pinned memory with CUDA; the copy may still be in progress."""
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=ON_CUDA).untyped_storage()
+    copy.copy_(storage, non_blocking=True)
     return copy

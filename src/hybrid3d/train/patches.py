@@ -161,7 +161,7 @@ def _write_bucket(rank: int, transforms: list[Any], number: int, bucket: Any, se
 def new_results_queue() -> None:
     """Have Megatron report what a checkpoint's processes wrote in a new queue of this process.
 
-    Its own is in a manager process beside each rank, which lives on after a rank that is killed.
+    Megatron's own queue is in a manager process next to each rank, which survives when the rank is killed.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

@@ -46,7 +46,7 @@ def peak_memory() -> int:
 
 
 class SideStream:
-    """A CUDA stream beside the current one; without a GPU everything runs in order."""
+    """A second CUDA stream; without a GPU everything runs in order."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if ON_CUDA else None

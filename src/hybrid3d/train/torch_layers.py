@@ -37,7 +37,7 @@ class TorchRMSNorm(torch.nn.RMSNorm):
 
 
 class DuplicatedLinear(torch.nn.Linear):
-    """A linear that is whole on every TP rank, as Transformer Engine's that compress keys and queries.
+    """A linear layer that is replicated on every TP rank, like Transformer Engine's for compressed keys and queries.
 
     Megatron's own layer specs shard them, and lose the other ranks' part of the rotated keys' gradient.
     """

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybrid3d.config import Optimizer, Recipe
 from hybrid3d.families import VALUE_HEAD, Config, family_of, with_value_head
-from hybrid3d.reshard.files import CheckpointError, read_index
+from hybrid3d.reshard.file_index import CheckpointError, read_index
 from hybrid3d.rl.batch import Batch
 from hybrid3d.train.megatron_model import MegatronModel
 from hybrid3d.train.micro import MicroBatch
@@ -92,8 +92,8 @@ def language_model(config: Config) -> Config:
 class ValueHead(torch.nn.Module):
     """One float32 number per token, in place of Megatron's output layer and with its signature.
 
-    It is whole on every TP rank. Each rank computes all of its gradient or, under sequence parallelism, that of its own
-    tokens, which Megatron sums for parameters marked so; the gradient of the hidden states is not summed.
+    It is replicated on every TP rank. Each rank computes all of its gradient or, under sequence parallelism, that of
+    its own tokens, which Megatron sums for parameters marked so; the gradient of the hidden states is not summed.
     """
 
     def __init__(self, config: TransformerConfig):

@@ -38,7 +38,7 @@ class CheckpointWriter:
 
     Raises (by the constructor and by `finish`):
         CheckpointWriteError: the disk is full or fails. Partly written files are removed, existing checkpoints stay.
-            Either all ranks raise it, or one does and the others notice that it is lost.
+            Either all ranks raise it, or only one does, and the others report a lost rank.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CheckpointWriter:
         state: Callable[[], Mapping[str, Any]],
         folder: Path,
         progress: Mapping[str, Any],
-        beside: bool,
+        in_background: bool,
         group: dist.ProcessGroup,
     ):
         """
@@ -54,7 +54,7 @@ class CheckpointWriter:
             state: returns the state dict that Megatron saves.
             folder: the checkpoint's folder, which gets this name when it is complete.
             progress: the rest of a run's state, as JSON.
-            beside: whether training continues meanwhile, so that copies in host memory are written.
+            in_background: whether training continues meanwhile, so that copies in host memory are written.
             group: the ranks that write the checkpoint together.
         """
         self.folder = folder
@@ -62,10 +62,10 @@ class CheckpointWriter:
         self._unfinished = folder.with_name(folder.name + PARTIAL)
         self._crcs: dict[str, int] = {}
         self._failure: BaseException | None = None
-        self._together(self._by_first(self._make))
-        self._together(partial(self._begin, state, beside))
+        self._together(self._on_first_rank(self._create_folder))
+        self._together(partial(self._begin, state, in_background))
         progress_json = json.dumps(dict(progress))
-        self._together(self._by_first(lambda: (self._unfinished / PROGRESS).write_text(progress_json)))
+        self._together(self._on_first_rank(lambda: (self._unfinished / PROGRESS).write_text(progress_json)))
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -80,21 +80,21 @@ class CheckpointWriter:
         self._thread.join()
         self._together(self._raise_failure)
         self._together(self._close)
-        shares = self._together(self._sums)
-        self._together(self._by_first(partial(self._name, shares)))
+        shares = self._together(self._file_crcs)
+        self._together(self._on_first_rank(partial(self._publish, shares)))
 
     def _together(self, part: Callable[[], Result]) -> list[Result]:
         return together(self._unfinished, part, self._group)
 
-    def _by_first(self, act: Callable[[], Any]) -> Callable[[], None]:
+    def _on_first_rank(self, act: Callable[[], Any]) -> Callable[[], None]:
         return lambda: act() if self._group.rank() == 0 else None
 
-    def _make(self) -> None:
+    def _create_folder(self) -> None:
         shutil.rmtree(self._unfinished, ignore_errors=True)
         self._unfinished.mkdir(parents=True)
 
-    def _begin(self, state: Callable[[], Mapping[str, Any]], beside: bool) -> None:
-        """Plan with all ranks who writes what, write small objects, and copy this rank's shards to the host."""
+    def _begin(self, state: Callable[[], Mapping[str, Any]], in_background: bool) -> None:
+        """Plan with all ranks which files each writes, write small objects, and copy this rank's shards to the host."""
         patches.new_results_queue()  # without results of a checkpoint that failed
         try:
             with on_device():
@@ -102,7 +102,7 @@ class CheckpointWriter:
                 self._request, self._arguments = request, list(request.async_fn_args)
                 if request.preload_fn is not None:
                     shards = request.preload_fn()
-                    self._arguments[1] = _copied(shards, self._arguments[1]) if beside else shards
+                    self._arguments[1] = _copied(shards, self._arguments[1]) if in_background else shards
         except CheckpointException:
             raise
         except Exception as error:
@@ -118,7 +118,7 @@ class CheckpointWriter:
         try:
             if self._request.async_fn is not None:
                 self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
-            self._crcs = self._sums()
+            self._crcs = self._file_crcs()
         except BaseException as error:  # `finish` raises it
             self._failure = error
 
@@ -131,15 +131,16 @@ class CheckpointWriter:
             for finalize in self._request.finalize_fns:
                 finalize()
 
-    def _sums(self) -> dict[str, int]:
+    def _file_crcs(self) -> dict[str, int]:
         """Return the CRC-32 of each file that this rank has written, by name."""
         local = [name for name in manifest.list_files(self._unfinished) if _writer_of(name) == self._group.rank()]
         return self._crcs | {n: manifest.fsync_and_crc(self._unfinished / n) for n in local if n not in self._crcs}
 
-    def _name(self, shares: list[dict[str, int]]) -> None:
+    def _publish(self, shares: list[dict[str, int]]) -> None:
+        """Write the manifest, and rename the folder to its final name."""
         manifest.write(self._unfinished, {name: crc for share in shares for name, crc in share.items()})
         manifest.fsync_folder(self._unfinished)
-        with suppress(OSError):  # what is left of it has another name
+        with suppress(OSError):  # a folder that is removed only in part has another name
             remove(self.folder)
         os.rename(self._unfinished, self.folder)
         manifest.fsync_folder(self.folder.parent)
@@ -148,10 +149,10 @@ class CheckpointWriter:
 def remove(folder: Path) -> None:
     """Remove a checkpoint if it is there; it is renamed first, so that a partial one never looks complete."""
     if folder.exists():
-        going = folder.with_name(folder.name + ".old" + PARTIAL)
-        shutil.rmtree(going, ignore_errors=True)
-        os.rename(folder, going)
-        shutil.rmtree(going)
+        removed = folder.with_name(folder.name + ".old" + PARTIAL)
+        shutil.rmtree(removed, ignore_errors=True)
+        os.rename(folder, removed)
+        shutil.rmtree(removed)
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -192,5 +193,5 @@ def _copied(shards: list[Any], originals: list[Any]) -> list[Any]:
 
 def _writer_of(name: str) -> int:
     """Return the rank that wrote a file; on a shared file system other ranks may not see it yet."""
-    of_shards = re.match(r"__(\d+)_", name)
-    return int(of_shards[1]) if of_shards else 0
+    shard_file = re.match(r"__(\d+)_", name)
+    return int(shard_file[1]) if shard_file else 0

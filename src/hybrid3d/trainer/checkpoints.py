@@ -1,4 +1,4 @@
-"""A run's checkpoints: when they are written, which are kept, and from which one a run resumes."""
+"""Writes the checkpoints of a run when they are due, removes old ones, and resumes from the last intact one."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ from hybrid3d.train.writing import CheckpointWriter, remove, remove_unfinished
 
 
 class Checkpoints:
-    """Saves models and progress of a run, and loads the last intact checkpoint. Every rank calls every method."""
+    """Saves the models and the progress of a run, and loads the last intact checkpoint.
+
+    All ranks call every method together.
+    """
 
     def __init__(self, models: checkpoint.Models, replicas: int, record: Record, group: dist.ProcessGroup):
         """
         Args:
-            replicas: the data-parallel size, all of which have the same weights.
-            group: the ranks that have shards of the models.
+            replicas: the data-parallel size, from which the size of the first checkpoint is estimated.
+            group: all ranks that hold shards of the models.
         """
         self._models, self._replicas, self._group = models, replicas, group
         self._record = record
         self._writing: CheckpointWriter | None = None
-        self._updates = 0  # behind the checkpoint that is being written
+        self._updates = 0  # the number of updates before the checkpoint that is being written
         self._keep_last: int | None = None
         self._first_rank = group.rank() == 0
 
     def resume(self) -> tuple[int, dict[str, Any]]:
-        """Load the folder's last intact checkpoint, if there is one; broken ones are set aside.
+        """Load the last intact checkpoint, if there is one, and rename broken ones.
 
         Returns:
-            The policy's version (its number of updates), and the progress that was saved with it.
+            The policy's version, which is its number of updates, and the progress that was saved with it.
         """
         folder = self._record.folder
         updates, progress = 0, {}
@@ -62,11 +65,11 @@ class Checkpoints:
         """Load the last intact checkpoint.
 
         Returns:
-            The number of updates behind it, and its progress; None if there is no checkpoint.
+            The policy's version, and the progress that was saved with it; None if there is no checkpoint.
 
         Raises:
-            BrokenCheckpoint: there are checkpoints, and none is intact.
-            UnusableCheckpoint: the last cannot be read, and shows no damage.
+            BrokenCheckpoint: there are checkpoints, but none is intact.
+            UnusableCheckpoint: the last one cannot be used for a reason that the user can fix.
         """
         folder = self._record.folder
         steps = self._steps()
@@ -74,32 +77,32 @@ class Checkpoints:
             path = checkpoint_folder(folder, step)
             try:
                 return step, checkpoint.load(self._models, path, self._group)
-            except UnusableCheckpoint:  # not set aside, because its owner can repair it
+            except UnusableCheckpoint:  # not renamed, because the user can fix the cause
                 raise
             except BrokenCheckpoint as error:
                 why = str(error)
-            aside = path.with_name(path.name + ".broken")
+            renamed = path.with_name(path.name + ".broken")
             if self._first_rank:
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
-            then = "the one before is used" if step > steps[0] else "there is none before"
-            message = f"{why}: set aside as {aside.name}, {then}"
-            self._record.event("checkpoint_broken", message, step=step, path=str(aside), why=why)
+                shutil.rmtree(renamed, ignore_errors=True)
+                path.rename(renamed)
+            consequence = "the previous checkpoint is used" if step > steps[0] else "there is no earlier checkpoint"
+            message = f"{why}: renamed to {renamed.name}; {consequence}"
+            self._record.event("checkpoint_broken", message, step=step, path=str(renamed), why=why)
         if steps:
             raise BrokenCheckpoint(
-                f"none of the {len(steps)} checkpoints in {folder.checkpoints} is whole: mend one and take .broken off "
-                "its name, or remove the run's folder to begin anew",
+                f"none of the {len(steps)} checkpoints in {folder.checkpoints} is intact: repair one and remove "
+                ".broken from its name, or remove the run's folder to start from the beginning",
                 raised_on_all_ranks=True,
             )
         return None
 
     def save_if_due(self, updates: int, progress: Mapping[str, Any], run: Run) -> None:
-        """Write a checkpoint if one is due after so many updates, and remove those that are not kept.
+        """Write a checkpoint if one is due after this many updates, and remove those that `run.keep_last` excludes.
 
         With `run.async_checkpoints` it is written in the background, and finished before the next one begins.
 
         Raises:
-            CheckpointWriteError: one could not be written.
+            CheckpointWriteError: this checkpoint or the previous one could not be written.
         """
         self._keep_last = run.keep_last
         if self._writing is not None and self._writing.is_written():
@@ -108,7 +111,7 @@ class Checkpoints:
         if updates == run.steps or (every and updates < run.steps and updates % every == 0):
             self.close()
             path = checkpoint_folder(self._record.folder, updates)
-            self._check_disk_room(path, updates)
+            self._check_free_space(path, updates)
             with self._recording_failure(path, updates):
                 self._writing = checkpoint.begin(self._models, path, progress, self._group, run.async_checkpoints)
             self._updates = updates
@@ -145,8 +148,8 @@ class Checkpoints:
     def _remove(self, path: Path, step: int) -> None:
         try:
             remove(path)
-        except OSError as error:  # on NFS, as long as someone reads of its files
-            message = f"{path} is left over, in part or whole: {error.strerror}"
+        except OSError as error:  # NFS, for example, keeps files that another process still reads
+            message = f"{path} could not be removed completely: {error.strerror}"
             self._record.event("checkpoint_left", message, step=step, path=str(path), why=str(error))
 
     @contextmanager
@@ -154,26 +157,26 @@ class Checkpoints:
         try:
             yield
         except CheckpointWriteError as error:
-            with suppress(
-                CheckpointWriteError
-            ):  # where there is no room for this line either, the error itself is what matters
+            with suppress(CheckpointWriteError):  # raised if the disk is too full for the event as well
                 self._record.event("checkpoint_unwritten", step=updates, path=str(path), why=str(error))
             raise
 
-    def _check_disk_room(self, path: Path, updates: int) -> None:
-        """Warn if the disk has less room than the checkpoint will probably take."""
-        before = self._steps()
-        if before:
-            wanted = total_bytes(checkpoint_folder(self._record.folder, before[-1]))
+    def _check_free_space(self, path: Path, updates: int) -> None:
+        """Warn if the disk has less free space than the checkpoint will probably take."""
+        earlier = self._steps()
+        if earlier:
+            required = total_bytes(checkpoint_folder(self._record.folder, earlier[-1]))
         else:
-            wanted = checkpoint.bytes_expected(self._models, self._replicas, self._group)
+            required = checkpoint.bytes_expected(self._models, self._replicas, self._group)
         free = free_bytes(path)
-        if wanted > free:
-            message = f"{path} will take about {wanted} bytes, and {free} are free: free some, or lower run.keep_last"
-            self._record.event("disk_low", message, step=updates, path=str(path), wanted=wanted, free=free)
+        if required > free:
+            message = (
+                f"{path} will take about {required} bytes, but only {free} are free: free some, or lower run.keep_last"
+            )
+            self._record.event("disk_low", message, step=updates, path=str(path), wanted=required, free=free)
 
     def _steps(self) -> list[int]:
-        """Return the steps that the first rank sees: on a shared file system others may see them later."""
+        """Return the steps with checkpoints that rank 0 sees; on a shared file system others may see them later."""
         return broadcast_object(checkpoint_steps(self._record.folder), self._group)
 
     def _check_file_system(self) -> None:

@@ -1,4 +1,4 @@
-"""The RL training loop: sync, generate, reward, log-probabilities and advantages, update; and again."""
+"""The RL training loop: sync, evaluate, generate and score, make experience, update."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybrid3d.trainer.checkpoints import Checkpoints
 def train_rl(
     roles: Roles, live: LiveSettings, guard: Guard, checkpoints: Checkpoints, record: Record, group: dist.ProcessGroup
 ) -> None:
-    """Train to the recipe's last step, from the last checkpoint of the run's folder.
+    """Train from the last checkpoint in the run's folder, or from the start, to the recipe's last step.
 
     Row s of the metrics belongs to policy version s; the last version is only evaluated.
     """

@@ -1,4 +1,4 @@
-"""The supervised training loop: negative log-likelihood of the answers. Imports no rollout engine."""
+"""The supervised training loop, with the negative log-likelihood of the answers; imports no rollout engine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hybrid3d.trainer.checkpoints import Checkpoints
 def train_sft(
     policy: Policy, live: LiveSettings, guard: Guard, checkpoints: Checkpoints, record: Record, group: dist.ProcessGroup
 ) -> None:
-    """Train to the recipe's last step, from the last checkpoint of the run's folder.
+    """Train from the last checkpoint in the run's folder, or from the start, to the recipe's last step.
 
-    Row s of the metrics is the loss of policy version s, before update s + 1.
+    Row s of the metrics has the loss of policy version s, computed before update s + 1.
     """
     config, tokenizer = policy.config, read_tokenizer(live.recipe)
     data, held_out = read_data(live.recipe, config, tokenizer)
@@ -49,9 +49,9 @@ def train_sft(
                 policy.end_step()
             if not report.updated:
                 guard.record_skip(step, report.grad_norm, recipe)
-            answered = sum(len(tokens) - prompt for tokens, prompt in pairs)
+            num_answer_tokens = sum(len(tokens) - prompt for tokens, prompt in pairs)
             if policy.is_reporting_rank:
-                metrics.sums = {f"train/{key}": value / answered for key, value in report.sums.items()}
+                metrics.sums = {f"train/{key}": value / num_answer_tokens for key, value in report.sums.items()}
             row = {"step": step, "train/grad_norm": report.grad_norm, "train/lr": report.lr} | metrics.reduce(group)
             row |= timer.row(sum(len(tokens) for tokens, _ in pairs))
             record.step(row, recipe.run.steps)

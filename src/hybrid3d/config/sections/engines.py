@@ -101,7 +101,7 @@ class Rollout:
         temperature: Temperature of sampling and of the trainer's log-probabilities. Held-out answers are greedy.
         placement: With `overlap`, vLLM shards go to the ranks that already hold most of their weights; with
             `consecutive`, they are assigned in rank order.
-        gpu_memory_utilization: OpenFraction of a GPU's memory that vLLM may use.
+        gpu_memory_utilization: Fraction of a GPU's memory that vLLM may use.
         kv_cache_gib: Size in GiB of a vLLM engine's KV cache on CPU.
         sleep: Free vLLM's GPU memory while Megatron trains.
         environment: What replies to the policy within an answer: `calculator`, or your own function as

@@ -1,4 +1,4 @@
-"""The plan of a sync: the routes that all ranks agree on, and this rank's transfers by them, made once."""
+"""The plan of a sync: the routes, which all ranks share, and this rank's transfers. It is made once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hybrid3d.config import Recipe
 from hybrid3d.distributed import all_reduce_max, all_reduce_min, gather_unique
 from hybrid3d.reshard.classes import signature_of
 from hybrid3d.reshard.coverage import check_arrivals, check_same_tensors, lower_bound
-from hybrid3d.reshard.layout import Demand, Holdings
-from hybrid3d.reshard.planner import LocalPieces, RankPlan, Routes, Transfer
+from hybrid3d.reshard.layout import Demand, Holdings, LocalPieces
+from hybrid3d.reshard.planner import RankPlan, Routes, Transfer
 from hybrid3d.reshard.ready import required_optimizer_buckets
 from hybrid3d.roles.weight_sync.sharing import SharedStorage
 from hybrid3d.rollout.engine import RolloutEngine
@@ -23,18 +23,19 @@ NOTHING_HELD, NOTHING_WANTED = Holdings(()), Demand((), ())
 
 
 class SyncPlan:
-    """What this rank sends, receives and copies in each sync. Every rank of the group makes it together.
+    """What this rank sends, receives and copies in each sync. Every rank of the group constructs it together.
 
     Attributes:
         holders: what each set of ranks holds.
         sink: vLLM's weights on this rank; None on a rank without an engine.
         lower_bound: the fewest bytes that this rank must receive, counted without the plan.
-        current: the plan; `drop` makes it anew.
+        current: the plan of this rank; `replan` replaces it.
+        transfers: this rank's transfers with their keys, in order.
         ready: by bucket of the plan, the optimizer bucket after which every rank may start it.
         bucket_of: by canonical tensor that this rank holds, the optimizer bucket that updates it; -1 for none.
 
-    Raises (when made):
-        PlanError: vLLM wants a tensor that Megatron does not hold, or one box twice.
+    Raises:
+        PlanError: vLLM wants a tensor that Megatron does not hold, or wants one box twice.
         UnsupportedLoader: vLLM's loader of this model cannot be replayed on shards.
     """
 
@@ -61,15 +62,14 @@ class SyncPlan:
         self._routes = Routes(self.holders, readers, recipe.sync.bucket_bytes, recipe.machine.gpus_per_node)
         pieces = LocalPieces({self._rank: held}, {self._rank: wanted})
         self.transfers: Sequence[tuple[int, Transfer]] = self._routes.rank_transfers(self._rank, pieces)
-        agree = partial(all_reduce_min, group=group)
-        self._boundaries = self._routes.bucket_boundaries([self.transfers], agree)
+        self._boundaries = self._routes.bucket_boundaries([self.transfers], partial(all_reduce_min, group=group))
         self.lower_bound = lower_bound({self._rank: held}, {self._rank: wanted})[self._rank]
         self.bucket_of = {piece.name: optimizer_buckets.get(piece.view.tensor, -1) for piece in held.pieces}
         self.current, self.ready = self._bind(SharedStorage())
         check_arrivals(self.current, wanted)
 
     def replan(self, transfers: Sequence[tuple[int, Transfer]], shared: SharedStorage) -> None:
-        """Plan anew with these transfers of this rank, without those of shared tensors. Every rank calls this."""
+        """Replace the plan by one with these transfers, which exclude shared tensors. All ranks call it together."""
         self.transfers = transfers
         self.current, self.ready = self._bind(shared)
 
@@ -77,5 +77,7 @@ class SyncPlan:
         plan = self._routes.plan(self._rank, self.transfers, self._boundaries)
         if self.sink is not None:
             self.sink.prepare(plan.layers)
-        agree = partial(all_reduce_max, group=self._group)
-        return plan, required_optimizer_buckets(plan, self.bucket_of, len(self._boundaries), agree, shared.buckets)
+        ready = required_optimizer_buckets(
+            plan, self.bucket_of, len(self._boundaries), partial(all_reduce_max, group=self._group), shared.buckets
+        )
+        return plan, ready

@@ -166,7 +166,7 @@ class WeightSync:
             self._executing.start_ready_buckets(len(ready) if last else bisect_right(ready, bucket))
 
     def finish(self) -> SyncReport:
-        """Send what is left, wait for all of it, and verify it where `begin` was told to.
+        """Send the remaining buckets, wait for all of them, and verify the sync if `begin` requested it.
 
         Raises:
             CorruptSync: checksums differed twice.

@@ -1,0 +1,188 @@
+"""Reads the index of a Hugging Face checkpoint: the file, shape and dtype of every tensor, from headers alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import stat
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from safetensors import SafetensorError, safe_open
+
+from hybrid3d.errors import UserMistake
+from hybrid3d.reshard.layout import Shape
+from hybrid3d.storage.user_files import parse_json, read_json_file
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+# The safetensors format's names of dtypes and torch's: https://github.com/huggingface/safetensors (README, Format)
+TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
+FILE_DTYPES = {torch_dtype: file_dtype for file_dtype, torch_dtype in TORCH_DTYPES.items()}
+FP8 = "float8_e4m3fn"
+SCALE_SUFFIX = "_scale_inv"  # of the block scales of an FP8 weight, as in DeepSeek-V3's checkpoints
+
+MAX_HEADER_BYTES = 100_000_000  # the format's limit
+
+
+class CheckpointError(UserMistake):
+    """A checkpoint that cannot be read; the message names the file and the problem."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """The file, shape and dtype of one tensor of a checkpoint.
+
+    Attributes:
+        dtype: torch's name of the dtype in which the tensor is read; bfloat16 if it is stored in FP8 with scales.
+        scales: the block scales of a tensor that is stored in FP8.
+        block: the rows and columns of a block that shares one scale.
+    """
+
+    file: str
+    shape: Shape
+    dtype: str
+    scales: TensorEntry | None = None
+    block: tuple[int, int] = (0, 0)
+
+
+def read_index(folder: str | Path) -> dict[str, TensorEntry]:
+    """Return the entries of all tensors of a checkpoint, by name. Only the headers of the files are read.
+
+    Raises:
+        CheckpointError: there is no safetensors file, a file is truncated, or the index names a file or tensor that
+            does not exist.
+    """
+    folder = Path(folder)
+    weight_map = _weight_map(folder) if os.path.lexists(folder / INDEX_FILE) else None
+    files = [SINGLE_FILE] if weight_map is None else sorted(set(weight_map.values()))
+    entries: dict[str, TensorEntry] = {}
+    for file in files:
+        _check_regular(folder / file)
+        found = _read_header(folder, file)
+        entries |= {name: e for name, e in found.items() if weight_map is None or weight_map.get(name, file) == file}
+    if weight_map is not None:
+        missing = sorted(name for name in weight_map if name not in entries)
+        if missing:
+            raise CheckpointError(
+                f"{folder / INDEX_FILE} names {len(missing)} tensors that are not in its files: {missing[:20]}"
+            )
+    return _attach_scales(folder, entries)
+
+
+def _attach_scales(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Attach the block scales to the entries of FP8 weights, and remove the entries of the scales themselves.
+
+    A checkpoint without any scales is returned unchanged: its FP8 weights are read as FP8.
+    """
+    quantized = {name for name, entry in entries.items() if entry.dtype == FP8}
+    if not quantized or not any(name.endswith(SCALE_SUFFIX) for name in entries):
+        return entries
+    unscaled = sorted(name for name in quantized if name + SCALE_SUFFIX not in entries)
+    if unscaled:
+        raise CheckpointError(f"{folder}: {len(unscaled)} FP8 tensors lack their {SCALE_SUFFIX}: {unscaled[:20]}")
+    block = _read_block_size(folder)
+    with_scales = {}
+    for name, entry in entries.items():
+        if name in quantized:
+            scales = entries[name + SCALE_SUFFIX]
+            grid = tuple(-(-n // b) for n, b in zip(entry.shape, block, strict=False))
+            if len(entry.shape) != 2 or scales.shape != grid:
+                raise CheckpointError(
+                    f"{folder}: {name}{SCALE_SUFFIX} has shape {list(scales.shape)}, "
+                    f"but a tensor of shape {list(entry.shape)} in blocks of {list(block)} needs {list(grid)}"
+                )
+            with_scales[name] = TensorEntry(entry.file, entry.shape, "bfloat16", scales, block)
+        elif name.removesuffix(SCALE_SUFFIX) not in quantized:
+            with_scales[name] = entry
+    return with_scales
+
+
+def _read_block_size(folder: Path) -> tuple[int, int]:
+    """Return the rows and columns of a block that shares one scale, from config.json."""
+    try:
+        rows, columns = json.loads((folder / "config.json").read_text())["quantization_config"]["weight_block_size"]
+        return int(rows), int(columns)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder} has FP8 weights, but its config.json has no quantization_config.weight_block_size: {error!r}"
+        ) from None
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor from the checkpoint's index; every path stays inside the folder."""
+    path = folder / INDEX_FILE
+    try:
+        content = read_json_file(path)
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict):
+            raise ValueError(f'it holds {reprlib.repr(content)}, expected {{"weight_map": {{tensor: file}}}}')
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or not _is_inside_folder(file):
+                raise ValueError(
+                    f"it says that {reprlib.repr(name)} is in {reprlib.repr(file)}, expected the path of a file within "
+                    "the folder"
+                )
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a valid checkpoint index: {error}") from None
+    return weight_map
+
+
+def _is_inside_folder(file: str) -> bool:
+    """Return whether a path, relative to a folder, stays inside that folder."""
+    path = PurePosixPath(file)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and file.isprintable()
+
+
+def _check_regular(path: Path) -> None:
+    """Check that a weights file exists and is a regular file; opening a pipe, for example, could block forever."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist: a checkpoint needs {SINGLE_FILE}, or {INDEX_FILE} and its files"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+        raise CheckpointError(f"{path} is {kind}, expected a file in the safetensors format")
+
+
+def _read_header(folder: Path, file: str) -> dict[str, TensorEntry]:
+    """Return the entries of all tensors in one file, from its header."""
+    try:
+        with safe_open(folder / file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no iterator)
+            return {
+                n: TensorEntry(file, tuple(s.get_shape()), _dtype(folder / file, n, s.get_dtype()))
+                for n, s in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        size, expected = (folder / file).stat().st_size, _expected_size(folder / file)
+        problem = f"{folder / file} is damaged or truncated ({size} bytes)"
+        problem += f": its header describes {expected} bytes" if expected not in (None, size) else ""
+        raise CheckpointError(f"{problem}: {error}") from None
+
+
+def _expected_size(path: Path) -> int | None:
+    """Return the size in bytes that the header of a safetensors file describes; None if the header is unreadable."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                return None
+            header = parse_json(file.read(length).decode())
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        size = 8 + length + max(map(int, ends), default=0)
+        return size if 0 <= size < 2**63 else None
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return None
+
+
+def _dtype(path: Path, name: str, dtype: str) -> str:
+    if dtype not in TORCH_DTYPES:
+        raise CheckpointError(f"{path}: {name} has dtype {dtype}; supported are {', '.join(TORCH_DTYPES)}")
+    return TORCH_DTYPES[dtype]
