@@ -134,7 +134,7 @@ class OpenUnit:
             for module in self.unit.root.modules():
                 if hasattr(getattr(module, "quant_method", None), "moe_kernel"):
                     module.quant_method.moe_kernel = None  # otherwise vLLM treats the weights as packed
-        # Not in a context of the device, as in vLLM's own loading: the scalars that attention keeps on the host would be
+        # Not in a context of the device, as in vLLM's own loading: attention keeps scalars on the host, which would be
         # made on the GPU, and the host would wait for each.
         with (
             set_current_vllm_config(vllm_config),
