@@ -267,6 +267,7 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
     if CHECKED not in os.environ:
         from hybrid3d.bench.fitting import check_benchmark_memory
 
+        launch_environment.check_vllm_variables()
         check_benchmark_memory(scaled_recipe, config)
     if launch_environment.under_launcher():
         task = functools.partial(tasks.bench, scaled_recipe, config, scaling, folder, options.repeats, options.json)

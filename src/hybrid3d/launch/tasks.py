@@ -119,7 +119,7 @@ def evaluate(
         if failures:
             message = f"{failures} rewards failed, for example: {next(iter(result.examples.values()))}"
             console.print(message, highlight=False, markup=False, soft_wrap=True)
-    roles.close()
+    roles.close(recipe)
 
 
 def export(
