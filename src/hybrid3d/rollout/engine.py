@@ -22,9 +22,13 @@ from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
 from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights
+from hybrid3d.patches import apply
 from hybrid3d.reshard.layout import Shape
+from hybrid3d.rollout import patches
 from hybrid3d.rollout.patches import external_rank, groups_over_slots, name_shared_memory
 from hybrid3d.rollout.weights import RolloutWeights
+
+apply(patches.ALL)
 
 EngineMemory = Literal["weights", "kv_cache"]
 """The memory that vLLM frees and reallocates apart."""
