@@ -143,6 +143,8 @@ def load_weights(models: Models, folder: Path, group: dist.ProcessGroup) -> None
     """Load only the weights, for models that are not trained, of those that `folder` has. Raises: as `load`."""
     check(folder, group)
     with on_device(), _named(folder):
+        for model in models.values():
+            model.onload("parameters")
         states = dist_checkpointing.load(_of_all(models, _weights), str(folder))
         for name, model in models.items():
             _load_model(model, states[name])
