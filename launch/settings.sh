@@ -12,10 +12,6 @@ fi
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks_per_node ? cores / ranks_per_node : 1))}
 
-# One hardware queue: kernels run in the order in which they are launched. Megatron overlaps its tensor-parallel
-# communication with computation by launching the communication first, which separate queues per stream would undo.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-
 # Write NCCL's warnings, with their cause, to the ranks' logs: "unhandled system error" alone does not help.
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 
@@ -29,6 +25,7 @@ if [[ ${NCCL_SOCKET_IFNAME:-} =~ ^=?([[:alnum:]._-]+)$ ]]; then
 fi
 
 # Not set on purpose:
+# CUDA_DEVICE_MAX_CONNECTIONS    hybrid3d chooses it by the recipe (src/hybrid3d/launch/device_connections.py)
 # NCCL_PROTO, NCCL_ALGO          NCCL chooses by size and topology; a fixed choice is slower for some messages
 # NCCL_CUMEM_ENABLE, NCCL_NVLS_ENABLE   neither Megatron-Core 0.16 nor vLLM 0.32 needs a value; NVLS takes GPU memory
 #                                for each communicator: set NCCL_NVLS_ENABLE=0 if memory is scarce

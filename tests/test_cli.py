@@ -210,6 +210,17 @@ def test_run_folders(work: Path, refused: Refused) -> None:
     assert "recipe.yaml" in refused("eval", str(run))
 
 
+def test_variables_that_select_other_code_of_vllm(
+    work: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch, started: list[list[str]]
+) -> None:
+    run = finished_run(work)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    for command in (["train", "recipe.yaml", "name=new"], ["eval", str(run)], ["bench", "recipe.yaml"]):
+        assert "VLLM_USE_V2_MODEL_RUNNER=0" in refused(*command)
+    assert cli.main(["train", "recipe.yaml", "name=supervised", *SFT]) == cli.FAILED  # it needs no vLLM
+    assert started
+
+
 def test_runs_without_rollout(work: Path, refused: Refused) -> None:
     assert "rollout" in refused("plan", "recipe.yaml", *SFT)
     algorithm = {"name": "sft", "prompts_per_step": 4}

@@ -91,6 +91,26 @@ def test_what_is_refused(given: dict[str, str], message: str, monkeypatch: pytes
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize("value", ["1", "2", "true"])
+def test_groups_of_vllm_that_ignore_the_placement_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DISTRIBUTED_USE_SPLIT_GROUP", value)
+    with pytest.raises(UserMistake, match=f"^VLLM_DISTRIBUTED_USE_SPLIT_GROUP={value}: .*: unset it$"):
+        launch_environment.check_vllm_variables()
+
+
+def test_the_first_model_runner_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(UserMistake, match=r"^VLLM_USE_V2_MODEL_RUNNER=0: .*: unset it$"):
+        launch_environment.check_vllm_variables()
+
+
+def test_values_of_vllm_variables_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_environment.check_vllm_variables()
+    monkeypatch.setenv("VLLM_DISTRIBUTED_USE_SPLIT_GROUP", "0")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    launch_environment.check_vllm_variables()
+
+
 def test_what_a_terminal_would_act_upon_is_made_visible() -> None:
     assert escape_control_characters("a\tb\nc 日本 🚀 é") == "a\tb\nc 日本 🚀 é"
     assert (

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.platforms import current_platform
 
 import warm_python
 from commands import ROOT, python
@@ -56,6 +57,21 @@ def test_experts_of_layers_around_a_dense_one(tiny_checkpoint: Callable[..., Pat
     shapes = expected_shapes(config)
     slots = probe.slot_demands(config, recipe, shapes)
     assert [slot.demand for slot in slots] == [probe.trace_demand(recipe, shapes, slot).demand for slot in range(4)]
+
+
+def test_any_rank_is_queried_where_few_gpus_are_visible(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where SLURM has set CUDA_VISIBLE_DEVICES: vLLM looks up the device of the local rank that it is given."""
+    recipe, config = recipe_for(tiny_checkpoint("qwen2"), "train.tp=4", "train.pp=1", "rollout.tp=4")
+    shapes = expected_shapes(config)
+    expected = probe.trace_demand(recipe, shapes, 3)
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+    monkeypatch.setattr(type(current_platform), "device_control_env_var", "CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(IndexError):
+        current_platform.logical_device_id_to_visible_device_id(3)
+    assert probe.trace_demand(recipe, shapes, 3).demand == expected.demand
 
 
 @pytest.mark.parametrize(

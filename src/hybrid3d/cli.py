@@ -20,6 +20,7 @@ from hybrid3d import __version__, launch_environment
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
 from hybrid3d.config.schema import FilePath, abbreviate, read_value
 from hybrid3d.errors import UserMistake, escape_control_characters
+from hybrid3d.launch.device_connections import set_device_connections
 from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.run_folder import RunFolder
 
@@ -135,6 +136,7 @@ def _parser() -> _Parser:
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
+    set_device_connections(recipe)
     folder = RunFolder.for_recipe(recipe)
     if CHECKED not in os.environ:
         check_layout_early(recipe)
@@ -254,6 +256,7 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
         if value is not None and not 1 <= value <= maximum:
             problem = f"--{name} {abbreviate(value)}: expected an integer from 1 to {maximum:,}"
             raise RecipeError(recipe.name, [problem])
+    set_device_connections(recipe)
     from hybrid3d.bench.scaling import Scale, scale_recipe
     from hybrid3d.inputs.models import read_config
     from hybrid3d.launch import tasks
@@ -267,6 +270,7 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
     if CHECKED not in os.environ:
         from hybrid3d.bench.fitting import check_benchmark_memory
 
+        launch_environment.check_vllm_variables()
         check_benchmark_memory(scaled_recipe, config)
     if launch_environment.under_launcher():
         task = functools.partial(tasks.bench, scaled_recipe, config, scaling, folder, options.repeats, options.json)

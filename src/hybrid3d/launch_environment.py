@@ -137,6 +137,22 @@ def _seconds(name: str, default: float, minimum: float = 0.001) -> float:
     return seconds
 
 
+def check_vllm_variables() -> None:
+    """Check that vLLM's own variables do not select code of vLLM that hybrid3d cannot work with.
+
+    `VLLM_DISTRIBUTED_USE_SPLIT_GROUP` makes vLLM create its groups with `split_group`, in the order of ranks: the order
+    of the placement's slots would be lost. `VLLM_USE_V2_MODEL_RUNNER=0` selects the first model runner, whose CUDA
+    graphs wrap the model.
+    """
+    if os.environ.get("VLLM_DISTRIBUTED_USE_SPLIT_GROUP", "0").strip() != "0":
+        _refuse(
+            "VLLM_DISTRIBUTED_USE_SPLIT_GROUP",
+            "vLLM would number the ranks of its groups by rank, and not as the placement does: unset it",
+        )
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1").strip() in ("", "0"):
+        _refuse("VLLM_USE_V2_MODEL_RUNNER", "vLLM's first model runner, which this selects, is not supported: unset it")
+
+
 def format_value(value: str) -> str:
     """Return a variable's value for a message: shortened, and as its repr if characters are not visible."""
     short = value if len(value) <= 60 else f"{value[:60]}... ({len(value):,} characters)"

@@ -182,6 +182,7 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
         there = Train(**layout, micro_batch_size=4)
         runtime.initialize(there, seed=1)
         policy = built(Policy, config, recipe_for(folders["other"], there, spec), trainable=False)
+        policy.offload(Train(offload_parameters=True))  # as in an evaluation, whose recipe may have it
         checkpoint.load_weights({"policy": policy}, out / "checkpoint", dist.group.WORLD)
         export(policy, folders["start"], out / f"loaded-{name}")
         policy = started(there, folders["other"])

@@ -20,6 +20,7 @@ from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.checks import check_model
 from hybrid3d.inputs.export import check_output_folder, is_redundant, is_untrained
 from hybrid3d.inputs.models import check_against_transformers, read_config, read_data, read_tokenizer
+from hybrid3d.launch_environment import check_vllm_variables
 from hybrid3d.reshard.file_index import CheckpointError, TensorEntry, read_index
 from hybrid3d.reshard.files import CheckpointReader, file_pieces
 from hybrid3d.reshard.layout import Shape
@@ -40,7 +41,10 @@ def check_run(recipe: Recipe) -> None:
 
     Raises:
         CheckpointError, UnsupportedModel, DataError, RecipeError: by the first check that fails, with all its problems.
+        UserMistake: an environment variable of vLLM's has a value that is not supported.
     """
+    if recipe.rollout is not None:
+        check_vllm_variables()
     config = check_model(recipe)
     check_prompts(recipe, config)
     check_folder(recipe)
@@ -78,8 +82,9 @@ def check_evaluation(recipe: Recipe, folder: RunFolder, step: int) -> None:
     """Check everything that `eval` needs besides a valid model, without reading the checkpoint's weights.
 
     Raises:
-        CheckpointError, DataError, RecipeError, BrokenCheckpoint: for the first check that fails.
+        CheckpointError, DataError, RecipeError, BrokenCheckpoint, UserMistake: for the first check that fails.
     """
+    check_vllm_variables()
     check_sizes(checkpoint_folder(folder, step))
     read_index(recipe.model.path)
     check_prompts(recipe, read_config(recipe.model.path))

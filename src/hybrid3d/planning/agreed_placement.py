@@ -1,4 +1,8 @@
-"""Chooses the slot of each rank in the rollout layout, before the engines start."""
+"""Computes the placement, the slot of each rank in the rollout layout, once, and makes it known to every rank.
+
+This comes before the engines start, because vLLM builds its process groups from it. Rank 0 queries both engines in a
+process of its own: `python -m hybrid3d.planning.agreed_placement RECIPE.yaml ANSWER` writes the slots as JSON.
+"""
 
 from __future__ import annotations
 
@@ -21,45 +25,53 @@ from hybrid3d.reshard.classes import TensorClass, classify_tensors, rank_groups,
 from hybrid3d.reshard.layout import Demand, Holdings
 from hybrid3d.reshard.placement import MissingBytes, assign_slots, consecutive_slots, count_missing_bytes
 
-_KEY = "slots"
+_STORE_KEY = "slots"
 
 
 def broadcast_placement(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
-    """Return the slot of each rank; rank 0 computes it and broadcasts it through the store.
+    """Return the slot of each rank, which rank 0 computes and shares with the other ranks through the store.
+
+    Slots are numbered over all engines: engine e has `rollout.tp` x `rollout.dp` slots, from e times that number on.
 
     Args:
-        store: the ranks' store; the default process group does not exist yet.
+        store: the store of the rendezvous, as the default process group does not exist yet.
 
     Raises:
-        RuntimeError: on every rank, if querying the engines failed.
+        RuntimeError: on every rank, if rank 0 could not query the engines.
     """
     rollout = recipe.rollout
     if rollout is None or rollout.placement == "consecutive" or rollout.tp * rollout.dp == 1:
         return tuple(consecutive_slots(recipe.world_size).tolist())
     if distributed.rank() == 0:
         try:
-            store.set(_KEY, run_in_subprocess("hybrid3d.planning.agreed_placement", recipe))
+            store.set(_STORE_KEY, run_in_subprocess("hybrid3d.planning.agreed_placement", recipe))
         except EngineQueryFailed as error:
-            store.set(_KEY, json.dumps(str(error)))
-    store.wait([_KEY], ENGINE_QUERY_TIMEOUT + timedelta(minutes=5))
-    found = json.loads(store.get(_KEY))
-    if isinstance(found, str):
-        raise RuntimeError(f"the placement of ranks could not be computed: {found}")
-    return tuple(found)
+            store.set(_STORE_KEY, json.dumps(str(error)))
+    store.wait([_STORE_KEY], ENGINE_QUERY_TIMEOUT + timedelta(minutes=5))
+    slots_or_error = json.loads(store.get(_STORE_KEY))
+    if isinstance(slots_or_error, str):
+        raise RuntimeError(f"the placement of ranks could not be computed: {slots_or_error}")
+    return tuple(slots_or_error)
 
 
 def compute_slots(recipe: Recipe) -> list[int]:
-    """Query both engines, and return the slot of each rank."""
+    """Query both engines in this process, and return the slot of each rank as `rollout.placement` says."""
     answers = query_engines(recipe, read_config(recipe.model.path))
-    slots: list[int] = compute_placement(
-        recipe, answers.holdings, [one.demand for one in answers.slots], answers.multiplicity
-    ).slots.tolist()
+    demands = [slot.demand for slot in answers.slots]
+    slots: list[int] = compute_placement(recipe, answers.holdings, demands, answers.multiplicity).slots.tolist()
     return slots
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The slot of each rank, and the counts by which it was chosen."""
+    """The slot of each rank, and the counts that it was chosen by.
+
+    Attributes:
+        slots: the slot of each rank, numbered over all engines.
+        missing: the bytes that ranks and nodes lack of what each slot wants.
+        classes: all tensors, by class.
+        holders: the ranks of each group of ranks that hold the same pieces.
+    """
 
     slots: np.ndarray
     missing: MissingBytes
@@ -67,7 +79,7 @@ class Placement:
     holders: Sequence[Sequence[int]]
 
     def readers(self, slots: int) -> list[list[int]]:
-        """Return the ranks that have each of the `slots` slots of an engine."""
+        """Return for each of the `slots` slots of an engine the ranks that have it, one in each engine."""
         return [np.flatnonzero(self.slots % slots == slot).tolist() for slot in range(slots)]
 
 
@@ -77,20 +89,24 @@ def compute_placement(
     wanted: Sequence[Demand],
     multiplicity: Mapping[str, int] | None = None,
 ) -> Placement:
-    """Choose the slot of each rank as `rollout.placement` says.
+    """Return the placement that `rollout.placement` selects: of least bytes, or in rank order.
 
     Args:
-        wanted: what each slot of an engine wants.
-        multiplicity: the number of tensors that each name represents; 1 by default.
+        holdings: what each rank of the train layout holds.
+        wanted: what each slot of one engine wants.
+        multiplicity: the number of tensors that each name stands for; 1 by default.
     """
-    assert recipe.rollout is not None
+    assert recipe.rollout is not None, "checked when the recipe was read"
     world, per_node = recipe.world_size, recipe.machine.gpus_per_node
     groups = rank_groups(holdings)
     holders = [ranks for ranks, _ in groups]
-    classes = classify_tensors([side for _, side in groups], [signature_of(one) for one in wanted], multiplicity)
+    readers = [signature_of(demand) for demand in wanted]
+    classes = classify_tensors([signature for _, signature in groups], readers, multiplicity)
     missing = count_missing_bytes(classes, holders, len(wanted), world, per_node)
-    chosen = recipe.rollout.placement == "overlap"
-    slots = assign_slots(missing, len(wanted), recipe.rollout.tp, per_node) if chosen else consecutive_slots(world)
+    if recipe.rollout.placement == "overlap":
+        slots = assign_slots(missing, len(wanted), recipe.rollout.tp, per_node)
+    else:
+        slots = consecutive_slots(world)
     return Placement(slots, missing, classes, holders)
 
 

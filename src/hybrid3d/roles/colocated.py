@@ -106,9 +106,10 @@ class Colocated:
     def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
         self._learner.restore(progress, recipe)
 
-    def close(self) -> None:
+    def close(self, recipe: Recipe) -> None:
         dist.barrier(self._group)
         self.rollouts.close()
+        (self.models or self._policy).offload(recipe.train)  # vLLM wakes to shut down
         self._engine.close()
 
     def _overlap_hook(self, version: int, recipe: Recipe) -> BucketHook | None:

@@ -102,6 +102,6 @@ class Roles(Generator, Trainer, Protocol):
         """Sync the policy's weights, which have this version, to the generator."""
         ...
 
-    def close(self) -> None:
+    def close(self, recipe: Recipe) -> None:
         """Shut the roles down, and destroy the process groups."""
         ...

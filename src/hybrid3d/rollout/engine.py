@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hybrid3d.config import Recipe
 
@@ -22,9 +22,18 @@ from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
 from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights
+from hybrid3d.patches import apply
 from hybrid3d.reshard.layout import Shape
+from hybrid3d.rollout import patches
 from hybrid3d.rollout.patches import external_rank, groups_over_slots, name_shared_memory
 from hybrid3d.rollout.weights import RolloutWeights
+
+apply(patches.ALL)
+
+EngineMemory = Literal["weights", "kv_cache"]
+"""The memory that vLLM frees and reallocates apart."""
+
+KINDS_OF_MEMORY: tuple[EngineMemory, ...] = get_args(EngineMemory)
 
 
 def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]:
@@ -85,7 +94,7 @@ class RolloutEngine:
         self.replicas = recipe.world_size // rollout.tp
         self.leads = tp_rank == 0
         self.weight_version: int | None = None
-        self._asleep: set[str] = set()
+        self._asleep: set[EngineMemory] = set()
         self._sleeps = rollout.sleep and not current_platform.is_cpu()  # sleep mode frees GPU memory only
         if current_platform.is_cpu():
             name_shared_memory(run_id)
@@ -103,7 +112,7 @@ class RolloutEngine:
     def weights(self, shapes: Mapping[str, Shape]) -> RolloutWeights:
         """Return this rank's demand for the canonical tensors of these shapes, and the sink that receives it."""
         runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        return RolloutWeights(runner.model, runner.vllm_config, shapes)
+        return RolloutWeights(runner.get_model(), runner.vllm_config, shapes)
 
     def generate(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
         """Return one completion for each request, by weights of this version or a later one.
@@ -148,7 +157,12 @@ class RolloutEngine:
             raise RuntimeError("vLLM did not reset its prefix cache because requests are still running")
 
     def close(self) -> None:
-        """Shut vLLM down. This destroys torch's default process group: no rank may use it afterwards."""
+        """Shut vLLM down. This destroys torch's default process group: no rank may use it afterwards.
+
+        vLLM must not be asleep then: its allocator would free blocks that are not mapped, with an error for each.
+        """
+        for memory in KINDS_OF_MEMORY:
+            self.wake(memory)
         self._llm.llm_engine.engine_core.shutdown()
 
     def sleep(self) -> None:
@@ -156,9 +170,9 @@ class RolloutEngine:
         self.weight_version = None
         if self._sleeps:
             self._llm.sleep(level=2)  # level 2 discards the weights: the next sync sends all of them
-            self._asleep = {"weights", "kv_cache"}
+            self._asleep = set(KINDS_OF_MEMORY)
 
-    def wake(self, memory: Literal["weights", "kv_cache"]) -> None:
+    def wake(self, memory: EngineMemory) -> None:
         """Reallocate freed memory: that of the weights before a sync, that of the KV cache before generating."""
         if memory in self._asleep:
             self._asleep.remove(memory)

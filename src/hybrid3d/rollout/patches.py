@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators import custom_all_reduce
+from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -100,7 +102,33 @@ def name_shared_memory(run_id: str) -> None:
     ExecutorWithExternalLauncher._distributed_args = distributed_args
 
 
+def register_graph_buffers(self: CustomAllreduce) -> None:
+    """Replace `CustomAllreduce.register_graph_buffers`: exchange a captured graph's addresses in any order of ranks.
+
+    vLLM's own method keeps this rank's addresses under its rank in the group, and receives the others' from the group's
+    ranks in ascending order of their global ranks. In a group of other order, which placement makes where that saves
+    bytes, entries are missing or belong to another rank. The kernel wants entry i from rank i of the group
+    (`register_graph_buffers` in vLLM's csrc/custom_all_reduce.cuh), as `create_shared_buffer` gives it for the buffers
+    outside of graphs.
+    """
+    own = custom_all_reduce.ops.get_graph_buffer_ipc_meta(self._ptr)
+    gathered = []
+    for rank in range(self.group.size()):
+        addresses = [own if rank == self.rank else None]
+        dist.broadcast_object_list(addresses, group=self.group, group_src=rank, device="cpu")
+        gathered.append(addresses[0])
+    handles, offsets = zip(*gathered, strict=True)
+    custom_all_reduce.ops.register_graph_buffers(self._ptr, list(handles), list(offsets))
+
+
 ALL = (
+    Patch(
+        "vllm.distributed.device_communicators.custom_all_reduce.CustomAllreduce.register_graph_buffers",
+        VLLM,
+        "It mixes up ranks of a group that is not in ascending order of global ranks, and capturing CUDA graphs fails.",
+        "tests/test_graph_capture.py",
+        lambda original: register_graph_buffers,
+    ),
     Patch(
         "vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher._distributed_args",
         VLLM,

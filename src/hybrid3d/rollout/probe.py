@@ -185,7 +185,8 @@ def model_of_rank(
     with as_rank(rank, world), external_rank(rank, recipe.rollout):
         config = EngineArgs(**engine.engine_settings(recipe, layers)).create_engine_config()
         with set_current_vllm_config(config):
-            parallel_state.init_distributed_environment(world, rank, "env://", rank, backend="fake")
+            # Local rank 0 for every rank: vLLM looks its device up among those in CUDA_VISIBLE_DEVICES.
+            parallel_state.init_distributed_environment(world, rank, "env://", 0, backend="fake")
             parallel_state.initialize_model_parallel(recipe.rollout.tp, 1, backend="fake")
             with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
                 model = initialize_model(vllm_config=config)

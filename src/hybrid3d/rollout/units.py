@@ -134,10 +134,11 @@ class OpenUnit:
             for module in self.unit.root.modules():
                 if hasattr(getattr(module, "quant_method", None), "moe_kernel"):
                     module.quant_method.moe_kernel = None  # otherwise vLLM treats the weights as packed
+        # Not in a context of the device, as in vLLM's own loading: attention keeps scalars on the host, which would be
+        # made on the GPU, and the host would wait for each.
         with (
             set_current_vllm_config(vllm_config),
             set_default_torch_dtype(vllm_config.model_config.dtype),
-            device,
             torch.no_grad(),
         ):
             process_weights_after_loading(self.unit.root, vllm_config.model_config, device)

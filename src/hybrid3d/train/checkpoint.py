@@ -143,6 +143,8 @@ def load_weights(models: Models, folder: Path, group: dist.ProcessGroup) -> None
     """Load only the weights of these models, without optimizers. Raises the errors of `load`."""
     check(folder, group)
     with on_device(), _naming_checkpoint(folder):
+        for model in models.values():
+            model.onload("parameters")
         states = dist_checkpointing.load(_combine_states(models, _weights), str(folder))
         for name, model in models.items():
             _load_model(model, states[name])

@@ -6,11 +6,12 @@ import gc
 import multiprocessing
 import os
 import queue
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -168,7 +169,20 @@ def new_results_queue() -> None:
     filesystem_async._results_queue = queue.Queue()
 
 
-def _patch(target: str, reason: str, test: str, replacement: Callable[[Any], Any]) -> Patch:
+@contextmanager
+def without_streams() -> Iterator[None]:
+    """Let Megatron build models on meta, on a machine with GPUs, without making a CUDA stream.
+
+    A stream makes a context on the current GPU, which before the ranks are bound to theirs is GPU 0 for all of them.
+    The dispatcher would also keep that stream in its class, for the model that is trained on another GPU later.
+    """
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    with mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", cpu.Stream()):
+        yield
+
+
+def _patch(target: str, reason: str, test: str, replacement: Callable[[Any], Any] | None = None) -> Patch:
     return Patch(f"megatron.core.{target}", MEGATRON, reason, f"tests/{test}", replacement)
 
 
@@ -250,6 +264,15 @@ WITHOUT_TRANSFORMER_ENGINE = (
     ),
 )
 
+QUERIED = (
+    _patch(
+        "transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
+        "It makes a stream, and with it a CUDA context on GPU 0, also where Megatron is only queried "
+        "(`without_streams`).",
+        "test_queries_on_cuda.py",
+    ),
+)
+
 WITH_TORCH_ADAM = (
     _patch(
         "optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
@@ -259,4 +282,4 @@ WITH_TORCH_ADAM = (
     ),
 )
 
-ALL = (*MODEL, *CHECKPOINT, *ON_CPU, *WITHOUT_TRANSFORMER_ENGINE, *WITH_TORCH_ADAM)
+ALL = (*MODEL, *CHECKPOINT, *ON_CPU, *WITHOUT_TRANSFORMER_ENGINE, *QUERIED, *WITH_TORCH_ADAM)

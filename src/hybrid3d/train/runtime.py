@@ -66,11 +66,17 @@ def on_device(meta: bool = False) -> contextlib.AbstractContextManager[object]:
     """Return the context in which Megatron's code runs: without CUDA, tensors for it are made on the CPU.
 
     Args:
-        meta: create CUDA tensors on meta, for queries on a machine with a GPU.
+        meta: create CUDA tensors on meta, and no CUDA streams, for queries on a machine with a GPU.
     """
     if ON_CUDA:
-        return cpu.cuda_means(cpu.META) if meta else contextlib.nullcontext()
+        return _queried_on_cuda() if meta else contextlib.nullcontext()
     return cpu.cuda_means(cpu.CPU)
+
+
+@contextlib.contextmanager
+def _queried_on_cuda() -> Iterator[None]:
+    with cpu.cuda_means(cpu.META), patches.without_streams():
+        yield
 
 
 def initialize(layout: Train, seed: int, gloo: bool = True) -> None:

@@ -55,4 +55,4 @@ def train_rl(
             guard.check_bounds(row, all_reduce_max([peak_memory()], group)[0] / 1e9, recipe)
             step += 1
             checkpoints.save_if_due(step, {"batch": batch} | roles.progress | live.progress, recipe.run)
-    roles.close()
+    roles.close(live.recipe)
