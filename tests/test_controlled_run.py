@@ -16,20 +16,19 @@ STEPS, SEQUENCES, MICRO_BATCH = 4, 128, 64
 OUT_AT = 3  # the step in which rank 1, on the last pipeline stage, has no memory left
 CONTROL = "algorithm: {kl: {coef: 0.01}}\noptimizer.lr: 3.0e-4\n"
 
-# Rank 1 notes the micro batches that it trains on, and in one of them, once, it runs out of memory: as if somebody had
-# just edited the control file.
+# Rank 1 notes the micro batches that it trains on. In one of them, once, it runs out of memory, with the error that
+# vLLM's allocator raises, just after somebody has edited the control file.
 OUT_OF_MEMORY = f"""
 import os, sys
 if os.environ.get("RANK") == "1" and "hybrid3d" in sys.orig_argv:  # not in processes of rewards
     from pathlib import Path
-    import torch
     from hybrid3d.train import megatron_model
     run, masked_sum, sizes = Path("runs/controlled"), megatron_model.masked_sum, []
     def noted(values, mask):
         sizes.append(len(mask))
         if sum(sizes) > {OUT_AT * SEQUENCES + MICRO_BATCH} and not (run / "out-of-memory-1.json").exists():
             (run / "control.yaml").write_text("train.tp: 4\\n" + (run / "control.yaml").read_text())
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            raise RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:163")
         with open("sizes", "a") as out:
             print(os.getpid(), len(mask), file=out)
         return masked_sum(values, mask)
@@ -62,7 +61,8 @@ def test_a_run_that_is_controlled_and_runs_out_of_memory(demo: Path, tmp_path: P
         SCHEDULE,
         also=tmp_path,
     )
-    assert "rank 1 failed: OutOfMemoryRestart: CUDA out of memory. Tried to allocate 2.00 GiB.: after a restart" in said
+    cause = "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:163"
+    assert f"rank 1 failed: OutOfMemoryRestart: {cause}: after a restart" in said
     assert said.count("failed:") == 1
 
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]

@@ -17,12 +17,12 @@ import yaml
 
 from hybrid3d.config import OFFLOADS, Optimizer, Recipe, RecipeError, load_recipe, recipe_to_yaml
 from hybrid3d.launch.launcher import find_root_cause
-from hybrid3d.launch.worker import failure_message
+from hybrid3d.launch.worker import _is_lost_peer, failure_message
 from hybrid3d.rl.kl import KlController
 from hybrid3d.run import live_settings
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import MUTABLE_SETTINGS, LiveSettings, apply_settings, check_schedule, settings_of
-from hybrid3d.run.oom_recovery import OomRecovery, OutOfMemoryRestart, reduced_settings
+from hybrid3d.run.oom_recovery import OomRecovery, OutOfMemoryRestart, find_out_of_memory, reduced_settings
 from hybrid3d.run.run_folder import RunFolder
 from run_ranks import ROOT
 
@@ -390,7 +390,61 @@ def test_what_takes_less_memory(settings: list[str], less: dict[str, Any]) -> No
     assert reduced_settings(load_recipe(DEMO, settings)) == {f"train.{key}": value for key, value in less.items()}
 
 
-OUT = torch.OutOfMemoryError("CUDA out of memory.\nsomething else")
+OUT = find_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.\nsomething else"))
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with "
+NCCL += "NCCL_DEBUG=INFO for details), NCCL version 2.28.9\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore"),
+            "CUDA out of memory. Tried to al",
+        ),
+        (torch.OutOfMemoryError(), "OutOfMemoryError"),
+        (
+            RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:163"),
+            "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:163",
+        ),
+        (dist.DistBackendError(f"{NCCL}Last error:\nCuda failure 2 'out of memory'"), "Cuda failure 2 'out of memory'"),
+        (dist.DistBackendError(f"{NCCL}Last error:\nCuda failure 'out of memory'"), "Cuda failure 'out of memory'"),
+        (dist.DistBackendError(f"{NCCL}Last error:\nFailed to CUDA calloc 6291456 bytes"), "Failed to CUDA calloc 6"),
+        (
+            dist.DistBackendError(f"{NCCL}Last error:\nFailed to CUDA calloc async 608 bytes"),
+            "Failed to CUDA calloc as",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            "CUDA error: CUBLAS",
+        ),
+        (
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+            "CUDA error: out of mem",
+        ),
+    ],
+)
+def test_memory_that_ran_out_whoever_asked_for_it(error: BaseException, said: str) -> None:
+    """As torch 2.13, vLLM 0.32 and NCCL 2.18 and 2.28 write it."""
+    found = find_out_of_memory(error)
+    assert found is not None
+    assert found.startswith(said)
+    assert not _is_lost_peer(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:170"),
+        dist.DistBackendError(f"{NCCL}Last error:\nCuda failure 999 'unknown error'"),
+        dist.DistBackendError("ncclRemoteError: A call failed possibly due to a network error"),
+        RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed."),
+        MemoryError("out of memory"),
+        OutOfMemoryRestart("CUDA out of memory.: after a restart"),
+    ],
+)
+def test_errors_that_are_not_about_memory_of_the_gpu(error: BaseException) -> None:
+    assert find_out_of_memory(error) is None
 
 
 def test_memory_runs_out_again_and_again(recipe: Recipe, tmp_path: Path) -> None:

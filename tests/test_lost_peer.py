@@ -24,6 +24,10 @@ OWN = [
         "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.28\n"
         "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
     ),
+    dist.DistBackendError(
+        "NCCL communicator was aborted on rank 1. Original reason for failure was: NCCL error: unhandled cuda error, "
+        "NCCL version 2.28\nLast error:\nCuda failure 2 'out of memory'"
+    ),
     dist.DistBackendError("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 17000"),
     dist.DistBackendError("ncclSystemError: Error while creating shared memory segment: No space left on device"),
     ValueError("NCCL_SOCKET_IFNAME names no interface"),

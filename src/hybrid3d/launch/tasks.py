@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 
@@ -21,7 +20,7 @@ from hybrid3d.families import Config
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rewards import sandbox
 from hybrid3d.run.heartbeat import enter_phase
-from hybrid3d.run.oom_recovery import OomRecovery
+from hybrid3d.run.oom_recovery import OomRecovery, find_out_of_memory
 from hybrid3d.run.run_folder import RunFolder, checkpoint_folder, draw_curves
 
 if TYPE_CHECKING:
@@ -57,8 +56,11 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
         loop = _train_rl if recipe.algorithm.generates else _train_sft
         try:
             loop(live, record, group, slots)
-        except torch.OutOfMemoryError as error:
-            raise recovery.prepare_restart(error, live.recipe, folder, rank) from error
+        except RuntimeError as error:
+            cause = find_out_of_memory(error)
+            if cause is None:
+                raise
+            raise recovery.prepare_restart(cause, live.recipe, folder, rank) from error
     if rank == 0:
         draw_curves(folder)
         folder.add_event("end", step=live.recipe.run.steps)

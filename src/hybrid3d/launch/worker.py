@@ -29,7 +29,7 @@ from hybrid3d.process import (
 )
 from hybrid3d.run import terminal
 from hybrid3d.run.heartbeat import Heartbeat
-from hybrid3d.run.oom_recovery import OutOfMemoryRestart
+from hybrid3d.run.oom_recovery import OutOfMemoryRestart, find_out_of_memory
 from hybrid3d.run.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -190,6 +190,8 @@ LOST_PEER_ERRORS = (
 
 def _is_lost_peer(error: BaseException) -> bool:
     """Return whether an error only says that another rank is lost, so that it is not the cause of the failure."""
+    if find_out_of_memory(error) is not None:
+        return False  # torch quotes NCCL's reason in the error about a communicator that it has aborted for it
     if isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError):
         return True  # an error of the store or the network
     return any(text in str(error) for text in LOST_PEER_ERRORS)  # other NCCL errors are failures of this rank

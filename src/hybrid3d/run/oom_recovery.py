@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from hybrid3d.config import OFFLOADS, Recipe
 from hybrid3d.inputs.models import read_config
@@ -18,9 +21,29 @@ from hybrid3d.run.run_folder import RunFolder
 
 ADVICE = "raise train.tp or train.pp, set train.recompute=full, or lower rollout.gpu_memory_utilization"
 
+# What libraries that allocate GPU memory without torch's allocator say when there is none, each in a RuntimeError
+OUT_OF_MEMORY = re.compile(
+    r"CUDA Error: out of memory"  # vLLM's csrc/cumem_allocator.cpp, when it wakes up
+    r"|Cuda failure (\d+ )?'out of memory'"  # NCCL's src/include/checks.h
+    r"|Failed to CUDA (m|c)alloc (async )?\d+ bytes"  # NCCL's src/include/alloc.h, which replaces the line above
+    r"|CUDA error: out of memory"  # torch, of the CUDA runtime's own allocations
+    r"|CUDA out of memory"  # torch's allocator, where a library has raised another error of it
+    r"|CUBLAS_STATUS_ALLOC_FAILED"  # torch, of the workspace of cuBLAS
+)
+
 
 class OutOfMemoryRestart(RuntimeError):
     """Raised on a rank that ran out of memory, after it has saved settings that need less for the next start."""
+
+
+def find_out_of_memory(error: BaseException) -> str | None:
+    """Return what an error says if this rank ran out of GPU memory, else None: the first line that says so."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    if isinstance(error, torch.OutOfMemoryError):
+        return lines[0]
+    if not isinstance(error, RuntimeError) or isinstance(error, OutOfMemoryRestart):
+        return None
+    return next((line for line in lines if OUT_OF_MEMORY.search(line)), None)
 
 
 @dataclass(frozen=True)
@@ -44,19 +67,19 @@ class OomRecovery:
             settings |= json.loads(path.read_text())["new"]
         return cls(count, settings)
 
-    def prepare_restart(self, error: BaseException, recipe: Recipe, folder: RunFolder, rank: int) -> RuntimeError:
+    def prepare_restart(self, cause: str, recipe: Recipe, folder: RunFolder, rank: int) -> RuntimeError:
         """Save settings that need less memory for the next start, and return the error to raise on this rank.
 
         If several ranks run out together, all with the same settings, one of them saves the record and the event.
 
         Args:
-            error: the out-of-memory error.
+            cause: what the error says, from `find_out_of_memory`.
             recipe: the recipe with the current settings.
 
         Returns:
             `OutOfMemoryRestart`, or another error if memory cannot be reduced further or has run out too often.
         """
-        new, cause = reduced_settings(recipe), (str(error) or type(error).__name__).splitlines()[0]
+        new = reduced_settings(recipe)
         if not new:
             return RuntimeError(f"{cause}: micro batches cannot be made smaller: {ADVICE}")
         if self.count >= recipe.guard.max_interventions:
