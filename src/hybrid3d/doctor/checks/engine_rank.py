@@ -34,7 +34,7 @@ def sync_and_generate(
     """
     group = distributed.start()
     ranks, rank = group.size(), group.rank()
-    runtime.initialize(Train(dp=ranks), seed=1)
+    runtime.initialize(Train(tp=ranks), seed=1)
     recipe = recipe_of_rank(folders[0], dtype, tp, shares, ranks)
     policy = Policy(CONFIGS[family], recipe, rank, trainable=False)
     engine = RolloutEngine(recipe, rank, f"doctor-{os.environ['MASTER_PORT']}", slots)

@@ -112,4 +112,4 @@ def recipe_of_rank(folder: str, dtype: str, tp: int, shares: bool, ranks: int):
         sleep=not shares,
     )
     sync = Sync(share_storage=shares, verify="always")
-    return one_rank.recipe_for(Path(folder), dtype, rollout, sync, dp=ranks, micro_batch_size=2)
+    return one_rank.recipe_for(Path(folder), dtype, rollout, sync, tp=ranks, micro_batch_size=2)
