@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from hybrid3d.doctor.check import Check
 from hybrid3d.doctor.machine import NEEDS, Machine
 from hybrid3d.doctor.table import GPU_CHECKS
 from run_ranks import environment
+from test_readme import exists, help_of, make_targets, paths, subcommands
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTHING = Machine(gpus=[], present=["megatron"], versions={"torch": "2.13.0"})
@@ -157,6 +159,29 @@ def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "name a file in a folder that exists" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         cli.main(["doctor"])
+
+
+def test_the_page_names_every_check_and_every_file_that_was_not_run() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    checks, _, rows = page.partition("## What crosses each row off")
+    first_columns = " ".join(line.split("|")[1] for line in checks.splitlines() if line.startswith("| `"))
+    assert sorted(re.findall(r"`(\w+)`", first_columns)) == sorted(check.name for check in GPU_CHECKS)
+    status = (ROOT / "docs" / "status.md").read_text().partition("Not implemented yet")[0]
+    wheres = " ".join(line.split(" | ")[-1] for line in status.splitlines() if line.startswith("| "))
+    not_run = set(re.findall(r"`([\w/]+(?:\.py|/)|Dockerfile)`", wheres))
+    assert len(not_run) > 15
+    assert not_run - set(re.findall(r"`([\w/.]+)`", rows)) == set()
+
+
+def test_the_page_names_only_what_exists() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    ours = [name for name in paths(page) if not name.startswith(("benchmarks/results/gpu-", "vllm/"))]
+    assert [name for name in sorted(ours) if not exists(name) and not (ROOT / "docs" / name).exists()] == []
+    assert make_targets(page) <= {"gpu-check", "demo", "test-all"}
+    known = {name: help_of(name).stdout for name in subcommands(page)}
+    assert {name: [o for o in options if o not in known[name]] for name, options in subcommands(page).items()} == {
+        name: [] for name in known
+    }
 
 
 @pytest.mark.processes

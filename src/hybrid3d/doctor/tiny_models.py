@@ -106,17 +106,17 @@ def write_checkpoint(folder: Path, config: Config, seed: int = 0) -> Path:
 
 
 def _values(name: str, shape: Shape, seed: int) -> torch.Tensor:
-    """Return a tensor's values: uniform, around 1 for norms and around 0 for all others.
+    """Return a tensor's values: uniform, around 1 for norms and around 0 for all others."""
+    numbers = split_mix(zlib.crc32(f"{name}/{seed}".encode()) << 32, int(np.prod(shape)))
+    values = 0.1 * ((numbers >> np.uint64(40)).astype(np.float32) / 2**23 - 1)
+    if len(shape) == 1 and "norm" in name:
+        values += 1
+    return torch.from_numpy(values.astype(np.float32).reshape(shape))
 
-    The numbers are those of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), counted from a hash of the name.
-    """
-    start = np.uint64(zlib.crc32(f"{name}/{seed}".encode()) << 32)
-    state = (start + np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+
+def split_mix(seed: int, count: int) -> np.ndarray:
+    """Return the first numbers of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), uint64 [count]."""
+    state = np.uint64(seed) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    uniform = ((state ^ (state >> np.uint64(31))) >> np.uint64(40)).astype(np.float32) / 2**23 - 1
-    if len(shape) == 1:
-        values = 0.1 * uniform + (1.0 if "norm" in name else 0.0)
-    else:
-        values = 0.1 * uniform
-    return torch.from_numpy(values.astype(np.float32).reshape(shape))
+    return state ^ (state >> np.uint64(31))
