@@ -170,7 +170,9 @@ def test_the_page_names_every_check_and_every_file_that_was_not_run() -> None:
     wheres = " ".join(line.split(" | ")[-1] for line in status.splitlines() if line.startswith("| "))
     not_run = set(re.findall(r"`([\w/]+(?:\.py|/)|Dockerfile)`", wheres))
     assert len(not_run) > 15
-    assert not_run - set(re.findall(r"`([\w/.]+)`", rows)) == set()
+    named = re.findall(r"`([\w/.]+)`", rows)
+    folders = tuple(name for name in named if name.endswith("/"))
+    assert [name for name in sorted(not_run) if name not in named and not name.startswith(folders)] == []
 
 
 def test_the_page_names_only_what_exists() -> None:
