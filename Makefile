@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm test test-fast test-all lint format clean
+.PHONY: help setup demo demo-llm gpu-check test test-fast test-all lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -35,6 +35,10 @@ $(DEMO_STAMP): requirements/demo.txt $(STAMP)
 	@echo "Installing $$(grep -c '^[^#].*==' requirements/demo.txt) pinned packages for make demo-llm into $(VENV): 0.1 GB"
 	@$(PIP) --no-deps -r requirements/demo.txt
 	@touch $@
+
+# With .venv where there is one, else with whatever is installed, from these sources
+gpu-check: ## check what this machine's GPU does: 20 minutes or less (ARGS="--only NAME --json OUT")
+	@PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m hybrid3d doctor --gpu $(ARGS)
 
 test: lint ## lint, and all tests except the slow ones (what CI runs)
 	$(BIN)/pytest -m "not slow" --durations=40

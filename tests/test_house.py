@@ -55,7 +55,11 @@ MAY_IMPORT = {
         *("errors", "launch_environment", "storage", "families", "process", "distributed", "reshard", "rl", "config"),
         *("rewards", "inputs", "run", "planning", "train", "roles", "trainer", "bench"),
     },
-    "cli": {"errors", "launch_environment", "config", "inputs", "run", "planning", "bench", "launch"},
+    "doctor": {
+        *("process", "distributed", "reshard", "rl", "config", "families", "generation", "train", "rollout", "run"),
+        *("planning", "roles", "bench"),
+    },
+    "cli": {"errors", "launch_environment", "config", "inputs", "run", "planning", "bench", "launch", "doctor"},
     "__main__": {"cli"},
 }
 

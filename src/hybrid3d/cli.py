@@ -1,4 +1,4 @@
-"""The command line: `hybrid3d train | eval | export | plan | bench`.
+"""The command line: `hybrid3d train | eval | export | plan | bench | doctor`.
 
 Exit codes: 0 for success, 1 if the run failed, 2 for a mistake of the user, which is found before ranks start.
 """
@@ -131,6 +131,13 @@ def _parser() -> _Parser:
     bench.add_argument("--experts", type=int, help="number of routed experts of the measured model")
     bench.add_argument("--json", action="store_true", help="print the numbers as JSON")
     bench.set_defaults(run=_bench)
+
+    doctor = commands.add_parser("doctor", help="check what this machine's GPU and packages do, in 20 minutes or less")
+    doctor.add_argument("--gpu", action="store_true", required=True, help="run the checks for GPUs")
+    doctor.add_argument("--only", action="append", default=[], metavar="NAME", help="run this check; may be repeated")
+    doctor.add_argument("--json", metavar="OUT", help="also write the results to this file, after each check")
+    doctor.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a stand-in run without a GPU")
+    doctor.set_defaults(run=_doctor)
     return parser
 
 
@@ -276,6 +283,21 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
         task = functools.partial(tasks.bench, scaled_recipe, config, scaling, folder, options.repeats, options.json)
         return _run_rank(scaled_recipe, folder, task)
     return _launch(arguments, scaled_recipe, folder, _console(stderr=options.json))
+
+
+def _doctor(options: argparse.Namespace, arguments: list[str]) -> int:
+    from hybrid3d.doctor.runner import run_checks
+    from hybrid3d.doctor.table import GPU_CHECKS
+
+    names = [check.name for check in GPU_CHECKS]
+    unknown = [name for name in options.only if name not in names]
+    if unknown:
+        raise UserMistake(f"--only {unknown[0]}: there is no such check; there are {', '.join(names)}")
+    out = None if options.json is None else _path(options.json, "--json")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise UserMistake(f"--json {options.json}: name a file in a folder that exists")
+    selected = [check for check in GPU_CHECKS if not options.only or check.name in options.only]
+    return run_checks(selected, options.device, out)
 
 
 def _load_run(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFolder, int]:

@@ -21,14 +21,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from hybrid3d.config import Recipe, Train
 from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.families import Config, family_of, is_expert
 from hybrid3d.planning.hardware import Hardware
 from hybrid3d.reshard.layout import ITEMSIZE, Piece
-from hybrid3d.rollout.probe import SlotDemand
 from hybrid3d.train.probe import layers_of_stages
+
+if TYPE_CHECKING:  # the memory of training is estimated where there is no vLLM, too
+    from hybrid3d.rollout.probe import SlotDemand
 
 FLOAT32 = 4
 # `max_num_batched_tokens` and `max_num_seqs` of vLLM 0.32.0 for an offline engine on a large GPU.
@@ -171,13 +174,32 @@ def estimate_memory(
         wanted: vLLM's answer about an engine's first slot, which wants at least as much as any other.
         wanted_bytes: the bytes that this slot wants.
     """
-    rollout, train = recipe.rollout, recipe.train
+    rollout = recipe.rollout
     assert rollout is not None
-    family = family_of(config)
-    shape = ModelShape.from_config(config, family.experts(config), family.latents(config))
-    itemsize = ITEMSIZE[recipe.model.dtype]
+    return MemoryEstimate(
+        stages=estimate_stages(recipe, config, held, wanted_bytes, wanted.finalize_bytes),
+        capacity=int(hardware.memory_bytes),
+        fraction=rollout.gpu_memory_utilization,
+        work_space=_work_space(_shape(config), rollout.tp, ITEMSIZE[recipe.model.dtype]),
+        kv_bytes_per_token=sum(wanted.kv_bytes.values()),
+        max_model_len=rollout.max_model_len,
+        sleeps=rollout.sleep,
+        offloads=recipe.train.offloads,
+    )
+
+
+def estimate_stages(
+    recipe: Recipe, config: Config, held: Sequence[ParameterCounts], wanted_bytes: int, finalize_bytes: int
+) -> tuple[StageMemory, ...]:
+    """Estimate the memory of the fullest rank of each stage.
+
+    Args:
+        held, wanted_bytes: as for `estimate_memory`.
+        finalize_bytes: memory that finalizing vLLM's tensors takes.
+    """
+    train, itemsize = recipe.train, ITEMSIZE[recipe.model.dtype]
     stage_ranks = recipe.world_size // train.pp
-    activations = stage_activations(recipe, shape, layers_of_stages(config, train))
+    activations = stage_activations(recipe, _shape(config), layers_of_stages(config, train))
     num_trained = 2 if recipe.algorithm.uses_critic else 1
     num_frozen = (
         (recipe.algorithm.kl.where != "none") + recipe.algorithm.uses_critic + (recipe.reward.model is not None)
@@ -195,19 +217,15 @@ def estimate_memory(
                 reference=weights * num_frozen,
                 activations=activations[stage],
                 rollout_weights=wanted_bytes,
-                staging=2 * recipe.sync.bucket_bytes + wanted.finalize_bytes,
+                staging=2 * recipe.sync.bucket_bytes + finalize_bytes,
             )
         )
-    return MemoryEstimate(
-        stages=tuple(stages),
-        capacity=int(hardware.memory_bytes),
-        fraction=rollout.gpu_memory_utilization,
-        work_space=_work_space(shape, rollout.tp, itemsize),
-        kv_bytes_per_token=sum(wanted.kv_bytes.values()),
-        max_model_len=rollout.max_model_len,
-        sleeps=rollout.sleep,
-        offloads=train.offloads,
-    )
+    return tuple(stages)
+
+
+def _shape(config: Config) -> ModelShape:
+    family = family_of(config)
+    return ModelShape.from_config(config, family.experts(config), family.latents(config))
 
 
 def stage_activations(recipe: Recipe, shape: ModelShape, stages: Sequence[Sequence[Sequence[int]]]) -> list[int]:

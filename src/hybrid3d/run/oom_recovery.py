@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from hybrid3d.config import OFFLOADS, Recipe
-from hybrid3d.inputs.models import read_config
 from hybrid3d.run.run_folder import RunFolder
 
 ADVICE = "raise train.tp or train.pp, set train.recompute=full, or lower rollout.gpu_memory_utilization"
@@ -125,4 +124,6 @@ def reduced_settings(recipe: Recipe) -> dict[str, Any]:
 
 def _max_sft_tokens(recipe: Recipe) -> int:
     """Return the maximum number of tokens of a supervised sequence."""
+    from hybrid3d.inputs.models import read_config  # not above: it imports what reads data
+
     return int(read_config(recipe.model.path)["max_position_embeddings"])

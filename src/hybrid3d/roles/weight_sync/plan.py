@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -15,9 +16,11 @@ from hybrid3d.reshard.layout import Demand, Holdings, LocalPieces
 from hybrid3d.reshard.planner import RankPlan, Routes, Transfer
 from hybrid3d.reshard.ready import required_optimizer_buckets
 from hybrid3d.roles.weight_sync.sharing import SharedStorage
-from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.rollout.weights import RolloutWeights
 from hybrid3d.train.weights import MegatronWeights, canonical_shapes
+
+if TYPE_CHECKING:  # a sync is between a source and a sink, so that ranks without vLLM can have one
+    from hybrid3d.rollout.engine import RolloutEngine
+    from hybrid3d.rollout.weights import RolloutWeights
 
 NOTHING_HELD, NOTHING_WANTED = Holdings(()), Demand((), ())
 

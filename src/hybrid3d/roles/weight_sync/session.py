@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -18,11 +19,13 @@ from hybrid3d.reshard.transport import make_transport
 from hybrid3d.roles.weight_sync.plan import SyncPlan
 from hybrid3d.roles.weight_sync.sharing import SharedStorage
 from hybrid3d.roles.weight_sync.verification import CorruptSync, corrupted_on_any, listed
-from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.rollout.weights import RolloutWeights
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.train.runtime import SideStream, device, synchronize
 from hybrid3d.train.weights import MegatronWeights
+
+if TYPE_CHECKING:  # a sync is between a source and a sink, so that ranks without vLLM can have one
+    from hybrid3d.rollout.engine import RolloutEngine
+    from hybrid3d.rollout.weights import RolloutWeights
 
 logger = logging.getLogger(__name__)
 

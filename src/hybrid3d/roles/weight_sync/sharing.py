@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,7 +11,9 @@ from hybrid3d.reshard.planner import Transfer
 from hybrid3d.reshard.sharing import find_storage_aliases
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import as_bytes
-from hybrid3d.rollout.weights import RolloutWeights
+
+if TYPE_CHECKING:  # a sync is between a source and a sink, so that ranks without vLLM can have one
+    from hybrid3d.rollout.weights import RolloutWeights
 
 KeyedTransfers = Sequence[tuple[int, Transfer]]
 

@@ -1,0 +1,1 @@
+"""The checks by subject. Only the process of a check imports its file."""

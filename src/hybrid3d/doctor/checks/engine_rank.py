@@ -1,0 +1,80 @@
+"""One rank of the checks with both engines."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from hybrid3d import distributed
+from hybrid3d.config import Train
+from hybrid3d.doctor.check import expect
+from hybrid3d.doctor.checks.engines import ANSWER, recipe_of_rank
+from hybrid3d.doctor.tiny_models import CONFIGS
+from hybrid3d.generation.engine import GenerationRequest
+from hybrid3d.reshard.files import load_files
+from hybrid3d.rl.batch import Batch
+from hybrid3d.roles.weight_sync import WeightSync
+from hybrid3d.rollout.engine import RolloutEngine, engine_settings
+from hybrid3d.train import runtime
+from hybrid3d.train.policy import Policy
+
+PROMPTS = [[5, 7, 11, 13, 17, 19, 23], [3, 4, 5, 6], [100, 101, 102, 103, 104, 105, 106, 107, 108]]
+
+
+def sync_and_generate(
+    family: str, folders: list[str], dtype: str, tp: int, slots: list[int], shares: bool
+) -> dict[str, Any]:
+    """Load each checkpoint into Megatron, sync it to vLLM, generate, and compare the answers' log-probabilities.
+
+    Returns:
+        By version, the mean and the largest difference between the engines on any rank, and how much the new weights
+        changed the log-probabilities of the last answers; bytes of the last sync.
+    """
+    group = distributed.start()
+    ranks, rank = group.size(), group.rank()
+    runtime.initialize(Train(tp=ranks), seed=1)
+    recipe = recipe_of_rank(folders[0], dtype, tp, shares, ranks)
+    policy = Policy(CONFIGS[family], recipe, rank, trainable=False)
+    engine = RolloutEngine(recipe, rank, f"doctor-{os.environ['MASTER_PORT']}", slots)
+    sync = WeightSync(recipe, group, policy.weights, engine)
+    means, largest, change = [], [], []
+    batch = None
+    for version, folder in enumerate(folders):
+        engine.sleep()
+        before = None if batch is None else policy.logprobs(batch, recipe)
+        load_files(folder, policy.weights.demand, policy.weights.tensors, rank)
+        if before is not None:
+            change.append(float((policy.logprobs(batch, recipe) - before).abs().mean()))
+        engine.wake("weights")
+        report = sync.run(version, verify=True)
+        engine.wake("kv_cache")
+        expect(not report.corrupted, f"version {version}: {report.corrupted} arrived corrupted")
+        batch, differences = _answers(engine, policy, recipe, version)
+        both = distributed.gather_objects((float(differences.mean()), float(differences.max())), group)
+        means.append(max(mean for mean, _ in both))
+        largest.append(max(most for _, most in both))
+    return {
+        "mean_difference": means,
+        "largest_difference": largest,
+        "change": change,
+        "received_bytes": report.received_bytes,
+        "lower_bound_bytes": report.lower_bound_bytes,
+        "finalize_bytes": report.finalize_bytes,
+        "shared_bytes": report.shared_bytes,
+        "graphs": not engine_settings(recipe)["enforce_eager"],
+    }
+
+
+def _answers(engine: RolloutEngine, policy: Policy, recipe: Any, version: int) -> tuple[Batch, torch.Tensor]:
+    """Return prompts with sampled answers, and the differences of their tokens' log-probabilities."""
+    requests = [GenerationRequest(prompt, ANSWER, [], seed=version) for prompt in PROMPTS]
+    answers = engine.generate(requests, version)
+    sequences = [[*prompt, *answer.tokens] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    batch = Batch.from_sequences(sequences, [len(prompt) for prompt in PROMPTS], pad_id=0)
+    said = policy.logprobs(batch, recipe)
+    assert said is not None, "every rank has the output layer"
+    theirs = batch.align([answer.logprobs for answer in answers])
+    mask = batch.response_mask.bool()
+    return batch, (said.cpu() - theirs)[mask].abs()

@@ -1,0 +1,58 @@
+"""Runs a part of a check as several ranks under torchrun."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybrid3d.doctor.check import CheckFailed
+
+
+def run_on_ranks(count: int, function: str, **arguments: Any) -> dict[str, Any]:
+    """Call `module:function` with the arguments on each rank; return what it returns on rank 0.
+
+    Raises:
+        CheckFailed: it failed on a rank; the message is that of the rank that failed first.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "hybrid3d.doctor.ranks"]
+        command += [function, json.dumps(arguments), folder]
+        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")})
+        failures = sorted(Path(folder).glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
+        if failures:
+            raise CheckFailed(f"rank {failures[0].name.removeprefix('failed-')}: {failures[0].read_text()}")
+        if done.returncode:
+            raise CheckFailed(f"{count} ranks ended with exit code {done.returncode}")
+        answer: dict[str, Any] = json.loads((Path(folder) / "answer").read_text())
+        return answer
+
+
+def main(function: str, arguments: str, folder: str) -> None:
+    """Run as one of the ranks."""
+    module, _, name = function.partition(":")
+    rank = os.environ["RANK"]
+    try:
+        answer: Mapping[str, Any] = getattr(importlib.import_module(module), name)(**json.loads(arguments))
+        if rank == "0":
+            (Path(folder) / "answer").write_text(json.dumps(answer))
+    except BaseException as error:  # the boundary of the process
+        traceback.print_exc()
+        said = str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
+        (Path(folder) / f"failed-{rank}").write_text((said.splitlines() or [""])[0])
+        os._exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # vLLM has destroyed the default group, and its threads may wait for others
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
