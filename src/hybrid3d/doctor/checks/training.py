@@ -3,7 +3,7 @@
     python -m hybrid3d.doctor.checks.training
 
 runs them on this machine's CPU and writes `training_numbers.json`. Packing and recompute must not change the numbers:
-each way is compared with those of padded sequences.
+each variant is compared with those of padded sequences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybrid3d.train.runtime import peak_memory, synchronize
 
 NUMBERS = Path(__file__).resolve().parent.parent / "training_numbers.json"
 FAMILIES = ("dense", "experts", "latent")
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {},
     "packed": {"packed": True},
     "recompute": {"recompute": "full"},
@@ -39,12 +39,12 @@ TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (2e-2, 5e-2)}
 
 
 def training(record: Record, device: str, family: str) -> None:
-    """Take three steps in each dtype and way, and compare their losses and gradient norms with the stored ones."""
+    """Take three steps in each dtype and variant, and compare their losses and gradient norms with the stored ones."""
     record(kernels=in_use())
     with tempfile.TemporaryDirectory() as folder:
-        for dtype, way, found, seconds in _runs(Path(folder), family):
-            record(**{f"{dtype} {way}": found | {"seconds": seconds}})
-            _compare(found, json.loads(NUMBERS.read_text())["numbers"][family][dtype], dtype, f"{dtype}, {way}")
+        for dtype, variant, found, seconds in _runs(Path(folder), family):
+            record(**{f"{dtype} {variant}": found | {"seconds": seconds}})
+            _compare(found, json.loads(NUMBERS.read_text())["numbers"][family][dtype], dtype, f"{dtype}, {variant}")
     record(peak_bytes=peak_memory())
 
 
@@ -54,22 +54,22 @@ def with_transformer_engine(record: Record, device: str) -> None:
     training(record, device, "dense")
 
 
-def _runs(folder: Path, family: str, ways: Sequence[str] = tuple(WAYS)) -> Iterator[tuple[str, str, dict, list[float]]]:
-    """Yield dtype, way, losses and gradient norms of its steps, and the seconds of each."""
+def _runs(
+    folder: Path, family: str, variants: Sequence[str] = tuple(VARIANTS)
+) -> Iterator[tuple[str, str, dict, list[float]]]:
+    """Yield dtype, variant, losses and gradient norms of its steps, and the seconds of each."""
     config = CONFIGS[family]
     write_checkpoint(folder, config)
     one_rank.start()
     for dtype in TOLERANCE:
-        for way in ways:
-            if USE_TE and (dtype, way) == ("float32", "packed"):
+        for variant in variants:
+            if USE_TE and (dtype, variant) == ("float32", "packed"):
                 continue  # it has no attention for this
-            recipe = one_rank.recipe_for(folder, dtype, **WAYS[way])
+            recipe = one_rank.recipe_for(folder, dtype, **VARIANTS[variant])
             policy = one_rank.make_policy(config, recipe)
             found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
             seconds = []
-            batch = one_rank.make_batch(
-                config, 0
-            )  # the same in each step, so that a wrong update shows in the next loss
+            batch = one_rank.make_batch(config, 0)  # the same in each step: a wrong update shows in the next loss
             for _ in range(STEPS):
                 began = time.perf_counter()
                 report = policy.train_step(batch, sft_loss, recipe)
@@ -77,7 +77,7 @@ def _runs(folder: Path, family: str, ways: Sequence[str] = tuple(WAYS)) -> Itera
                 seconds.append(round(time.perf_counter() - began, 4))
                 found["loss"].append(report.sums["loss"] / float(batch.response_mask.sum()))
                 found["grad_norm"].append(report.grad_norm)
-            yield dtype, way, found, seconds
+            yield dtype, variant, found, seconds
 
 
 def _compare(found: dict[str, list[float]], stored: dict[str, list[float]], dtype: str, case: str) -> None:
