@@ -209,6 +209,10 @@ class Executor:
     def _checks(self) -> TransferChecksums:
         return TransferChecksums(self._plan, self._source, self._sink, self._transport, self._device)
 
+    def changed_since_landed(self) -> set[str]:
+        """Return the tensors whose memory in the sink is not what the last verified run wrote there."""
+        return self._checks.changed_since_landed()
+
     def run(self, verify: bool = False) -> ExecutionReport:
         """Move all weights as they are now.
 

@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 
 from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights
 from hybrid3d.reshard.layout import Shape
-from hybrid3d.rollout.patches import external_rank, groups_over_slots, name_shared_memory
+from hybrid3d.rollout.patches import external_rank, groups_over_slots, keep_linear_weights, name_shared_memory
 from hybrid3d.rollout.weights import RolloutWeights
 
 
@@ -89,6 +89,8 @@ class RolloutEngine:
         self._sleeps = rollout.sleep and not current_platform.is_cpu()  # sleep mode frees GPU memory only
         if current_platform.is_cpu():
             name_shared_memory(run_id)
+            if not rollout.pack_weights:
+                keep_linear_weights()
         with external_rank(slots[rank], rollout), groups_over_slots(slots):
             self._llm = LLM(
                 **engine_settings(recipe),

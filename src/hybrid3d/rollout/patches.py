@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from vllm.distributed import parallel_state
+from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -100,6 +101,15 @@ def name_shared_memory(run_id: str) -> None:
     ExecutorWithExternalLauncher._distributed_args = distributed_args
 
 
+def keep_linear_weights() -> None:
+    """Make vLLM's CPU build compute linear layers with torch, from weights that stay as they are loaded."""
+
+    def use_torch(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    layer_utils.dispatch_cpu_unquantized_gemm = use_torch
+
+
 ALL = (
     Patch(
         "vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher._distributed_args",
@@ -127,6 +137,13 @@ ALL = (
         VLLM,
         "On meta the expert map has no values, but loaders read from it which experts are local (`as_rank`).",
         "tests/test_planning.py",
+    ),
+    Patch(
+        "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
+        VLLM,
+        "It packs weights for its kernels; with `rollout.pack_weights: false` a sync writes them in place "
+        "(`keep_linear_weights`).",
+        "tests/test_delta_sync.py",
     ),
     Patch(
         "torch.distributed.new_group",

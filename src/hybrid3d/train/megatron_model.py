@@ -26,6 +26,7 @@ from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.losses import masked_sum
 from hybrid3d.rl.objective import TokenLoss
 from hybrid3d.train.batching import micro_batches
+from hybrid3d.train.changes import ChangeTracker
 from hybrid3d.train.micro import MicroBatch
 from hybrid3d.train.offload import OffloadableMemory
 from hybrid3d.train.runtime import device, on_device
@@ -125,6 +126,11 @@ class MegatronModel:
         if len(set(found.values())) < len(self._stepping):
             raise RuntimeError("a bucket of the optimizer has no parameter among the weights that Megatron declares")
         return found
+
+    @property
+    def changes(self) -> ChangeTracker | None:
+        """The elements of the weights that updates have changed; None for a model that is not trained."""
+        return self._stepping.changes if self._trains else None
 
     def _optimizer_settings(self, recipe: Recipe) -> Optimizer:
         return recipe.optimizer
