@@ -121,9 +121,9 @@ class ChangeTracker:
             bits, part = self._bits[number], bucket.param_data.numel() // ranks.size()
             nbytes = part // 8 + 2  # a part may begin and end within a byte
             first = [rank * part // 8 for rank in range(ranks.size())]
-            gathered = torch.empty(ranks.size(), nbytes, dtype=torch.uint8, device=bits.device)
+            gathered = torch.empty(ranks.size() * nbytes, dtype=torch.uint8, device=bits.device)
             dist.all_gather_into_tensor(gathered, bits[first[ranks.rank()] :][:nbytes].clone(), group=ranks)
-            for at, row in zip(first, gathered, strict=True):
+            for at, row in zip(first, gathered.split(nbytes), strict=True):
                 bits[at : at + nbytes] |= row
 
 
