@@ -1,4 +1,4 @@
-"""One rank of the proof of sparse syncs: after each of them, everything is compared with a dense sync of the same weights.
+"""One rank of a proof: after a sync of changed elements, vLLM is as after a dense sync of the same weights.
 
     torchrun --nproc-per-node 4 delta_sync.py OUT.json ROLLOUT_TP SYNCS FAMILY=FOLDER ...
 
@@ -64,7 +64,7 @@ def prove(rank: int, rollout_tp: int, syncs: int, family: str, folder: str, kept
         for number in range(1, syncs + 1):
             overlaps = number % 2 == 0
 
-            def hook(bucket: int, last: bool, number: int = number) -> None:
+            def hook(bucket: int, last: bool, sync: WeightSync = sync, number: int = number) -> None:
                 if bucket == 0:
                     sync.begin(number, verify=True)
                 sync.bucket_ready(bucket, last)

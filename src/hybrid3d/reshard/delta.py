@@ -175,14 +175,14 @@ class DeltaExecutor(Executor):
         numbers = {
             src: torch.empty(len(runs), dtype=torch.int64, device=self._device) for src, runs in received.items()
         }
-        for src, counts in numbers.items():
-            self._transport.submit_recv(as_bytes(counts), src, COUNTS_TAG)
+        for src, counted in numbers.items():
+            self._transport.submit_recv(as_bytes(counted), src, COUNTS_TAG)
         for dst, runs in sent.items():
-            counts = torch.tensor([run.count for run in runs], device=self._device)
-            self._transport.submit_send(as_bytes(counts), dst, COUNTS_TAG)
+            counted = torch.tensor([run.count for run in runs], device=self._device)
+            self._transport.submit_send(as_bytes(counted), dst, COUNTS_TAG)
         self._transport.run().wait()
-        for src, counts in numbers.items():
-            for run, count in zip(received[src], counts.tolist(), strict=True):
+        for src, counted in numbers.items():
+            for run, count in zip(received[src], counted.tolist(), strict=True):
                 run.count = count
         self._timer("counts")
         return bound

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import enum
 from collections.abc import Container, Iterable
 
 import torch.distributed as dist
 
-from hybrid3d.config import Sync
+from hybrid3d.config import Recipe
 from hybrid3d.distributed import all_reduce_max, gather_unique
 from hybrid3d.reshard.delta import DeltaExecutor, DeltaReport
 from hybrid3d.reshard.executor import Executor, NamedTensors
@@ -19,16 +19,31 @@ from hybrid3d.train.changes import ChangeTracker
 from hybrid3d.train.runtime import device
 from hybrid3d.train.weights import MegatronWeights
 
-logger = logging.getLogger(__name__)
 
-# Why a sync sends all elements; where ranks have different reasons, the last of these counts.
-DENSE_REASONS = (
+class DenseReason(enum.IntEnum):
+    """Why a sync sends all elements; where ranks have different reasons, the largest counts."""
+
+    NONE = 0
+    ANCHOR = 1
+    OTHER_CHANGES = 2
+    UNFINISHED = 3
+    FIRST = 4
+    NOT_TRACKED = 5
+    FLOAT32 = 6
+    SETTING = 7
+
+    def __str__(self) -> str:
+        return _REASONS[self]
+
+
+_REASONS = (
     "",
     "sync.anchor_every",
-    "weights changed outside of the optimizer",
-    "the last sync did not finish, or was corrupted",
-    "first sync of this process",
-    "no weights are tracked: only bfloat16 weights that vLLM keeps as they are loaded can be",
+    "weights were changed by something else than the optimizer",
+    "the last sync did not finish, or weights arrived corrupted",
+    "it is the first sync of this process",
+    "vLLM keeps no tensor as it is loaded, or Megatron's optimizer updates none in bfloat16",
+    "model.dtype is not bfloat16: nearly all elements change in each update",
     "sync.delta=never",
 )
 
@@ -40,12 +55,12 @@ class DeltaSync:
     changes, and each of its readers keeps it where and as the sync wrote it; all others are always sent in full.
 
     Attributes:
-        dense_reason: why the sync in progress sends all elements; empty if it does not.
+        reason: why the sync in progress sends all elements; `NONE` if it does not.
     """
 
     def __init__(
         self,
-        settings: Sync,
+        recipe: Recipe,
         group: dist.ProcessGroup,
         trained: MegatronWeights | None,
         tracker: ChangeTracker | None,
@@ -58,23 +73,20 @@ class DeltaSync:
             sink: vLLM's weights on this rank, if it generates.
             names: all canonical tensors.
         """
-        self._settings, self._group = settings, group
+        self._settings, self._group = recipe.sync, group
+        self._dtype = recipe.model.dtype
         self._trained, self._tracker, self._sink = trained, tracker, sink
         self._names = frozenset(names)
         self._sparse: frozenset[str] | None = None  # not known before the first sync
         self._executor: DeltaExecutor | None = None
         self._syncs_since_dense = 0
         self._finished = False
-        self.dense_reason = ""
+        self.reason = DenseReason.FIRST
 
     @property
     def probes(self) -> bool:
         """Whether the sync in progress must record checksums, for `find_sparse`."""
-        return self.wanted and self._sparse is None
-
-    @property
-    def wanted(self) -> bool:
-        return self._settings.delta == "auto"
+        return self.reason is DenseReason.FIRST
 
     @property
     def extra_bytes(self) -> int:
@@ -82,28 +94,29 @@ class DeltaSync:
         return 0 if self._tracker is None else self._tracker.nbytes
 
     def begin(self) -> bool:
-        """Begin a sync: return whether it sends only changed elements, which all ranks agree on."""
-        reason = DENSE_REASONS.index(self._reason())
-        self.dense_reason = DENSE_REASONS[all_reduce_max([reason], self._group)[0]]
+        """Begin a sync: return whether it sends only changed elements. The ranks agree on it."""
+        self.reason = DenseReason(all_reduce_max([self._reason_here()], self._group)[0])
         self._finished = False
-        if self.dense_reason:
+        if self.reason:
             self._executor = None  # its staging memory is needed by another
-        return not self.dense_reason
+        return not self.reason
 
-    def _reason(self) -> str:
-        """Return why this rank wants all elements to be sent."""
-        if not self.wanted:
-            return DENSE_REASONS[6]
+    def _reason_here(self) -> DenseReason:
+        """Return why this rank needs all elements to be sent."""
+        if self._settings.delta == "never":
+            return DenseReason.SETTING
+        if self._dtype != "bfloat16":
+            return DenseReason.FLOAT32
         if self._sparse is None:
-            return DENSE_REASONS[4]
+            return DenseReason.FIRST
         if not self._sparse:
-            return DENSE_REASONS[5]
+            return DenseReason.NOT_TRACKED
         if not self._finished:
-            return DENSE_REASONS[3]
+            return DenseReason.UNFINISHED
         if self._tracker is not None and not self._tracker.check():
-            return DENSE_REASONS[2]
+            return DenseReason.OTHER_CHANGES
         every = self._settings.anchor_every
-        return DENSE_REASONS[1] if every is not None and self._syncs_since_dense + 1 >= every else ""
+        return DenseReason.ANCHOR if every and self._syncs_since_dense + 1 >= every else DenseReason.NONE
 
     def run(self, plan: RankPlan, source: NamedTensors, sink: Sink, transport: Transport, verify: bool) -> DeltaReport:
         """Send the elements that changed."""
@@ -121,21 +134,17 @@ class DeltaSync:
         return (0, 0) if self._tracker is None else self._tracker.count()
 
     def find_sparse(self, executor: Executor) -> None:
-        """Find the tensors that can be sent sparsely, after the first sync, which was verified."""
-        if not self.wanted or self._sparse is not None:
-            return
+        """Find the tensors that can be sent sparsely, after the first sync, which has recorded checksums."""
         dense = self._untracked() | self._not_kept(executor)
         self._sparse = self._names - {name for _, names in gather_unique(dense, self._group) for name in names}
-        if not self._sparse and self._group.rank() == 0:
-            logger.info("every sync sends all weights: %s", DENSE_REASONS[5])
 
     def end(self, intact: bool) -> None:
-        """End a sync, which has brought all weights as they are now.
+        """End a sync, after which vLLM has all weights as they are now.
 
         Args:
             intact: False if weights arrived corrupted at first.
         """
-        if self.dense_reason:
+        if self.reason:
             self._syncs_since_dense = 0
         if self._tracker is not None:
             self._tracker.clear()

@@ -121,7 +121,7 @@ class WeightSync:
         self._shared = SharedStorage()
         self._to_share = recipe.sync.share_storage
         names = {name for _, signature in self.holders for held in signature.values() for name in held}
-        self._delta = DeltaSync(recipe.sync, group, trained, changes, self._plan.sink, names)
+        self._delta = DeltaSync(recipe, group, trained, changes, self._plan.sink, names)
         self._stream = SideStream()
         self._executor: Executor | None = None
         self.in_progress: int | None = None
@@ -175,7 +175,7 @@ class WeightSync:
         Args:
             last: it was the last of this rank; others, which may have more, wait for all that this rank sends.
         """
-        if not self._delta.dense_reason:
+        if not self._delta.reason:
             return  # little is sent, and how much is known only after the last update
         self._early_bytes = self.transport.received_bytes - self._received_before
         with self._on_side_stream():
@@ -189,7 +189,7 @@ class WeightSync:
             CorruptSync: checksums differed twice.
         """
         with self._on_side_stream():
-            done = self._executing.finish() if self._delta.dense_reason else self._send_changes()
+            done = self._executing.finish() if self._delta.reason else self._send_changes()
             if self._plan.sink is not None:
                 self._plan.sink.end()
             corrupted = corrupted_on_any(done.corrupted, self._group) if self._verifying else ()
@@ -199,7 +199,8 @@ class WeightSync:
                 self._engine.reset_cache()
             synchronize()
         changed = self._delta.count()
-        self._delta.find_sparse(self._executor)
+        if self._delta.probes:
+            self._delta.find_sparse(self._executing)
         self._delta.end(intact=not corrupted)
         if self._to_share:
             self._share()
@@ -217,7 +218,7 @@ class WeightSync:
             shared_bytes=self._shared.nbytes,
             corrupted=corrupted,
             phases=done.seconds,
-            dense_reason=self._delta.dense_reason,
+            dense_reason=str(self._delta.reason),
             delta_bound_bytes=done.bound_bytes if isinstance(done, DeltaReport) else 0.0,
             changed=changed,
         )
