@@ -50,10 +50,14 @@ class ChangeTracker:
     def nbytes(self) -> int:
         return sum(bits.nbytes for bits in self._bits)
 
-    def count(self) -> tuple[int, int]:
-        """Return how many elements have changed, and how many are tracked."""
-        changed = sum(int(unpack_bits(part).sum()) for bits in self._bits for part in bits.split(COMPARED_AT_ONCE // 8))
-        return changed, sum(bucket.param_data.numel() for bucket in self._buckets)
+    @property
+    def elements(self) -> int:
+        """The number of tracked elements."""
+        return sum(bucket.param_data.numel() for bucket in self._buckets)
+
+    def count_changed(self) -> int:
+        """Return how many elements have changed."""
+        return sum(int(unpack_bits(part).sum()) for bits in self._bits for part in bits.split(COMPARED_AT_ONCE // 8))
 
     def changes(self, tensors: Mapping[str, torch.Tensor]) -> Changes:
         """Return the bitmaps of those of a rank's local tensors that are tracked."""

@@ -139,6 +139,8 @@ class Sync:
         share_storage: Let vLLM's tensors use Megatron's memory where layout and dtype are the same.
         delta: With `auto`, a sync sends only the elements that changed since the last one, where that is known: of
             bfloat16 weights that vLLM keeps as they are loaded. With `never`, every sync sends all elements.
+        keep_loader_layout: Keep a second copy, as it is loaded, of each tensor that vLLM packs or permutes for its
+            kernels, so that `delta` applies to it. Without, these tensors are always sent in full.
         anchor_every: Every N-th sync sends all elements; `null`: only those for which changes are not known.
     """
 
@@ -147,6 +149,7 @@ class Sync:
     overlap: bool = True
     share_storage: bool = False
     delta: Literal["auto", "never"] = "auto"
+    keep_loader_layout: bool = False
     anchor_every: Repeats | None = None
 
     @property

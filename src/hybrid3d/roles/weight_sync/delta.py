@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import all_reduce_max, gather_unique
+from hybrid3d.distributed import all_reduce_max, gather_objects, gather_unique
 from hybrid3d.reshard.delta import DeltaExecutor, DeltaReport
 from hybrid3d.reshard.executor import Executor, NamedTensors
 from hybrid3d.reshard.planner import RankPlan
@@ -79,6 +79,7 @@ class DeltaSync:
         self._names = frozenset(names)
         self._sparse: frozenset[str] | None = None  # not known before the first sync
         self._executor: DeltaExecutor | None = None
+        self._elements = 0
         self._syncs_since_dense = 0
         self._finished = False
         self.reason = DenseReason.FIRST
@@ -129,12 +130,18 @@ class DeltaSync:
         self._syncs_since_dense += 1
         return self._executor.run_delta(changes, verify)
 
-    def count(self) -> tuple[int, int]:
-        """Return how many elements of this rank's tracked weights changed since the last sync, and of how many."""
-        return (0, 0) if self._tracker is None else self._tracker.count()
+    def count(self) -> tuple[int | None, int]:
+        """Return how many of this rank's tracked weights changed since the last sync, and how many all ranks track.
+
+        The first is None where that is not known.
+        """
+        if self._tracker is None or not self._tracker.complete:
+            return None, self._elements
+        return self._tracker.count_changed(), self._elements
 
     def find_sparse(self, executor: Executor) -> None:
         """Find the tensors that can be sent sparsely, after the first sync, which has recorded checksums."""
+        self._elements = sum(gather_objects(0 if self._tracker is None else self._tracker.elements, self._group))
         dense = self._untracked() | self._not_kept(executor)
         self._sparse = self._names - {name for _, names in gather_unique(dense, self._group) for name in names}
 
@@ -161,6 +168,6 @@ class DeltaSync:
         """Return the canonical tensors that vLLM does not keep on this rank where and as the sync wrote them."""
         if self._sink is None:
             return frozenset()
-        in_place = self._sink.in_place_tensors()
-        moved = {piece.name for piece in self._sink.demand.pieces if piece.view.tensor not in in_place}
+        kept = self._sink.kept_tensors()
+        moved = {piece.name for piece in self._sink.demand.pieces if piece.view.tensor not in kept}
         return frozenset(moved | executor.changed_since_landed())

@@ -46,7 +46,8 @@ class SyncReport:
         phases: seconds by phase of the execution.
         dense_reason: why all elements were sent; empty if only those were that changed.
         delta_bound_bytes: entropy of the changes that this rank sent, in bytes.
-        changed: how many elements of this rank's tracked weights had changed, and how many there are.
+        changed: how many of this rank's elements had changed, None where that is not known; and how many elements all
+            ranks track.
     """
 
     seconds: float
@@ -60,7 +61,7 @@ class SyncReport:
     phases: Mapping[str, float] = field(default_factory=dict)
     dense_reason: str = ""
     delta_bound_bytes: float = 0.0
-    changed: tuple[int, int] = (0, 0)
+    changed: tuple[int | None, int] = (None, 0)
 
     def metrics(self) -> StepMetrics:
         """Return this rank's share of the metrics `sync/*`."""
@@ -77,7 +78,11 @@ class SyncReport:
             "sync/max_staging_bytes": self.staging_bytes,
             "sync/max_finalize_bytes": self.finalize_bytes,
         }
-        return StepMetrics(sums=dict(sums), maxima=dict(maxima))
+        changed, elements = self.changed
+        if changed is not None and elements:
+            sums["sync/changed_fraction"] = changed / elements
+        dense = {"sync/dense": float(bool(self.dense_reason))}
+        return StepMetrics(sums=dict(sums), maxima=dict(maxima), replicated=dense)
 
 
 class WeightSync:
