@@ -42,9 +42,7 @@ def recipe_for(folder: str, train: Train, rollout_tp: int) -> Recipe:
         model=Model(path=folder, dtype="bfloat16"),
         train=dataclasses.replace(train, micro_batch_size=1),
         rollout=Rollout(tp=rollout_tp, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16, pack_weights=False),
-        sync=Sync(
-            bucket_mib=0.25, keep_loader_layout=experts
-        ),
+        sync=Sync(bucket_mib=0.25, keep_loader_layout=experts),
         data=Data(train="-", eval="-"),
         algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),
         optimizer=Optimizer(lr=2e-5),

@@ -62,11 +62,12 @@ class StageMemory:
     activations: int
     rollout_weights: int
     staging: int
+    changes: int = 0
 
     @property
     def persistent(self) -> int:
         """Bytes that stay allocated for the whole step."""
-        return self.weights + self.gradients + self.optimizer + self.reference
+        return self.weights + self.gradients + self.optimizer + self.reference + self.changes
 
     def offloaded_bytes(self, offloads: Iterable[str]) -> int:
         """Return the bytes that these offloads free while vLLM generates."""
@@ -90,6 +91,7 @@ class MemoryEstimate:
         kv_bytes_per_token: bytes of the KV cache for one token.
         max_model_len: the maximum length of a sequence in tokens.
         sleeps: whether vLLM frees its memory during training.
+        keeps_weights: whether it keeps its weights then.
         offloads: the kinds of training memory that are offloaded during generation (`train.offload_*`).
     """
 
@@ -100,12 +102,17 @@ class MemoryEstimate:
     kv_bytes_per_token: int
     max_model_len: int
     sleeps: bool = True
+    keeps_weights: bool = False
     offloads: tuple[str, ...] = ()
 
     @cached_property
     def train(self) -> int:
-        resident = 0 if self.sleeps else self.rollout
-        return max(stage.persistent + stage.activations for stage in self.stages) + resident
+        return max(
+            stage.persistent
+            + stage.activations
+            + (stage.rollout_weights * self.keeps_weights if self.sleeps else self.rollout)
+            for stage in self.stages
+        )
 
     @cached_property
     def sync(self) -> int:
@@ -196,6 +203,7 @@ def estimate_memory(
                 activations=activations[stage],
                 rollout_weights=wanted_bytes,
                 staging=2 * recipe.sync.bucket_bytes + wanted.finalize_bytes,
+                changes=elements // 8 if recipe.can_sync_changes else 0,
             )
         )
     return MemoryEstimate(
@@ -206,6 +214,7 @@ def estimate_memory(
         kv_bytes_per_token=sum(wanted.kv_bytes.values()),
         max_model_len=rollout.max_model_len,
         sleeps=rollout.sleep,
+        keeps_weights=rollout.keep_weights,
         offloads=train.offloads,
     )
 

@@ -23,7 +23,13 @@ from vllm.platforms import current_platform
 
 from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights
 from hybrid3d.reshard.layout import Shape
-from hybrid3d.rollout.patches import external_rank, groups_over_slots, keep_linear_weights, name_shared_memory
+from hybrid3d.rollout.patches import (
+    external_rank,
+    groups_over_slots,
+    keep_linear_weights,
+    keep_weights_while_asleep,
+    name_shared_memory,
+)
 from hybrid3d.rollout.weights import RolloutWeights
 
 
@@ -68,6 +74,7 @@ class RolloutEngine:
     Attributes:
         replica: the number of the replica that this rank belongs to.
         replicas: how many there are.
+        discards_weights: whether sleeping frees the weights, so that each sync must send all of them.
         leads: whether this rank reports for its replica.
         weight_version: version of the engine's weights; None before the first sync and while a sync is incomplete.
     """
@@ -87,6 +94,9 @@ class RolloutEngine:
         self.weight_version: int | None = None
         self._asleep: set[str] = set()
         self._sleeps = rollout.sleep and not current_platform.is_cpu()  # sleep mode frees GPU memory only
+        self.discards_weights = self._sleeps and not rollout.keep_weights
+        if rollout.keep_weights:
+            keep_weights_while_asleep()
         if current_platform.is_cpu():
             name_shared_memory(run_id)
             if not rollout.pack_weights:
@@ -156,9 +166,12 @@ class RolloutEngine:
     def sleep(self) -> None:
         """Free the memory of the weights and the KV cache for training. The weights must be synced afterwards."""
         self.weight_version = None
-        if self._sleeps:
+        if self.discards_weights:
             self._llm.sleep(level=2)  # level 2 discards the weights: the next sync sends all of them
             self._asleep = {"weights", "kv_cache"}
+        elif self._sleeps:
+            self._llm.sleep(level=1)  # level 1 saves buffers of weights on the host, and there are none to save
+            self._asleep = {"kv_cache"}
 
     def wake(self, memory: Literal["weights", "kv_cache"]) -> None:
         """Reallocate freed memory: that of the weights before a sync, that of the KV cache before generating."""

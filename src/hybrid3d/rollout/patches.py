@@ -110,6 +110,18 @@ def keep_linear_weights() -> None:
     layer_utils.dispatch_cpu_unquantized_gemm = use_torch
 
 
+def keep_weights_while_asleep() -> None:
+    """Make vLLM allocate weights outside of the memory that it frees while it sleeps."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    pool_context = Worker._maybe_get_memory_pool_context
+
+    def without_weights(self: Worker, tag: str) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if tag == "weights" else pool_context(self, tag)
+
+    Worker._maybe_get_memory_pool_context = without_weights
+
+
 ALL = (
     Patch(
         "vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher._distributed_args",
@@ -137,6 +149,13 @@ ALL = (
         VLLM,
         "On meta the expert map has no values, but loaders read from it which experts are local (`as_rank`).",
         "tests/test_planning.py",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_worker.Worker._maybe_get_memory_pool_context",
+        VLLM,
+        "It has the weights freed while vLLM sleeps; with `rollout.keep_weights` they stay, as a sync of changed "
+        "elements needs them (`keep_weights_while_asleep`).",
+        "tests/test_patches.py",
     ),
     Patch(
         "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",

@@ -56,9 +56,13 @@ class BucketedOptimizer:
         bucket_of: the bucket of each parameter, by `place_of`. Parameters without a bucket are not updated.
     """
 
-    def __init__(self, optimizer: ChainedOptimizer, modules: Sequence[DistributedDataParallel]):
+    def __init__(self, optimizer: ChainedOptimizer, modules: Sequence[DistributedDataParallel], tracks: bool = False):
+        """
+        Args:
+            tracks: track which elements of bfloat16 parameters change, which takes one bit of memory for each.
+        """
         self._optimizer = optimizer
-        self.changes = ChangeTracker(modules)
+        self.changes = ChangeTracker(modules if tracks else ())
         self._stepped = [one for one in optimizer.chained_optimizers if not one.is_stub_optimizer]
         owner = {id(b): one for one in self._stepped for buffer in one.buffers for b in buffer.buckets}
         self._buckets: list[tuple[Any, Any, set[torch.nn.Parameter]]] = []

@@ -104,6 +104,8 @@ class Rollout:
         gpu_memory_utilization: Fraction of a GPU's memory that vLLM may use.
         kv_cache_gib: Size in GiB of a vLLM engine's KV cache on CPU.
         sleep: Free vLLM's GPU memory while Megatron trains.
+        keep_weights: While vLLM sleeps, keep its weights in GPU memory, which `sync.delta` needs: otherwise sleeping
+            frees them, and each sync sends all.
         pack_weights: On CPU, let vLLM pack the weights of linear layers for its kernels. Without, it keeps them as they
             are loaded and uses torch's: a sync writes them in place, and `sync.delta` applies to them.
         environment: What replies to the policy within an answer: `calculator`, or your own function as
@@ -121,6 +123,7 @@ class Rollout:
     gpu_memory_utilization: OpenFraction = 0.5
     kv_cache_gib: Gibibytes = 1.0
     sleep: bool = True
+    keep_weights: bool = False
     pack_weights: bool = True
     environment: Text | None = None
     max_turns: Repeats = 8

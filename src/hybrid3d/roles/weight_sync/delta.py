@@ -29,8 +29,9 @@ class DenseReason(enum.IntEnum):
     UNFINISHED = 3
     FIRST = 4
     NOT_TRACKED = 5
-    FLOAT32 = 6
-    SETTING = 7
+    DISCARDED = 6
+    FLOAT32 = 7
+    SETTING = 8
 
     def __str__(self) -> str:
         return _REASONS[self]
@@ -43,6 +44,7 @@ _REASONS = (
     "the last sync did not finish, or weights arrived corrupted",
     "it is the first sync of this process",
     "vLLM keeps no tensor as it is loaded, or Megatron's optimizer updates none in bfloat16",
+    "vLLM frees its weights while it sleeps: set rollout.keep_weights=true",
     "model.dtype is not bfloat16: nearly all elements change in each update",
     "sync.delta=never",
 )
@@ -65,17 +67,20 @@ class DeltaSync:
         trained: MegatronWeights | None,
         tracker: ChangeTracker | None,
         sink: RolloutWeights | None,
+        discards_weights: bool,
         names: Iterable[str],
     ):
         """
         Args:
             trained: this rank's weights, if it trains; `tracker` tracks their changes.
             sink: vLLM's weights on this rank, if it generates.
+            discards_weights: vLLM frees its weights between syncs.
             names: all canonical tensors.
         """
         self._settings, self._group = recipe.sync, group
         self._dtype = recipe.model.dtype
         self._trained, self._tracker, self._sink = trained, tracker, sink
+        self._discards_weights = discards_weights
         self._names = frozenset(names)
         self._sparse: frozenset[str] | None = None  # not known before the first sync
         self._executor: DeltaExecutor | None = None
@@ -108,6 +113,8 @@ class DeltaSync:
             return DenseReason.SETTING
         if self._dtype != "bfloat16":
             return DenseReason.FLOAT32
+        if self._discards_weights:
+            return DenseReason.DISCARDED
         if self._sparse is None:
             return DenseReason.FIRST
         if not self._sparse:

@@ -126,7 +126,9 @@ class WeightSync:
         self._shared = SharedStorage()
         self._to_share = recipe.sync.share_storage
         names = {name for _, signature in self.holders for held in signature.values() for name in held}
-        self._delta = DeltaSync(recipe, group, trained, changes, self._plan.sink, names)
+        self._delta = DeltaSync(
+            recipe, group, trained, changes, self._plan.sink, engine is not None and engine.discards_weights, names
+        )
         self._stream = SideStream()
         self._executor: Executor | None = None
         self.in_progress: int | None = None
