@@ -100,7 +100,8 @@ def test_defaults(load: Any) -> None:
         }
         | {"offload_parameters": False, "offload_gradients": False, "offload_optimizer": False},
         "rollout": None,
-        "sync": {"bucket_mib": 64.0, "verify": "never", "overlap": True, "share_storage": False},
+        "sync": {"bucket_mib": 64.0, "verify": "never", "overlap": True, "share_storage": False}
+        | {"delta": "auto", "keep_loader_layout": False, "anchor_every": None},
         "data": {
             "train": "a.parquet",
             "eval": "b.parquet",

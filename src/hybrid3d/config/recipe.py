@@ -34,6 +34,12 @@ class Recipe:
         return self.train.tp * self.train.pp * self.train.cp * self.train.dp
 
     @property
+    def can_sync_changes(self) -> bool:
+        """Return whether, on GPUs, syncs may send only the elements that changed: see `sync.delta`."""
+        keeps_weights = self.rollout is not None and (self.rollout.keep_weights or not self.rollout.sleep)
+        return self.sync.delta == "auto" and self.model.dtype == "bfloat16" and keeps_weights
+
+    @property
     def sequences_per_step(self) -> int:
         """Return the number of sequences that a step trains on, over all data-parallel ranks."""
         samples = self.algorithm.samples_per_prompt if self.algorithm.generates else 1

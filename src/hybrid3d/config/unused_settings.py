@@ -53,6 +53,10 @@ def _never_generates(recipe: Recipe) -> bool:
     return _is_sft(recipe) and recipe.rollout is None
 
 
+def _is_float32(recipe: Recipe) -> bool:
+    return recipe.model.dtype == "float32"
+
+
 def _is_builtin(recipe: Recipe) -> bool:
     environment = recipe.rollout.environment if recipe.rollout is not None else None
     return recipe.reward.name in IN_PROCESS and (environment is None or environment in IN_PROCESS)
@@ -78,9 +82,27 @@ UNUSED_RULES = (
     ),
     UnusedRule(
         "sync",
-        ("bucket_mib", "verify", "overlap", "share_storage"),
+        ("bucket_mib", "verify", "overlap", "share_storage", "delta", "keep_loader_layout", "anchor_every"),
         _never_generates,
         _reason("algorithm.name={name} without `rollout` never syncs"),
+    ),
+    UnusedRule(
+        "sync",
+        ("keep_loader_layout", "anchor_every"),
+        lambda recipe: not _never_generates(recipe) and recipe.sync.delta == "never",
+        _reason("with sync.delta=never every sync sends all weights"),
+    ),
+    UnusedRule(
+        "sync",
+        ("keep_loader_layout", "anchor_every"),
+        lambda recipe: not _never_generates(recipe) and recipe.sync.delta != "never" and _is_float32(recipe),
+        _reason("sync.delta applies to bfloat16, and model.dtype is float32"),
+    ),
+    UnusedRule(
+        "rollout",
+        ("keep_weights",),
+        lambda recipe: recipe.rollout is not None and not recipe.rollout.sleep,
+        _reason("vLLM keeps its weights as rollout.sleep is false"),
     ),
     UnusedRule(
         "algorithm",

@@ -65,11 +65,12 @@ class StageMemory:
     activations: int
     rollout_weights: int
     staging: int
+    changes: int = 0
 
     @property
     def persistent(self) -> int:
         """Bytes that stay allocated for the whole step."""
-        return self.weights + self.gradients + self.optimizer + self.reference
+        return self.weights + self.gradients + self.optimizer + self.reference + self.changes
 
     def offloaded_bytes(self, offloads: Iterable[str]) -> int:
         """Return the bytes that these offloads free while vLLM generates."""
@@ -93,6 +94,7 @@ class MemoryEstimate:
         kv_bytes_per_token: bytes of the KV cache for one token.
         max_model_len: the maximum length of a sequence in tokens.
         sleeps: whether vLLM frees its memory during training.
+        keeps_weights: whether it keeps its weights then.
         offloads: the kinds of training memory that are offloaded during generation (`train.offload_*`).
     """
 
@@ -103,12 +105,17 @@ class MemoryEstimate:
     kv_bytes_per_token: int
     max_model_len: int
     sleeps: bool = True
+    keeps_weights: bool = False
     offloads: tuple[str, ...] = ()
 
     @cached_property
     def train(self) -> int:
-        resident = 0 if self.sleeps else self.rollout
-        return max(stage.persistent + stage.activations for stage in self.stages) + resident
+        return max(
+            stage.persistent
+            + stage.activations
+            + (stage.rollout_weights * self.keeps_weights if self.sleeps else self.rollout)
+            for stage in self.stages
+        )
 
     @cached_property
     def sync(self) -> int:
@@ -184,6 +191,7 @@ def estimate_memory(
         kv_bytes_per_token=sum(wanted.kv_bytes.values()),
         max_model_len=rollout.max_model_len,
         sleeps=rollout.sleep,
+        keeps_weights=rollout.keep_weights,
         offloads=recipe.train.offloads,
     )
 
@@ -218,6 +226,7 @@ def estimate_stages(
                 activations=activations[stage],
                 rollout_weights=wanted_bytes,
                 staging=2 * recipe.sync.bucket_bytes + finalize_bytes,
+                changes=elements // 8 if recipe.can_sync_changes else 0,
             )
         )
     return tuple(stages)

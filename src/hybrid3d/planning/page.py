@@ -99,7 +99,9 @@ def _memory(report: PlanReport) -> Table:
     for title in ("phase", "taken", "of it"):
         table.add_column(title, justify="right" if title == "taken" else "left")
     most = {key: max(getattr(stage, key) for stage in memory.stages) for key in vars(memory.stages[0])}
-    stays = [f"{key} {gb(most[key])}" for key in ("weights", "gradients", "optimizer", "reference") if most[key]]
+    stays = [
+        f"{key} {gb(most[key])}" for key in ("weights", "gradients", "optimizer", "reference", "changes") if most[key]
+    ]
     table.add_row("train", gb(memory.train), ", ".join([*stays, f"activations {gb(most['activations'])}"]))
     table.add_row(
         "sync", gb(memory.sync), f"... rollout weights {gb(most['rollout_weights'])}, staging and finalization"

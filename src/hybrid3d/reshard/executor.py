@@ -110,7 +110,7 @@ class BatchedCopies:
 
 
 @dataclass
-class _Step:
+class Step:
     """The operations of one bucket on this rank: packing, sends, receives, unpacking and local copies."""
 
     layer: int | None
@@ -148,24 +148,34 @@ class Executor:
             for i, bucket in enumerate(plan.buckets)
         ]
         self._release_staging()
-        self._in_flight: deque[tuple[_Step, Pending]] = deque()
+        self._in_flight: deque[tuple[Step, Pending]] = deque()
 
-    def _bind(self, bucket: Bucket, staging: DeviceBuffer, opens: bool, closes: bool) -> _Step:
-        step, at = _Step(bucket.layer, opens, closes), 0
+    def _bind(self, bucket: Bucket, staging: DeviceBuffer, opens: bool, closes: bool) -> Step:
+        step, at = self._new_step(bucket.layer, opens, closes), 0
         # widest dtype first, so that every message is aligned without padding
         for m in sorted(bucket.messages, key=lambda m: -ITEMSIZE[m.dtype]):
-            staged = m.staging_bytes_on(self._rank)
-            if m.src == self._rank:
-                flat = self._staged(m, staging, at, step.packing) if staged else self._read(m.transfers[0])
-                step.sends.append((as_bytes(flat), m.dst, m.tag))
-            else:
-                flat = self._staged(m, staging, at, step.unpacking) if staged else self._write(m.transfers[0])
-                step.receives.append((as_bytes(flat), m.src, m.tag))
-            at += staged
+            self._bind_message(step, m, staging, at)
+            at += m.staging_bytes_on(self._rank)
         for t in bucket.transfers:
             if t.is_local:
-                step.local.add(self._write(t), self._read(t))
+                self._bind_local(step, t)
         return step
+
+    def _new_step(self, layer: int | None, opens: bool, closes: bool) -> Step:
+        return Step(layer, opens, closes)
+
+    def _bind_message(self, step: Step, m: Message, staging: DeviceBuffer, at: int) -> None:
+        """Add a send or a receive, and the copies that pack or unpack it in staging memory from byte `at` on."""
+        staged = m.staging_bytes_on(self._rank)
+        if m.src == self._rank:
+            flat = self._staged(m, staging, at, step.packing) if staged else self._read(m.transfers[0])
+            step.sends.append((as_bytes(flat), m.dst, m.tag))
+        else:
+            flat = self._staged(m, staging, at, step.unpacking) if staged else self._write(m.transfers[0])
+            step.receives.append((as_bytes(flat), m.src, m.tag))
+
+    def _bind_local(self, step: Step, transfer: Transfer) -> None:
+        step.local.add(self._write(transfer), self._read(transfer))
 
     def _staged(self, message: Message, staging: DeviceBuffer, at: int, copies: BatchedCopies) -> torch.Tensor:
         """Return the staging memory of a message, and add the copies that pack it or unpack it."""
@@ -198,6 +208,10 @@ class Executor:
     @functools.cached_property
     def _checks(self) -> TransferChecksums:
         return TransferChecksums(self._plan, self._source, self._sink, self._transport, self._device)
+
+    def changed_since_landed(self) -> set[str]:
+        """Return the tensors whose memory in the sink is not what the last verified run wrote there."""
+        return self._checks.changed_since_landed()
 
     def run(self, verify: bool = False) -> ExecutionReport:
         """Move all weights as they are now.
@@ -247,7 +261,7 @@ class Executor:
         self._timer("check")
         return ExecutionReport(received, sum(s.nbytes for s in self._staging), corrupted, self._timer.seconds)
 
-    def _start(self, step: _Step) -> Pending:
+    def _start(self, step: Step) -> Pending:
         """Post the bucket's receives, pack and post its sends, then run its local copies."""
         timer = self._timer
         if step.opens:
@@ -266,10 +280,14 @@ class Executor:
         timer("copy")
         return pending
 
-    def _finish(self, step: _Step, pending: Pending) -> None:
-        timer = self._timer
+    def _finish(self, step: Step, pending: Pending) -> None:
         pending.wait()
-        timer("wait")
+        self._timer("wait")
+        self._complete(step)
+
+    def _complete(self, step: Step) -> None:
+        """Unpack what a bucket has received, and close the layer that it was the last of."""
+        timer = self._timer
         step.unpacking.run()
         timer("unpack")
         if step.closes and self._verifying:

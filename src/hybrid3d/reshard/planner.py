@@ -228,7 +228,7 @@ class Routes:
             transfers = tuple(t for _, t in rank_transfers[start:stop])
             if transfers:
                 layer = self._order.layer(rank, boundary - 1) if reads else None
-                buckets.append(Bucket(number, layer, transfers, _group_messages(transfers, tags)))
+                buckets.append(Bucket(number, layer, transfers, group_messages(transfers, tags)))
             start = int(stop)
         return RankPlan(rank, tuple(buckets))
 
@@ -340,16 +340,19 @@ def _split_parts(route: Route, limit: int) -> Iterator[_SplitPart]:
                 yield _SplitPart(wanted, part, box)
 
 
-def _group_messages(transfers: Iterable[Transfer], tags: dict[tuple[int, int], int]) -> tuple[Message, ...]:
-    """Group the transfers between each pair of ranks into messages; a large box is a message of its own.
+def group_messages(
+    transfers: Iterable[Transfer], tags: dict[tuple[int, int], int], direct: bool = True
+) -> tuple[Message, ...]:
+    """Group the transfers between each pair of ranks into messages.
 
     Args:
         tags: the number of messages that each pair of ranks has in the buckets before; updated.
+        direct: make a large box a message of its own, which needs no staging where the box is contiguous.
     """
     groups: dict[tuple[int, int, str, int], list[Transfer]] = defaultdict(list)
     for i, t in enumerate(transfers):
         if not t.is_local:
-            groups[t.src, t.dst, t.dtype, i if t.nbytes >= DIRECT_BYTES else -1].append(t)
+            groups[t.src, t.dst, t.dtype, i if direct and t.nbytes >= DIRECT_BYTES else -1].append(t)
     messages = []
     for (src, dst, dtype, _), group in groups.items():
         assert tags[src, dst] < CHECKSUM_TAG, f"rank {src} sends rank {dst} more messages than there are tags for"

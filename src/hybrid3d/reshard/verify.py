@@ -42,6 +42,11 @@ class TransferChecksums:
         for transfer, box in self._targets[layer]:
             self._received_sums[id(transfer)] = checksum(box)
 
+    def changed_since_landed(self) -> set[str]:
+        """Return the tensors with a box that differs from what `record_layer` saw, such as by its finalization."""
+        boxes = [(t, box) for layer in self._targets.values() for t, box in layer if id(t) in self._received_sums]
+        return {t.name for t, box in boxes if bool(checksum(box) != self._received_sums[id(t)])}
+
     def compare(self) -> list[str]:
         """Return the tensors whose checksums differ between sender and receiver. Every rank of the plan calls this."""
         sums = {key: checksum(box.to(getattr(torch, key[1]))) for key, box in self._boxes.items()}

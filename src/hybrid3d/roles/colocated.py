@@ -63,7 +63,7 @@ class Colocated:
         self._engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
         self._overlaps = guard is not None and recipe.sync.overlap
         buckets = self._policy.optimizer_buckets if self._overlaps else None
-        self._sync = WeightSync(recipe, group, self._policy.weights, self._engine, buckets)
+        self._sync = WeightSync(recipe, group, self._policy.weights, self._engine, buckets, self._policy.changes)
         train, held_out = read_data(recipe, self.config, self.tokenizer)
         self.rollouts = Rollouts(recipe, self._engine, self.tokenizer, train, held_out, group)
         self.models: Models | None = None

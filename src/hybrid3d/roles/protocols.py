@@ -18,10 +18,14 @@ class Synced(Protocol):
 
     Attributes:
         corrupted: names of tensors that arrived corrupted and were sent again.
+        dense_reason: why all elements were sent; empty if only those were that changed.
     """
 
     @property
     def corrupted(self) -> tuple[str, ...]: ...
+
+    @property
+    def dense_reason(self) -> str: ...
 
     def metrics(self) -> StepMetrics:
         """Return this rank's share of the metrics `sync/*`."""

@@ -25,7 +25,13 @@ from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeigh
 from hybrid3d.patches import apply
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rollout import patches
-from hybrid3d.rollout.patches import external_rank, groups_over_slots, name_shared_memory
+from hybrid3d.rollout.patches import (
+    external_rank,
+    groups_over_slots,
+    keep_linear_weights,
+    keep_weights_while_asleep,
+    name_shared_memory,
+)
 from hybrid3d.rollout.weights import RolloutWeights
 
 apply(patches.ALL)
@@ -77,6 +83,7 @@ class RolloutEngine:
     Attributes:
         replica: the number of the replica that this rank belongs to.
         replicas: how many there are.
+        discards_weights: whether sleeping frees the weights, so that each sync must send all of them.
         leads: whether this rank reports for its replica.
         weight_version: version of the engine's weights; None before the first sync and while a sync is incomplete.
     """
@@ -96,8 +103,13 @@ class RolloutEngine:
         self.weight_version: int | None = None
         self._asleep: set[EngineMemory] = set()
         self._sleeps = rollout.sleep and not current_platform.is_cpu()  # sleep mode frees GPU memory only
+        self.discards_weights = self._sleeps and not rollout.keep_weights
+        if rollout.keep_weights:
+            keep_weights_while_asleep()
         if current_platform.is_cpu():
             name_shared_memory(run_id)
+            if not rollout.pack_weights:
+                keep_linear_weights()
         with external_rank(slots[rank], rollout), groups_over_slots(slots):
             self._llm = LLM(
                 **engine_settings(recipe),
@@ -168,9 +180,12 @@ class RolloutEngine:
     def sleep(self) -> None:
         """Free the memory of the weights and the KV cache for training. The weights must be synced afterwards."""
         self.weight_version = None
-        if self._sleeps:
+        if self.discards_weights:
             self._llm.sleep(level=2)  # level 2 discards the weights: the next sync sends all of them
             self._asleep = set(KINDS_OF_MEMORY)
+        elif self._sleeps:
+            self._llm.sleep(level=1)  # level 1 saves weights on the host: none are in the memory that it frees
+            self._asleep = {"kv_cache"}
 
     def wake(self, memory: EngineMemory) -> None:
         """Reallocate freed memory: that of the weights before a sync, that of the KV cache before generating."""

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import custom_all_reduce
 from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -121,6 +122,27 @@ def register_graph_buffers(self: CustomAllreduce) -> None:
     custom_all_reduce.ops.register_graph_buffers(self._ptr, list(handles), list(offsets))
 
 
+def keep_linear_weights() -> None:
+    """Make vLLM's CPU build compute linear layers with torch, from weights that stay as they are loaded."""
+
+    def use_torch(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    layer_utils.dispatch_cpu_unquantized_gemm = use_torch
+
+
+def keep_weights_while_asleep() -> None:
+    """Make vLLM allocate weights outside of the memory that it frees while it sleeps."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    pool_context = Worker._maybe_get_memory_pool_context
+
+    def without_weights(self: Worker, tag: str) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if tag == "weights" else pool_context(self, tag)
+
+    Worker._maybe_get_memory_pool_context = without_weights
+
+
 ALL = (
     Patch(
         "vllm.distributed.device_communicators.custom_all_reduce.CustomAllreduce.register_graph_buffers",
@@ -155,6 +177,20 @@ ALL = (
         VLLM,
         "On meta the expert map has no values, but loaders read from it which experts are local (`as_rank`).",
         "tests/test_planning.py",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_worker.Worker._maybe_get_memory_pool_context",
+        VLLM,
+        "It has the weights freed while vLLM sleeps; with `rollout.keep_weights` they stay, as a sync of changed "
+        "elements needs them (`keep_weights_while_asleep`).",
+        "tests/test_patches.py",
+    ),
+    Patch(
+        "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
+        VLLM,
+        "It packs weights for its kernels; with `rollout.pack_weights: false` a sync writes them in place "
+        "(`keep_linear_weights`).",
+        "tests/test_delta_sync.py",
     ),
     Patch(
         "torch.distributed.new_group",

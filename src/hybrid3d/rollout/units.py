@@ -91,6 +91,10 @@ class OpenUnit:
         self._tensors = {name: tensor.data for name, tensor in self.unit.tensors()}
         swap_back(self._live)
 
+    def extra_tensors(self) -> Iterator[str]:
+        """Yield the names of the tensors that are written in extra memory."""
+        return (name for name, tensor in self._tensors.items() if self._buffer.contains(tensor))
+
     def in_place_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the live tensors that a sync writes directly and that finalizing does not move."""
         for name, tensor in self.unit.tensors():

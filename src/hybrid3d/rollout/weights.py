@@ -42,6 +42,7 @@ class RolloutWeights:
         self._buffers = [DeviceBuffer(0, self._device)] * MAX_OPEN_UNITS
         self._open_units: dict[int | None, OpenUnit] = {}
         self._pending: set[int | None] = set()
+        self._keeps = False
 
     def _record(self, model: torch.nn.Module, vllm_config: VllmConfig, shapes: Mapping[str, Shape]) -> Demand:
         live = swap_in_loader_layout(model, allocate_on_meta())
@@ -81,21 +82,28 @@ class RolloutWeights:
     def finalize_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def prepare(self, order: Sequence[int | None]) -> None:
-        """Assign memory to the tensors of every unit. This is called once, before the first sync.
+    def prepare(self, order: Sequence[int | None], keep: bool = False) -> None:
+        """Assign memory to the tensors of every unit. This is called before the first sync, and for each new plan.
 
         Args:
             order: the layers in the order in which they will be opened; None stands for the modules outside of layers.
+            keep: give each unit memory of its own, in which its tensors stay as they were written, from sync to sync.
         """
         fills: dict[int | None, list[Fill]] = defaultdict(list)
         for fill in self.demand.fills:
             fills[self._layer_of[fill.view.tensor]].append(fill)
         open_units = {layer: OpenUnit(self._units[layer], fills[layer]) for layer in order}
-        sizes = [[open_units[layer].extra_bytes for layer in order[i::MAX_OPEN_UNITS]] for i in range(MAX_OPEN_UNITS)]
+        self._keeps, turns = keep, max(1, len(order)) if keep else MAX_OPEN_UNITS
+        sizes = [[open_units[layer].extra_bytes for layer in order[i::turns]] for i in range(turns)]
         self._buffers = [DeviceBuffer(max(unit_sizes, default=0), self._device) for unit_sizes in sizes]
         for i, layer in enumerate(order):
-            open_units[layer].place(self._buffers[i % MAX_OPEN_UNITS])
+            open_units[layer].place(self._buffers[i % turns])
         self._open_units = open_units
+
+    def kept_tensors(self) -> set[str]:
+        """Return the local names of the tensors that stay, between two syncs, in the memory that a sync writes."""
+        kept = set(self.in_place_tensors())
+        return kept | {name for unit in self._open_units.values() for name in unit.extra_tensors() if self._keeps}
 
     def in_place_tensors(self) -> dict[str, torch.Tensor]:
         """Return the live tensors, by local name, that a sync writes directly and that finalizing does not move."""
@@ -122,12 +130,12 @@ class RolloutWeights:
         self._pending.remove(layer)
 
     def end(self) -> None:
-        """End the sync and free the extra memory.
+        """End the sync and free the extra memory, unless it is kept.
 
         Raises:
             RuntimeError: some units were not finalized; the model is not usable until a sync succeeds.
         """
-        for buffer in self._buffers:
+        for buffer in self._buffers if not self._keeps else ():
             buffer.release()
         if self._pending:
             raise RuntimeError(

@@ -22,6 +22,7 @@ class Record:
         self._is_rank_0 = rank == 0
         self._display = display
         self._data_counts: dict[str, float] = {}
+        self._dense_reason: str | None = None
 
     def step(self, row: Mapping[str, float], steps: int, samples: Sequence[Sample] = ()) -> None:
         """Record the metrics of a step and a few of its samples.
@@ -70,6 +71,12 @@ class Record:
             message = f"step {step}: {where}: {counts}; for example: {next(iter(result.examples.values()))}"
             fields = {"failures": result.failures, "examples": result.examples, "held_out": held_out}
             self.event("reward_failed", message, step=step, **fields)
+
+    def dense_sync(self, reason: str, step: int) -> None:
+        """Report why a sync sent all elements, where the reason is not that of the sync before; empty if it did not."""
+        if reason and reason != self._dense_reason:
+            self.event("sync_dense", step=step, reason=reason)
+        self._dense_reason = reason
 
     def corrupted_sync(self, tensors: Sequence[str], step: int) -> None:
         """Report tensors whose checksums were wrong after a sync, which was therefore repeated."""

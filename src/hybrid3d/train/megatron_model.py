@@ -26,6 +26,7 @@ from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.losses import masked_sum
 from hybrid3d.rl.objective import TokenLoss
 from hybrid3d.train.batching import micro_batches
+from hybrid3d.train.changes import ChangeTracker
 from hybrid3d.train.micro import MicroBatch
 from hybrid3d.train.offload import OffloadableMemory
 from hybrid3d.train.runtime import device, on_device
@@ -103,7 +104,7 @@ class MegatronModel:
             if optimizer is not None:
                 self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, dtype), self._modules)
                 self.scheduler = _scheduler(self.optimizer, optimizer, self._steps_of(recipe))
-                self._stepping = BucketedOptimizer(self.optimizer, self._modules)
+                self._stepping = BucketedOptimizer(self.optimizer, self._modules, self._tracks_changes(recipe))
                 self._connect()
         self.has_output = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self.is_reporting_rank = self.has_output and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -125,6 +126,15 @@ class MegatronModel:
         if len(set(found.values())) < len(self._stepping):
             raise RuntimeError("a bucket of the optimizer has no parameter among the weights that Megatron declares")
         return found
+
+    @property
+    def changes(self) -> ChangeTracker | None:
+        """The elements of the weights that updates have changed; None for a model that is not trained."""
+        return self._stepping.changes if self._trains else None
+
+    def _tracks_changes(self, recipe: Recipe) -> bool:
+        """Return whether a sync may use the changes of this model's weights."""
+        return False
 
     def _optimizer_settings(self, recipe: Recipe) -> Optimizer:
         return recipe.optimizer

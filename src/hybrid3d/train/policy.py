@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from hybrid3d.train.entropy import vocab_parallel_entropy
 from hybrid3d.train.megatron_model import MegatronModel
 from hybrid3d.train.micro import MicroBatch
 from hybrid3d.train.model import build_model
+from hybrid3d.train.runtime import ON_CUDA
 
 
 class Policy(MegatronModel):
@@ -30,6 +32,10 @@ class Policy(MegatronModel):
     def has_experts(self) -> bool:
         """Whether tokens are routed to experts, so that rounding may route one to another expert."""
         return self.stages[0].config.num_moe_experts is not None
+
+    def _tracks_changes(self, recipe: Recipe) -> bool:
+        awake = dataclasses.replace(recipe.rollout, sleep=False) if recipe.rollout is not None else None
+        return (recipe if ON_CUDA else dataclasses.replace(recipe, rollout=awake)).can_sync_changes  # no sleep on CPU
 
     def _steps_of(self, recipe: Recipe) -> int:
         return recipe.run.steps - recipe.critic.warmup_steps

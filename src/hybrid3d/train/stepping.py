@@ -15,6 +15,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from hybrid3d.train.changes import ChangeTracker
+
 BUCKETS = 8  # approximate number: each bucket has at least 1/8 of a rank's parameters
 
 BucketHook = Callable[[int, bool], None]
@@ -50,11 +52,17 @@ class BucketedOptimizer:
     """Steps the optimizers of a rank's modules (one per virtual stage) bucket by bucket, first layers first.
 
     Attributes:
+        changes: the elements of the parameters that have changed.
         bucket_of: the bucket of each parameter, by `place_of`. Parameters without a bucket are not updated.
     """
 
-    def __init__(self, optimizer: ChainedOptimizer, modules: Sequence[DistributedDataParallel]):
+    def __init__(self, optimizer: ChainedOptimizer, modules: Sequence[DistributedDataParallel], tracks: bool = False):
+        """
+        Args:
+            tracks: track which elements of bfloat16 parameters change, which takes one bit of memory for each.
+        """
         self._optimizer = optimizer
+        self.changes = ChangeTracker(modules if tracks else ())
         self._stepped = [one for one in optimizer.chained_optimizers if not one.is_stub_optimizer]
         owner = {id(b): one for one in self._stepped for buffer in one.buffers for b in buffer.buckets}
         self._buckets: list[tuple[Any, Any, set[torch.nn.Parameter]]] = []
@@ -88,11 +96,16 @@ class BucketedOptimizer:
         def step_with_ready_grads() -> bool:
             if not accepts_grad_norm(norms[0]):
                 return False
+            self.changes.check()
             counts = [[_copied(group.get("step")) for group in one.optimizer.param_groups] for one in self._stepped]
             for number, (optimizer, group, params) in enumerate(self._buckets):
-                with _only(optimizer, params, counts[self._stepped.index(optimizer)]):
+                with (
+                    _only(optimizer, params, counts[self._stepped.index(optimizer)]),
+                    self.changes.recording(optimizer),
+                ):
                     MixedPrecisionOptimizer.step_with_ready_grads(optimizer)
                 group.start_param_sync(force_sync=True)
+                self.changes.gather(group)
                 hook(number, number == len(self._buckets) - 1)
             return True
 

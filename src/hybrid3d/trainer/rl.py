@@ -33,6 +33,7 @@ def train_rl(
             with timer("sync"):
                 synced = roles.sync(step, recipe)
             record.corrupted_sync(synced.corrupted, step)
+            record.dense_sync(synced.dense_reason, step)
             if step % recipe.run.eval_every == 0 or step == recipe.run.steps:
                 with timer("eval"):
                     held_out = roles.evaluate(step, recipe)

@@ -104,6 +104,10 @@ class Rollout:
         gpu_memory_utilization: Fraction of a GPU's memory that vLLM may use.
         kv_cache_gib: Size in GiB of a vLLM engine's KV cache on CPU.
         sleep: Free vLLM's GPU memory while Megatron trains.
+        keep_weights: While vLLM sleeps, keep its weights in GPU memory, which `sync.delta` needs: otherwise sleeping
+            frees them, and each sync sends all.
+        pack_weights: On CPU, let vLLM pack the weights of linear layers for its kernels. Without, it keeps them as they
+            are loaded and uses torch's: a sync writes them in place, and `sync.delta` applies to them.
         environment: What replies to the policy within an answer: `calculator`, or your own function as
             `module:function`; `null`: nothing, so that an answer has a single turn.
         max_turns: Maximum number of environment replies per answer.
@@ -119,6 +123,8 @@ class Rollout:
     gpu_memory_utilization: OpenFraction = 0.5
     kv_cache_gib: Gibibytes = 1.0
     sleep: bool = True
+    keep_weights: bool = False
+    pack_weights: bool = True
     environment: Text | None = None
     max_turns: Repeats = 8
 
@@ -134,12 +140,20 @@ class Sync:
         overlap: Start the sync as soon as the first weights are updated, overlapping it with the rest of the
             optimizer step.
         share_storage: Let vLLM's tensors use Megatron's memory where layout and dtype are the same.
+        delta: With `auto`, a sync sends only the elements that changed since the last one, where that is known: of
+            bfloat16 weights that vLLM keeps as they are loaded. With `never`, every sync sends all elements.
+        keep_loader_layout: Keep a second copy, as it is loaded, of each tensor that vLLM packs or permutes for its
+            kernels, so that `delta` applies to it. Without, these tensors are always sent in full.
+        anchor_every: Every N-th sync sends all elements; `null`: only those for which changes are not known.
     """
 
     bucket_mib: Mebibytes = 64.0
     verify: VerifyInterval = "never"
     overlap: bool = True
     share_storage: bool = False
+    delta: Literal["auto", "never"] = "auto"
+    keep_loader_layout: bool = False
+    anchor_every: Repeats | None = None
 
     @property
     def bucket_bytes(self) -> int:

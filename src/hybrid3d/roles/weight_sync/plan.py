@@ -55,6 +55,7 @@ class SyncPlan:
             optimizer_buckets: the optimizer bucket of each of the trainer's local tensors.
         """
         self._group, self._rank = group, group.rank()
+        self._keep = recipe.sync.keep_loader_layout
         held = NOTHING_HELD if trained is None else trained.holdings
         self.holders = gather_unique(signature_of(held), group)
         shapes = canonical_shapes([signature for _, signature in self.holders])
@@ -79,7 +80,7 @@ class SyncPlan:
     def _bind(self, shared: SharedStorage) -> tuple[RankPlan, list[int]]:
         plan = self._routes.plan(self._rank, self.transfers, self._boundaries)
         if self.sink is not None:
-            self.sink.prepare(plan.layers)
+            self.sink.prepare(plan.layers, self._keep)
         ready = required_optimizer_buckets(
             plan, self.bucket_of, len(self._boundaries), partial(all_reduce_max, group=self._group), shared.buckets
         )

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
+from hybrid3d.reshard.delta import DeltaReport
 from hybrid3d.reshard.executor import ExecutionReport, Executor, NamedTensors
 from hybrid3d.reshard.protocols import Sink
 from hybrid3d.reshard.transport import make_transport
+from hybrid3d.roles.weight_sync.delta import DeltaSync
 from hybrid3d.roles.weight_sync.plan import SyncPlan
 from hybrid3d.roles.weight_sync.sharing import SharedStorage
 from hybrid3d.roles.weight_sync.verification import CorruptSync, corrupted_on_any, listed
 from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.train.changes import ChangeTracker
 from hybrid3d.train.runtime import SideStream, device, synchronize
 from hybrid3d.train.weights import MegatronWeights
 
@@ -44,6 +47,10 @@ class SyncReport:
         shared_bytes: of vLLM's tensors that alias Megatron's memory.
         corrupted: tensors that arrived corrupted on some rank and were sent again.
         phases: seconds by phase of the execution.
+        dense_reason: why all elements were sent; empty if only those were that changed.
+        delta_bound_bytes: entropy of the changes that this rank sent, in bytes.
+        changed: how many of this rank's elements had changed, None where that is not known; and how many elements all
+            ranks track.
     """
 
     seconds: float
@@ -55,6 +62,9 @@ class SyncReport:
     shared_bytes: int
     corrupted: tuple[str, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
+    dense_reason: str = ""
+    delta_bound_bytes: float = 0.0
+    changed: tuple[int | None, int] = (None, 0)
 
     def metrics(self) -> StepMetrics:
         """Return this rank's share of the metrics `sync/*`."""
@@ -62,6 +72,8 @@ class SyncReport:
             "sync/received_bytes": self.received_bytes,
             "sync/lower_bound_bytes": self.lower_bound_bytes,
             "sync/shared_bytes": self.shared_bytes,
+            "sync/delta_bytes": 0 if self.dense_reason else self.received_bytes,
+            "sync/delta_bound_bytes": self.delta_bound_bytes,
         }
         maxima = {
             "sync/seconds": self.seconds,
@@ -69,7 +81,11 @@ class SyncReport:
             "sync/max_staging_bytes": self.staging_bytes,
             "sync/max_finalize_bytes": self.finalize_bytes,
         }
-        return StepMetrics(sums=dict(sums), maxima=dict(maxima))
+        changed, elements = self.changed
+        if changed is not None and elements:
+            sums["sync/changed_fraction"] = changed / elements
+        dense = {"sync/dense": float(bool(self.dense_reason))}
+        return StepMetrics(sums=dict(sums), maxima=dict(maxima), replicated=dense)
 
 
 class WeightSync:
@@ -94,6 +110,7 @@ class WeightSync:
         trained: MegatronWeights | None = None,
         engine: RolloutEngine | None = None,
         optimizer_buckets: Mapping[str, int] | None = None,
+        changes: ChangeTracker | None = None,
     ):
         """
         Args:
@@ -101,6 +118,7 @@ class WeightSync:
             trained: this rank's weights, if it trains.
             engine: this rank's engine, if it generates.
             optimizer_buckets: needed by `bucket_ready`: the optimizer bucket of each of the trainer's local tensors.
+            changes: which of this rank's weights its updates have changed; without it every sync sends all.
         """
         self._group, self._engine = group, engine
         self._plan = SyncPlan(recipe, group, trained, engine, optimizer_buckets or {})
@@ -110,6 +128,10 @@ class WeightSync:
         self.transport = make_transport(device(), dist.new_group(dist.get_process_group_ranks(group)))
         self._shared = SharedStorage()
         self._to_share = recipe.sync.share_storage
+        names = {name for _, signature in self.holders for held in signature.values() for name in held}
+        self._delta = DeltaSync(
+            recipe, group, trained, changes, self._plan.sink, engine is not None and engine.discards_weights, names
+        )
         self._stream = SideStream()
         self._executor: Executor | None = None
         self.in_progress: int | None = None
@@ -149,13 +171,13 @@ class WeightSync:
             self._engine.weight_version = None
         self._verifying = verify
         self._shared.check()
-        if self._executor is None:  # not earlier: before the first sync the trainer may be offloaded
-            sink: Sink = NamedTensors({}) if self._plan.sink is None else self._plan.sink
-            self._executor = Executor(self._plan.current, self.source, sink, self.transport, device())
+        if self._delta.begin():
+            self._executor = None  # its staging memory is needed by another
+            return
         with self._on_side_stream():
             if self._plan.sink is not None:
                 self._plan.sink.begin()
-            self._executor.begin(verify)
+            self._executing.begin(verify or self._delta.probes)
 
     def bucket_ready(self, bucket: int, last: bool) -> None:
         """Send what this rank's optimizer buckets up to this one allow, without waiting for it to arrive.
@@ -163,6 +185,8 @@ class WeightSync:
         Args:
             last: it was the last of this rank; others, which may have more, wait for all that this rank sends.
         """
+        if not self._delta.reason:
+            return  # little is sent, and how much is known only after the last update
         self._early_bytes = self.transport.received_bytes - self._received_before
         with self._on_side_stream():
             ready = self._plan.ready
@@ -175,7 +199,7 @@ class WeightSync:
             CorruptSync: checksums differed twice.
         """
         with self._on_side_stream():
-            done = self._executing.finish()
+            done = self._executing.finish() if self._delta.reason else self._send_changes()
             if self._plan.sink is not None:
                 self._plan.sink.end()
             corrupted = corrupted_on_any(done.corrupted, self._group) if self._verifying else ()
@@ -184,6 +208,10 @@ class WeightSync:
             if self._engine is not None:
                 self._engine.reset_cache()
             synchronize()
+        changed = self._delta.count()
+        if self._delta.probes:
+            self._delta.find_sparse(self._executing)
+        self._delta.end(intact=not corrupted)
         if self._to_share:
             self._share()
         self._report_overlap(done.received_bytes)
@@ -200,12 +228,26 @@ class WeightSync:
             shared_bytes=self._shared.nbytes,
             corrupted=corrupted,
             phases=done.seconds,
+            dense_reason=str(self._delta.reason),
+            delta_bound_bytes=done.bound_bytes if isinstance(done, DeltaReport) else 0.0,
+            changed=changed,
         )
 
     @property
+    def _sink(self) -> Sink:
+        return NamedTensors({}) if self._plan.sink is None else self._plan.sink
+
+    @property
     def _executing(self) -> Executor:
-        assert self._executor is not None, "a sync begins with `begin`"
+        """The executor that sends all elements."""
+        if self._executor is None:  # not earlier: before the first sync the trainer may be offloaded
+            self._executor = Executor(self._plan.current, self.source, self._sink, self.transport, device())
         return self._executor
+
+    def _send_changes(self) -> DeltaReport:
+        if self._plan.sink is not None:
+            self._plan.sink.begin()
+        return self._delta.run(self._plan.current, self.source, self._sink, self.transport, self._verifying)
 
     def _share(self) -> None:
         """Alias what both engines of a rank hold, and plan without it from the next sync on."""

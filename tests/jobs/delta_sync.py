@@ -1,0 +1,246 @@
+"""One rank of a proof: after a sync of changed elements, vLLM is as after a dense sync of the same weights.
+
+    torchrun --nproc-per-node 4 delta_sync.py OUT.json ROLLOUT_TP SYNCS FAULTS FAMILY=FOLDER ...
+
+Real updates change the weights, two before each sync; every other sync overlaps the last of them. With FAULTS=1, the
+last layout goes on with what can go wrong, and at last rank 3 is killed in the middle of a sync: then each of the other
+ranks writes OUT.json.<rank>.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from broken_sync import generate
+from sync import Engine, Landed, differing, tensors_of
+
+from hybrid3d import distributed
+from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
+from hybrid3d.families import family_of
+from hybrid3d.inputs.models import read_config
+from hybrid3d.reshard.bitmap import unpack_bits
+from hybrid3d.reshard.files import load_files
+from hybrid3d.rl.batch import Batch
+from hybrid3d.rl.objective import sft_loss
+from hybrid3d.roles.weight_sync import WeightSync
+from hybrid3d.train import runtime
+from hybrid3d.train.policy import Policy
+
+DENSE_LAYOUTS = [Train(pp=2, dp=2, vpp=2), Train(tp=2, pp=2)]
+SPARSE_LAYOUTS = [Train(dp=4, ep=4), Train(tp=2, pp=2, ep=2, etp=1)]
+
+
+def recipe_for(folder: str, train: Train, rollout_tp: int) -> Recipe:
+    experts = family_of(read_config(folder)).experts(read_config(folder)) is not None
+    return Recipe(
+        name="delta",
+        model=Model(path=folder, dtype="bfloat16"),
+        train=dataclasses.replace(train, micro_batch_size=1),
+        rollout=Rollout(tp=rollout_tp, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16, pack_weights=False),
+        sync=Sync(bucket_mib=0.25, keep_loader_layout=experts),
+        data=Data(train="-", eval="-"),
+        algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),
+        optimizer=Optimizer(lr=2e-5),
+        run=Run(steps=1000),
+    )
+
+
+class Case:
+    """A policy, an engine, and syncs between them.
+
+    Attributes:
+        results: one record for each sync.
+    """
+
+    def __init__(self, folder: str, recipe: Recipe, rank: int, engine: Engine, landed: Landed):
+        self.folder, self.recipe, self.rank, self.engine, self.landed = folder, recipe, rank, engine, landed
+        self.policy = Policy(json.loads((Path(folder) / "config.json").read_text()), recipe, rank, trainable=True)
+        policy = self.policy
+        self.sync = WeightSync(
+            recipe, dist.group.WORLD, policy.weights, engine, policy.optimizer_buckets, policy.changes
+        )
+        self.results: list[dict] = []
+        self.number = 0
+
+    def update(self, hook=None, **settings) -> None:
+        random = torch.Generator().manual_seed(1000 * self.number + self.policy.data_parallel_rank)
+        sequences = [torch.randint(3, 320, (24,), generator=random).tolist() for _ in range(2)]
+        batch = Batch.from_sequences(sequences, [4, 8], pad_id=0)
+        self.policy.train_step(batch, sft_loss, self.recipe, hook, **settings)
+        self.number += 1
+
+    def hook(self, bucket: int, last: bool) -> None:
+        if bucket == 0:
+            self.sync.begin(self.number, verify=True)
+        self.sync.bucket_ready(bucket, last)
+
+    def finish(self, what: str, compares: bool = True) -> None:
+        """Sync, or finish the sync that has begun; record it, and whether all is as after a dense sync."""
+        self.landed.tensors.clear()
+        begun = self.sync.in_progress is not None
+        report = self.sync.finish() if begun else self.sync.run(self.number, verify=True)
+        result = vars(report) | {"what": what, "rank": self.rank, "train": vars(self.recipe.train)}
+        if compares:
+            got = self.state()
+            self.sync._delta._finished = False  # as if this sync had been interrupted: the next one is dense
+            self.landed.tensors.clear()
+            dense = self.sync.run(self.number)
+            assert dense.dense_reason
+            result["dense_bytes"] = dense.received_bytes
+            result |= {key: differing(got[key], state) for key, state in self.state().items()}
+        self.results.append(result)
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        engine = self.engine
+        live, outputs = tensors_of(engine.model), engine.outputs()
+        return {
+            "landed": dict(self.landed.tensors),
+            "live": live,
+            "outputs": outputs,
+            "logprobs": {"all": engine.logprobs()},
+        }
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.policy.weights.tensors.items()}
+
+    def tracked(self, before: dict[str, torch.Tensor]) -> dict[str, int]:
+        """Elements that changed, those of them whose bit is not set, and bits that are set of others."""
+        counts = {"changed": 0, "missed": 0, "extra": 0, "untracked": 0}
+        changes = self.policy.changes.changes(self.policy.weights.tensors)
+        for name, old in before.items():
+            if name not in changes:
+                counts["untracked"] += 1
+                continue
+            changed = (old.view(torch.int16) != self.policy.weights.tensors[name].detach().view(torch.int16)).flatten()
+            bits = unpack_bits(changes[name])[: len(changed)]
+            counts["changed"] += int(changed.sum())
+            counts["missed"] += int((changed & ~bits).sum())
+            counts["extra"] += int((bits & ~changed).sum())
+        return counts
+
+
+def prove_faults(case: Case, out: str) -> None:
+    """What goes wrong with a sync of changed elements, or before it; the next one is right, or dense."""
+    case.update(accepts_grad_norm=lambda norm: False)
+    case.finish("skipped update")
+    weights = case.policy.weights
+    case.finish("nothing", compares=False)  # a sync of changed elements is possible again
+    case.update()
+    with torch.no_grad():
+        next(iter(weights.tensors.values())).data.mul_(1.5)
+    case.finish("changed by hand")
+    case.finish("nothing", compares=False)
+    load_files(case.folder, weights.demand, weights.tensors, case.rank)
+    case.finish("loaded")
+    case.finish("nothing", compares=False)
+    case.update()
+    case.sync._delta._executor._transport = Flipping(case.sync.transport, case.rank == 0)
+    case.finish("a flipped bit")
+    case.finish("nothing", compares=False)
+    case.update()
+    case.sync._delta._executor._transport = Dying(case.sync.transport, case.rank == 3)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when it sees that a rank is gone: it must wait
+    Path(f"{out}.{case.rank}").write_text(json.dumps([*case.results, {"killed": killed(case)}]))
+    os._exit(0)  # nothing can be closed any more: a peer is gone
+
+
+def killed(case: Case) -> list[str]:
+    try:
+        case.sync.run(case.number)
+    except RuntimeError as error:
+        return [type(error).__name__, generate(case.engine)]
+    return []
+
+
+class Flipping:
+    """A transport that flips a bit of the first data that arrives; the counts of changed elements arrive intact."""
+
+    def __init__(self, transport, flips: bool):
+        self._transport, self._flips, self._runs, self._first = transport, flips, 0, None
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def submit_recv(self, tensor, src, tag):
+        self._first = tensor if self._first is None and self._runs else self._first
+        self._transport.submit_recv(tensor, src, tag)
+
+    def run(self):
+        pending, first = self._transport.run(), self._first
+        flips, self._runs = self._flips and first is not None, self._runs + 1
+        self._flips = self._flips and not flips
+
+        class Flipped:
+            def wait(_):
+                pending.wait()
+                if flips:
+                    first[0] ^= 1
+
+        return Flipped()
+
+
+class Dying:
+    """A transport that ends its process instead of starting the second bucket of changed elements."""
+
+    def __init__(self, transport, dies: bool):
+        self._transport, self._dies, self._runs = transport, dies, 0
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def run(self):
+        self._runs += 1
+        if self._dies and self._runs == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._transport.run()
+
+
+def prove(rank: int, rollout_tp: int, syncs: int, folder: str, kept: list, out: str | None) -> list[dict]:
+    config = json.loads((Path(folder) / "config.json").read_text())
+    layouts = SPARSE_LAYOUTS if family_of(config).experts(config) else DENSE_LAYOUTS
+    first = recipe_for(folder, layouts[0], rollout_tp)
+    engine, landed, results = Engine(first, rank, f"{distributed.run_id()}-{Path(folder).name}", range(4)), Landed(), []
+    kept.append(engine)  # an engine that is dropped takes the default process group with it
+    for layout in layouts:
+        runtime.initialize(layout, seed=1)
+        case = Case(folder, recipe_for(folder, layout, rollout_tp), rank, engine, landed)
+        case.finish("first", compares=False)
+        for turn in range(1, syncs + 1):
+            before = case.snapshot()
+            case.update()
+            tracked = case.tracked(before)
+            case.update(hook=case.hook if turn % 2 == 0 else None)
+            again = case.tracked(before)
+            case.finish("overlapped" if turn % 2 == 0 else "changes", compares=turn in (1, 2, syncs))
+            case.results[-1] |= {"tracked": tracked, "tracked_again": again}
+        results += case.results
+        if out is not None and layout is layouts[-1]:
+            prove_faults(case, out)
+        for module in case.policy._modules:
+            module.__dict__.clear()
+        runtime.shutdown()
+    return results
+
+
+def main() -> None:
+    out, rollout_tp, syncs, faults, *cases = sys.argv[1:]
+    distributed.start()
+    results, kept = {}, []
+    for one in cases:
+        family, _, folder = one.partition("=")
+        results[family] = prove(
+            distributed.rank(), int(rollout_tp), int(syncs), folder, kept, out if faults == "1" else None
+        )
+    everyone = distributed.gather_objects(results, dist.group.WORLD)
+    if distributed.rank() == 0:
+        Path(out).write_text(json.dumps(everyone))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Syncs of changed elements: what lands is compared with numpy's truth, what is sent with the entropy of it."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid3d.reshard.bitmap import pack_bits, set_bits, unpack_bits
+from hybrid3d.reshard.box import Box
+from hybrid3d.reshard.changes import changed_positions, gather_elements, scatter_elements
+from hybrid3d.reshard.delta import DeltaExecutor, DeltaMessage, DeltaReport, delta_plan
+from hybrid3d.reshard.encoding import decode, encode, entropy_bytes, form_of
+from hybrid3d.reshard.layout import Piece, View
+from hybrid3d.reshard.planner import make_plan
+from test_reshard_box import World, worlds
+from test_reshard_executor import BEFORE, Layers, Ranks, by_element, canonical, truth, unlike, write_pieces
+from worlds import run_in_threads
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 3000), st.floats(0, 1), st.integers(0, 99))
+def test_bits_are_those_of_numpy(n: int, p: float, seed: int) -> None:
+    bits = np.random.default_rng(seed).random(n) < p
+    packed = pack_bits(torch.from_numpy(bits))
+    assert packed.numpy().tobytes() == np.packbits(bits, bitorder="little").tobytes()
+    assert set_bits(packed).tolist() == np.flatnonzero(bits).tolist()
+    assert unpack_bits(packed)[:n].numpy().tolist() == bits.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("share", [0, 1e-5, 1e-4, 5e-4, 0.001, 0.004, 0.02, 0.1, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("n", [1, 7, 576, 300_000])
+def test_a_run_comes_back_and_is_within_4_percent_of_its_entropy(n: int, share: float, dtype: torch.dtype) -> None:
+    random = np.random.default_rng(n)
+    positions = torch.from_numpy(np.flatnonzero(random.random(n) < share))
+    values = torch.from_numpy(random.standard_normal(len(positions))).to(dtype)
+    form = form_of(n, len(positions), dtype.itemsize)
+    if form.kind == "dense" or not len(positions):
+        assert form.nbytes == (n * dtype.itemsize if len(positions) else 0)
+        return
+    out = torch.full((form.nbytes,), 0x5A, dtype=torch.uint8)
+    encode(positions, values, n, out)
+    got, got_values = decode(out, n, len(positions), dtype)
+    assert got.tolist() == positions.tolist()
+    assert by_element(got_values).equal(by_element(values))
+    if len(positions) > 1000:
+        assert form.nbytes <= 1.04 * entropy_bytes(n, len(positions), dtype.itemsize)
+
+
+def test_no_form_is_larger_than_all_values_or_a_bitmap() -> None:
+    for n in (1, 10, 1000):
+        for k in range(n + 1):
+            assert form_of(n, k, 2).nbytes <= min(2 * n, 2 * k + math.ceil(n / 8))
+
+
+def test_entropy_is_that_of_counted_choices() -> None:
+    for n, k in ((8, 3), (100, 7), (1000, 1000), (5, 0)):
+        bits = math.log2(Fraction(math.comb(n, k))) + 16 * k
+        assert entropy_bytes(n, k, 2) == pytest.approx(bits / 8, rel=1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.booleans(), st.integers(0, 1 << 30))
+def test_changed_elements_of_any_box_are_found_and_put_back(shape: list[int], turned: bool, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    values = torch.from_numpy(random.standard_normal(shape))
+    changed = torch.from_numpy(random.random(shape) < 0.3)
+    first = [int(random.integers(0, n)) for n in shape]
+    inside = tuple(slice(a, int(random.integers(a + 1, n + 1))) for a, n in zip(first, shape, strict=True))
+    box, mask = values[inside], changed[inside]
+    if turned:
+        box, mask = box.transpose(0, -1), mask.transpose(0, -1)
+    size = tuple(box.shape)
+    piece = Piece("x", Box((0,) * len(size), size), View("a", box.storage_offset(), box.stride()), "float64")
+    positions = changed_positions({"a": pack_bits(changed.flatten())}, piece)
+    assert positions.tolist() == np.flatnonzero(mask.contiguous().numpy()).tolist()
+    elements = gather_elements(box, positions)
+    assert elements.tolist() == box.reshape(-1)[positions].tolist()
+    target = torch.zeros(shape, dtype=torch.float64).as_strided(box.shape, box.stride(), box.storage_offset())
+    scatter_elements(target, positions, elements)
+    assert target.equal(torch.where(mask, box, 0.0))
+
+
+class Live(Layers):
+    """A sink that keeps what was written, as live weights do."""
+
+    def open(self, layer: int | None) -> None:
+        self._left.remove(layer)
+        self.order.append(layer)
+        self._open.append(layer)
+
+    def close(self, layer: int | None) -> None:
+        assert self._open.pop(0) == layer
+
+    def end(self) -> None:
+        assert not self._left
+        assert not self._open
+
+
+class Deltas(Ranks):
+    """All ranks of a world, which send only what changed; of some tensors everything."""
+
+    def __init__(self, world: World, limit: int, sparse: set[str]):
+        super().__init__(world, make_plan(world.holdings, world.demand, limit))
+        self.sinks = [Live(world.wanted, rank) for rank in self.ranks]
+        for rank, (sink, held) in enumerate(zip(self.sinks, self.held, strict=True)):
+            wanted = truth(world, rank, canonical(world, 0))
+            for name, memory in sink._memory.items():
+                memory.copy_(wanted[name])
+            write_pieces(world.held.pieces[rank], canonical(world, 0), held)
+        self.executors = [
+            DeltaExecutor(self.plan[rank], sparse, _source(held), sink, via)
+            for rank, (held, sink, via) in enumerate(zip(self.held, self.sinks, self.transports, strict=True))
+        ]
+
+    def send(self, values: dict[str, torch.Tensor]) -> list[DeltaReport]:
+        before = [{name: tensor.clone() for name, tensor in held.items()} for held in self.held]
+        for rank in self.ranks:
+            write_pieces(self.world.held.pieces[rank], values, self.held[rank])
+        self.changes = [
+            {name: pack_bits((by_element(old[name]) != by_element(new)).any(1)) for name, new in held.items()}
+            for old, held in zip(before, self.held, strict=True)
+        ]
+        return self.again()
+
+    def again(self) -> list[DeltaReport]:
+        return run_in_threads(self._send, self.ranks)
+
+    def _send(self, rank: int) -> DeltaReport:
+        self.sinks[rank].begin()
+        with self.mailbox.one_for_all():
+            report = self.executors[rank].run_delta(self.changes[rank])
+        self.sinks[rank].end()
+        return report
+
+    def wrong(self, values: dict[str, torch.Tensor]) -> list[tuple[int, str]]:
+        return [
+            (rank, name)
+            for rank, sink in zip(self.ranks, self.sinks, strict=True)
+            for name in unlike(sink._memory, truth(self.world, rank, values))
+        ]
+
+
+def _source(held: dict[str, torch.Tensor]):
+    from hybrid3d.reshard.executor import NamedTensors
+
+    return NamedTensors(held)
+
+
+def changed(values: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
+    random = np.random.default_rng(seed)
+    return {
+        name: torch.where(torch.from_numpy(random.random(v.shape) < share), -v, v) if v.dim() else v
+        for name, v in values.items()
+    }
+
+
+@settings(max_examples=80, deadline=None)
+@given(worlds(), st.integers(4, 300), st.sampled_from([0.0, 0.02, 0.2, 0.9]), st.integers(0, 99), st.booleans())
+def test_changed_elements_land_bit_for_bit(world: World, limit: int, share: float, seed: int, all_sparse: bool) -> None:
+    names = sorted(world.shapes)
+    ranks = Deltas(world, limit, set(names if all_sparse else names[::2]))
+    values = canonical(world, 0)
+    for turn in range(3):
+        values = changed(values, share, seed + turn)
+        ranks.send(values)
+        assert ranks.wrong(values) == []
+    ranks.again()  # new values, not differences
+    assert ranks.wrong(values) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds(), st.integers(4, 300))
+def test_where_nothing_changed_only_counts_are_sent(world: World, limit: int) -> None:
+    ranks = Deltas(world, limit, set(world.shapes))
+    reports = ranks.send(canonical(world, 0))
+    for rank, report in zip(ranks.ranks, reports, strict=True):
+        messages = [m for b in delta_plan(ranks.plan[rank], set(world.shapes)).buckets for m in b.messages]
+        assert all(isinstance(m, DeltaMessage) for m in messages)
+        assert report.received_bytes == 8 * sum(m.dst == rank for m in messages)
+        assert report.staging_bytes <= 2 * limit
+
+
+assert BEFORE  # the value of memory that nothing was written to
