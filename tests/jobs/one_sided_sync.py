@@ -41,7 +41,7 @@ class Landing(NamedTensors):
         self.tensors = {name: torch.full((rows, SHAPE[1]), torch.nan) for name in NAMES}
         super().__init__(self.tensors)
 
-    def prepare(self, layers: list) -> None: ...
+    def prepare(self, layers: list, keep: bool) -> None: ...
 
     def begin(self) -> None: ...
 
@@ -52,6 +52,7 @@ class Engine:
     """What a sync asks of an engine."""
 
     weight_version: int | None = None
+    discards_weights = False
 
     def __init__(self, sink: Landing):
         self.sink, self.resets = sink, 0

@@ -96,6 +96,8 @@ class ChangeTracker:
             for main, model in _pairs(optimizer):
                 buffer, _, number = optimizer.model_param_gbuf_map[model]
                 bucket = optimizer.buffers[buffer].buckets[number]
+                if id(bucket) not in self._number:
+                    continue  # it is not tracked
                 span = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
                 old = bucket.param_data.view(-1)[span.start : span.end]
                 _mark(self._bits[self._number[id(bucket)]], span.start, old, main)

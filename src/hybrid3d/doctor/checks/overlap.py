@@ -46,7 +46,7 @@ class Landing(NamedTensors):
         self.demand = policy.weights.demand
         super().__init__(policy.weights.tensors)
 
-    def prepare(self, layers: Sequence[int | None]) -> None: ...
+    def prepare(self, layers: Sequence[int | None], keep: bool) -> None: ...
 
     def begin(self) -> None: ...
 
@@ -57,6 +57,7 @@ class LandingEngine:
     """What a sync asks of an engine."""
 
     weight_version: int | None = None
+    discards_weights = False
 
     def __init__(self, sink: Landing):
         self._sink = sink
@@ -128,7 +129,9 @@ def overlap(record: Record, device: str, must_overlap: bool) -> None:
     with tempfile.TemporaryDirectory() as path:
         folder = write_checkpoint(Path(path), config)
         group = one_rank.start()
-        recipe = one_rank.recipe_for(folder, "bfloat16", sync=Sync(bucket_mib=64 if device == "cuda" else 0.25))
+        recipe = one_rank.recipe_for(
+            folder, "bfloat16", sync=Sync(bucket_mib=64 if device == "cuda" else 0.25, delta="never")
+        )
         policy, other = (one_rank.make_policy(config, recipe, trainable) for trainable in (True, False))
     landing = Landing(other)
     engine: Any = LandingEngine(landing)
