@@ -16,10 +16,11 @@ from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.changes import changed_positions, gather_elements, scatter_elements
 from hybrid3d.reshard.delta import DeltaExecutor, DeltaMessage, DeltaReport, delta_plan
 from hybrid3d.reshard.encoding import decode, encode, entropy_bytes, form_of
+from hybrid3d.reshard.executor import NamedTensors
 from hybrid3d.reshard.layout import Piece, View
 from hybrid3d.reshard.planner import make_plan
 from test_reshard_box import World, worlds
-from test_reshard_executor import BEFORE, Layers, Ranks, by_element, canonical, truth, unlike, write_pieces
+from test_reshard_executor import Layers, Ranks, by_element, canonical, truth, unlike, write_pieces
 from worlds import run_in_threads
 
 
@@ -115,7 +116,7 @@ class Deltas(Ranks):
                 memory.copy_(wanted[name])
             write_pieces(world.held.pieces[rank], canonical(world, 0), held)
         self.executors = [
-            DeltaExecutor(self.plan[rank], sparse, _source(held), sink, via)
+            DeltaExecutor(self.plan[rank], sparse, NamedTensors(held), sink, via)
             for rank, (held, sink, via) in enumerate(zip(self.held, self.sinks, self.transports, strict=True))
         ]
 
@@ -134,7 +135,7 @@ class Deltas(Ranks):
 
     def _send(self, rank: int) -> DeltaReport:
         self.sinks[rank].begin()
-        with self.mailbox.one_for_all():
+        with self.mailbox.failing_together():
             report = self.executors[rank].run_delta(self.changes[rank])
         self.sinks[rank].end()
         return report
@@ -145,12 +146,6 @@ class Deltas(Ranks):
             for rank, sink in zip(self.ranks, self.sinks, strict=True)
             for name in unlike(sink._memory, truth(self.world, rank, values))
         ]
-
-
-def _source(held: dict[str, torch.Tensor]):
-    from hybrid3d.reshard.executor import NamedTensors
-
-    return NamedTensors(held)
 
 
 def changed(values: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
@@ -185,6 +180,3 @@ def test_where_nothing_changed_only_counts_are_sent(world: World, limit: int) ->
         assert all(isinstance(m, DeltaMessage) for m in messages)
         assert report.received_bytes == 8 * sum(m.dst == rank for m in messages)
         assert report.staging_bytes <= 2 * limit
-
-
-assert BEFORE  # the value of memory that nothing was written to
