@@ -165,16 +165,17 @@ def test_how_a_dockerfile_is_read() -> None:
     assert instructions(text) == [("FROM", "a:1"), ("RUN", "x  && y"), ("ENV", 'A=""  B=2')]
 
 
-# What transformer-engine-torch 2.11.0 asks for beside torch and the core library. It exists as sources only, whose
-# metadata cannot be read without building it; `make audit-cuda` compares these with the sources.
-TE_TORCH_REQUIRES = ("einops", "onnxscript", "onnx", "packaging", "pydantic")
-
-
 def cuda_requirements() -> list[str]:
     """What the image has in the end: pyproject.toml's pins, those compiled there at the Dockerfile's versions."""
     core = f"transformer-engine[core_cu13]=={arguments()['TE_VERSION']}"
     downloaded = [one for one in pypi.gpu_requirements() if not one.startswith("transformer-engine")]
-    return [*downloaded, f"torch=={arguments()['TORCH_VERSION']}", "setuptools>=78.1.1,<81", core, *TE_TORCH_REQUIRES]
+    return [
+        *downloaded,
+        f"torch=={arguments()['TORCH_VERSION']}",
+        "setuptools>=78.1.1,<81",
+        core,
+        *pypi.TE_TORCH_REQUIRES,
+    ]
 
 
 @pytest.mark.slow

@@ -16,6 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# What transformer-engine-torch 2.11.0 asks for beside torch and the core library (PKG-INFO of its sources). It exists
+# as sources only, whose metadata cannot be read without torch's CUDA build.
+TE_TORCH_REQUIRES = ("einops", "onnxscript", "onnx", "packaging", "pydantic")
+
 ADDS_PACKAGES = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_CONSTRAINT", "PIP_NO_INDEX", "PIP_REQUIRE_VIRTUALENV")
 
 
