@@ -14,9 +14,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COUNT = 8
+
+
+class _Numbered(TorchFunctionMode):
+    """Names the GPU that a tensor is moved to, for which PyTorch would ask the driver."""
+
+    def __init__(self, gpus: FakeGpus):
+        super().__init__()
+        self._gpus = gpus
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            device = args[1] if len(args) > 1 else kwargs.pop("device", None)
+            return args[0].to(torch.device("cuda", self._gpus.number(device)), **kwargs)
+        if func is torch.Tensor.to and len(args) > 1 and str(args[1]) == "cuda":
+            args = (args[0], torch.device("cuda", self._gpus.number()), *args[2:])
+        return func(*args, **kwargs)
 
 
 class FakeGpus(TorchDispatchMode):
@@ -29,9 +47,19 @@ class FakeGpus(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._numbered = _Numbered(self)
         self.contexts: Counter[int] = Counter()
         self.nbytes: Counter[int] = Counter()
         self._current = 0
+
+    def __enter__(self) -> FakeGpus:
+        self._numbered.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._numbered.__exit__(*error)
 
     def forget(self, current: int = 0) -> None:
         """Begin anew, in a process without contexts whose current device is this one."""
@@ -39,12 +67,15 @@ class FakeGpus(TorchDispatchMode):
         self.nbytes.clear()
         self._current = current
 
+    def number(self, device: Any = None) -> int:
+        """Return the number of a device as PyTorch's functions take it; None, and `cuda` alone, are the current one."""
+        index = device if isinstance(device, int) else torch.device(device or "cuda").index
+        return self._current if index is None else index
+
     def use(self, device: Any = None) -> int:
-        """Count a context on a device; None is the current one."""
-        index = device if isinstance(device, int) else getattr(torch.device(device or "cuda"), "index", None)
-        index = self._current if index is None else index
-        self.contexts[index] += 1
-        return index
+        """Count a context on a device, and return its number."""
+        self.contexts[self.number(device)] += 1
+        return self.number(device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -88,6 +119,11 @@ class FakeGpus(TorchDispatchMode):
             yield
             gpus._current = previous
 
+        random = dict(
+            get_rng_state=lambda device=None: torch.get_rng_state(),
+            set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+            manual_seed=torch.manual_seed,
+        )
         replaced = dict(
             is_available=lambda: True,
             is_initialized=lambda: True,
@@ -106,9 +142,7 @@ class FakeGpus(TorchDispatchMode):
             get_device_properties=lambda device=None: properties,
             get_device_capability=lambda device=None: (9, 0),
             get_device_name=lambda device=None: properties.name,
-            get_rng_state=lambda device=None: torch.get_rng_state(),
-            set_rng_state=lambda state, device=None: torch.set_rng_state(state),
-            manual_seed=torch.manual_seed,
+            **random,
             is_current_stream_capturing=lambda: False,
             default_generators=tuple(torch.Generator() for _ in range(COUNT)),
             _lazy_init=lambda: None,
@@ -116,6 +150,8 @@ class FakeGpus(TorchDispatchMode):
         )
         for name, value in replaced.items():
             setattr(torch.cuda, name, value)
+        for name, value in random.items():
+            setattr(torch.cuda.random, name, value)
 
     def _set(self, device: Any) -> None:
         self._current = self.use(device)

@@ -7,6 +7,7 @@ loaded the last weights itself, lies where it lay before, and no call in between
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from audit import answers, cases, fake_gpus, fake_hopper, faults
@@ -36,8 +37,10 @@ def _problems(recipe: Any, rank: int, shapes: Any, waits: Any) -> Iterator[str]:
     from hybrid3d.rollout.weights import RolloutWeights
 
     with model_of_rank(recipe, rank, device="cpu") as (truth, config):
+        _know_peers(recipe)
         _load(truth, config, _weights(shapes, SYNCS))
     with model_of_rank(recipe, rank, device="cpu") as (model, config):
+        _know_peers(recipe)
         _load(model, config, _weights(shapes, 0))  # an engine that has started
         places = {name: tensor.data_ptr() for name, tensor in _tensors(model).items()}
         config.device_config.device = GPU
@@ -56,6 +59,16 @@ def _problems(recipe: Any, rank: int, shapes: Any, waits: Any) -> Iterator[str]:
             yield f"{name}: differs from vLLM's own loading"
         if found[name].numel() and found[name].data_ptr() != places.get(name):
             yield f"{name}: moved"
+
+
+def _know_peers(recipe: Any) -> None:
+    """Give vLLM's kernel of experts what it asks about the peers of an expert-parallel rank: their number."""
+    from vllm.distributed import parallel_state
+
+    if recipe.rollout.dp > 1:
+        group = parallel_state.get_ep_group()
+        peers = SimpleNamespace(world_size=group.world_size, dp_world_size=recipe.rollout.dp, rank=group.rank_in_group)
+        group.device_communicator = SimpleNamespace(all2all_manager=peers, destroy=lambda: None)
 
 
 def _load(model: Any, config: Any, weights: dict[str, Any]) -> None:
