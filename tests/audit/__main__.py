@@ -101,18 +101,17 @@ CHECKS = (
 
 
 class Audit:
-    """Runs checks in a folder, and collects facts."""
+    """Runs checks in a folder, and writes down their facts."""
 
     def __init__(self, folder: Path):
         self.folder = folder.resolve()
-        self.facts: list[Fact] = []
         self.seconds: dict[str, float] = {}
-        start = time.monotonic()
         self.environment = environment.make(self.folder)
-        self.seconds["installing"] = time.monotonic() - start
         (self.folder / "answers").mkdir(exist_ok=True)
         self._lines = (self.folder / "facts.jsonl").open("w")
-        self._run("models", [sys.executable, "-m", "audit.cases", str(self.models)], 300)
+        failure = self._run("models", [sys.executable, "-m", "audit.cases", str(self.models)], 300)
+        if failure:
+            raise RuntimeError(f"the tiny models were not written: {failure} ({self.folder / 'answers' / 'models.log'})")
 
     @property
     def models(self) -> Path:
@@ -155,8 +154,9 @@ class Audit:
     def _run(self, name: str, command: list[str], limit: float) -> str:
         """Run a process with its output in a log; return why it failed, or nothing."""
         variables = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
+        variables.pop("CUDA_VISIBLE_DEVICES", None)
         if command[0] != sys.executable:
-            variables |= {"LD_LIBRARY_PATH": str(self.environment.stub), "CUDA_VISIBLE_DEVICES": ""}
+            variables["LD_LIBRARY_PATH"] = str(self.environment.stub)
         log = self.folder / "answers" / f"{name}.log"
         try:
             with log.open("w") as output:
@@ -205,7 +205,7 @@ def main() -> int:
     found = {name: find_fault(audit, name, FAULTS[name], facts) for name in injected}
     out = given.out or given.folder / "report.md"
     total = time.monotonic() - start
-    out.write_text(page.page(audit.environment.versions(), chosen, facts, found, audit.seconds, total))
+    out.write_text(page.page(audit.environment, chosen, facts, found, audit.seconds, total))
     print(f"{total:.0f} s; the page is {out}")
     return 0 if all(fact.proven for fact in [*facts, *found.values()]) else 1
 

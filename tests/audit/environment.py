@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,19 @@ SHOWN = ("vllm", "torch", "megatron-core", "transformers", "nvidia-cudnn-cu13")
 
 @dataclass(frozen=True)
 class Environment:
-    """The interpreter with the CUDA builds, the folder of Transformer Engine, and that of the stub of libcuda."""
+    """Where the audit's environment is.
+
+    Attributes:
+        python: the interpreter that has the CUDA builds.
+        transformer_engine: the folder with Transformer Engine's Python.
+        stub: the folder with the libcuda.so.1 that does nothing.
+        install_seconds: how long installing took, once.
+    """
 
     python: Path
     transformer_engine: Path
     stub: Path
+    install_seconds: float
 
     def versions(self) -> dict[str, str]:
         """Return the versions of what is audited."""
@@ -47,16 +56,23 @@ class Environment:
 def make(folder: Path) -> Environment:
     """Make the environment in a folder, or find it there if it has the same requirements."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = Environment(folder / "venv" / "bin" / "python", folder / "transformer_engine", folder / "stub")
-    wanted = "\n".join([*_requirements(), _transformer_engine(), *pypi.TE_TORCH_REQUIRES])
-    stamp = folder / "installed.txt"
-    if not (stamp.exists() and stamp.read_text() == wanted):
-        shutil.rmtree(folder / "venv", ignore_errors=True)
-        shutil.rmtree(found.transformer_engine, ignore_errors=True)
-        _install(found, folder)
-        stamp.write_text(wanted)
+    wanted = [*_requirements(), _transformer_engine(), *pypi.TE_TORCH_REQUIRES]
+    stamp = folder / "installed.json"
+    installed = json.loads(stamp.read_text()) if stamp.exists() else {}
+    if installed.get("requirements") != wanted:
+        start = time.monotonic()
+        _install(folder)
+        installed = {"requirements": wanted, "seconds": time.monotonic() - start}
+        stamp.write_text(json.dumps(installed))
+    found = Environment(
+        _python(folder), folder / "transformer_engine", folder / "stub", install_seconds=installed["seconds"]
+    )
     _compile_stub(found.stub)
     return found
+
+
+def _python(folder: Path) -> Path:
+    return folder / "venv" / "bin" / "python"
 
 
 def _requirements() -> list[str]:
@@ -67,18 +83,20 @@ def _transformer_engine() -> str:
     return f"transformer-engine=={pypi.dockerfile_argument('TE_VERSION')}"
 
 
-def _install(environment: Environment, folder: Path) -> None:
+def _install(folder: Path) -> None:
+    for part in ("venv", "transformer_engine", "wheels"):
+        shutil.rmtree(folder / part, ignore_errors=True)
     subprocess.run([_interpreter(), "-m", "venv", folder / "venv"], check=True)
-    pip = environment.python, "install", "--quiet", "--no-cache-dir"
+    pip = _python(folder), "install", "--quiet", "--no-cache-dir"
     pypi.pip(*pip, "--upgrade", "pip", timeout=300)
     pypi.pip(*pip, *_requirements(), *pypi.TE_TORCH_REQUIRES, timeout=INSTALL_SECONDS)
     # Its Python is in the wheel of this name; the one with the core library is 180 MB, which cannot run here.
     wheels = folder / "wheels"
     download = "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(wheels)
-    pypi.pip(environment.python, *download, _transformer_engine(), timeout=300)
+    pypi.pip(_python(folder), *download, _transformer_engine(), timeout=300)
     (wheel,) = wheels.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(environment.transformer_engine)
+        archive.extractall(folder / "transformer_engine")
     shutil.rmtree(wheels)
 
 

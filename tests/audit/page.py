@@ -30,7 +30,7 @@ def difference(found: Any, expected: Any) -> str:
 
 
 def page(
-    versions: Mapping[str, str],
+    environment: Any,
     checks: Iterable[Any],
     facts: Iterable[Any],
     faults: Mapping[str, Any],
@@ -46,9 +46,9 @@ def page(
         "# The CUDA audit",
         "",
         f"`make audit-cuda`, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} CPU cores ({platform.machine()}), no GPU; "
-        f"{total:.0f} s, of which {seconds['installing']:.0f} s to install.",
+        f"{total:.0f} s; installing took {environment.install_seconds:.0f} s, once.",
         "",
-        "Against " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
+        "Against " + ", ".join(f"{name} {version}" for name, version in environment.versions().items()) + ".",
         "A faked H100 (sm_90); Transformer Engine's compiled extension is a stand-in. No kernel has run.",
         "",
         "| check | proves | facts | proven | seconds |",
