@@ -111,7 +111,7 @@ class Audit:
         self._lines = (self.folder / "facts.jsonl").open("w")
         failure = self._run("models", [sys.executable, "-m", "audit.cases", str(self.models)], 300)
         if failure:
-            raise RuntimeError(f"the tiny models were not written: {failure} ({self.folder / 'answers' / 'models.log'})")
+            raise RuntimeError(f"no tiny models: {failure} (answers/models.log in {self.folder})")
 
     @property
     def models(self) -> Path:
