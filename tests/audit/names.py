@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from audit import answers, fake_hopper, fake_transformer_engine, faults
+from audit import answers, fake_transformer_engine, faults
 
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "hybrid3d"
 ENGINES = ("megatron", "vllm", "transformer_engine")
@@ -57,7 +57,6 @@ ON_CUDA = {
 
 def check(options: answers.Options) -> answers.Answers:
     if options.cuda:
-        fake_hopper.install()
         fake_transformer_engine.install(options.transformer_engine)
     from hybrid3d import patches
     from hybrid3d.rollout import patches as vllm
