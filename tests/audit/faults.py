@@ -110,7 +110,12 @@ FAULTS = {
     ),
     "context": Fault("contexts", "asking Megatron makes a stream on GPU 0", "context on GPU 0", _touch_device_0),
     "allocation": Fault("contexts", "asking Megatron allocates on the rank's GPU", "64 bytes on GPU 3", _allocate),
-    "wait": Fault("finalization", "finalizing reads a number from the GPU", r"item", _read_from_the_gpu),
+    "wait": Fault(
+        "finalization",
+        "finalizing reads a number from the GPU",
+        r"Tensor\.item",
+        _read_from_the_gpu,
+    ),
     "stale": Fault("finalization", "finalizing twice is not finalizing once", "differs from vLLM", _process_twice),
     "mark": Fault("attributes", "an output projection is not marked as sharded", "o_proj.*not sharded", _lose_a_mark),
 }

@@ -28,7 +28,9 @@ def check(options: answers.Options) -> answers.Answers:
         faults.inject(options.inject, "finalization")
         for family, name, recipe, rank in cases.rollout_cases(options.models, options.families):
             if rank in (0, recipe.rollout.tp * recipe.rollout.dp - 1):
-                yield name, list(_problems(recipe, rank, cases.shapes_of(options.models, family), waits))
+                problems = list(_problems(recipe, rank, cases.shapes_of(options.models, family), waits))
+                yield f"{name}: values and places", problems
+                yield f"{name}: synchronizations", sorted(set(waits.calls))
 
 
 def _problems(recipe: Any, rank: int, shapes: Any, waits: Any) -> Iterator[str]:
@@ -51,7 +53,6 @@ def _problems(recipe: Any, rank: int, shapes: Any, waits: Any) -> Iterator[str]:
         for number in range(1, SYNCS + 1):
             _sync(sink, order, _weights(shapes, number), waits)
         found = _tensors(model)
-    yield from sorted(set(waits.calls))
     expected = _tensors(truth)
     yield from (f"{name}: in one model only" for name in sorted(found.keys() ^ expected.keys()))
     for name in sorted(found.keys() & expected.keys()):
