@@ -80,7 +80,7 @@ CHECKS = (
     Check(
         "attributes",
         "with Transformer Engine's modules Megatron holds the same pieces as with torch's, and their parameters carry "
-        "the same marks (tensor_model_parallel, allreduce, sequence_parallel, and partition_dim but for routed experts)",
+        "the same marks (tensor_model_parallel, allreduce, sequence_parallel; partition_dim but for routed experts)",
         limit=900,
         compared=True,
     ),
