@@ -17,9 +17,10 @@ ARG CUDA_ARCHS="8.0;9.0;10.0"
 ARG MAX_JOBS=8
 
 # The image pins its own Python packages for pip and puts its own PyTorch on the library path; disable both for the
-# environment.
+# environment. CUDA_HOME says whose nvcc compiles: a dependency of vLLM (humming-kernels) brings one of CUDA 13.5.
 ENV PIP_CONSTRAINT="" \
     PIP_NO_CACHE_DIR=1 \
+    CUDA_HOME=/usr/local/cuda \
     LD_LIBRARY_PATH=/usr/local/cuda/compat/lib:/usr/local/nvidia/lib:/usr/local/nvidia/lib64 \
     VIRTUAL_ENV=/opt/hybrid3d \
     PATH=/opt/hybrid3d/bin:$PATH
@@ -31,6 +32,7 @@ RUN python3 -m venv --without-pip $VIRTUAL_ENV \
 RUN pip install "setuptools>=78.1.1,<81" wheel==0.48.0 packaging ninja pybind11 torch==$TORCH_VERSION
 
 # Compiled here, because in this image Transformer Engine would otherwise look for a wheel for the image's own PyTorch.
+# Its setup.py imports torch, which is therefore installed above and not isolated from the build.
 RUN NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE \
     pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]==$TE_VERSION"
 
@@ -44,6 +46,14 @@ COPY pyproject.toml ./
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
         print(*p['dependencies'], *p['optional-dependencies']['gpu'], sep='\n')" > gpu.txt \
     && pip install -r gpu.txt && rm gpu.txt
+
+# torch 2.13.0 pins cuDNN 9.20.0.48, whose libcudnn_graph loads libcudnn_engines_tensor_ir, which its wheel lacks. The
+# loader then finds the image's, of another version: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH (pytorch#188892). After
+# everything that has dependencies, and without its own, because pip would otherwise install torch's version again.
+# Transformer Engine searches CUDNN_HOME before the image's libraries, and Python's packages last.
+ENV CUDNN_HOME=$VIRTUAL_ENV/lib/python3.12/site-packages/nvidia/cudnn
+RUN pip install --no-deps "nvidia-cudnn-cu13>=9.21" \
+    && test -e $CUDNN_HOME/lib/libcudnn_engines_tensor_ir.so.9
 
 COPY setup.py README.md LICENSE ./
 COPY src src

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm gpu-check test test-fast test-all lint format clean
+.PHONY: help setup demo demo-llm gpu-check test test-fast test-all lint format audit-cuda clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -53,6 +53,9 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+audit-cuda: $(STAMP) ## check what runs on CUDA, without a GPU: downloads several GB into build/audit; not part of the tests
+	PYTHONPATH=src:tests $(BIN)/python -m audit $(AUDIT)
 
 format: $(STAMP) ## sort imports, fix what ruff can fix, and format
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,6 @@
 """The Dockerfile, read: its versions are those of pyproject.toml, what it copies exists, it does not run as root.
 
-No test builds it: that needs Docker and NVIDIA's image.
+No test builds it: that needs Docker and NVIDIA's image. A slow test lets pip resolve its pins.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
+
+from audit import pypi
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -71,7 +74,45 @@ def test_apex_is_a_commit() -> None:
 
 def test_the_base_image_is_nvidias_and_pinned() -> None:
     (base,) = of("FROM")
-    assert re.fullmatch(r"nvcr\.io/nvidia/pytorch:\d\d\.\d\d-py3", base)
+    assert (
+        base == "nvcr.io/nvidia/pytorch:25.11-py3"
+    )  # the newest with CUDA 13.0, as torch's wheels: Apex refuses others
+
+
+def places(*parts: str) -> list[int]:
+    """The number of the first instruction with each of these parts."""
+    text = [f"{name} {rest}" for name, rest in instructions(DOCKERFILE)]
+    return [next(place for place, line in enumerate(text) if part in line) for part in parts]
+
+
+def test_torch_is_there_when_transformer_engine_is_compiled() -> None:
+    torch, engine = places("torch==$TORCH_VERSION", "transformer-engine[")
+    assert torch < engine
+    (compiles,) = (run for run in of("RUN") if "transformer-engine[" in run)
+    assert "--no-build-isolation" in compiles
+
+
+def test_the_image_s_nvcc_compiles() -> None:
+    """vLLM's humming-kernels brings an nvcc of another CUDA version: what is compiled comes before it."""
+    engine, apex, engines = places("transformer-engine[", "apex.git@", "install -r gpu.txt")
+    assert max(engine, apex) < engines
+    variables = " ".join(of("ENV"))
+    (home,) = re.findall(r"\bCUDA_HOME=(\S+)", variables)
+    assert home == "/usr/local/cuda"
+    (path,) = re.findall(r"(?<!_)\bPATH=(\S+)", variables)
+    assert path == "/opt/hybrid3d/bin:$PATH"  # and not the packages' folder, in which nvidia/cu13/bin is
+
+
+def test_cudnn_is_replaced_last() -> None:
+    """Without dependencies, after everything that has some: else pip would install torch's pin again."""
+    (replaces,) = (run for run in of("RUN") if "nvidia-cudnn-cu13" in run)
+    assert re.search(r'pip install --no-deps "nvidia-cudnn-cu13>=9\.21"', replaces)
+    runs = of("RUN")
+    later = [install for run in runs[runs.index(replaces) + 1 :] for install in re.findall(r"pip install[^&|]*", run)]
+    assert [install for install in later if "--no-deps" not in install] == []
+    (home,) = re.findall(r"\bCUDNN_HOME=(\S+)", " ".join(of("ENV")))
+    assert home == "$VIRTUAL_ENV/lib/python3.12/site-packages/nvidia/cudnn"
+    assert "$CUDNN_HOME/lib/libcudnn_engines_tensor_ir.so.9" in replaces
 
 
 def test_what_is_copied_exists_and_is_let_through() -> None:
@@ -85,10 +126,15 @@ def test_what_is_copied_exists_and_is_let_through() -> None:
 
 def test_what_changes_least_comes_first() -> None:
     """Editing the source compiles and downloads nothing again; editing pyproject.toml compiles nothing again."""
-    text = [f"{name} {rest}" for name, rest in instructions(DOCKERFILE)]
-    order = ["transformer-engine[", "apex.git@", "COPY pyproject.toml", "install -r gpu.txt", "COPY src"]
-    places = [next(place for place, line in enumerate(text) if part in line) for part in order]
-    assert places == sorted(places)
+    order = [
+        "transformer-engine[",
+        "apex.git@",
+        "COPY pyproject.toml",
+        "install -r gpu.txt",
+        "nvidia-cudnn",
+        "COPY src",
+    ]
+    assert places(*order) == sorted(places(*order))
 
 
 def test_it_does_not_run_as_root() -> None:
@@ -117,3 +163,39 @@ def test_it_holds_no_secret() -> None:
 def test_how_a_dockerfile_is_read() -> None:
     text = 'FROM a:1\n# RUN no\nrun x \\\n    # inside\n    && y\nENV A="" \\\n    B=2\n'
     assert instructions(text) == [("FROM", "a:1"), ("RUN", "x  && y"), ("ENV", 'A=""  B=2')]
+
+
+def cuda_requirements() -> list[str]:
+    """What the image has in the end: pyproject.toml's pins, those compiled there at the Dockerfile's versions."""
+    core = f"transformer-engine[core_cu13]=={arguments()['TE_VERSION']}"
+    downloaded = [one for one in pypi.gpu_requirements() if not one.startswith("transformer-engine")]
+    return [
+        *downloaded,
+        f"torch=={arguments()['TORCH_VERSION']}",
+        "setuptools>=78.1.1,<81",
+        core,
+        *pypi.TE_TORCH_REQUIRES,
+    ]
+
+
+@pytest.mark.slow
+def test_pip_resolves_the_pins_to_cuda_builds(tmp_path: Path) -> None:
+    """For Python 3.12 on x86-64, from PyPI alone, without installing anything."""
+    (setuptools,) = re.findall(r'"(setuptools[^"]*)"', " ".join(of("RUN")))
+    assert setuptools in cuda_requirements()
+    try:
+        found = pypi.resolve(cuda_requirements(), tmp_path)
+    except RuntimeError as error:
+        if re.search(r"NewConnectionError|NameResolution|ProxyError|ConnectTimeout", str(error)):
+            pytest.skip("PyPI cannot be reached")
+        raise
+    versions = arguments()
+    assert found["torch"] == versions["TORCH_VERSION"]
+    assert found["transformer-engine"] == found["transformer-engine-cu13"] == versions["TE_VERSION"]
+    assert "transformer-engine-cu12" not in found
+    assert [found[name] for name in ("vllm", "megatron-core")] == ["0.32.0", "0.16.1"]
+    assert found["nvidia-cuda-runtime"].startswith("13.0.")  # as in the image
+    assert Version(found["nvidia-cudnn-cu13"]) < Version("9.21")  # torch's pin, for which the last step is there
+    assert not found["nvidia-cuda-nvcc"].startswith("13.0.")  # humming-kernels', which must not compile
+    replaced = pypi.resolve(["nvidia-cudnn-cu13>=9.21"], tmp_path)
+    assert Version(replaced["nvidia-cudnn-cu13"]) >= Version("9.21")

@@ -1,0 +1,25 @@
+"""Check: vLLM's CUDA build wants the same pieces as its CPU build, with the same KV cache, on every rank."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from audit import answers, cases, fake_gpus, fake_hopper, faults
+
+
+def check(options: answers.Options) -> answers.Answers:
+    with fake_gpus.installed() if options.cuda else nullcontext():
+        if options.cuda:
+            fake_hopper.install()
+        from hybrid3d.rollout.probe import trace_demand
+
+        faults.inject(options.inject, "demand")
+        for family, name, recipe, rank in cases.rollout_cases(options.models, options.families):
+            asked = trace_demand(recipe, cases.shapes_of(options.models, family), rank)
+            pieces = sorted(f"{p.name} {p.box} {p.view} {p.dtype}" for p in asked.demand.pieces)
+            fills = list(map(str, asked.demand.fills))
+            yield name, {"pieces": pieces, "fills": fills, "kv": sorted(asked.kv_bytes.items())}
+
+
+if __name__ == "__main__":
+    answers.answer(check)
