@@ -57,7 +57,11 @@ class ChangeTracker:
 
     def count_changed(self) -> int:
         """Return how many elements have changed."""
-        return sum(int(unpack_bits(part).sum()) for bits in self._bits for part in bits.split(COMPARED_AT_ONCE // 8))
+        return sum(
+            int(unpack_bits(part[part != 0]).sum())
+            for bits in self._bits
+            for part in bits.split(COMPARED_AT_ONCE // 8)
+        )
 
     def changes(self, tensors: Mapping[str, torch.Tensor]) -> Changes:
         """Return the bitmaps of those of a rank's local tensors that are tracked."""
@@ -84,7 +88,8 @@ class ChangeTracker:
         """Begin anew: the parameters as they are now have been synced."""
         for bits in self._bits:
             bits.zero_()
-        self._sums = [checksum(bucket.param_data) for bucket in self._buckets]
+        if not self.complete:  # else they are those of the last update
+            self._sums = [checksum(bucket.param_data) for bucket in self._buckets]
         self.complete = True
 
     @contextmanager
