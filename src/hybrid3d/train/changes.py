@@ -58,9 +58,7 @@ class ChangeTracker:
     def count_changed(self) -> int:
         """Return how many elements have changed."""
         return sum(
-            int(unpack_bits(part[part != 0]).sum())
-            for bits in self._bits
-            for part in bits.split(COMPARED_AT_ONCE // 8)
+            int(unpack_bits(part[part != 0]).sum()) for bits in self._bits for part in bits.split(COMPARED_AT_ONCE // 8)
         )
 
     def changes(self, tensors: Mapping[str, torch.Tensor]) -> Changes:
