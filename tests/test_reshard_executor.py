@@ -20,8 +20,8 @@ from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import signature_of
 from hybrid3d.reshard.coverage import check_arrivals, check_coverage, lower_bound
 from hybrid3d.reshard.executor import ExecutionReport, Executor, NamedTensors, run_local_plan
-from hybrid3d.reshard.layout import Fill, Holdings, LocalPieces, Piece, View
-from hybrid3d.reshard.planner import FILES, Plan, RankPlan, Routes, local_plan, make_plan
+from hybrid3d.reshard.layout import FILES, Fill, Holdings, LocalPieces, Piece, View
+from hybrid3d.reshard.planner import Plan, RankPlan, Routes, local_plan, make_plan
 from hybrid3d.reshard.ready import required_optimizer_buckets
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import GlooTransport, Transport, make_transport

@@ -17,8 +17,8 @@ from hybrid3d.reshard import files
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.file_index import CheckpointError, TensorEntry
 from hybrid3d.reshard.files import CheckpointReader
-from hybrid3d.reshard.layout import Demand, Fill, Holdings, Piece, View
-from hybrid3d.reshard.planner import FILES, PlanError, make_plan
+from hybrid3d.reshard.layout import FILES, Demand, Fill, Holdings, Piece, View
+from hybrid3d.reshard.planner import PlanError, make_plan
 from test_reshard_box import Side, box_in, index, random_grid
 from test_reshard_executor import by_element, memories, write_pieces
 

@@ -6,6 +6,7 @@ import functools
 import math
 import operator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -59,6 +60,29 @@ class Box:
                     rest.append(Box((*start[:d], low, *start[d + 1 :]), tuple(size)))
             start[d], stop[d] = hole.start[d], hole.stop[d]
         return rest
+
+    def without(self, other: Box) -> list[Box]:
+        """Return disjoint boxes that cover this box minus another, which may lie anywhere in the tensor."""
+        common = self.intersect(other)
+        return [self] if common is None else self.subtract(common)
+
+    def split_evenly(self, count: int) -> list[Box]:
+        """Split the box into `count` boxes of nearly equal size, along the outermost dim that is long enough.
+
+        If no dim is, the box is split into single indices of its longest dim: fewer boxes than `count`.
+        """
+        count = min(count, max(self.size, default=1))
+        if count <= 1:
+            return [self]
+        dim = next(d for d, n in enumerate(self.size) if n >= count)
+        edges = [self.size[dim] * i // count for i in range(count + 1)]
+        return [
+            Box(
+                (*self.start[:dim], self.start[dim] + low, *self.start[dim + 1 :]),
+                (*self.size[:dim], high - low, *self.size[dim + 1 :]),
+            )
+            for low, high in pairwise(edges)
+        ]
 
     def split(self, limit: int) -> list[Box]:
         """Split the box along its outermost dims into contiguous boxes of at most `limit` elements."""

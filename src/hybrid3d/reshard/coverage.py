@@ -4,40 +4,50 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 
 from hybrid3d.reshard.box import Box, union_numel
-from hybrid3d.reshard.classes import Group, group_ranks, rank_groups
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, pieces_by_name
-from hybrid3d.reshard.planner import FILES, Plan, PlanError, RankPlan, Transfer
-from hybrid3d.reshard.routes import Route, RoutedClass
+from hybrid3d.reshard.classes import Group, Signature, group_ranks, rank_groups
+from hybrid3d.reshard.layout import FILES, ITEMSIZE, Demand, Holdings, Piece, pieces_by_name
+from hybrid3d.reshard.planner import Plan, PlanError, RankPlan, Transfer
+from hybrid3d.reshard.relays import Relay
+from hybrid3d.reshard.routes import Route, RoutedClass, Source
 
 
 def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> None:
     """Check that each wanted element arrives exactly once, where it is wanted, from a rank that holds it.
 
-    Nothing else may move.
+    A rank that hands it on must have received it from such a rank in an earlier bucket. Nothing else may move.
 
     Raises:
         PlanError: with the first violation found.
     """
-    sent = Counter[tuple[int, int, str, Box, str]]()
+    sent = Counter[tuple[int | bool | str | Box, ...]]()
     held = {rank: pieces_by_name(rank_holdings.pieces) for rank, rank_holdings in holdings.items()}
     for rank, rank_plan in plan.items():
         for t in rank_plan.transfers:
             if t.src == rank:
-                _check_end(t, t.source, held.get(rank, {}).get(t.name, []), f"rank {rank} does not hold")
-                sent[t.src, t.dst, t.name, t.box, t.dtype] += 1
+                if not t.relayed:  # `check_arrivals` checks the others
+                    _check_end(t, t.source, held.get(rank, {}).get(t.name, []), f"rank {rank} does not hold")
+                sent[_sent_as(t)] += 1
     for rank in {**plan, **demand}:
         rank_plan = plan.get(rank, RankPlan(rank, ()))
         check_arrivals(rank_plan, demand.get(rank, Demand(())))
-        sent.subtract((t.src, t.dst, t.name, t.box, t.dtype) for t in rank_plan.transfers if t.dst == rank)
-    for (src, dst, name, box, _), count in sent.items():
+        sent.subtract(_sent_as(t) for t in rank_plan.transfers if t.dst == rank)
+    for (src, dst, name, box, *_), count in sent.items():
         if count:
             raise PlanError(f"{name} {box} is {'sent' if count > 0 else 'received'} once too often: {src} to {dst}")
 
 
+def _sent_as(t: Transfer) -> tuple[int | bool | str | Box, ...]:
+    """Return everything about a transfer on which both ends must agree."""
+    return t.src, t.dst, t.name, t.box, t.dtype, t.relayed, t.handed_on
+
+
 def check_arrivals(rank_plan: RankPlan, demand: Demand) -> None:
     """Check that each element that a rank wants arrives exactly once, where it is wanted, and nothing else does.
+
+    Check also that the rank hands on only what it has received in an earlier bucket, from a rank that holds it.
 
     Raises:
         PlanError: with the first violation found.
@@ -60,7 +70,28 @@ def check_arrivals(rank_plan: RankPlan, demand: Demand) -> None:
             raise PlanError(
                 f"rank {rank}, {name}: {num_wanted} elements wanted, {num_arriving} arrive, {union} of them distinct"
             )
+    _check_relays(rank_plan, wanted)
     _check_messages(rank_plan)
+
+
+def _check_relays(rank_plan: RankPlan, wanted: Mapping[str, list[Piece]]) -> None:
+    """Check that what a rank hands on has landed before, in the memory from which it is handed on.
+
+    Raises:
+        PlanError: with the first violation found.
+    """
+    landed: set[tuple[str, Box, str]] = set()
+    for bucket in rank_plan.buckets:
+        for t in bucket.transfers:
+            if t.relayed and t.src == rank_plan.rank:
+                if t.handed_on or t.is_local or (t.name, t.box, t.dtype) not in landed:
+                    raise PlanError(f"rank {t.src} hands on {t.name} {t.box}, which it has not received before")
+                _check_end(t, t.source, wanted.get(t.name, []), f"rank {t.src} has not received")
+        landed |= {
+            (t.name, t.box, t.dtype)
+            for t in bucket.transfers
+            if t.dst == rank_plan.rank and t.handed_on and not t.relayed and not t.is_local
+        }
 
 
 def check_same_tensors(holders: Iterable[Group], readers: Iterable[Group]) -> None:
@@ -105,6 +136,7 @@ def check_routes(routed: Iterable[RoutedClass], holders: Iterable[Group], reader
             wanting[name].append(rank)
     for routed_class in routed:
         name = routed_class.tensors.names[0]
+        _check_shares(name, routed_class)
         for source in routed_class.sources:
             for rank in source.holders:
                 if source.box not in held.get(rank, {}).get(name, ()):
@@ -126,6 +158,32 @@ def check_routes(routed: Iterable[RoutedClass], holders: Iterable[Group], reader
             raise PlanError(f"rank {min(unmatched)} wants {name}, and nothing arrives")
         if max(served.values(), default=1) > 1:
             raise PlanError(f"rank {served.most_common(1)[0][0]} gets {name} more than once")
+
+
+def _check_shares(name: str, routed_class: RoutedClass) -> None:
+    """Check that ranks hand on, within their node, exactly what they receive from a rank that holds it.
+
+    Raises:
+        PlanError: with the first violation found.
+    """
+    relays = [
+        (route, part, part.source)
+        for route in routed_class.routes
+        for parts in route.parts.values()
+        for part in parts
+        if isinstance(part.source, Relay)
+    ]
+    route_of = {rank: route for route in routed_class.routes for rank in route.readers} if relays else {}
+    for route, part, relay in relays:
+        received = replace(part, source=None, handed_on=True)
+        for rank in route.readers:
+            sender = relay.sender(rank, 0)
+            together = sender // relay.ranks_per_node == rank // relay.ranks_per_node
+            parts = route_of[sender].parts.get(part.held, ()) if sender in route_of and sender != rank else ()
+            if not together or not any(
+                isinstance(p.source, Source) and replace(p, source=None, held=part.held) == received for p in parts
+            ):
+                raise PlanError(f"rank {sender} does not receive {name} {part.box}, which it would hand on to {rank}")
 
 
 def _sort_key(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -201,6 +259,69 @@ def lower_bound(
                     wanted_bytes[name] - _missing_bytes(wanted[name], boxes) * count[name] for name, boxes in held_boxes
                 )
     return bound
+
+
+def network_lower_bound(
+    holders: Iterable[Group],
+    readers: Iterable[Group],
+    ranks_per_node: int,
+    multiplicity: Mapping[str, int] | None = None,
+) -> dict[int, int]:
+    """Return the fewest bytes that must reach each node from other nodes, by node.
+
+    They are the union of what the node's ranks want minus the union of what they hold, by wanted dtype.
+
+    Args:
+        multiplicity: the number of tensors that each name represents; 1 by default.
+    """
+    held, wanted = _signatures_by_node(holders, ranks_per_node), _signatures_by_node(readers, ranks_per_node)
+    counted: dict[tuple[frozenset[int], frozenset[int]], int] = {}  # nodes of equal ranks need the same
+    bound = {}
+    for node, wanting in wanted.items():
+        holding = held.get(node, {})
+        kind = frozenset(wanting), frozenset(holding)
+        if kind not in counted:
+            counted[kind] = _missing_on_node(wanting.values(), holding.values(), multiplicity)
+        bound[node] = counted[kind]
+    return bound
+
+
+def _signatures_by_node(groups: Iterable[Group], ranks_per_node: int) -> dict[int, dict[int, Signature]]:
+    """Return the signatures of each node's ranks, by their id; the files of a checkpoint are no rank here."""
+    found: dict[int, dict[int, Signature]] = defaultdict(dict)
+    for ranks, signature in groups:
+        for rank in ranks:
+            if rank != FILES:
+                found[rank // ranks_per_node][id(signature)] = signature
+    return found
+
+
+def _missing_on_node(
+    wanting: Iterable[Signature], holding: Iterable[Signature], multiplicity: Mapping[str, int] | None
+) -> int:
+    """Return the bytes of the union of what these ranks want minus the union of what these hold."""
+    wanted: dict[str, dict[str, set[Box]]] = defaultdict(lambda: defaultdict(set))
+    for signature in wanting:
+        for boxes, names in signature.items():
+            for name in names:
+                for box, dtype in boxes:
+                    wanted[name][dtype].add(box)
+    held: dict[str, set[Box]] = defaultdict(set)
+    for signature in holding:
+        for boxes, names in signature.items():
+            for name in names:
+                held[name] |= {box for box, _ in boxes}
+    return sum(
+        union_numel(_sorted(boxes), _sorted(held.get(name, ())))
+        * ITEMSIZE[dtype]
+        * (multiplicity[name] if multiplicity else 1)
+        for name, by_dtype in wanted.items()
+        for dtype, boxes in by_dtype.items()
+    )
+
+
+def _sorted(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    return tuple(sorted(boxes, key=_sort_key))
 
 
 def _missing_bytes(wanted: Iterable[Piece], held: tuple[Box, ...]) -> int:

@@ -111,6 +111,7 @@ class DeltaExecutor(Executor):
         sparse: as for `delta_plan`; of these tensors every holder knows the changed elements.
     """
 
+    _step_type = _DeltaStep
     _steps: list[_DeltaStep]  # type: ignore[assignment]
 
     def __init__(
@@ -139,9 +140,6 @@ class DeltaExecutor(Executor):
         done = self.finish()
         self._changes = {}
         return DeltaReport(done.received_bytes, done.staging_bytes, done.corrupted, done.seconds, bound)
-
-    def _new_step(self, layer: int | None, opens: bool, closes: bool) -> _DeltaStep:
-        return _DeltaStep(layer, opens, closes)
 
     def _bind_message(self, step: Step, m: Message, staging: DeviceBuffer, at: int) -> None:
         assert isinstance(step, _DeltaStep)

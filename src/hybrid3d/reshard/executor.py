@@ -111,8 +111,15 @@ class BatchedCopies:
 
 @dataclass
 class Step:
-    """The operations of one bucket on this rank: packing, sends, receives, unpacking and local copies."""
+    """The operations of one bucket on this rank: packing, sends, receives, unpacking and local copies.
 
+    Attributes:
+        index: of the bucket among those of this rank.
+        awaits: the index of the last bucket that must be finished before this one starts; -1 for none.
+    """
+
+    index: int
+    awaits: int
     layer: int | None
     opens: bool
     closes: bool
@@ -128,7 +135,14 @@ class Executor:
 
     Every rank of the plan calls `run` together, or `begin`, `start_ready_buckets` and `finish`. Bucket k+1 is packed
     and posted before the executor waits for bucket k, so two are in flight, and local copies run in the meantime.
+
+    A bucket that hands on what the rank has received starts once the buckets that bring it are finished, which are
+    earlier ones in the plan. A layer is finalized after the last bucket that writes it or hands on parts of it. This
+    cannot deadlock: a rank starts a bucket after waiting for earlier ones only, and a bucket is finished once all of
+    its ranks have started it; so by induction over the buckets of the plan all ranks start and finish each of them.
     """
+
+    _step_type: type[Step] = Step
 
     def __init__(
         self, plan: RankPlan, source: Source, sink: Sink, transport: Transport, device: torch.device | str = "cpu"
@@ -140,18 +154,20 @@ class Executor:
         self._sink = sink
         self._transport = transport
         self._staging = [DeviceBuffer(nbytes, device) for nbytes in plan.staging_bytes]
-        writing = [any(t.dst == plan.rank for t in bucket.transfers) for bucket in plan.buckets]
-        opening = {bucket.layer: i for i, bucket in reversed(list(enumerate(plan.buckets))) if writing[i]}
-        closing = {bucket.layer: i for i, bucket in enumerate(plan.buckets) if writing[i]}
-        self._steps = [
-            self._bind(bucket, self._staging[i % 2], opening.get(bucket.layer) == i, closing.get(bucket.layer) == i)
-            for i, bucket in enumerate(plan.buckets)
-        ]
+        using = [any(t.dst == plan.rank or t.relayed for t in bucket.transfers) for bucket in plan.buckets]
+        opening = {bucket.layer: i for i, bucket in reversed(list(enumerate(plan.buckets))) if using[i]}
+        closing = {bucket.layer: i for i, bucket in enumerate(plan.buckets) if using[i]}
+        self._steps = []
+        for i, bucket in enumerate(plan.buckets):
+            opens, closes = opening.get(bucket.layer) == i, closing.get(bucket.layer) == i
+            step = self._step_type(i, plan.awaited[i], bucket.layer, opens, closes)
+            self._bind(step, bucket, self._staging[i % 2])
+            self._steps.append(step)
         self._release_staging()
         self._in_flight: deque[tuple[Step, Pending]] = deque()
 
-    def _bind(self, bucket: Bucket, staging: DeviceBuffer, opens: bool, closes: bool) -> Step:
-        step, at = self._new_step(bucket.layer, opens, closes), 0
+    def _bind(self, step: Step, bucket: Bucket, staging: DeviceBuffer) -> None:
+        at = 0
         # widest dtype first, so that every message is aligned without padding
         for m in sorted(bucket.messages, key=lambda m: -ITEMSIZE[m.dtype]):
             self._bind_message(step, m, staging, at)
@@ -159,10 +175,6 @@ class Executor:
         for t in bucket.transfers:
             if t.is_local:
                 self._bind_local(step, t)
-        return step
-
-    def _new_step(self, layer: int | None, opens: bool, closes: bool) -> Step:
-        return Step(layer, opens, closes)
 
     def _bind_message(self, step: Step, m: Message, staging: DeviceBuffer, at: int) -> None:
         """Add a send or a receive, and the copies that pack or unpack it in staging memory from byte `at` on."""
@@ -191,7 +203,7 @@ class Executor:
 
     def _read(self, transfer: Transfer) -> torch.Tensor:
         assert transfer.source is not None, "every rank knows where its own pieces lie"
-        return self._source.read(transfer.source)
+        return self._sink.write(transfer.source) if transfer.relayed else self._source.read(transfer.source)
 
     def _write(self, transfer: Transfer) -> torch.Tensor:
         assert transfer.target is not None, "every rank knows where its own pieces lie"
@@ -236,16 +248,19 @@ class Executor:
         """Start the first `num_ready` buckets of this rank that are not started yet; up to two stay in flight.
 
         Their weights are sent as they are now. Every rank of the plan must start the same buckets without waiting for
-        what this rank does next. With a transport that blocks the host, at most two buckets are started.
+        what this rank does next. With a transport that blocks the host, at most two buckets are started, and none that
+        hands on what is still in flight.
         """
         self._start_buckets(num_ready, self._transport.blocks_host)
 
     def _start_buckets(self, num_ready: int, never_wait: bool) -> None:
         self._timer.resume()
-        while self._next < num_ready and not (never_wait and len(self._in_flight) == 2):
-            if len(self._in_flight) == 2:
-                self._finish(*self._in_flight.popleft())
+        while self._next < num_ready:
             step = self._steps[self._next]
+            while len(self._in_flight) == 2 or (self._in_flight and self._in_flight[0][0].index <= step.awaits):
+                if never_wait:
+                    return
+                self._finish(*self._in_flight.popleft())
             self._in_flight.append((step, self._start(step)))
             self._next += 1
 

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.executor import NamedTensors, run_local_plan
 from hybrid3d.reshard.file_index import FILE_DTYPES, INDEX_FILE, SCALE_SUFFIX, SINGLE_FILE, TensorEntry, read_index
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape, View, contiguous_stride
-from hybrid3d.reshard.planner import FILES, local_plan
+from hybrid3d.reshard.layout import FILES, ITEMSIZE, Demand, Holdings, Piece, Shape, View, contiguous_stride
+from hybrid3d.reshard.planner import local_plan
 
 
 def file_pieces(entries: Mapping[str, TensorEntry]) -> tuple[Piece, ...]:

@@ -12,6 +12,9 @@ from hybrid3d.reshard.box import Box
 
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
+FILES = -1
+"""The files of a checkpoint, as a rank of a plan."""
+
 Shape = tuple[int, ...]
 
 

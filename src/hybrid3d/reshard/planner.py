@@ -14,19 +14,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
 from hybrid3d.errors import UserMistake
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Group, classify_tensors, rank_groups
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, LocalPieces, Piece
+from hybrid3d.reshard.layout import FILES, ITEMSIZE, Demand, Holdings, LocalPieces, Piece
 from hybrid3d.reshard.order import Order
-from hybrid3d.reshard.routes import Part, Route, RoutedClass, route_classes
+from hybrid3d.reshard.relays import Relay
+from hybrid3d.reshard.routes import Part, Route, RoutedClass, has_relays, route_classes, split_parts
 from hybrid3d.reshard.stamp import layer_of
-
-FILES = -1
 
 # A box of at least this size is a message of its own: where it is contiguous, it is sent or received without staging.
 DIRECT_BYTES = 256 * 1024
@@ -50,6 +48,8 @@ class Transfer:
         dtype: the dtype of the transferred data, which is the wanted one.
         source: the piece that is read at the sender; None if its memory location is not known on this rank.
         target: the piece that is written at the receiver; None if its memory location is not known on this rank.
+        relayed: the sender hands on what it has received itself: `source` is where that has landed.
+        handed_on: the receiver hands the box on, by relayed transfers of exactly this box.
     """
 
     src: int
@@ -59,6 +59,8 @@ class Transfer:
     dtype: str
     source: Piece | None
     target: Piece | None
+    relayed: bool = False
+    handed_on: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +135,20 @@ class RankPlan:
         return list(dict.fromkeys(b.layer for b in self.buckets if any(t.dst == self.rank for t in b.transfers)))
 
     @cached_property
+    def awaited(self) -> tuple[int, ...]:
+        """By bucket, the index of the last earlier bucket that brings what the bucket hands on; -1 without relays."""
+        landed = {
+            (t.name, t.box): index
+            for index, bucket in enumerate(self.buckets)
+            for t in bucket.transfers
+            if t.handed_on and t.dst == self.rank
+        }
+        return tuple(
+            max((landed[t.name, t.box] for t in b.transfers if t.relayed and t.src == self.rank), default=-1)
+            for b in self.buckets
+        )
+
+    @cached_property
     def received_bytes(self) -> int:
         return sum(t.nbytes for t in self.transfers if t.dst == self.rank and not t.is_local)
 
@@ -163,23 +179,31 @@ class Routes:
         readers: what each group of ranks wants; pieces of one rank must not overlap.
         bucket_bytes: the bound on the bytes that one rank sends plus receives within one bucket.
         ranks_per_node: the number of consecutive ranks that share a node.
+        relays: receive what several ranks of a node want and none holds only once over the network; see `relays.py`.
 
     Raises:
         PlanError: a rank wants elements that no rank holds.
     """
 
     def __init__(
-        self, holders: Sequence[Group], readers: Sequence[Group], bucket_bytes: int, ranks_per_node: int = 1 << 30
+        self,
+        holders: Sequence[Group],
+        readers: Sequence[Group],
+        bucket_bytes: int,
+        ranks_per_node: int = 1 << 30,
+        relays: bool = False,
     ):
         classes = classify_tensors([signature for _, signature in holders], [signature for _, signature in readers])
         routed = route_classes(
-            classes, [ranks for ranks, _ in holders], [ranks for ranks, _ in readers], ranks_per_node
+            classes, [ranks for ranks, _ in holders], [ranks for ranks, _ in readers], ranks_per_node, relays
         )
         self.bucket_bytes = bucket_bytes
         self.routed_classes = tuple(routed)
         _check_all_held(self.routed_classes)
         names = (name for tensor_class in classes for name in tensor_class.names)
-        self._order = Order(names, [rank for ranks, _ in readers for rank in ranks], _stages(holders))
+        reading = [rank for ranks, _ in readers for rank in ranks]
+        together = ranks_per_node if has_relays(self.routed_classes) else None
+        self._order = Order(names, reading, _stages(holders), together)
 
     def rank_transfers(self, rank: int, pieces: LocalPieces) -> list[tuple[int, Transfer]]:
         """Return the transfers that a rank sends, receives or copies, as (key, transfer) in the order of their keys."""
@@ -196,21 +220,23 @@ class Routes:
     ) -> Iterator[tuple[int, Transfer]]:
         """Yield (key, transfer) for the transfers of one route in which a rank takes part."""
         reads = rank in route.readers
-        sending = {p.source for parts in route.parts.values() for p in parts if p.source and rank in p.source.holders}
+        sources = {p.source for parts in route.parts.values() for p in parts if p.source}
+        sending = [source for source in sources if source.may_send(rank)]
         if not reads and not sending:
             return
-        numbered = list(enumerate(_split_parts(route, self.bucket_bytes)))
+        numbered = list(enumerate(split_parts(route, self.bucket_bytes)))
         for tensor, name in enumerate(routed_class.tensors.names):
             if reads:
                 for i, (wanted, part, box) in numbered:
                     src = part.source.sender(rank, tensor) if part.source else rank
-                    yield self._order.key(name, rank, i), _transfer(src, rank, name, wanted, part, box, pieces)
+                    key = self._order.key(name, rank, i, isinstance(part.source, Relay))
+                    yield key, _transfer(src, rank, name, wanted, part, box, pieces)
             for source in sending:
                 served = [reader for reader in route.readers if source.sender(reader, tensor) == rank]
                 for i, (wanted, part, box) in numbered if served else ():
-                    if part.source is source:
+                    if part.source == source:
                         for reader in served:
-                            key = self._order.key(name, reader, i)
+                            key = self._order.key(name, reader, i, isinstance(source, Relay))
                             yield key, _transfer(rank, reader, name, wanted, part, box, pieces)
 
     def plan(
@@ -237,7 +263,7 @@ class Routes:
     ) -> list[int]:
         """Return the keys at which buckets end.
 
-        A bucket ends with each round of the order, and before any rank would send plus receive more than
+        A bucket ends with each phase of the order, and before any rank would send plus receive more than
         `bucket_bytes`.
 
         Args:
@@ -247,8 +273,8 @@ class Routes:
         loads = [_CumulativeBytes(rank_transfers) for rank_transfers in local_transfers]
         boundaries, start = [], 0
         while start < self._order.end:
-            round_end = (start // self._order.round + 1) * self._order.round
-            end = all_reduce_min(min([round_end, *(load.end_of_bucket(start, self.bucket_bytes) for load in loads)]))
+            phase_end = (start // self._order.phase + 1) * self._order.phase
+            end = all_reduce_min(min([phase_end, *(load.end_of_bucket(start, self.bucket_bytes) for load in loads)]))
             assert end > start, "a transfer is larger than a bucket"
             boundaries.append(end)
             start = end
@@ -275,13 +301,14 @@ def make_plan(
     demand: Mapping[int, Demand],
     bucket_bytes: int,
     ranks_per_node: int = 1 << 30,
+    relays: bool = False,
 ) -> Plan:
     """Return the plans of all ranks, in which every wanted element has exactly one source; arguments as in `Routes`.
 
     Raises:
         PlanError: a rank wants elements that no rank holds.
     """
-    routes = Routes(rank_groups(holdings), rank_groups(demand), bucket_bytes, ranks_per_node)
+    routes = Routes(rank_groups(holdings), rank_groups(demand), bucket_bytes, ranks_per_node, relays)
     pieces = LocalPieces(holdings, demand)
     transfers_by_rank = {rank: routes.rank_transfers(rank, pieces) for rank in sorted({*holdings, *demand})}
     boundaries = routes.bucket_boundaries(transfers_by_rank.values())
@@ -309,35 +336,10 @@ def _stages(holders: Sequence[Group]) -> dict[int | None, int]:
 
 
 def _transfer(src: int, dst: int, name: str, wanted: Box, part: Part, box: Box, pieces: LocalPieces) -> Transfer:
-    source, target = pieces.source(src, name, part.held, box), pieces.target(dst, name, wanted, box)
-    return Transfer(src, dst, name, box, part.dtype, source, target)
-
-
-class _SplitPart(NamedTuple):
-    """The part of a wanted box from one source, or a box within it if the part is larger than a bucket."""
-
-    wanted: Box
-    part: Part
-    box: Box
-
-
-def _split_parts(route: Route, limit: int) -> Iterator[_SplitPart]:
-    """Yield the parts of a route; a part that is sent to another rank is split into boxes of at most `limit` bytes.
-
-    Raises:
-        ValueError: an element has more than `limit` bytes.
-    """
-    for wanted, parts in route.parts.items():
-        for part in parts:
-            local = part.source is None or FILES in (*part.source.holders, *route.readers)
-            if local or part.nbytes <= limit:
-                yield _SplitPart(wanted, part, part.box)
-                continue
-            itemsize = ITEMSIZE[part.dtype]
-            if limit < itemsize:
-                raise ValueError(f"a bucket of {limit} bytes holds no element of {itemsize} bytes: make it larger")
-            for box in part.box.split(limit // itemsize):
-                yield _SplitPart(wanted, part, box)
+    relayed = isinstance(part.source, Relay)
+    source = pieces.target(src, name, part.held, box) if relayed else pieces.source(src, name, part.held, box)
+    target = pieces.target(dst, name, wanted, box)
+    return Transfer(src, dst, name, box, part.dtype, source, target, relayed, part.handed_on)
 
 
 def group_messages(

@@ -26,7 +26,7 @@ class Sink(Protocol):
     def write(self, piece: Piece) -> torch.Tensor:
         """Return a view, shaped as the piece's box, that may be written while the piece's layer is open.
 
-        The view stays valid from run to run.
+        What was written may also be read until the layer is closed. The view stays valid from run to run.
         """
         ...
 

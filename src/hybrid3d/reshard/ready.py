@@ -38,7 +38,8 @@ def required_optimizer_buckets(
     """
     required = [-1] * num_buckets
     for bucket in plan.buckets:
-        sent = (optimizer_buckets.get(t.name, -1) for t in bucket.transfers if t.src == plan.rank)
+        # what is handed on arrives in an earlier bucket, and needs no more than that one does
+        sent = (optimizer_buckets.get(t.name, -1) for t in bucket.transfers if t.src == plan.rank and not t.relayed)
         required[bucket.number] = max((shared or {}).get(bucket.layer, -1), *sent, -1)
     on_all_ranks = list(accumulate(all_reduce_max(required), max))
     return [on_all_ranks[bucket.number] for bucket in plan.buckets]

@@ -2,19 +2,24 @@
 
 A wanted box is divided into parts by source: first the reader itself, then ranks of its node, then all other ranks.
 Replicas that are equally near take turns, starting with the rank that has sent the fewest bytes.
+
+With relays, what several ranks of a node want and no rank of it holds is received over the network only once: each of
+them receives an equal share of it, and hands that on to the others (`relays.py`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import TensorClass
-from hybrid3d.reshard.layout import ITEMSIZE
+from hybrid3d.reshard.classes import Boxes, TensorClass
+from hybrid3d.reshard.layout import FILES, ITEMSIZE
+from hybrid3d.reshard.relays import Relay, Share, share_out
 
 Ranks = Sequence[int]
 
@@ -31,6 +36,10 @@ class Source:
     box: Box
     holders: tuple[int, ...]
     readers: dict[int, int] = field(default_factory=dict)
+
+    def may_send(self, rank: int) -> bool:
+        """Return whether a rank sends some of the class's tensors to some readers."""
+        return rank in self.holders
 
     def sender(self, reader: int, tensor: int) -> int:
         """Return the rank that sends the class's tensor of this index to this reader."""
@@ -61,14 +70,16 @@ class Part:
 
     Attributes:
         dtype: the wanted dtype.
-        held: the box of the source that contains the part.
+        held: the box of the source that contains the part; of a relay, the box that it wants itself.
         source: None if the reader holds the part itself.
+        handed_on: the reader hands the part on to other ranks of its node.
     """
 
     box: Box
     dtype: str
     held: Box
-    source: Source | None
+    source: Source | Relay | None
+    handed_on: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +89,8 @@ class Part:
 @dataclass(frozen=True)
 class Route:
     """The parts of the tensors of a class for readers with the same demand, holdings and holders on their node.
+
+    With relays, the readers also have the same place among the ranks of their node that want the same.
 
     Attributes:
         parts: the parts of each wanted box.
@@ -94,7 +107,7 @@ class RoutedClass:
     """A class of tensors with its routes.
 
     Attributes:
-        sources: all sources of the routes, except the readers themselves.
+        sources: the holders of all routes, except the readers themselves.
     """
 
     tensors: TensorClass
@@ -103,7 +116,11 @@ class RoutedClass:
 
 
 def route_classes(
-    classes: Sequence[TensorClass], holders: Sequence[Ranks], readers: Sequence[Ranks], ranks_per_node: int
+    classes: Sequence[TensorClass],
+    holders: Sequence[Ranks],
+    readers: Sequence[Ranks],
+    ranks_per_node: int,
+    relays: bool = False,
 ) -> Iterator[RoutedClass]:
     """Yield each class with its routes; the bytes that a rank sends of earlier classes affect its turns.
 
@@ -111,10 +128,11 @@ def route_classes(
         holders: the ranks of each group of holders, by the group's index.
         readers: the ranks of each group of readers, by the group's index.
         ranks_per_node: the number of consecutive ranks that share a node.
+        relays: receive what several ranks of a node want and none holds only once over the network.
     """
     sent: dict[int, int] = defaultdict(int)
-    for tensors in classes:
-        routed_class = _Router(tensors, holders, ranks_per_node).route(readers)
+    for turn, tensors in enumerate(classes):
+        routed_class = _Router(tensors, holders, ranks_per_node, turn if relays else None).route(readers)
         for source in sorted(routed_class.sources, key=lambda s: (s.box.start, s.box.size, min(s.readers))):
             source.fix_order(sent)
             senders, _, nbytes = source.traffic(tensors.count)
@@ -123,12 +141,35 @@ def route_classes(
         yield routed_class
 
 
-class _Router:
-    """Computes the routes of one class of tensors."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What the readers of one route have in common.
 
-    def __init__(self, tensors: TensorClass, holders: Sequence[Ranks], ranks_per_node: int):
+    Attributes:
+        wanted: the boxes that they want.
+        holder_group: their group among the holders; None if they hold none of the class's tensors.
+        node: their node; None if no rank of it holds any of the class's tensors.
+        shares: by wanted box, what they receive from other nodes and from whom; empty where no other rank of the node
+            wants any of it.
+    """
+
+    wanted: Boxes
+    holder_group: int | None
+    node: int | None
+    shares: Mapping[Box, Sequence[Share]]
+
+
+class _Router:
+    """Computes the routes of one class of tensors.
+
+    Args:
+        turn: without relays None; with them a number, which decides whose turn it is to receive what cannot be split.
+    """
+
+    def __init__(self, tensors: TensorClass, holders: Sequence[Ranks], ranks_per_node: int, turn: int | None):
         self._tensors = tensors
         self._ranks_per_node = ranks_per_node
+        self._turn = turn
         self._group_of_holder: dict[int, int] = {}
         self._holders: dict[Box, list[int]] = defaultdict(list)
         self._holders_on_node: dict[int, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -142,64 +183,101 @@ class _Router:
 
     def route(self, readers: Sequence[Ranks]) -> RoutedClass:
         """Return the class with one route for each set of readers with the same demand, holdings and node."""
-        routes = []
-        for group in self._tensors.wanted:
-            ranks_by_place: dict[tuple[int | None, int | None], list[int]] = defaultdict(list)
+        shares = {} if self._turn is None else self._shares(readers, self._turn)
+        places: dict[tuple[int | None, ...], tuple[_Place, list[int]]] = {}
+        for group, wanted in self._tensors.wanted.items():
             for rank in readers[group]:
-                rank_node = rank // self._ranks_per_node
-                place = self._group_of_holder.get(rank), rank_node if rank_node in self._holders_on_node else None
-                ranks_by_place[place].append(rank)
-            for (holder_group, node), ranks in ranks_by_place.items():
-                routes.append(self._route(group, holder_group, node, ranks))
-        return RoutedClass(self._tensors, tuple(routes), tuple(self._sources.values()))
+                node, holder_group = rank // self._ranks_per_node, self._group_of_holder.get(rank)
+                node_with_holders = node if node in self._holders_on_node else None
+                of_rank = shares.get(rank, {})
+                key = group, holder_group, node_with_holders, id(of_rank) if of_rank else None
+                if key not in places:
+                    places[key] = _Place(wanted, holder_group, node_with_holders, of_rank), []
+                places[key][1].append(rank)
+        routes = tuple(self._route(place, ranks) for place, ranks in places.values())
+        return RoutedClass(self._tensors, routes, tuple(self._sources.values()))
 
-    def _route(self, group: int, holder_group: int | None, node: int | None, ranks: list[int]) -> Route:
-        """Return the route of ranks with one demand, and add them to the readers of its sources.
+    def _shares(self, readers: Sequence[Ranks], turn: int) -> dict[int, dict[Box, list[Share]]]:
+        """Return, for each rank that wants the same far elements as another of its node, whence it receives them.
 
-        Args:
-            group: the ranks' group among the readers.
-            holder_group: the ranks' group among the holders; None if they hold none of the class's tensors.
-            node: the ranks' node; None if no rank of it holds any of the class's tensors.
+        Nodes whose ranks want and hold the same share one object for each position.
         """
+        wanting: dict[int, list[tuple[int, Boxes]]] = defaultdict(list)
+        for group, wanted in self._tensors.wanted.items():
+            for rank in readers[group]:
+                wanting[rank // self._ranks_per_node].append((rank % self._ranks_per_node, wanted))
+        found: dict[int, dict[Box, list[Share]]] = {}
+        of_kind: dict[object, dict[int, dict[Box, list[Share]]]] = {}
+        number: dict[int, int] = {}  # Boxes are slow to hash: compare each object once
+        numbers: dict[Boxes, int] = {}
+        for wanted in self._tensors.wanted.values():
+            number[id(wanted)] = numbers.setdefault(wanted, len(numbers))
+        for node, members in wanting.items():
+            if len(members) == 1:
+                continue
+            members.sort(key=lambda member: member[0])
+            kind = (
+                tuple((position, number[id(wanted)]) for position, wanted in members),
+                node if node in self._holders_on_node else None,
+            )
+            if kind not in of_kind:
+                of_kind[kind] = share_out(
+                    [
+                        (position, box, dtype, self._far(box, node))
+                        for position, wanted in members
+                        for box, dtype in wanted
+                    ],
+                    self._ranks_per_node,
+                    turn,
+                )
+            for position, of_position in of_kind[kind].items():
+                found[node * self._ranks_per_node + position] = of_position
+        return found
+
+    def _far(self, wanted: Box, node: int) -> list[Box]:
+        """Return disjoint boxes that cover what no rank of a node holds of a wanted box; no other rank matters."""
+        rest = [wanted] if wanted.numel else []
+        held: Mapping[Box, list[int]] = self._holders_on_node.get(node, {})
+        for other in _in_order(held, wanted):
+            rest = [part for box in rest for part in box.without(other)]
+        return rest
+
+    def _route(self, place: _Place, ranks: list[int]) -> Route:
+        """Return the route of the readers of a place, and add them to the readers of its sources."""
         parts: dict[Box, tuple[Part, ...]] = {}
         missing: list[Box] = []
-        for box, dtype in self._tensors.wanted[group]:
-            parts[box], rest = self._parts(box, dtype, holder_group, node)
+        for box, dtype in place.wanted:
+            parts[box], rest = self._parts(box, dtype, place)
             missing += rest
         for part in (part for parts_of_box in parts.values() for part in parts_of_box):
-            if part.source is not None:
+            if isinstance(part.source, Source):
                 for rank in ranks:
                     part.source.readers[rank] = part.source.readers.get(rank, 0) + part.nbytes
         return Route(tuple(ranks), parts, tuple(missing))
 
-    def _parts(
-        self, wanted: Box, dtype: str, holder_group: int | None, node: int | None
-    ) -> tuple[tuple[Part, ...], list[Box]]:
+    def _parts(self, wanted: Box, dtype: str, place: _Place) -> tuple[tuple[Part, ...], list[Box]]:
         """Return the parts of a wanted box, and the boxes in it that no rank holds."""
-        rest, parts = [wanted] if wanted.numel else [], []
-        for held, place in self._nearest_first(wanted, holder_group, node):
-            for box in list(rest):
-                common = box.intersect(held)
-                if common is not None:
-                    rest.remove(box)
-                    rest += box.subtract(common)
-                    parts.append(Part(common, dtype, held, None if place is None else self._source(held, *place)))
-            if not rest:
-                break
+        parts: list[Part] = []
+        rest = [wanted] if wanted.numel else []
+        if place.holder_group is not None:
+            found, rest = _cut(rest, self._tensors.held[place.holder_group])
+            parts += [Part(box, dtype, held, None) for box, held in found]
+        if place.node is not None:
+            found, rest = _cut(rest, self._holders_on_node[place.node])
+            parts += [Part(box, dtype, held, self._source(held, place.node)) for box, held in found]
+        shares = place.shares.get(wanted)
+        if shares is None:
+            found, rest = _cut(rest, self._holders)
+            parts += [Part(box, dtype, held, self._source(held, None)) for box, held in found]
+        else:
+            rest = []
+            for share in shares:
+                found, missing = _cut([share.box], self._holders)
+                rest += missing
+                for box, held in found:
+                    source = share.relay or self._source(held, None)
+                    parts.append(Part(box, dtype, source.box, source, share.handed_on))
         return tuple(sorted(parts, key=lambda part: part.box.start)), rest
-
-    def _nearest_first(
-        self, wanted: Box, holder_group: int | None, node: int | None
-    ) -> Iterator[tuple[Box, tuple[int | None] | None]]:
-        """Yield the held boxes that overlap a wanted box, each with the place where it is held.
-
-        The place is None for the reader itself, then `(node,)` for its node, and then `(None,)` for any rank.
-        """
-        local = self._tensors.held[holder_group] if holder_group is not None else ()
-        on_node = self._holders_on_node[node] if node is not None else {}
-        for boxes, place in ((local, None), (on_node, (node,)), (self._holders, (None,))):
-            for box in sorted((b for b in boxes if b.overlaps(wanted)), key=lambda b: (b.start, b.size)):
-                yield box, place
 
     def _source(self, held: Box, node: int | None) -> Source:
         """Return the source of a held box on a node, or on all nodes if `node` is None; it is created only once."""
@@ -208,3 +286,70 @@ class _Router:
             ranks = self._holders[held] if node is None else self._holders_on_node[node][held]
             self._sources[key] = Source(held, tuple(ranks))
         return self._sources[key]
+
+
+def _in_order(held: Iterable[Box], wanted: Box) -> list[Box]:
+    """Return the held boxes that overlap a wanted box, in the same order on every rank."""
+    return sorted((box for box in held if box.overlaps(wanted)), key=lambda box: (box.start, box.size))
+
+
+def _cut(boxes: Iterable[Box], held: Iterable[Box]) -> tuple[list[tuple[Box, Box]], list[Box]]:
+    """Cut disjoint boxes along held boxes.
+
+    Returns:
+        The parts that are held, each with the held box that contains it, and the rest.
+    """
+    found: list[tuple[Box, Box]] = []
+    rest: list[Box] = []
+    for box in boxes:
+        left = [box]
+        for other in _in_order(held, box):
+            for part in list(left):
+                common = part.intersect(other)
+                if common is not None:
+                    left.remove(part)
+                    left += part.subtract(common)
+                    found.append((common, other))
+            if not left:
+                break
+        rest += left
+    return found, rest
+
+
+class SplitPart(NamedTuple):
+    """The part of a wanted box from one source, or a box within it if the part is larger than a bucket."""
+
+    wanted: Box
+    part: Part
+    box: Box
+
+
+def split_parts(route: Route, limit: int) -> Iterator[SplitPart]:
+    """Yield the parts of a route; a part that is sent to another rank is split into boxes of at most `limit` bytes.
+
+    Raises:
+        ValueError: an element has more than `limit` bytes.
+    """
+    for wanted, parts in route.parts.items():
+        for part in parts:
+            of_files = isinstance(part.source, Source) and FILES in part.source.holders
+            local = part.source is None or of_files or FILES in route.readers
+            if local or part.nbytes <= limit:
+                yield SplitPart(wanted, part, part.box)
+                continue
+            itemsize = ITEMSIZE[part.dtype]
+            if limit < itemsize:
+                raise ValueError(f"a bucket of {limit} bytes holds no element of {itemsize} bytes: make it larger")
+            for box in part.box.split(limit // itemsize):
+                yield SplitPart(wanted, part, box)
+
+
+def has_relays(routed_classes: Iterable[RoutedClass]) -> bool:
+    """Return whether any part is handed on within a node."""
+    return any(
+        part.handed_on
+        for routed_class in routed_classes
+        for route in routed_class.routes
+        for parts in route.parts.values()
+        for part in parts
+    )

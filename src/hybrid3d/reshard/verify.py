@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import torch
 
+from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.checksum import checksum
 from hybrid3d.reshard.layout import Piece
 from hybrid3d.reshard.planner import CHECKSUM_TAG, RankPlan, Transfer
@@ -16,25 +17,31 @@ from hybrid3d.reshard.transport import Transport, as_bytes
 class TransferChecksums:
     """Compares the checksum of each box in the sender's memory with that in the receiver's.
 
-    Both are taken on the engines' own tensors, in the wanted dtype.
+    Both are taken on the engines' own tensors, in the wanted dtype. A rank that hands on a box compares it with what
+    its sender has, and sends the checksum of what has landed here.
     """
 
     def __init__(self, plan: RankPlan, source: Source, sink: Sink, transport: Transport, device: torch.device | str):
         self._transport = transport
         self._device = torch.device(device)
         self._boxes: dict[tuple[Piece, str], torch.Tensor] = {}
-        self._to_send: dict[int, list[tuple[Piece, str]]] = defaultdict(list)
+        self._to_send: dict[int, list[tuple[Piece, str] | int]] = defaultdict(list)  # of `_boxes`, or a transfer's id
         self._to_receive: dict[int, list[Transfer]] = defaultdict(list)
         self._targets: dict[int | None, list[tuple[Transfer, torch.Tensor]]] = defaultdict(list)
         self._received_sums: dict[int, torch.Tensor] = {}  # by the transfer's id
+        landed: dict[tuple[str, Box], int] = {}
         for bucket in plan.buckets:
             for t in bucket.transfers:
-                if t.src == plan.rank and t.source is not None:
+                if t.src == plan.rank and t.relayed:
+                    self._to_send[t.dst].append(landed[t.name, t.box])
+                elif t.src == plan.rank and t.source is not None:
                     self._boxes[t.source, t.dtype] = source.read(t.source)
                     self._to_send[t.dst].append((t.source, t.dtype))
                 if t.dst == plan.rank and t.target is not None:
                     self._targets[bucket.layer].append((t, sink.write(t.target)))
                     self._to_receive[t.src].append(t)
+                    if t.handed_on:
+                        landed[t.name, t.box] = id(t)
         self._rank = plan.rank
 
     def record_layer(self, layer: int | None) -> None:
@@ -49,7 +56,9 @@ class TransferChecksums:
 
     def compare(self) -> list[str]:
         """Return the tensors whose checksums differ between sender and receiver. Every rank of the plan calls this."""
-        sums = {key: checksum(box.to(getattr(torch, key[1]))) for key, box in self._boxes.items()}
+        sums: dict[tuple[Piece, str] | int, torch.Tensor] = {}
+        sums.update({key: landed for key, landed in self._received_sums.items()})
+        sums.update({key: checksum(box.to(getattr(torch, key[1]))) for key, box in self._boxes.items()})
         sent = {dst: torch.stack([sums[key] for key in keys]) for dst, keys in self._to_send.items()}
         received = {
             src: torch.empty(len(transfers), dtype=torch.int64, device=self._device)

@@ -1,0 +1,156 @@
+"""Syncs in which ranks hand on what they have received: values land bit for bit, and nothing deadlocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid3d.reshard.box import Box
+from hybrid3d.reshard.coverage import check_coverage, lower_bound
+from hybrid3d.reshard.executor import Executor, NamedTensors
+from hybrid3d.reshard.planner import make_plan
+from hybrid3d.reshard.stamp import layer_of
+from hybrid3d.reshard.transport import Transport
+from test_reshard_box import Side, World
+from test_reshard_executor import Posted, Ranks, Updated, canonical, memories, truth, unlike, write_pieces
+from test_reshard_relays import LIMITS, bytes_into_nodes, network_bound, nodes, planned, relayed_of
+from worlds import LocalTransport, Mailbox, Strict, run_in_threads
+
+
+def replicas_on_nodes() -> World:
+    """Return two nodes of three ranks; PP2 to three replicas a node, with boxes that are direct, packed and converted."""
+    world = World({}, Side(6), Side(6))
+    tensors = {
+        "gate": ((768, 512), "bfloat16", "bfloat16", None),  # shares of whole rows, which need no staging
+        "up": ((96, 100), "bfloat16", "bfloat16", (1, 0)),  # transposed by the reader
+        "master": ((96, 64), "float32", "bfloat16", None),  # converted by the holder
+        "norm": ((7,), "float32", "float32", None),
+    }
+    for layer, owners in (
+        ("layers.0.", [0, 1]),
+        ("layers.1.", [3, 4]),
+        ("layers.2.", [0]),
+        ("layers.3.", [5]),
+        ("", [2]),
+    ):
+        for name, (shape, ours, theirs, order) in tensors.items():
+            for rank in owners:
+                world.held.add(rank, layer + name, Box.full(shape), ours)
+            for rank in range(6):
+                world.wanted.add(rank, layer + name, Box.full(shape), theirs, order)
+            world.shapes[layer + name] = shape
+    return world
+
+
+@settings(max_examples=80, deadline=None)
+@given(nodes(), LIMITS, st.integers(0, 99))
+def test_values_land_bit_for_bit(case: tuple[World, int], limit: int, seed: int) -> None:
+    """The sinks of `Ranks` are overwritten when a layer is closed, and sent memory is read until it has arrived."""
+    world, per_node = case
+    plan = planned(world, per_node, limit)
+    ranks, bound = Ranks(world, plan), lower_bound(world.holdings, world.demand)
+    for values in (canonical(world, seed), canonical(world, seed + 100)):
+        for rank, report in enumerate(ranks.run(values)):
+            assert report.received_bytes == plan[rank].received_bytes == bound[rank]
+            assert report.staging_bytes == sum(plan[rank].staging_bytes) <= 2 * limit
+        assert ranks.wrong(values) == []
+    assert not ranks.mailbox
+
+
+@pytest.mark.parametrize("transport", [Strict, LocalTransport, Posted])
+@pytest.mark.parametrize("bucket", [1 << 30, 512 * 1024, 60_000])
+def test_large_boxes(bucket: int, transport: Callable[..., Transport]) -> None:
+    world = replicas_on_nodes()
+    plan = planned(world, 3, bucket)
+    check_coverage(plan, world.holdings, world.demand)
+    assert bytes_into_nodes(plan, 3) == network_bound(world, 3)
+    assert any(t.relayed and t.is_direct(t.src) for t in relayed_of(plan))
+    ranks, values = Ranks(world, plan, transport), canonical(world, 1)
+    reports = ranks.run(values)
+    assert ranks.wrong(values) == []
+    assert [r.received_bytes for r in reports] == [world.must_receive(rank) for rank in range(6)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(nodes(), LIMITS, st.booleans(), st.data())
+def test_what_is_handed_on_while_the_rest_is_updated_is_what_has_been(
+    case: tuple[World, int], limit: int, blocks_host: bool, data: st.DataObject
+) -> None:
+    world, per_node = case
+    plan, names = planned(world, per_node, limit), sorted(world.shapes)
+    ranks = Updated(world, plan, Posted)
+    for transport in ranks.transports:
+        transport.blocks_host = blocks_host
+    last = [data.draw(st.integers(0, 4)) for _ in ranks.ranks]
+    parts = [data.draw(st.dictionaries(st.sampled_from(names), st.integers(0, of_rank))) for of_rank in last]
+    for seed in (1, 2):
+        values = canonical(world, seed)
+        for rank, report in enumerate(ranks.update(values, parts, last)):
+            assert report.received_bytes == plan[rank].received_bytes
+        assert ranks.wrong(values) == []
+
+
+@pytest.mark.parametrize("blocks_host", [False, True])
+def test_a_sync_with_relays_begins_before_the_last_update(blocks_host: bool) -> None:
+    world = replicas_on_nodes()
+    ranks = Updated(world, planned(world, 3, 100_000), Posted)
+    for transport in ranks.transports:
+        transport.blocks_host = blocks_host
+    of_layer = {0: 0, 1: 0, 2: 1, 3: 1, None: 1}
+    parts = [{name: min(of_layer[layer_of(name)], rank % 2) for name in world.shapes} for rank in range(6)]
+    ranks.update(canonical(world, 1), parts, [0, 1] * 3)
+    assert ranks.wrong(canonical(world, 1)) == []
+    assert ranks.early > 0
+
+
+def verified(world: World, transport: Callable[..., Transport]) -> tuple[list[tuple[str, ...]], list[list[str]]]:
+    """Return, by rank, the tensors that a verified run reports, and the memories that are wrong."""
+    plan, mailbox, values = planned(world, 3, 200_000), Mailbox(), canonical(world, 1)
+
+    def run(rank: int) -> tuple[tuple[str, ...], list[str]]:
+        held, wanted = memories(world.held, rank, 0.0), memories(world.wanted, rank, 7.0)
+        write_pieces(world.held.pieces[rank], values, held)
+        with mailbox.failing_together():
+            executor = Executor(plan[rank], NamedTensors(held), NamedTensors(wanted), transport(rank, mailbox))
+            found = [executor.run(verify=True).corrupted for _ in range(2)]
+        assert found[1] == ()
+        return found[0] or (), unlike(wanted, truth(world, rank, values))
+
+    reports = run_in_threads(run, range(6))
+    return [corrupted for corrupted, _ in reports], [wrong for _, wrong in reports]
+
+
+def test_verification_of_relays_finds_nothing_where_nothing_is_wrong() -> None:
+    assert verified(replicas_on_nodes(), LocalTransport) == ([()] * 6, [[]] * 6)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_bit_that_flips_on_any_way_is_found(seed: int) -> None:
+    """Where it flips on its way to a relay, the relay reports it, and hands on what its readers then agree with."""
+    draw = random.Random(seed)
+    sender, at, bit = draw.randrange(6), draw.randrange(12), draw.randrange(1 << 20)
+
+    class FlipsOneBit(LocalTransport):
+        sends = 0
+
+        def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+            if self._rank == sender:
+                if self.sends == at:
+                    tensor = tensor.clone()
+                    tensor[bit % tensor.numel()] ^= 1 << bit % 8
+                self.sends += 1
+            super().submit_send(tensor, dst, tag)
+
+    found, _ = verified(replicas_on_nodes(), FlipsOneBit)
+    assert len({name for names in found for name in names}) == 1
+    assert sum(map(len, found)) == 1
+
+
+def test_a_plan_without_relays_is_the_same_with_one_rank_a_node() -> None:
+    world = replicas_on_nodes()
+    assert planned(world, 1) == make_plan(world.holdings, world.demand, 64, 1)
