@@ -20,14 +20,16 @@ exact; seconds are predicted for the recipe's machine (`planning/seconds.py`), n
 
 ## Bytes, seconds, memory
 
-GB per rank that are wanted, that are received, and that would be received if every tensor were gathered on every rank
-(broadcasts over pipeline stages, all-gathers over TP and EP). Memory is the maximum over GPUs in GB.
+GB per rank that are wanted, that are received, that of these cross the network (ranks of a node receive together, once,
+what several of them want), and that would be received if every tensor were gathered on every rank (broadcasts over
+pipeline stages, all-gathers over TP and EP). Memory is the maximum over GPUs in GB.
 
 {bytes}
 
 ## Placement
 
-Bytes of a sync over all ranks in GB, with consecutive ranks and with placement. Placement gains nothing if both layouts
+Bytes of a sync over all ranks in GB, with consecutive ranks and with placement: received, and those of them that no rank
+of the receiver's node holds (far). Placement gains nothing if both layouts
 shard equally, or if a rank receives equally much in every slot. TP groups that stride over larger train groups receive
 the least (arXiv 2409.19256), and experts gain if both layouts distribute them differently.
 
@@ -47,6 +49,7 @@ def bytes_row(p: dict[str, Any]) -> dict[str, str]:
         "GPUs": str(p["ranks"]),
         "wanted": gb(p["per_rank"]["wanted_bytes"]["max"]),
         "received": gb(p["per_rank"]["received_bytes"]["mean"]),
+        "network": gb(p["network_bytes"] / p["ranks"]),
         "gathered": gb(p["per_rank"]["gather_bytes"]["mean"]),
         "sync, s": f"{p['seconds']['sync']:.3f}",
         "bottleneck": p["seconds"]["bottleneck"],
@@ -63,8 +66,8 @@ def placement_row(p: dict[str, Any]) -> dict[str, str]:
         "recipe": p["name"],
         "received, consecutive": gb(consecutive["received_bytes"]),
         "received, placed": gb(chosen["received_bytes"]),
-        "network, consecutive": gb(consecutive["network_bytes"]),
-        "network, placed": gb(chosen["network_bytes"]),
+        "far, consecutive": gb(consecutive["far_bytes"]),
+        "far, placed": gb(chosen["far_bytes"]),
         "fewer received, %": f"{100 * fewer:.1f}",
     }
 

@@ -23,7 +23,7 @@ from worlds import LocalTransport, Mailbox, Strict, run_in_threads
 
 
 def replicas_on_nodes() -> World:
-    """Return two nodes of three ranks; PP2 to three replicas a node, with boxes that are direct, packed and converted."""
+    """Return two nodes of three ranks, which all want everything, with boxes that are direct, packed and converted."""
     world = World({}, Side(6), Side(6))
     tensors = {
         "gate": ((768, 512), "bfloat16", "bfloat16", None),  # shares of whole rows, which need no staging
@@ -153,4 +153,4 @@ def test_a_bit_that_flips_on_any_way_is_found(seed: int) -> None:
 
 def test_a_plan_without_relays_is_the_same_with_one_rank_a_node() -> None:
     world = replicas_on_nodes()
-    assert planned(world, 1) == make_plan(world.holdings, world.demand, 64, 1)
+    assert planned(world, 1, 1 << 20) == make_plan(world.holdings, world.demand, 1 << 20, 1)

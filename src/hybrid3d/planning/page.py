@@ -71,6 +71,7 @@ def _bytes(report: PlanReport) -> Table:
 def _sentences(report: PlanReport) -> Text:
     traffic, sync = report.traffic, report.sync
     received, bound = traffic.traffic.sum(), traffic.lower_bound.sum()
+    network = report.per_rank["received_over_network_bytes"].sum()
     usual, chosen = (
         report.traffic_with_slots(consecutive_slots(report.recipe.world_size)),
         report.traffic_with_slots(traffic.placement.slots),
@@ -78,8 +79,9 @@ def _sentences(report: PlanReport) -> Text:
     return Text(
         f"coverage   exact: every wanted element arrives once, from a rank that holds it\n"
         f"received   {received:,} bytes; the lower bound is {bound:,}\n"
+        f"network    {network:,} bytes between nodes; the lower bound is {traffic.network_bound:,}\n"
         f"placement  {gb(usual['received_bytes'] - chosen['received_bytes'])} fewer received, "
-        f"{gb(usual['network_bytes'] - chosen['network_bytes'])} fewer over the network, than on consecutive ranks\n"
+        f"{gb(usual['far_bytes'] - chosen['far_bytes'])} fewer from other nodes, than on consecutive ranks\n"
         f"staging    {traffic.staging / 2**20:.0f} MiB a rank; finalization {gb(traffic.finalize)} at most\n"
         f"seconds    {sync.seconds:.3f} on {report.recipe.machine.kind}: {_bottleneck(report)}; "
         f"gathered: {report.gather_traffic.seconds(report.hardware):.3f}"

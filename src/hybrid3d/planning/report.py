@@ -44,10 +44,10 @@ class PlanReport:
         }
 
     def traffic_with_slots(self, slots: np.ndarray) -> dict[str, int]:
-        """Return the received bytes, and those from other nodes, if ranks have these slots."""
+        """Return the received bytes, and those that no rank of the receiver's node holds, if ranks have these slots."""
         missing = self.traffic.placement.missing
         within = slots % missing.by_group.shape[1]
-        return {"received_bytes": missing.received_bytes(within), "network_bytes": missing.network_bytes(within)}
+        return {"received_bytes": missing.received_bytes(within), "far_bytes": missing.network_bytes(within)}
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers of `--json`: sums over ranks, or maxima for keys that start with `max_`; sizes in bytes.
@@ -65,6 +65,8 @@ class PlanReport:
             "ranks": self.recipe.world_size,
             **sums,
             "lower_bound_bytes": int(traffic.lower_bound.sum()),
+            "network_bytes": sums["received_over_network_bytes"],
+            "network_bound_bytes": traffic.network_bound,
             "max_received_bytes": int(ranks["received_bytes"].max()),
             "max_sent_bytes": int(ranks["sent_bytes"].max()),
             "max_staging_bytes": traffic.staging,

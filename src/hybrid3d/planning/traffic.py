@@ -15,9 +15,10 @@ from hybrid3d.families import is_expert
 from hybrid3d.planning.agreed_placement import Placement, compute_placement
 from hybrid3d.planning.engine_queries import EngineAnswers
 from hybrid3d.reshard.classes import group_ranks, rank_groups, select_tensors
-from hybrid3d.reshard.coverage import check_coverage, check_routes, lower_bound
+from hybrid3d.reshard.coverage import check_coverage, check_routes, lower_bound, network_lower_bound
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings
 from hybrid3d.reshard.planner import PlanError, make_plan
+from hybrid3d.reshard.relays import Relay
 from hybrid3d.reshard.routes import RoutedClass, route_classes
 
 
@@ -31,6 +32,7 @@ class SyncTraffic:
         traffic: bytes by sender and receiver, [ranks, ranks], without those that stay on their rank.
         local: bytes that are copied within a rank, [ranks].
         lower_bound: the fewest bytes that each rank must receive, computed independently of the routes, [ranks].
+        network_bound: the fewest bytes that must reach all nodes from other nodes, computed in the same way.
         model, model_experts: bytes of all canonical tensors, and of those of routed experts.
         placement: the slot of each rank.
         finalize: an upper bound of the memory that finalization needs on a rank.
@@ -44,6 +46,7 @@ class SyncTraffic:
     traffic: np.ndarray
     local: np.ndarray
     lower_bound: np.ndarray
+    network_bound: int
     model: int
     model_experts: int
     placement: Placement
@@ -83,7 +86,8 @@ def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence
     routed = _routed(found, recipe, len(wanted))
     counts = {tensors.names[0]: tensors.count for tensors in found.classes}  # one tensor for each class
     selected = select_tensors(holdings, counts), select_tensors(demand, counts)
-    check_routes(routed, *map(rank_groups, selected))
+    groups = rank_groups(selected[0]), rank_groups(selected[1])
+    check_routes(routed, *groups)
     traffic, local = _traffic(routed, world)
     bound = lower_bound(*selected, counts)
     wanted_bytes = _nbytes(demand, answers.multiplicity)
@@ -92,7 +96,7 @@ def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence
         rank = int(mismatched[0])
         raise PlanError(f"rank {rank} wants {wanted_bytes[rank]} bytes, {traffic.sum(0)[rank] + local[rank]} arrive")
     bucket = recipe.sync.bucket_bytes
-    plan = make_plan(holdings, demand, bucket, per_node) if answers.all_layers else {}
+    plan = make_plan(holdings, demand, bucket, per_node, relays=True) if answers.all_layers else {}
     check_coverage(plan, holdings, demand if plan else {})
     sizes = {name: math.prod(shape) * ITEMSIZE[recipe.model.dtype] for name, shape in answers.shapes.items()}
     return SyncTraffic(
@@ -102,6 +106,7 @@ def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence
         traffic=traffic,
         local=local,
         lower_bound=np.array([bound[rank] for rank in range(world)]),
+        network_bound=sum(network_lower_bound(*groups, per_node, counts).values()),
         model=sum(sizes.values()),
         model_experts=sum(nbytes for name, nbytes in sizes.items() if is_expert(name)),
         placement=found,
@@ -112,7 +117,8 @@ def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence
 
 
 def _routed(found: Placement, recipe: Recipe, slots: int) -> list[RoutedClass]:
-    routed = list(route_classes(found.classes, found.holders, found.readers(slots), recipe.machine.gpus_per_node))
+    per_node = recipe.machine.gpus_per_node
+    routed = list(route_classes(found.classes, found.holders, found.readers(slots), per_node, relays=True))
     for routed_class in routed:
         for route in routed_class.routes:
             if route.missing:
@@ -129,8 +135,13 @@ def _traffic(routed: Sequence[RoutedClass], world: int) -> tuple[np.ndarray, np.
             senders, readers, nbytes = source.traffic(routed_class.tensors.count)
             np.add.at(traffic, (senders, readers), nbytes)
         for route in routed_class.routes:
-            parts = [part for parts_of_box in route.parts.values() for part in parts_of_box if part.source is None]
-            local[list(route.readers)] += sum(part.nbytes for part in parts) * routed_class.tensors.count
+            readers, count = np.array(route.readers), routed_class.tensors.count
+            for part in (part for parts in route.parts.values() for part in parts):
+                if part.source is None:
+                    local[readers] += part.nbytes * count
+                elif isinstance(part.source, Relay):
+                    senders = [part.source.sender(reader, 0) for reader in route.readers]
+                    traffic[senders, readers] += part.nbytes * count
     return traffic, local
 
 

@@ -75,20 +75,22 @@ def check_arrivals(rank_plan: RankPlan, demand: Demand) -> None:
 
 
 def _check_relays(rank_plan: RankPlan, wanted: Mapping[str, list[Piece]]) -> None:
-    """Check that what a rank hands on has landed before, in the memory from which it is handed on.
+    """Check that what a rank hands on has landed before, in the memory from which it is handed on, in the same layer.
 
     Raises:
         PlanError: with the first violation found.
     """
-    landed: set[tuple[str, Box, str]] = set()
+    landed: dict[tuple[str, Box, str], int | None] = {}
     for bucket in rank_plan.buckets:
         for t in bucket.transfers:
             if t.relayed and t.src == rank_plan.rank:
                 if t.handed_on or t.is_local or (t.name, t.box, t.dtype) not in landed:
                     raise PlanError(f"rank {t.src} hands on {t.name} {t.box}, which it has not received before")
+                if landed[t.name, t.box, t.dtype] != bucket.layer:
+                    raise PlanError(f"rank {t.src} hands on {t.name} {t.box} when it receives another layer")
                 _check_end(t, t.source, wanted.get(t.name, []), f"rank {t.src} has not received")
         landed |= {
-            (t.name, t.box, t.dtype)
+            (t.name, t.box, t.dtype): bucket.layer
             for t in bucket.transfers
             if t.dst == rank_plan.rank and t.handed_on and not t.relayed and not t.is_local
         }

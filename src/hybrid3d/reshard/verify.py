@@ -56,9 +56,7 @@ class TransferChecksums:
 
     def compare(self) -> list[str]:
         """Return the tensors whose checksums differ between sender and receiver. Every rank of the plan calls this."""
-        sums: dict[tuple[Piece, str] | int, torch.Tensor] = {}
-        sums.update({key: landed for key, landed in self._received_sums.items()})
-        sums.update({key: checksum(box.to(getattr(torch, key[1]))) for key, box in self._boxes.items()})
+        sums = {key: checksum(box.to(getattr(torch, key[1]))) for key, box in self._boxes.items()} | self._received_sums
         sent = {dst: torch.stack([sums[key] for key in keys]) for dst, keys in self._to_send.items()}
         received = {
             src: torch.empty(len(transfers), dtype=torch.int64, device=self._device)
