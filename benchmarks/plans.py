@@ -28,10 +28,10 @@ pipeline stages, all-gathers over TP and EP). Memory is the maximum over GPUs in
 
 ## Placement
 
-Bytes of a sync over all ranks in GB, with consecutive ranks and with placement: received, and those of them that no rank
-of the receiver's node holds (far). Placement gains nothing if both layouts
-shard equally, or if a rank receives equally much in every slot. TP groups that stride over larger train groups receive
-the least (arXiv 2409.19256), and experts gain if both layouts distribute them differently.
+Bytes of a sync over all ranks in GB, with consecutive ranks and with placement: received, and those of them that no
+rank of the receiver's node holds (far). Placement gains nothing if both layouts shard equally, or if a rank receives
+equally much in every slot. TP groups that stride over larger train groups receive the least (arXiv 2409.19256), and
+experts gain if both layouts distribute them differently.
 
 {placement}"""
 

@@ -107,8 +107,10 @@ class Live(Layers):
 class Deltas(Ranks):
     """All ranks of a world, which send only what changed; of some tensors everything."""
 
-    def __init__(self, world: World, limit: int, sparse: set[str]):
-        super().__init__(world, make_plan(world.holdings, world.demand, limit))
+    verify = False
+
+    def __init__(self, world: World, limit: int, sparse: set[str], per_node: int = 1 << 30, relays: bool = False):
+        super().__init__(world, make_plan(world.holdings, world.demand, limit, per_node, relays))
         self.sinks = [Live(world.wanted, rank) for rank in self.ranks]
         for rank, (sink, held) in enumerate(zip(self.sinks, self.held, strict=True)):
             wanted = truth(world, rank, canonical(world, 0))
@@ -136,7 +138,7 @@ class Deltas(Ranks):
     def _send(self, rank: int) -> DeltaReport:
         self.sinks[rank].begin()
         with self.mailbox.failing_together():
-            report = self.executors[rank].run_delta(self.changes[rank])
+            report = self.executors[rank].run_delta(self.changes[rank], self.verify)
         self.sinks[rank].end()
         return report
 

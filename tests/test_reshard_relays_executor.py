@@ -17,6 +17,7 @@ from hybrid3d.reshard.planner import make_plan
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import Transport
 from test_reshard_box import Side, World
+from test_reshard_delta import Deltas, changed
 from test_reshard_executor import Posted, Ranks, Updated, canonical, memories, truth, unlike, write_pieces
 from test_reshard_relays import LIMITS, bytes_into_nodes, network_bound, nodes, planned, relayed_of
 from worlds import LocalTransport, Mailbox, Strict, run_in_threads
@@ -154,3 +155,36 @@ def test_a_bit_that_flips_on_any_way_is_found(seed: int) -> None:
 def test_a_plan_without_relays_is_the_same_with_one_rank_a_node() -> None:
     world = replicas_on_nodes()
     assert planned(world, 1, 1 << 20) == make_plan(world.holdings, world.demand, 1 << 20, 1)
+
+
+@settings(max_examples=80, deadline=None)
+@given(nodes(), LIMITS, st.sampled_from([0.0, 0.02, 0.2, 0.9]), st.integers(0, 99), st.booleans(), st.booleans())
+def test_changed_elements_that_are_handed_on_land_bit_for_bit(
+    case: tuple[World, int], limit: int, share: float, seed: int, all_sparse: bool, verify: bool
+) -> None:
+    """Runs that arrive dense, as a bitmap or in Elias-Fano form are handed on; so are tensors that are sent in full."""
+    world, per_node = case
+    names = sorted(world.shapes)
+    ranks = Deltas(world, limit, set(names if all_sparse else names[::2]), per_node, relays=True)
+    ranks.verify = verify
+    values = canonical(world, 0)
+    for turn in range(3):
+        values = changed(values, share, seed + turn)
+        for report in ranks.send(values):
+            assert report.corrupted == (() if verify else None)
+            assert report.staging_bytes <= 2 * limit
+        assert ranks.wrong(values) == []
+    ranks.again()
+    assert ranks.wrong(values) == []
+    assert not ranks.mailbox
+
+
+def test_few_changes_of_large_boxes_are_handed_on_as_few_bytes() -> None:
+    world = replicas_on_nodes()
+    ranks = Deltas(world, 200_000, set(world.shapes), 3, relays=True)
+    values = changed(canonical(world, 0), 0.01, 1)
+    reports = ranks.send(values)
+    assert ranks.wrong(values) == []
+    received = sum(report.received_bytes for report in reports)
+    assert received < 0.05 * sum(world.must_receive(rank) for rank in ranks.ranks)
+    assert received < 1.2 * sum(report.bound_bytes for report in reports)

@@ -3,7 +3,8 @@
 The plan is the one of a dense sync. What travels between two ranks in a bucket is one run of elements, the transfers
 one behind the other; it is encoded in the staging memory of the bucket, which is as large as in a dense sync. How many
 elements of each run changed is exchanged once, before anything else: from then on both ends know the size of every
-message.
+message. Ranks that hand on boxes learn it for each of these boxes, and then tell their readers. They hand on the
+elements that arrived as changed, whose positions they keep until the layer is complete.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from itertools import accumulate
 
 import torch
 
+from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.changes import Changes, changed_positions, gather_elements, scatter_elements
 from hybrid3d.reshard.encoding import Form, decode, encode, entropy_bytes, form_of
 from hybrid3d.reshard.executor import BatchedCopies, ExecutionReport, Executor, Step
@@ -24,7 +26,9 @@ from hybrid3d.reshard.planner import Message, RankPlan, Transfer, group_messages
 from hybrid3d.reshard.protocols import Sink, Source
 from hybrid3d.reshard.transport import Pending, Transport, as_bytes
 
-COUNTS_TAG = 1 << 21  # beyond the tags of messages and of checksums
+# Beyond the tags of messages and of checksums.
+COUNTS_TAG = 1 << 21
+RELAYED_COUNTS_TAG = COUNTS_TAG + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class _Run:
         views: of each transfer, the memory that is read or written.
         starts: the first position of each transfer, and the end.
         copies: pack all elements, or unpack them.
-        count: how many elements changed; known once the counts have been exchanged.
+        counts: how many elements of each transfer changed, if the receiver hands any of them on; else their sum.
     """
 
     message: DeltaMessage
@@ -69,7 +73,26 @@ class _Run:
     views: list[torch.Tensor]
     starts: list[int]
     copies: BatchedCopies
-    count: int = 0
+    counts: list[int] = field(default_factory=list)
+
+    @property
+    def relayed(self) -> bool:
+        """Whether the sender hands on what it has received; a bucket has only such transfers, or none."""
+        return self.message.transfers[0].relayed
+
+    @property
+    def num_counts(self) -> int:
+        """The length of `counts`."""
+        return len(self.views) if any(t.handed_on for t in self.message.transfers) else 1
+
+    def set_counts(self, counts: list[int]) -> None:
+        """Set how many elements of each transfer changed."""
+        self.counts = counts if self.num_counts == len(counts) else [sum(counts)]
+
+    @property
+    def count(self) -> int:
+        """How many elements changed; known once the counts have been exchanged."""
+        return sum(self.counts)
 
     @property
     def form(self) -> Form:
@@ -125,6 +148,7 @@ class DeltaExecutor(Executor):
     ):
         self._sparse = sparse
         self._changes: Changes = {}
+        self._arrived: dict[tuple[str, Box], torch.Tensor] = {}  # positions of changed elements that are handed on
         super().__init__(delta_plan(plan, sparse), source, sink, transport, device)
 
     def run_delta(self, changes: Changes, verify: bool = False) -> DeltaReport:
@@ -135,6 +159,7 @@ class DeltaExecutor(Executor):
             verify: compare checksums of all elements at both ends of every transfer.
         """
         self._changes = changes
+        self._arrived.clear()  # a failed run may have left some
         self.begin(verify)
         bound = self._exchange_counts()
         done = self.finish()
@@ -160,30 +185,47 @@ class DeltaExecutor(Executor):
             super()._bind_local(step, transfer)
 
     def _exchange_counts(self) -> float:
-        """Tell every receiver how many elements of each of its messages changed; return the entropy of them all."""
+        """Tell every receiver how many elements of its messages changed; return the entropy of all that is sent."""
         outgoing = [run for step in self._steps for run in step.outgoing]
         incoming = [run for step in self._steps for run in step.incoming]
+        handed_on: dict[tuple[str, Box], int] = {}
         bound = 0.0
-        for run in outgoing:
-            counts = [len(changed_positions(self._changes, _source_of(t))) for t in run.message.transfers]
-            run.count = sum(counts)
-            for t, count in zip(run.message.transfers, counts, strict=True):
-                bound += entropy_bytes(t.box.numel, count, ITEMSIZE[t.dtype])
-        sent, received = _by_rank(outgoing, lambda m: m.dst), _by_rank(incoming, lambda m: m.src)
-        numbers = {
-            src: torch.empty(len(runs), dtype=torch.int64, device=self._device) for src, runs in received.items()
-        }
-        for src, counted in numbers.items():
-            self._transport.submit_recv(as_bytes(counted), src, COUNTS_TAG)
-        for dst, runs in sent.items():
-            counted = torch.tensor([run.count for run in runs], device=self._device)
-            self._transport.submit_send(as_bytes(counted), dst, COUNTS_TAG)
-        self._transport.run().wait()
-        for src, counted in numbers.items():
-            for run, count in zip(received[src], counted.tolist(), strict=True):
-                run.count = count
+        for relayed, tag in ((False, COUNTS_TAG), (True, RELAYED_COUNTS_TAG)):
+            sent, received = ([run for run in runs if run.relayed == relayed] for runs in (outgoing, incoming))
+            for run in sent:
+                transfers = run.message.transfers
+                if relayed:
+                    counts = [handed_on[t.name, t.box] for t in transfers]
+                else:
+                    counts = [len(changed_positions(self._changes, _source_of(t))) for t in transfers]
+                run.set_counts(counts)
+                for t, count in zip(transfers, counts, strict=True):
+                    bound += entropy_bytes(t.box.numel, count, ITEMSIZE[t.dtype])
+            self._send_counts(sent, received, tag)
+            for run in received if not relayed else ():
+                for t, count in zip(run.message.transfers, run.counts, strict=False):
+                    if t.handed_on:  # of a dense run it is not known which elements changed
+                        handed_on[t.name, t.box] = t.box.numel if run.form.kind == "dense" else count
         self._timer("counts")
         return bound
+
+    def _send_counts(self, outgoing: Iterable[_Run], incoming: Iterable[_Run], tag: int) -> None:
+        """Send the counts of outgoing runs, and set those of incoming ones."""
+        sent, received = _by_rank(outgoing, lambda m: m.dst), _by_rank(incoming, lambda m: m.src)
+        numbers = {
+            src: torch.empty(sum(run.num_counts for run in runs), dtype=torch.int64, device=self._device)
+            for src, runs in received.items()
+        }
+        for src, counted in numbers.items():
+            self._transport.submit_recv(as_bytes(counted), src, tag)
+        for dst, runs in sent.items():
+            counted = torch.tensor([count for run in runs for count in run.counts], device=self._device)
+            self._transport.submit_send(as_bytes(counted), dst, tag)
+        self._transport.run().wait()
+        for src, counted in numbers.items():
+            counts = iter(counted.tolist())
+            for run in received[src]:
+                run.counts = [next(counts) for _ in range(run.num_counts)]
 
     def _start(self, step: Step) -> Pending:
         assert isinstance(step, _DeltaStep)
@@ -209,29 +251,46 @@ class DeltaExecutor(Executor):
                 self._decode(run)
         self._timer("decode")
         super()._complete(step)
+        if step.closes:  # all of the layer has been handed on, and nothing of the next one has been decoded
+            self._arrived.clear()
 
     def _encode(self, run: _Run) -> None:
         if run.form.kind == "dense":
             run.copies.run()
             return
         positions, values = [], []
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
         for t, view, start in zip(run.message.transfers, run.views, run.starts, strict=False):
-            found = changed_positions(self._changes, _source_of(t))
+            found = (
+                self._arrived.get((t.name, t.box), none)
+                if run.relayed
+                else changed_positions(self._changes, _source_of(t))
+            )
             positions.append(found + start)
             values.append(gather_elements(view, found))
         dtype = getattr(torch, run.message.dtype)
         encode(torch.cat(positions), torch.cat(values).to(dtype), run.starts[-1], run.encoded)
 
     def _decode(self, run: _Run) -> None:
+        transfers, starts = run.message.transfers, run.starts
         if run.form.kind == "dense":
             run.copies.run()
+            for t in transfers:
+                self._keep(t, torch.arange(t.box.numel if t.handed_on else 0, device=self._device))
             return
         dtype = getattr(torch, run.message.dtype)
-        positions, values = decode(run.encoded, run.starts[-1], run.count, dtype)
-        ends = torch.searchsorted(positions, torch.tensor(run.starts, device=positions.device)).tolist()
-        for view, start, low, high in zip(run.views, run.starts, ends, ends[1:], strict=False):
+        positions, values = decode(run.encoded, starts[-1], run.count, dtype)
+        ends = torch.searchsorted(positions, torch.tensor(starts, device=positions.device)).tolist()
+        for t, view, start, low, high in zip(transfers, run.views, starts, ends, ends[1:], strict=False):
             if low < high:
-                scatter_elements(view, positions[low:high] - start, values[low:high])
+                changed = positions[low:high] - start
+                scatter_elements(view, changed, values[low:high])
+                self._keep(t, changed)
+
+    def _keep(self, transfer: Transfer, positions: torch.Tensor) -> None:
+        """Keep the positions of a box's changed elements, if it is handed on."""
+        if transfer.handed_on:
+            self._arrived[transfer.name, transfer.box] = positions
 
 
 def _source_of(transfer: Transfer) -> Piece:
