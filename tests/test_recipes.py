@@ -38,6 +38,10 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+# How many times faster a sync is predicted to be than gathering, at least; 1 where nothing is said.
+SPEEDUPS = {"mixtral-8x7b": 1.5, "qwen2.5-32b": 1.5}
+
+
 def test_there_is_a_recipe_of_every_size() -> None:
     models = {Path(recipe_of(name).model.path).name for name in RECIPES}
     assert models == {path.parent.name for path in (ROOT / "recipes" / "models").glob("*/config.json")}
@@ -78,8 +82,9 @@ def check_numbers(recipe: Recipe, numbers: dict[str, Any]) -> None:
     assert numbers["received_bytes"] == numbers["lower_bound_bytes"]
     assert numbers["received_bytes"] + numbers["local_bytes"] == numbers["wanted_bytes"]
     assert numbers["placement"]["received_bytes"] == numbers["received_bytes"]
-    assert numbers["placement"]["network_bytes"] == numbers["received_over_network_bytes"]
-    for key in ("received_bytes", "network_bytes"):
+    assert numbers["placement"]["far_bytes"] >= numbers["network_bytes"] == numbers["network_bound_bytes"]
+    assert numbers["received_over_network_bytes"] == numbers["network_bytes"]
+    for key in ("received_bytes", "far_bytes"):
         assert numbers["placement"][key] <= numbers["placement"]["consecutive"][key]
     memory, rollout = numbers["memory"], recipe.rollout
     assert rollout is not None
@@ -87,6 +92,7 @@ def check_numbers(recipe: Recipe, numbers: dict[str, Any]) -> None:
     assert memory["kv_cache_tokens"] >= rollout.max_model_len
     seconds = numbers["seconds"]
     assert seconds["sync"] == max(seconds["network"], seconds["nvlink"], seconds["copies"]) > 0
+    assert seconds["gather"] >= SPEEDUPS.get(recipe.name, 1) * seconds["sync"]
 
 
 def test_deepseek_v3_is_hybridflow_s_table_2() -> None:

@@ -458,7 +458,7 @@ def gloo_rank(rank: int, folder: Path) -> None:
     planned = [[[(t.name, t.box, t.src, t.dst) for t in b.transfers] for b in part.buckets] for part in (plan, whole)]
     assert planned[0] == planned[1]
     assert plan.staging_bytes == whole.staging_bytes
-    transport = make_transport(torch.device("cpu"), dist.new_group(range(4)))
+    transport = make_transport(torch.device("cpu"), dist.new_group(range(4)), 2)
     assert isinstance(transport, GlooTransport)
     held, sink = memories(world.held, rank, 0.0), Layers(world.wanted, rank)
     executor = Executor(plan, NamedTensors(held), sink, transport)
@@ -468,8 +468,10 @@ def gloo_rank(rank: int, folder: Path) -> None:
         sink.begin()
         report = executor.run()
         sink.end()
-        assert report == ExecutionReport(world.must_receive(rank), sum(plan.staging_bytes))
+        far = sum(t.nbytes for t in plan.transfers if t.dst == rank and t.src // 2 != rank // 2)
+        assert report == ExecutionReport(world.must_receive(rank), sum(plan.staging_bytes), network_bytes=far)
         assert transport.received_bytes == step * world.must_receive(rank)
+        assert transport.network_bytes == step * far
         assert unlike(sink.landed, truth(world, rank, values)) == [], f"step {step}"
     (folder / f"rank{rank}.done").touch()
     dist.destroy_process_group()

@@ -79,7 +79,7 @@ class LocalTransport:
     blocks_host = True
 
     def __init__(self, rank: int, mailbox: dict[tuple[int, int, int], torch.Tensor]):
-        self.received_bytes = 0
+        self.received_bytes = self.network_bytes = 0
         self._rank = rank
         self._mailbox = mailbox
         self._expected: list[tuple[tuple[int, int, int], torch.Tensor]] = []

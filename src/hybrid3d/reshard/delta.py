@@ -164,7 +164,7 @@ class DeltaExecutor(Executor):
         bound = self._exchange_counts()
         done = self.finish()
         self._changes = {}
-        return DeltaReport(done.received_bytes, done.staging_bytes, done.corrupted, done.seconds, bound)
+        return DeltaReport(**vars(done), bound_bytes=bound)
 
     def _bind_message(self, step: Step, m: Message, staging: DeviceBuffer, at: int) -> None:
         assert isinstance(step, _DeltaStep)
@@ -197,7 +197,7 @@ class DeltaExecutor(Executor):
                 if relayed:
                     counts = [handed_on[t.name, t.box] for t in transfers]
                 else:
-                    counts = [len(changed_positions(self._changes, _source_of(t))) for t in transfers]
+                    counts = [len(self._changed_elements(t)) for t in transfers]
                 run.set_counts(counts)
                 for t, count in zip(transfers, counts, strict=True):
                     bound += entropy_bytes(t.box.numel, count, ITEMSIZE[t.dtype])
@@ -259,17 +259,19 @@ class DeltaExecutor(Executor):
             run.copies.run()
             return
         positions, values = [], []
-        none = torch.empty(0, dtype=torch.int64, device=self._device)
         for t, view, start in zip(run.message.transfers, run.views, run.starts, strict=False):
-            found = (
-                self._arrived.get((t.name, t.box), none)
-                if run.relayed
-                else changed_positions(self._changes, _source_of(t))
-            )
+            found = self._changed_elements(t)
             positions.append(found + start)
             values.append(gather_elements(view, found))
         dtype = getattr(torch, run.message.dtype)
         encode(torch.cat(positions), torch.cat(values).to(dtype), run.starts[-1], run.encoded)
+
+    def _changed_elements(self, transfer: Transfer) -> torch.Tensor:
+        """Return the positions of the changed elements of a box that this rank sends."""
+        if not transfer.relayed:
+            return changed_positions(self._changes, _source_of(transfer))
+        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+        return self._arrived.get((transfer.name, transfer.box), nothing)
 
     def _decode(self, run: _Run) -> None:
         transfers, starts = run.message.transfers, run.starts

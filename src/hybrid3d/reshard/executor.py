@@ -28,12 +28,14 @@ class ExecutionReport:
     Attributes:
         corrupted: tensors whose checksums differ between sender and receiver; None without verification.
         seconds: by phase; on a GPU what launching took.
+        network_bytes: of those received, the bytes that came from other nodes.
     """
 
     received_bytes: int
     staging_bytes: int
     corrupted: tuple[str, ...] | None = None
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    network_bytes: int = 0
 
 
 class _PhaseTimer:
@@ -236,7 +238,8 @@ class Executor:
 
     def begin(self, verify: bool = False) -> None:
         """Begin a run whose buckets are started by `start_ready_buckets` and `finish`."""
-        self._received_before, self._timer = self._transport.received_bytes, _PhaseTimer()
+        self._received_before, self._network_before = self._transport.received_bytes, self._transport.network_bytes
+        self._timer = _PhaseTimer()
         self._verifying = self._checks if verify else None
         for staging in self._staging:
             staging.allocate()
@@ -272,9 +275,11 @@ class Executor:
             self._finish(*self._in_flight.popleft())
         self._release_staging()
         received = self._transport.received_bytes - self._received_before
+        network = self._transport.network_bytes - self._network_before
         corrupted = tuple(self._verifying.compare()) if self._verifying else None
         self._timer("check")
-        return ExecutionReport(received, sum(s.nbytes for s in self._staging), corrupted, self._timer.seconds)
+        staging = sum(s.nbytes for s in self._staging)
+        return ExecutionReport(received, staging, corrupted, self._timer.seconds, network)
 
     def _start(self, step: Step) -> Pending:
         """Post the bucket's receives, pack and post its sends, then run its local copies."""

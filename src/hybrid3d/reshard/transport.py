@@ -18,12 +18,14 @@ class Pending(Protocol):
 class Transport(Protocol):
     """Collects sends and receives of byte tensors (from `as_bytes`) and starts them all with `run`.
 
-    `received_bytes` is the sum of the sizes of all posted receives over the life of the transport. Both ends of a
+    `received_bytes` is the sum of the sizes of all posted receives over the life of the transport, and `network_bytes`
+    that of the receives from ranks of other nodes. Both ends of a
     message use the same `tag` and submit the messages between them in the same order. A message that both ends have
     started makes progress whether or not either of them waits.
     """
 
     received_bytes: int
+    network_bytes: int
     blocks_host: bool  # whether `wait` blocks the host thread, rather than a CUDA stream
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None: ...
@@ -43,21 +45,40 @@ class _Works:
             work.wait()
 
 
-class GlooTransport:
-    """Point-to-point over gloo for CPU tensors. `group` spans every rank of the plan."""
+class _CountingTransport:
+    """Counts received bytes.
+
+    Args:
+        group: spans every rank of the plan.
+        ranks_per_node: the number of consecutive ranks that share a node.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int):
+        self.received_bytes = 0
+        self.network_bytes = 0
+        self._group = group
+        self._ranks_per_node = ranks_per_node
+
+    def _count(self, tensor: torch.Tensor, src: int) -> None:
+        self.received_bytes += tensor.nbytes
+        if src // self._ranks_per_node != self._group.rank() // self._ranks_per_node:
+            self.network_bytes += tensor.nbytes
+
+
+class GlooTransport(_CountingTransport):
+    """Point-to-point over gloo for CPU tensors."""
 
     blocks_host = True
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.received_bytes = 0
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int):
+        super().__init__(group, ranks_per_node)
         self._works: list[dist.Work | None] = []
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         self._works.append(dist.isend(tensor, group=self._group, group_dst=dst, tag=tag))
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
-        self.received_bytes += tensor.nbytes
+        self._count(tensor, src)
         self._works.append(dist.irecv(tensor, group=self._group, group_src=src, tag=tag))
 
     def run(self) -> Pending:
@@ -65,21 +86,20 @@ class GlooTransport:
         return started
 
 
-class NcclTransport:
+class NcclTransport(_CountingTransport):
     """Point-to-point over NCCL: each `run` launches one batch as one NCCL group. Not yet run on GPUs."""
 
     blocks_host = False
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.received_bytes = 0
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int):
+        super().__init__(group, ranks_per_node)
         self._ops: list[dist.P2POp] = []
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         self._ops.append(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=dst))
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
-        self.received_bytes += tensor.nbytes
+        self._count(tensor, src)
         self._ops.append(dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=src))
 
     def run(self) -> Pending:
@@ -88,13 +108,13 @@ class NcclTransport:
         return _Works(works)
 
 
-def make_transport(device: torch.device, group: dist.ProcessGroup) -> Transport:
+def make_transport(device: torch.device, group: dist.ProcessGroup, ranks_per_node: int) -> Transport:
     """Return the transport for tensors on `device`; every rank of `group` calls it."""
     if device.type != "cuda":
-        return GlooTransport(group)
+        return GlooTransport(group, ranks_per_node)
     # NCCL requires all ranks in the first operation of a group, and a bucket may involve only some of them
     dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return NcclTransport(group)
+    return NcclTransport(group, ranks_per_node)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import all_reduce_max, all_reduce_min, gather_unique
 from hybrid3d.reshard.classes import signature_of
-from hybrid3d.reshard.coverage import check_arrivals, check_same_tensors, lower_bound
+from hybrid3d.reshard.coverage import check_arrivals, check_same_tensors, lower_bound, network_lower_bound
 from hybrid3d.reshard.layout import Demand, Holdings, LocalPieces
 from hybrid3d.reshard.planner import RankPlan, Routes, Transfer
 from hybrid3d.reshard.ready import required_optimizer_buckets
@@ -32,6 +32,8 @@ class SyncPlan:
         holders: what each set of ranks holds.
         sink: vLLM's weights on this rank; None on a rank without an engine.
         lower_bound: the fewest bytes that this rank must receive, counted without the plan.
+        network_bound: the fewest bytes that must reach this rank's node from others, counted without the plan, on the
+            first rank of each node; 0 on the others.
         current: the plan of this rank; `replan` replaces it.
         transfers: this rank's transfers with their keys, in order.
         ready: by bucket of the plan, the optimizer bucket after which every rank may start it.
@@ -63,11 +65,14 @@ class SyncPlan:
         wanted = NOTHING_WANTED if self.sink is None else self.sink.demand
         readers = gather_unique(signature_of(wanted), group)
         check_same_tensors(self.holders, readers)
-        self._routes = Routes(self.holders, readers, recipe.sync.bucket_bytes, recipe.machine.gpus_per_node)
+        per_node = recipe.machine.gpus_per_node
+        self._routes = Routes(self.holders, readers, recipe.sync.bucket_bytes, per_node, relays=True)
         pieces = LocalPieces({self._rank: held}, {self._rank: wanted})
         self.transfers: Sequence[tuple[int, Transfer]] = self._routes.rank_transfers(self._rank, pieces)
         self._boundaries = self._routes.bucket_boundaries([self.transfers], partial(all_reduce_min, group=group))
         self.lower_bound = lower_bound({self._rank: held}, {self._rank: wanted})[self._rank]
+        of_nodes = network_lower_bound(self.holders, readers, per_node)
+        self.network_bound = 0 if self._rank % per_node else of_nodes.get(self._rank // per_node, 0)
         self.bucket_of = {piece.name: optimizer_buckets.get(piece.view.tensor, -1) for piece in held.pieces}
         self.current, self.ready = self._bind(SharedStorage())
         check_arrivals(self.current, wanted)

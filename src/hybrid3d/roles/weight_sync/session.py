@@ -42,6 +42,9 @@ class SyncReport:
         exposed_seconds: those of them in which this rank did nothing else.
         received_bytes: that this rank received.
         lower_bound_bytes: the fewest bytes that it must receive.
+        network_bytes: of those received, the bytes that came from other nodes.
+        network_bound_bytes: the fewest bytes that all ranks of its node must receive from other nodes, on the node's
+            first rank; 0 on the others.
         staging_bytes: of staging buffers.
         finalize_bytes: that finalization took at most.
         shared_bytes: of vLLM's tensors that alias Megatron's memory.
@@ -57,6 +60,8 @@ class SyncReport:
     exposed_seconds: float
     received_bytes: int
     lower_bound_bytes: int
+    network_bytes: int
+    network_bound_bytes: int
     staging_bytes: int
     finalize_bytes: int
     shared_bytes: int
@@ -71,6 +76,8 @@ class SyncReport:
         sums = {
             "sync/received_bytes": self.received_bytes,
             "sync/lower_bound_bytes": self.lower_bound_bytes,
+            "sync/network_bytes": self.network_bytes,
+            "sync/network_bound_bytes": self.network_bound_bytes,
             "sync/shared_bytes": self.shared_bytes,
             "sync/delta_bytes": 0 if self.dense_reason else self.received_bytes,
             "sync/delta_bound_bytes": self.delta_bound_bytes,
@@ -125,7 +132,9 @@ class WeightSync:
         self.holders, self.lower_bound = self._plan.holders, self._plan.lower_bound
         self._trained = {} if trained is None else trained.tensors
         self.source = NamedTensors(self._trained)
-        self.transport = make_transport(device(), dist.new_group(dist.get_process_group_ranks(group)))
+        self.transport = make_transport(
+            device(), dist.new_group(dist.get_process_group_ranks(group)), recipe.machine.gpus_per_node
+        )
         self._shared = SharedStorage()
         self._to_share = recipe.sync.share_storage
         names = {name for _, signature in self.holders for held in signature.values() for name in held}
@@ -223,6 +232,8 @@ class WeightSync:
             exposed_seconds=self._exposed,
             received_bytes=done.received_bytes,
             lower_bound_bytes=self.lower_bound,
+            network_bytes=done.network_bytes,
+            network_bound_bytes=self._plan.network_bound,
             staging_bytes=done.staging_bytes,
             finalize_bytes=0 if self._plan.sink is None else self._plan.sink.finalize_bytes,
             shared_bytes=self._shared.nbytes,
