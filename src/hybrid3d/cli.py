@@ -119,6 +119,7 @@ def _parser() -> _Parser:
     plan.add_argument("recipe", help="a recipe's YAML file")
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the recipe's")
     plan.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    plan.add_argument("--changed", metavar="P", type=float, help="also predict a sync of this fraction of all elements")
     plan.add_argument("--picture", metavar="FILE", help="draw the traffic between ranks, as PNG, SVG or PDF")
     plan.set_defaults(run=_plan)
 
@@ -204,6 +205,8 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     if recipe.rollout is None:
         raise RecipeError(recipe.name, ["the recipe has no `rollout` section: there is no sync to plan"])
+    if options.changed is not None and not 0 < options.changed <= 1:
+        raise RecipeError(recipe.name, [f"--changed {options.changed}: expected a fraction above 0 and up to 1"])
     picture = None if options.picture is None else _picture_path(options.picture)
     check_layout_early(recipe)
     from hybrid3d.inputs.checks import check_model
@@ -213,7 +216,7 @@ def _plan(options: argparse.Namespace, arguments: list[str]) -> int:
     from hybrid3d.planning.report import make_report
 
     with _console(stderr=True).status("") as status:
-        plan = make_report(recipe, config, on_progress=status.update)
+        plan = make_report(recipe, config, on_progress=status.update, changed_fraction=options.changed)
     if options.json:
         print(json.dumps(plan.numbers(), indent=2))
     else:

@@ -12,6 +12,7 @@ from rich.text import Text
 from hybrid3d.config import Recipe
 from hybrid3d.planning.memory import gb
 from hybrid3d.planning.report import PlanReport
+from hybrid3d.planning.seconds import SyncTime
 from hybrid3d.reshard.placement import consecutive_slots
 
 SHADES = " ░▒▓█"
@@ -83,13 +84,26 @@ def _sentences(report: PlanReport) -> Text:
         f"placement  {gb(usual['received_bytes'] - chosen['received_bytes'])} fewer received, "
         f"{gb(usual['far_bytes'] - chosen['far_bytes'])} fewer from other nodes, than on consecutive ranks\n"
         f"staging    {traffic.staging / 2**20:.0f} MiB a rank; finalization {gb(traffic.finalize)} at most\n"
-        f"seconds    {sync.seconds:.3f} on {report.recipe.machine.kind}: {_bottleneck(report)}; "
+        f"seconds    {sync.seconds:.3f} on {report.recipe.machine.kind}: {_bottleneck(sync)}; "
         f"gathered: {report.gather_traffic.seconds(report.hardware):.3f}"
+        f"{_changed(report)}"
     )
 
 
-def _bottleneck(report: PlanReport) -> str:
-    sync = report.sync
+def _changed(report: PlanReport) -> str:
+    changed = report.changed
+    if changed is None:
+        return ""
+    return (
+        f"\nchanged    {changed.fraction:.3g} of the elements: {gb(changed.delta_bytes)} received, "
+        f"{changed.delta_bytes / changed.delta_bound_bytes:.2f} of the entropy, "
+        f"{gb(changed.delta_network_bytes)} of it over the network; "
+        f"{changed.time.seconds:.3f} seconds: {_bottleneck(changed.time)}; "
+        f"bitmaps take {gb(changed.bitmap_bytes)} a rank"
+    )
+
+
+def _bottleneck(sync: SyncTime) -> str:
     names = {"network": "the network", "nvlink": "NVLink", "copies": "copies in memory"}
     others = ", ".join(f"{text} {getattr(sync, key):.3f}" for key, text in names.items() if key != sync.bottleneck)
     return f"{names[sync.bottleneck]} of rank {sync.rank} decides ({others})"

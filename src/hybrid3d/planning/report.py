@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
+from hybrid3d.planning.changed import ChangedSync, predict_changed_sync
 from hybrid3d.planning.engine_queries import ProgressCallback, query_engines
 from hybrid3d.planning.fitting import check_memory
 from hybrid3d.planning.hardware import Hardware, hardware_of
@@ -29,6 +30,7 @@ class PlanReport:
     sync: SyncTime
     memory: MemoryEstimate
     gather_traffic: GatherTraffic
+    changed: ChangedSync | None = None
 
     @property
     def per_rank(self) -> dict[str, np.ndarray]:
@@ -57,7 +59,7 @@ class PlanReport:
         predictions. If the plan is too large to be made transfer by transfer, `max_staging_bytes` is an upper bound
         too, and `buckets` is null.
         """
-        traffic, ranks = self.traffic, self.per_rank
+        traffic, ranks, changed = self.traffic, self.per_rank, self.changed
         usual = consecutive_slots(self.recipe.world_size)
         sums = {key: int(ranks[key].sum()) for key in ranks if key != "sent_bytes"}
         return {
@@ -83,6 +85,7 @@ class PlanReport:
                 "nvlink": self.sync.nvlink,
                 "copies": self.sync.copies,
                 "gather": self.gather_traffic.seconds(self.hardware),
+                **({} if changed is None else {"delta": changed.time.seconds}),
             },
             "memory": {
                 "gpu": self.memory.capacity,
@@ -93,13 +96,30 @@ class PlanReport:
                 "kv_cache": self.memory.kv_cache,
                 "kv_cache_tokens": self.memory.kv_tokens,
             },
+            **({} if changed is None else _changed_numbers(changed)),
         }
 
 
-def make_report(recipe: Recipe, config: Config, on_progress: ProgressCallback = lambda what: None) -> PlanReport:
+def _changed_numbers(changed: ChangedSync) -> dict[str, Any]:
+    return {
+        "changed_fraction": changed.fraction,
+        "delta_bytes": changed.delta_bytes,
+        "delta_bound_bytes": changed.delta_bound_bytes,
+        "delta_network_bytes": changed.delta_network_bytes,
+        "max_bitmap_bytes": changed.bitmap_bytes,
+    }
+
+
+def make_report(
+    recipe: Recipe,
+    config: Config,
+    on_progress: ProgressCallback = lambda what: None,
+    changed_fraction: float | None = None,
+) -> PlanReport:
     """Check the memory of a recipe, query the engines, and plan its sync.
 
     Args:
+        changed_fraction: also predict a sync of so many changed elements.
         on_progress: called with a description of each stage; large plans take half a minute.
 
     Raises:
@@ -112,7 +132,11 @@ def make_report(recipe: Recipe, config: Config, on_progress: ProgressCallback = 
     on_progress("placing ranks, planning, and checking that every wanted element arrives once")
     traffic, hardware = compute_sync_traffic(recipe, answers), hardware_of(recipe.machine)
     sync = estimate_sync_time(traffic.traffic, traffic.local, hardware, recipe.machine.gpus_per_node)
-    return PlanReport(recipe, hardware, traffic, sync, memory, gather_traffic(recipe, traffic))
+    report = PlanReport(recipe, hardware, traffic, sync, memory, gather_traffic(recipe, traffic))
+    if changed_fraction is None:
+        return report
+    network = int(report.per_rank["received_over_network_bytes"].sum())
+    return replace(report, changed=predict_changed_sync(recipe, traffic, network, hardware, changed_fraction))
 
 
 def _spread(of_ranks: np.ndarray) -> dict[str, float]:
