@@ -29,7 +29,16 @@ class Recorder:
 def engine() -> RolloutEngine:
     found = RolloutEngine.__new__(RolloutEngine)
     found._llm, found._sleeps, found._asleep, found.weight_version = Recorder(), True, set(), 3
+    found.discards_weights = True
     return found
+
+
+def test_weights_that_are_kept_are_not_woken(engine: RolloutEngine) -> None:
+    engine.discards_weights = False  # `rollout.keep_weights`
+    engine.sleep()
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    assert engine._llm.calls == ["sleep 1", "wake kv_cache"]
 
 
 def test_it_is_woken_before_it_is_shut_down(engine: RolloutEngine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Container, Iterable
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -14,10 +15,12 @@ from hybrid3d.reshard.executor import Executor, NamedTensors
 from hybrid3d.reshard.planner import RankPlan
 from hybrid3d.reshard.protocols import Sink
 from hybrid3d.reshard.transport import Transport
-from hybrid3d.rollout.weights import RolloutWeights
 from hybrid3d.train.changes import ChangeTracker
 from hybrid3d.train.runtime import device
 from hybrid3d.train.weights import MegatronWeights
+
+if TYPE_CHECKING:  # a sync is between a source and a sink, so that ranks without vLLM can have one
+    from hybrid3d.rollout.weights import RolloutWeights
 
 
 class DenseReason(enum.IntEnum):
