@@ -178,7 +178,7 @@ class Grid:
         holdings = {rank: trained[rank].holdings for rank in ranks}
         wanted = {rank: engine[rank % len(engine)] for rank in ranks}
         demand = {rank: wanted[rank].demand for rank in ranks}
-        plan = make_plan(holdings, demand, 100_000, 2)
+        plan = make_plan(holdings, demand, 100_000, 2, relays=True)
         check_coverage(plan, holdings, demand)
         mailbox, sinks = Mailbox(), {rank: Judged(wanted[rank].truth) for rank in ranks}
 

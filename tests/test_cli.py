@@ -227,6 +227,12 @@ def test_runs_without_rollout(work: Path, refused: Refused) -> None:
     assert "rollout" in refused("eval", str(finished_run(work, rollout=None, algorithm=algorithm)))
 
 
+@pytest.mark.parametrize("fraction", ["0", "-0.1", "1.5", "nan"])
+def test_a_fraction_of_changed_elements(refused: Callable[..., str], fraction: str) -> None:
+    message = refused("plan", "recipe.yaml", f"--changed={fraction}")
+    assert "expected a fraction above 0 and up to 1" in message
+
+
 def test_a_run_whose_model_is_gone(work: Path, refused: Refused) -> None:
     run = finished_run(work)
     (work / "model").rename(work / "moved")

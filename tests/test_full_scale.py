@@ -132,5 +132,5 @@ def test_a_plan_by_classes_has_the_numbers_of_the_whole_plan(
     assert by_class.buckets is None
     assert whole.staging <= by_class.staging
     assert (whole.placement.slots == by_class.placement.slots).all()
-    for key in ("held", "wanted", "traffic", "local", "lower_bound", "model", "finalize"):
+    for key in ("held", "wanted", "traffic", "local", "lower_bound", "network_bound", "model", "finalize"):
         assert np.array_equal(getattr(whole, key), getattr(by_class, key)), key

@@ -122,6 +122,14 @@ def test_received_bytes_are_the_lower_bound(results: list[dict]) -> None:
     assert sum(r["report"]["received_bytes"] for r in results) > 0
 
 
+def test_network_bytes_are_their_bound(results: list[dict]) -> None:
+    """Two ranks share a node; what both of them lack comes from the other node once."""
+    for case in cases_of(results):
+        reports = [result["report"] for result in case]
+        assert sum(r["network_bytes"] for r in reports) == sum(r["network_bound_bytes"] for r in reports)
+    assert sum(result["relayed_bytes"] for result in results) > 0
+
+
 def test_nothing_but_the_plan_moves(results: list[dict]) -> None:
     """Every c10d operation of a sync is one of the plan's sends and receives; nothing is gathered or broadcast."""
     for case in cases_of(results):
@@ -142,6 +150,7 @@ def test_the_plan_says_what_is_measured(results: list[dict], tmp_path: Path) -> 
         assert [result["report"]["received_bytes"] for result in by_rank] == plan.traffic.sum(0).tolist()
         assert [result["c10d"].get("c10d::send", 0) for result in by_rank] == plan.traffic.sum(1).tolist()
         assert [result["report"]["lower_bound_bytes"] for result in by_rank] == plan.lower_bound.tolist()
+        assert sum(result["report"]["network_bytes"] for result in by_rank) == plan.network_bound
         assert max(result["report"]["staging_bytes"] for result in case) == plan.staging
         assert max(result["report"]["finalize_bytes"] for result in case) <= plan.finalize
 

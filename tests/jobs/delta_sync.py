@@ -20,7 +20,7 @@ from broken_sync import generate
 from sync import Engine, Landed, differing, tensors_of
 
 from hybrid3d import distributed
-from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
+from hybrid3d.config import Algorithm, Data, Machine, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
 from hybrid3d.families import family_of
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.bitmap import unpack_bits
@@ -47,6 +47,7 @@ def recipe_for(folder: str, train: Train, rollout_tp: int) -> Recipe:
         algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),
         optimizer=Optimizer(lr=2e-5),
         run=Run(steps=1000),
+        machine=Machine(gpus_per_node=2),
     )
 
 
@@ -91,7 +92,7 @@ class Case:
             self.landed.tensors.clear()
             dense = self.sync.run(self.number)
             assert dense.dense_reason
-            result["dense_bytes"] = dense.received_bytes
+            result |= {"dense_bytes": dense.received_bytes, "dense_network_bytes": dense.network_bytes}
             result |= {key: differing(got[key], state) for key, state in self.state().items()}
         self.results.append(result)
 

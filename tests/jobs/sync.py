@@ -21,7 +21,19 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid3d import distributed
-from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train, recipe_to_yaml
+from hybrid3d.config import (
+    Algorithm,
+    Data,
+    Machine,
+    Model,
+    Optimizer,
+    Recipe,
+    Rollout,
+    Run,
+    Sync,
+    Train,
+    recipe_to_yaml,
+)
 from hybrid3d.families import family_of
 from hybrid3d.reshard.files import load_files
 from hybrid3d.reshard.planner import Transfer
@@ -56,6 +68,7 @@ def recipe_for(
         algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),
         optimizer=Optimizer(lr=1e-3),
         run=Run(steps=1),
+        machine=Machine(gpus_per_node=2),
     )
 
 
@@ -270,7 +283,7 @@ def split_boxes(sync: WeightSync, bucket_bytes: int) -> int:
             for at in itertools.product(owners, names):
                 held[at] += [box for box, _ in boxes]
     for t in sync.plan.transfers:
-        if t.src != t.dst:
+        if t.src != t.dst and not t.relayed:
             source = next(box for box in held[t.src, t.name] if box.contains(t.box))
             parts[t.src, t.dst, t.name, source].append(t)
     return sum(len(of_box) > 1 and bytes_of_box(of_box) > bucket_bytes for of_box in parts.values())
@@ -315,6 +328,7 @@ def prove(
         result["last"] = last
         result["bucket_bytes"] = int(recipe.sync.bucket_mib * 2**20)
         result["split_boxes"] = split_boxes(sync, result["bucket_bytes"])
+        result["relayed_bytes"] = sum(t.nbytes for t in sync.plan.transfers if t.relayed and t.dst == rank)
         result["matrices"] = matrices(sync)
         for number in range(12 if result["last"] else 3):
             load_files(folders[number % 3], weights.demand, weights.tensors, rank)

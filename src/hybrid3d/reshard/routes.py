@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -131,14 +132,31 @@ def route_classes(
         relays: receive what several ranks of a node want and none holds only once over the network.
     """
     sent: dict[int, int] = defaultdict(int)
+    nodes = _nodes(readers, ranks_per_node) if relays else {}
     for turn, tensors in enumerate(classes):
-        routed_class = _Router(tensors, holders, ranks_per_node, turn if relays else None).route(readers)
+        routed_class = _Router(tensors, holders, ranks_per_node, turn if relays else None).route(readers, nodes)
         for source in sorted(routed_class.sources, key=lambda s: (s.box.start, s.box.size, min(s.readers))):
             source.fix_order(sent)
             senders, _, nbytes = source.traffic(tensors.count)
             for rank, n in zip(senders.flat, nbytes.flat, strict=True):
                 sent[rank] += int(n)
         yield routed_class
+
+
+Nodes = Mapping[tuple[tuple[int, int], ...], Sequence[int]]
+"""The nodes of each kind, by (position on the node, group) of their readers."""
+
+
+def _nodes(readers: Sequence[Ranks], ranks_per_node: int) -> Nodes:
+    """Group the nodes whose ranks at the same positions want the same."""
+    on_node: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for group, ranks in enumerate(readers):
+        for rank in ranks:
+            on_node[rank // ranks_per_node].append((rank % ranks_per_node, group))
+    nodes: dict[tuple[tuple[int, int], ...], list[int]] = defaultdict(list)
+    for node, groups in sorted(on_node.items()):
+        nodes[tuple(sorted(groups))].append(node)
+    return nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +199,9 @@ class _Router:
                     self._holders_on_node[rank // ranks_per_node][box].append(rank)
         self._sources: dict[tuple[Box, int | None], Source] = {}
 
-    def route(self, readers: Sequence[Ranks]) -> RoutedClass:
+    def route(self, readers: Sequence[Ranks], nodes: Nodes) -> RoutedClass:
         """Return the class with one route for each set of readers with the same demand, holdings and node."""
-        shares = {} if self._turn is None else self._shares(readers, self._turn)
+        shares = {} if self._turn is None else self._shares(nodes, self._turn)
         places: dict[tuple[int | None, ...], tuple[_Place, list[int]]] = {}
         for group, wanted in self._tensors.wanted.items():
             for rank in readers[group]:
@@ -197,41 +215,27 @@ class _Router:
         routes = tuple(self._route(place, ranks) for place, ranks in places.values())
         return RoutedClass(self._tensors, routes, tuple(self._sources.values()))
 
-    def _shares(self, readers: Sequence[Ranks], turn: int) -> dict[int, dict[Box, list[Share]]]:
+    def _shares(self, nodes: Nodes, turn: int) -> dict[int, dict[Box, list[Share]]]:
         """Return, for each rank that wants the same far elements as another of its node, whence it receives them.
 
         Nodes whose ranks want and hold the same share one object for each position.
         """
-        wanting: dict[int, list[tuple[int, Boxes]]] = defaultdict(list)
-        for group, wanted in self._tensors.wanted.items():
-            for rank in readers[group]:
-                wanting[rank // self._ranks_per_node].append((rank % self._ranks_per_node, wanted))
         found: dict[int, dict[Box, list[Share]]] = {}
-        of_kind: dict[object, dict[int, dict[Box, list[Share]]]] = {}
-        number: dict[int, int] = {}  # Boxes are slow to hash: compare each object once
-        numbers: dict[Boxes, int] = {}
-        for wanted in self._tensors.wanted.values():
-            number[id(wanted)] = numbers.setdefault(wanted, len(numbers))
-        for node, members in wanting.items():
-            if len(members) == 1:
+        for groups, of_kind in nodes.items():
+            members = [(place, self._tensors.wanted[g]) for place, g in groups if g in self._tensors.wanted]
+            boxes = [box for _, wanted in members for box, _ in wanted]
+            if len(members) < 2 or not any(a.overlaps(b) for a, b in combinations(boxes, 2)):
                 continue
-            members.sort(key=lambda member: member[0])
-            kind = (
-                tuple((position, number[id(wanted)]) for position, wanted in members),
-                node if node in self._holders_on_node else None,
-            )
-            if kind not in of_kind:
-                of_kind[kind] = share_out(
-                    [
-                        (position, box, dtype, self._far(box, node))
-                        for position, wanted in members
-                        for box, dtype in wanted
-                    ],
-                    self._ranks_per_node,
-                    turn,
-                )
-            for position, of_position in of_kind[kind].items():
-                found[node * self._ranks_per_node + position] = of_position
+            same: dict[int | None, list[int]] = defaultdict(list)
+            for node in of_kind:
+                same[node if node in self._holders_on_node else None].append(node)
+            for those in same.values():
+                lacking = [
+                    (place, box, dtype, self._far(box, those[0])) for place, wanted in members for box, dtype in wanted
+                ]
+                for place, shares in share_out(lacking, self._ranks_per_node, turn).items():
+                    for node in those:
+                        found[node * self._ranks_per_node + place] = shares
         return found
 
     def _far(self, wanted: Box, node: int) -> list[Box]:

@@ -166,7 +166,8 @@ class Machine:
     """The hardware of a run. GB are 10^9 bytes; link rates are per GPU and direction.
 
     Attributes:
-        gpus_per_node: Ranks per node. A sync prefers to receive from ranks of the same node.
+        gpus_per_node: Ranks per node. A sync prefers to receive from ranks of the same node, and what several of them
+            lack reaches the node once.
         kind: A machine type that `hybrid3d plan` knows.
         memory_gb: Memory of a GPU; `null`: that of `kind`.
         copies_gb_per_s: Memory bandwidth of a GPU for copies, reads plus writes; `null`: that of `kind`.
