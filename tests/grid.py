@@ -20,10 +20,11 @@ from safetensors.torch import load_file
 
 from checkpoints import DENSE, FAMILIES, SPARSE
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
-from hybrid3d.reshard.coverage import check_coverage, lower_bound
+from hybrid3d.reshard.classes import rank_groups
+from hybrid3d.reshard.coverage import check_coverage, lower_bound, network_lower_bound
 from hybrid3d.reshard.executor import Executor, NamedTensors
 from hybrid3d.reshard.layout import Demand, Fill, Holdings
-from hybrid3d.reshard.planner import make_plan
+from hybrid3d.reshard.planner import Transfer, make_plan
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.rollout.probe import model_of_rank, slot_demands
 from hybrid3d.rollout.weights import RolloutWeights
@@ -33,6 +34,8 @@ from hybrid3d.train.runtime import as_rank
 from hybrid3d.train.weights import _shards, megatron_weights
 from megatron_globals import global_tensor
 from worlds import Mailbox, Strict, run_in_threads
+
+RANKS_PER_NODE = 2
 
 DENSE_TRAIN: list[dict[str, int]] = [
     dict(dp=4),
@@ -124,6 +127,8 @@ class Proof:
     wrong: list[str]
     received_bytes: int
     lower_bound_bytes: int
+    network_bytes: int
+    network_bound_bytes: int
     digest: str
     features: frozenset[str]
 
@@ -139,6 +144,11 @@ class MegatronModel:
 class Wanted:
     demand: Demand
     truth: dict[str, torch.Tensor]
+
+
+def far(t: Transfer) -> bool:
+    """Return whether a transfer is between nodes."""
+    return t.src // RANKS_PER_NODE != t.dst // RANKS_PER_NODE
 
 
 class Judged(NamedTensors):
@@ -178,7 +188,7 @@ class Grid:
         holdings = {rank: trained[rank].holdings for rank in ranks}
         wanted = {rank: engine[rank % len(engine)] for rank in ranks}
         demand = {rank: wanted[rank].demand for rank in ranks}
-        plan = make_plan(holdings, demand, 100_000, 2, relays=True)
+        plan = make_plan(holdings, demand, 100_000, RANKS_PER_NODE, relays=True)
         check_coverage(plan, holdings, demand)
         mailbox, sinks = Mailbox(), {rank: Judged(wanted[rank].truth) for rank in ranks}
 
@@ -193,7 +203,10 @@ class Grid:
         wrong = [f"rank {rank}: {name}" for rank in ranks for name in sinks[rank].wrong]
         elements = sum(t.numel() for rank in ranks for t in wanted[rank].truth.values())
         least = sum(lower_bound(holdings, demand).values())
-        return Proof(elements, wrong, sum(received), least, _digest(holdings, demand), self._features(cell))
+        network = sum(t.nbytes for part in plan.values() for t in part.transfers if t.dst == part.rank and far(t))
+        network_bound = sum(network_lower_bound(rank_groups(holdings), rank_groups(demand), RANKS_PER_NODE).values())
+        digest, features = _digest(holdings, demand), self._features(cell)
+        return Proof(elements, wrong, sum(received), least, network, network_bound, digest, features)
 
     def _features(self, cell: Cell) -> frozenset[str]:
         """What is hard about a cell, as its layouts, the checkpoint's config and both engines say."""

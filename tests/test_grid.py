@@ -66,6 +66,7 @@ def test_every_rollout_layout_gets_what_vllm_would_load(grid: Grid, family: str,
         assert proof.elements > 100_000
         assert proof.wrong == [], str(cell)
         assert proof.received_bytes == proof.lower_bound_bytes, str(cell)
+        assert proof.network_bytes == proof.network_bound_bytes, str(cell)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
