@@ -49,8 +49,8 @@ def settings(name: str, bucket_mib: float) -> list[str]:
 
 
 def uneven(name: str, bucket_mib: float) -> list[str]:
-    """Stages of unlike sizes, whose optimizers step in unlike numbers of parts."""
-    return [*settings(name, bucket_mib), "train.first_stage_layers=3"]
+    """Stages of unlike sizes, each on a node of its own, whose optimizers step in unlike numbers of parts."""
+    return [*settings(name, bucket_mib), "train.first_stage_layers=3", "machine.gpus_per_node=2"]
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +140,7 @@ def test_plan_says_what_the_run_measures(work: Path, runs: dict[str, Any], name:
     for row in read_rows(work / "runs" / name):
         assert row["sync/received_bytes"] == plan["received_bytes"]
         assert row["sync/lower_bound_bytes"] == plan["lower_bound_bytes"]
+        assert row["sync/network_bytes"] == row["sync/network_bound_bytes"] == plan["network_bytes"] > 0
         assert row["sync/max_staging_bytes"] == plan["max_staging_bytes"]
         assert row["sync/max_finalize_bytes"] <= plan["max_finalize_bytes"]
 
