@@ -112,9 +112,11 @@ def test_readers_take_the_first_layers_of_all_stages_before_the_second_ones() ->
 
 
 @RANDOM
-@given(worlds(), st.integers(4, 100), st.integers(1, 3))
-def test_both_ends_have_a_transfer_under_one_key_of_its_own(world: World, limit: int, per_node: int) -> None:
-    routes = Routes(rank_groups(world.holdings), rank_groups(world.demand), limit, per_node)
+@given(worlds(), st.integers(4, 100), st.integers(1, 3), st.booleans())
+def test_both_ends_have_a_transfer_under_one_key_of_its_own(
+    world: World, limit: int, per_node: int, relays: bool
+) -> None:
+    routes = Routes(rank_groups(world.holdings), rank_groups(world.demand), limit, per_node, relays)
     pieces, at = LocalPieces(world.holdings, world.demand), defaultdict[int, set[Transfer]](set)
     for rank in world.held.pieces:
         keyed = routes.rank_transfers(rank, pieces)
@@ -123,7 +125,7 @@ def test_both_ends_have_a_transfer_under_one_key_of_its_own(world: World, limit:
         for key, t in keyed:
             at[key].add(t)
     assert all(len(transfers) == 1 for transfers in at.values())
-    plan = make_plan(world.holdings, world.demand, limit, per_node)
+    plan = make_plan(world.holdings, world.demand, limit, per_node, relays)
     assert sorted(map(repr, transfers_of(plan))) == sorted(repr(t) for (t,) in at.values())
 
 
@@ -228,11 +230,13 @@ def in_groups(sides: dict[int, Holdings] | dict[int, Demand]) -> list[Group]:
     return list(found.values())
 
 
-def plan_of_rank(world: World, rank: int, limit: int, per_node: int, all_reduce_min: ThreadAllReduceMin) -> RankPlan:
+def plan_of_rank(
+    world: World, rank: int, limit: int, per_node: int, relays: bool, all_reduce_min: ThreadAllReduceMin
+) -> RankPlan:
     """Return a rank's plan as it computes it in a run: from its own pieces and the signatures of all ranks."""
     try:
         held, wanted = {rank: world.holdings[rank]}, {rank: world.demand[rank]}
-        routes = Routes(in_groups(world.holdings), in_groups(world.demand), limit, per_node)
+        routes = Routes(in_groups(world.holdings), in_groups(world.demand), limit, per_node, relays)
         transfers = routes.rank_transfers(rank, LocalPieces(held, wanted))
         return routes.plan(rank, transfers, routes.bucket_boundaries([transfers], all_reduce_min))
     except BaseException:
@@ -256,11 +260,11 @@ def without_remote_pieces(rank: int, part: RankPlan) -> RankPlan:
 
 
 @settings(max_examples=100, deadline=None)
-@given(worlds(), st.integers(4, 200), st.integers(1, 3))
-def test_each_rank_computes_its_part_of_the_same_plan(world: World, limit: int, per_node: int) -> None:
-    plan, ranks = make_plan(world.holdings, world.demand, limit, per_node), list(world.held.pieces)
+@given(worlds(), st.integers(4, 200), st.integers(1, 3), st.booleans())
+def test_each_rank_computes_its_part_of_the_same_plan(world: World, limit: int, per_node: int, relays: bool) -> None:
+    plan, ranks = make_plan(world.holdings, world.demand, limit, per_node, relays), list(world.held.pieces)
     all_reduce_min = ThreadAllReduceMin(len(ranks))
-    own = run_in_threads(lambda rank: plan_of_rank(world, rank, limit, per_node, all_reduce_min), ranks)
+    own = run_in_threads(lambda rank: plan_of_rank(world, rank, limit, per_node, relays, all_reduce_min), ranks)
     assert own == [without_remote_pieces(rank, plan[rank]) for rank in ranks]
     for rank, part in zip(ranks, own, strict=True):
         assert part.staging_bytes == plan[rank].staging_bytes

@@ -12,13 +12,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import rank_groups
-from hybrid3d.reshard.coverage import check_coverage, lower_bound, network_lower_bound
+from hybrid3d.reshard.classes import classify_tensors, rank_groups
+from hybrid3d.reshard.coverage import check_coverage, check_routes, lower_bound, network_lower_bound
 from hybrid3d.reshard.layout import ITEMSIZE
 from hybrid3d.reshard.planner import Plan, PlanError, RankPlan, Transfer, make_plan
+from hybrid3d.reshard.relays import Relay
+from hybrid3d.reshard.routes import route_classes
 from test_reshard_box import LAYERS, Side, World, check_moves, index, mask, random_grid, times_covered, transfers_of
 
-RANDOM = settings(max_examples=80, deadline=None)
+RANDOM = settings(max_examples=50, deadline=None)
 LIMITS = st.integers(4, 300)
 
 
@@ -244,6 +246,40 @@ def test_a_broken_relay_is_refused(case: tuple[World, int], data: st.DataObject)
         with pytest.raises(PlanError):
             check_coverage(changed(plan, old, *new), world.holdings, world.demand)
     check_coverage(plan, world.holdings, world.demand)
+
+
+@RANDOM
+@given(nodes(), st.data())
+def test_a_broken_share_is_refused(case: tuple[World, int], data: st.DataObject) -> None:
+    """The check of routes, on which `hybrid3d plan` relies: what is handed on must have been received by its sender."""
+    world, per_node = case
+    holders, readers = rank_groups(world.holdings), rank_groups(world.demand)
+    classes = classify_tensors([side for _, side in holders], [side for _, side in readers])
+    groups = [ranks for ranks, _ in holders], [ranks for ranks, _ in readers]
+    routed = list(route_classes(classes, *groups, per_node, relays=True))
+    check_routes(routed, holders, readers)
+    handed_on = [
+        (routed_class, route, wanted, part)
+        for routed_class in routed
+        for route in routed_class.routes
+        for wanted, parts in route.parts.items()
+        for part in parts
+        if part.handed_on or isinstance(part.source, Relay)
+    ]
+    assume(handed_on)
+    routed_class, route, wanted, part = data.draw(st.sampled_from(handed_on))
+    if isinstance(part.source, Relay):
+        others = {(part.source.position + i) % per_node for i in range(1, per_node)}
+        broken = [replace(part, source=replace(part.source, position=position)) for position in others]
+    else:
+        broken = [replace(part, handed_on=False)]
+    for new in broken:
+        parts = tuple(new if p is part else p for p in route.parts[wanted])
+        spoiled = replace(route, parts={**route.parts, wanted: parts})
+        routes = tuple(spoiled if r is route else r for r in routed_class.routes)
+        those = [replace(c, routes=routes) if c is routed_class else c for c in routed]
+        with pytest.raises(PlanError, match="which it would hand on"):
+            check_routes(those, holders, readers)
 
 
 @settings(max_examples=100, deadline=None)

@@ -48,7 +48,7 @@ def replicas_on_nodes() -> World:
     return world
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(nodes(), LIMITS, st.integers(0, 99))
 def test_values_land_bit_for_bit(case: tuple[World, int], limit: int, seed: int) -> None:
     """The sinks of `Ranks` are overwritten when a layer is closed, and sent memory is read until it has arrived."""
@@ -77,7 +77,7 @@ def test_large_boxes(bucket: int, transport: Callable[..., Transport]) -> None:
     assert [r.received_bytes for r in reports] == [world.must_receive(rank) for rank in range(6)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(nodes(), LIMITS, st.booleans(), st.data())
 def test_what_is_handed_on_while_the_rest_is_updated_is_what_has_been(
     case: tuple[World, int], limit: int, blocks_host: bool, data: st.DataObject
@@ -157,7 +157,7 @@ def test_a_plan_without_relays_is_the_same_with_one_rank_a_node() -> None:
     assert planned(world, 1, 1 << 20) == make_plan(world.holdings, world.demand, 1 << 20, 1)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(nodes(), LIMITS, st.sampled_from([0.0, 0.02, 0.2, 0.9]), st.integers(0, 99), st.booleans(), st.booleans())
 def test_changed_elements_that_are_handed_on_land_bit_for_bit(
     case: tuple[World, int], limit: int, share: float, seed: int, all_sparse: bool, verify: bool

@@ -16,6 +16,7 @@ from hybrid3d.reshard.classes import Signature, classify_tensors, group_ranks, r
 from hybrid3d.reshard.coverage import check_routes, lower_bound
 from hybrid3d.reshard.layout import Demand, Holdings, LocalPieces, Piece, View
 from hybrid3d.reshard.planner import PlanError, Routes, make_plan
+from hybrid3d.reshard.relays import Relay
 from hybrid3d.reshard.routes import Part, Route, RoutedClass, Source, route_classes
 from hybrid3d.reshard.stamp import layer_of, replicate_layer
 from test_reshard_box import Side, World, transfers_of, worlds
@@ -33,10 +34,13 @@ def classes(holdings: dict[int, Holdings], demand: dict[int, Demand]) -> dict[tu
     return {tensors.names: tensors.count for tensors in found}
 
 
-def routed(sides: Sides, per_node: int, multiplicity: dict[str, int] | None = None) -> list[RoutedClass]:
+def routed(
+    sides: Sides, per_node: int, multiplicity: dict[str, int] | None = None, relays: bool = False
+) -> list[RoutedClass]:
     holders, readers = rank_groups(sides[0]), rank_groups(sides[1])
     found = classify_tensors([side for _, side in holders], [side for _, side in readers], multiplicity)
-    return list(route_classes(found, [ranks for ranks, _ in holders], [ranks for ranks, _ in readers], per_node))
+    groups = [ranks for ranks, _ in holders], [ranks for ranks, _ in readers]
+    return list(route_classes(found, *groups, per_node, relays))
 
 
 def check(routes: list[RoutedClass], sides: Sides) -> None:
@@ -106,20 +110,26 @@ def test_ranks_that_shared_an_object_share_the_selected_one() -> None:
 
 
 @RANDOM
-@given(worlds(layers=("",)), st.integers(1, 4), st.integers(1, 3))
-def test_the_routes_of_one_layer_give_the_traffic_of_all_layers(world: World, copies: int, per_node: int) -> None:
+@given(worlds(layers=("",)), st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_the_routes_of_one_layer_give_the_traffic_of_all_layers(
+    world: World, copies: int, per_node: int, relays: bool
+) -> None:
     """Traffic by sender and receiver, of one layer times the layers, against the plan of every transfer."""
     sides = repeated(world, copies)
     kept = {p.name for side in sides for of in side.values() for p in of.pieces if layer_of(p.name) == 0}
     first = select_tensors(sides[0], kept), select_tensors(sides[1], kept)
-    routes = routed(first, per_node, dict.fromkeys(kept, copies))
+    routes = routed(first, per_node, dict.fromkeys(kept, copies), relays)
     sent: Counter[tuple[int, int]] = Counter()
     for routed_class in routes:
         for source in routed_class.sources:
             for src, dst, nbytes in zip(*(a.flat for a in source.traffic(routed_class.tensors.count)), strict=True):
                 sent[int(src), int(dst)] += int(nbytes)
+        for route in routed_class.routes:
+            for part in (p for parts in route.parts.values() for p in parts if isinstance(p.source, Relay)):
+                for reader in route.readers:
+                    sent[part.source.sender(reader, 0), reader] += part.nbytes * routed_class.tensors.count
     planned: Counter[tuple[int, int]] = Counter()
-    for t in transfers_of(make_plan(*sides, 10_000, per_node)):
+    for t in transfers_of(make_plan(*sides, 10_000, per_node, relays)):
         planned[t.src, t.dst] += 0 if t.is_local else t.nbytes
     assert +sent == +planned
     bound = lower_bound(*first, dict.fromkeys(kept, copies))
@@ -201,8 +211,8 @@ def test_an_element_that_nobody_holds_is_missing(world: World) -> None:
 
 
 @RANDOM
-@given(worlds(), st.integers(1, 3))
-def test_sharing_an_object_does_not_change_the_plan(world: World, per_node: int) -> None:
+@given(worlds(), st.integers(1, 3), st.booleans())
+def test_sharing_an_object_does_not_change_the_plan(world: World, per_node: int, relays: bool) -> None:
     """When a plan is computed before the run, ranks share one demand object; in a run each has its own."""
     wanted = next(iter(world.demand.values()))
     ranks = sorted(world.holdings)
@@ -210,18 +220,21 @@ def test_sharing_an_object_does_not_change_the_plan(world: World, per_node: int)
     assert len(group_ranks(shared)) == 1
     assert len(group_ranks(own)) == len(ranks)
     backwards = dict(reversed(own.items()))
-    assert make_plan(world.holdings, shared, 64, per_node) == make_plan(world.holdings, own, 64, per_node)
-    assert make_plan(world.holdings, shared, 64, per_node) == make_plan(world.holdings, backwards, 64, per_node)
+    plan = make_plan(world.holdings, shared, 64, per_node, relays)
+    assert plan == make_plan(world.holdings, own, 64, per_node, relays)
+    assert plan == make_plan(world.holdings, backwards, 64, per_node, relays)
 
 
 SOME = st.sets(st.sampled_from("ab"))
 
 
 @settings(max_examples=200, deadline=None)
-@example([{"a"}, {"a", "b"}, set(), set()], [{"a"}, set(), {"a", "b"}, {"a"}], 3)  # replicas on the node and elsewhere
-@given(st.lists(SOME, min_size=4, max_size=4), st.lists(SOME, min_size=4, max_size=4), st.integers(1, 4))
+@example(
+    [{"a"}, {"a", "b"}, set(), set()], [{"a"}, set(), {"a", "b"}, {"a"}], 3, False
+)  # replicas on the node and elsewhere
+@given(st.lists(SOME, min_size=4, max_size=4), st.lists(SOME, min_size=4, max_size=4), st.integers(1, 4), st.booleans())
 def test_the_grouping_of_ranks_does_not_change_the_transfers(
-    held: list[set[str]], wanted: list[set[str]], per_node: int
+    held: list[set[str]], wanted: list[set[str]], per_node: int, relays: bool
 ) -> None:
     """Ranks with equal signatures are one group in a run, in any order, and may be several groups elsewhere."""
     wanted = [names & set().union(*held) for names in wanted]
@@ -230,7 +243,7 @@ def test_the_grouping_of_ranks_does_not_change_the_transfers(
     merged = [[(ranks, side[ranks[0]]) for ranks in equal(side)] for side in sides]
     transfers = []
     for holders, readers in (own, merged, [side[::-1] for side in own], [side[::-1] for side in merged]):
-        routes = Routes(holders, readers, 64, per_node)
+        routes = Routes(holders, readers, 64, per_node, relays)
         transfers.append(
             [
                 [(key, t.src, t.dst, t.name) for key, t in routes.rank_transfers(r, LocalPieces({}, {}))]
