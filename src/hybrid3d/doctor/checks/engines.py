@@ -16,7 +16,7 @@ import yaml
 from hybrid3d.config import Rollout, Sync
 from hybrid3d.doctor import one_rank
 from hybrid3d.doctor.check import Record, expect
-from hybrid3d.doctor.run_on_ranks import run_on_ranks
+from hybrid3d.doctor.torchrun import run_on_ranks
 from hybrid3d.doctor.tiny_models import CONFIGS, write_checkpoint, write_config
 
 VERSIONS = 3

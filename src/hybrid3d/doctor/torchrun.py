@@ -24,7 +24,7 @@ def run_on_ranks(count: int, function: str, **arguments: Any) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "hybrid3d.doctor.run_on_ranks"]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "hybrid3d.doctor.torchrun"]
         command += [function, json.dumps(arguments), folder]
         done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")})
         failures = sorted(Path(folder).glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
