@@ -56,8 +56,8 @@ MAY_IMPORT = {
         *("rewards", "inputs", "run", "planning", "train", "roles", "trainer", "bench"),
     },
     "doctor": {
-        *("process", "distributed", "reshard", "rl", "config", "families", "generation", "train", "rollout", "run"),
-        *("planning", "roles", "bench"),
+        *("launch_environment", "process", "distributed", "reshard", "rl", "config", "families", "generation", "train"),
+        *("rollout", "run", "planning", "roles", "bench"),
     },
     "cli": {"errors", "launch_environment", "config", "inputs", "run", "planning", "bench", "launch", "doctor"},
     "__main__": {"cli"},

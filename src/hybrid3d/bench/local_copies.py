@@ -61,17 +61,17 @@ def copied_bytes(plan: RankPlan) -> int:
 
 def measure(plan: RankPlan, device: torch.device, repeats: int) -> LocalCopies:
     """Execute a rank's part of a plan between tensors that are allocated for it."""
-    held = _memory((t.source for t in plan.transfers if t.src == plan.rank), device)
-    wanted = _memory((t.target for t in plan.transfers if t.dst == plan.rank), device)
-    executor = Executor(plan, held, wanted, Nowhere(), device)
+    held = allocate((t.source for t in plan.transfers if t.src == plan.rank), device)
+    wanted = allocate((t.target for t in plan.transfers if t.dst == plan.rank), device)
+    executor = Executor(plan, NamedTensors(held), NamedTensors(wanted), Nowhere(), device)
     taken = _seconds(executor.run, repeats, device)
     one, other = (torch.zeros(PLAIN_COPY_BYTES[device.type], dtype=torch.uint8, device=device) for _ in "ab")
     plain_rate = one.nbytes / _seconds(lambda: other.copy_(one), repeats, device)
     return LocalCopies(copied_bytes(plan), executor.operations, taken, plain_rate)
 
 
-def _memory(pieces: Iterable[Piece | None], device: torch.device) -> NamedTensors:
-    """Allocate tensors in which these pieces are stored where they say."""
+def allocate(pieces: Iterable[Piece | None], device: torch.device) -> dict[str, torch.Tensor]:
+    """Allocate tensors, by local name, in which these pieces are stored where they say; None is skipped."""
     extents: dict[str, int] = defaultdict(int)
     dtypes: dict[str, str] = {}
     for piece in pieces:
@@ -80,7 +80,7 @@ def _memory(pieces: Iterable[Piece | None], device: torch.device) -> NamedTensor
             last = piece.view.offset + sum((n - 1) * step for n, step in steps)
             extents[piece.view.tensor] = max(extents[piece.view.tensor], last + 1)
             dtypes[piece.view.tensor] = piece.dtype
-    return NamedTensors({t: torch.zeros(n, dtype=getattr(torch, dtypes[t]), device=device) for t, n in extents.items()})
+    return {t: torch.zeros(n, dtype=getattr(torch, dtypes[t]), device=device) for t, n in extents.items()}
 
 
 def _seconds(run: Callable[[], object], repeats: int, device: torch.device) -> float:

@@ -29,7 +29,7 @@ def start() -> dist.ProcessGroup:
 
 
 def recipe_for(
-    folder: Path, dtype: str, rollout: Rollout | None = None, sync: Sync | None = None, **train: Any
+    folder: Path | str, dtype: str, rollout: Rollout | None = None, sync: Sync | None = None, **train: Any
 ) -> Recipe:
     """Return the recipe of a run on one rank; `train` has keys of its section."""
     return Recipe(

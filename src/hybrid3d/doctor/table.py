@@ -105,6 +105,13 @@ GPU_CHECKS = (
         ("cuda", "transformer_engine", *MEGATRON),
     ),
     Check(
+        "two_ranks",
+        "a verified sync over NCCL between two GPUs",
+        CHECKS + "two_ranks:two_ranks",
+        120,
+        ("2 gpus", *MEGATRON),
+    ),
+    Check(
         "mixtral_graphs",
         "Mixtral at TP2 over ranks in descending order, with CUDA graphs",
         CHECKS + "engines:live_sync",

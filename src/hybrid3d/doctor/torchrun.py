@@ -9,11 +9,14 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hybrid3d.doctor.check import CheckFailed
+from hybrid3d.launch_environment import RUN
+from hybrid3d.process import shared_memory_cleanup
 
 
 def run_on_ranks(count: int, function: str, **arguments: Any) -> dict[str, Any]:
@@ -22,11 +25,13 @@ def run_on_ranks(count: int, function: str, **arguments: Any) -> dict[str, Any]:
     Raises:
         CheckFailed: it failed on a rank; the message is that of the rank that failed first.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    run = f"doctor-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    with tempfile.TemporaryDirectory() as folder, shared_memory_cleanup(run):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "hybrid3d.doctor.torchrun"]
         command += [function, json.dumps(arguments), folder]
-        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")})
+        variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), RUN: run}
+        done = subprocess.run(command, env=os.environ | variables)
         failures = sorted(Path(folder).glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
         if failures:
             raise CheckFailed(f"rank {failures[0].name.removeprefix('failed-')}: {failures[0].read_text()}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ def sync_and_generate(
     runtime.initialize(Train(tp=ranks), seed=1)
     recipe = recipe_of_rank(folders[0], dtype, tp, shares, ranks)
     policy = Policy(CONFIGS[family], recipe, rank, trainable=False)
-    engine = RolloutEngine(recipe, rank, f"doctor-{os.environ['MASTER_PORT']}", slots)
+    engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
     sync = WeightSync(recipe, group, policy.weights, engine)
     means, largest, change = [], [], []
     batch = None

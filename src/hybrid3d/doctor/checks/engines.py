@@ -16,14 +16,16 @@ import yaml
 from hybrid3d.config import Rollout, Sync
 from hybrid3d.doctor import one_rank
 from hybrid3d.doctor.check import Record, expect
-from hybrid3d.doctor.torchrun import run_on_ranks
 from hybrid3d.doctor.tiny_models import CONFIGS, write_checkpoint, write_config
+from hybrid3d.doctor.torchrun import run_on_ranks
 
 VERSIONS = 3
 LENGTH = 128
 ANSWER = 16
-# Mean and largest difference of an answer's log-probabilities between the engines
-TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (0.02, 0.2)}
+# Of the mean difference of an answer's log-probabilities between the engines, in nats. On a CPU it is 1e-6 in float32
+# and up to 0.024 in bfloat16, where single tokens that rounding routes to other experts differ by up to 0.8. Other
+# weights change them by 1.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.06}
 RANK = "hybrid3d.doctor.checks.engine_rank:sync_and_generate"
 
 
@@ -42,10 +44,11 @@ def live_sync(record: Record, device: str, family: str, ranks: int = 1, shares: 
         settings = dict(family=family, folders=folders, dtype=dtype, tp=tp, slots=slots, shares=shares)
         found = run_on_ranks(ranks, RANK, **settings)
     record(**found)
-    mean, largest = TOLERANCE[dtype]
-    for version, (a, b) in enumerate(zip(found["mean_difference"], found["largest_difference"], strict=True)):
-        expect(a <= mean and b <= largest, f"version {version}: log-probabilities differ by {a:.1e}, at most {b:.1e}")
-    expect(all(changed > 10 * mean for changed in found["change"]), "the checkpoints do not differ: nothing was shown")
+    for version, mean in enumerate(found["mean_difference"]):
+        said = f"version {version}: log-probabilities differ by {mean:.1e} on average"
+        expect(mean <= TOLERANCE[dtype], f"{said}, expected at most {TOLERANCE[dtype]:.0e}")
+    changed = all(change > 10 * TOLERANCE[dtype] for change in found["change"])
+    expect(changed, "the checkpoints do not differ: nothing was shown")
     expect(bool(found["shared_bytes"]) == shares, f"{found['shared_bytes']} bytes are shared")
     if device == "cuda":
         expect(found["graphs"] != shares, "CUDA graphs are captured unless storage is shared")
@@ -53,7 +56,7 @@ def live_sync(record: Record, device: str, family: str, ranks: int = 1, shares: 
 
 def plan(record: Record, device: str) -> None:
     """Query both engines about eight ranks with one visible GPU, as `hybrid3d plan` does before GPUs are rented."""
-    visible = {"CUDA_VISIBLE_DEVICES": "0" if device == "cuda" else ""}
+    visible = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
     found = _command(["plan"], {"tp": 4, "dp": 2}, {"tp": 4}, visible)
     record(**{key: found[key] for key in ("wanted_bytes", "received_bytes", "lower_bound_bytes", "coverage")})
     expect(found["received_bytes"] == found["lower_bound_bytes"], "the plan moves more than the lower bound")

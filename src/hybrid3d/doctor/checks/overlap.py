@@ -16,8 +16,8 @@ import torch
 from hybrid3d.config import Recipe, Sync
 from hybrid3d.doctor import one_rank
 from hybrid3d.doctor.check import Record, expect
+from hybrid3d.doctor.landing import Landing, LandingEngine, no_synchronization
 from hybrid3d.doctor.tiny_models import SIZES, write_checkpoint
-from hybrid3d.reshard.executor import NamedTensors
 from hybrid3d.rl.objective import sft_loss
 from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.train.policy import Policy
@@ -35,37 +35,6 @@ ROUNDS = 4
 
 Interval = tuple[float, float]
 """Start and end in milliseconds."""
-
-
-class Landing(NamedTensors):
-    """A sink that is another model's tensors, with what a sync asks of vLLM's weights."""
-
-    finalize_bytes = 0
-
-    def __init__(self, policy: Policy):
-        self.demand = policy.weights.demand
-        super().__init__(policy.weights.tensors)
-
-    def prepare(self, layers: Sequence[int | None], keep: bool) -> None: ...
-
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
-
-
-class LandingEngine:
-    """What a sync asks of an engine."""
-
-    weight_version: int | None = None
-    discards_weights = False
-
-    def __init__(self, sink: Landing):
-        self._sink = sink
-
-    def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> Landing:
-        return self._sink
-
-    def reset_cache(self) -> None: ...
 
 
 class Clock:
@@ -104,19 +73,6 @@ class MarkedStream:
             self.marks.append((before, self._clock.mark()))
 
 
-@contextlib.contextmanager
-def no_synchronization(device: str) -> Iterator[None]:
-    """Let torch raise an error where the host waits for the GPU."""
-    if device != "cuda":
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def overlap(record: Record, device: str, must_overlap: bool) -> None:
     """Update a model several times, each time syncing its optimizer buckets as they are ready, and compare all bits.
 
@@ -133,7 +89,7 @@ def overlap(record: Record, device: str, must_overlap: bool) -> None:
             folder, "bfloat16", sync=Sync(bucket_mib=64 if device == "cuda" else 0.25, delta="never")
         )
         policy, other = (one_rank.make_policy(config, recipe, trainable) for trainable in (True, False))
-    landing = Landing(other)
+    landing = Landing(other.weights.demand, other.weights.tensors)
     engine: Any = LandingEngine(landing)
     sync = WeightSync(recipe, group, policy.weights, engine, policy.optimizer_buckets)
     record(weight_bytes=sum(p.nbytes for p in landing.demand.pieces), optimizer_buckets=len(policy._stepping))

@@ -1,7 +1,7 @@
 """The NCCL transport on one GPU: a rank that sends to itself, and two executors that share the rank.
 
 Gloo refuses to send to its own rank, so that on a CPU messages are copied within memory instead. Sends between
-different ranks are part of the checks `bench` and `mixtral_graphs`.
+different ranks are part of the check `two_ranks`.
 """
 
 from __future__ import annotations
