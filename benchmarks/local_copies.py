@@ -39,7 +39,7 @@ def main() -> None:
         recipe, config = scale_recipe(replace(original, run=replace(original.run, dir=folder)), scale)
         write_model(recipe, config)
         answers = query_engines(recipe, read_config(recipe.model.path))
-    wanted = [one.demand for one in answers.slots]
+    wanted = [slot.demand for slot in answers.slots]
     slots = compute_placement(recipe, answers.holdings, wanted, answers.multiplicity).slots
     demand = {rank: wanted[slot % len(wanted)] for rank, slot in enumerate(slots)}
     plans = make_plan(answers.holdings, demand, recipe.sync.bucket_bytes, recipe.machine.gpus_per_node)

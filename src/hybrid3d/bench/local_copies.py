@@ -1,4 +1,4 @@
-"""Measures the local part of a sync (packing, unpacking, copies that stay on the rank) without sending anything."""
+"""Measures the local part of a sync (packing, unpacking and local copies) without sending anything."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class LocalCopies:
         return self.nbytes / self.plain_rate
 
 
-class Nowhere:
-    """A transport whose messages never arrive, and are never waited for."""
+class NullTransport:
+    """A transport that transfers nothing and never waits."""
 
     received_bytes = 0
     blocks_host = True
@@ -47,14 +47,14 @@ class Nowhere:
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None: ...
 
-    def run(self) -> Nowhere:
+    def run(self) -> NullTransport:
         return self
 
     def wait(self) -> None: ...
 
 
 def copied_bytes(plan: RankPlan) -> int:
-    """Return the bytes that the executor copies on the rank: staged ones, and those that stay."""
+    """Return the bytes that the executor copies on a rank: staging and local copies."""
     staged = sum(m.staging_bytes_on(plan.rank) for bucket in plan.buckets for m in bucket.messages)
     return staged + plan.local_bytes
 
@@ -63,7 +63,7 @@ def measure(plan: RankPlan, device: torch.device, repeats: int) -> LocalCopies:
     """Execute a rank's part of a plan between tensors that are allocated for it."""
     held = allocate((t.source for t in plan.transfers if t.src == plan.rank), device)
     wanted = allocate((t.target for t in plan.transfers if t.dst == plan.rank), device)
-    executor = Executor(plan, NamedTensors(held), NamedTensors(wanted), Nowhere(), device)
+    executor = Executor(plan, NamedTensors(held), NamedTensors(wanted), NullTransport(), device)
     taken = _seconds(executor.run, repeats, device)
     one, other = (torch.zeros(PLAIN_COPY_BYTES[device.type], dtype=torch.uint8, device=device) for _ in "ab")
     plain_rate = one.nbytes / _seconds(lambda: other.copy_(one), repeats, device)
@@ -71,7 +71,7 @@ def measure(plan: RankPlan, device: torch.device, repeats: int) -> LocalCopies:
 
 
 def allocate(pieces: Iterable[Piece | None], device: torch.device) -> dict[str, torch.Tensor]:
-    """Allocate tensors, by local name, in which these pieces are stored where they say; None is skipped."""
+    """Allocate the local tensors that the views of these pieces refer to, by name."""
     extents: dict[str, int] = defaultdict(int)
     dtypes: dict[str, str] = {}
     for piece in pieces:
@@ -84,7 +84,7 @@ def allocate(pieces: Iterable[Piece | None], device: torch.device) -> dict[str, 
 
 
 def _seconds(run: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Return the seconds of the median run; two more are run before."""
+    """Return the seconds of the median run, after two runs of warmup."""
     taken = []
     for _ in range(repeats + 2):
         if device.type == "cuda":
