@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid3d import distributed
+from hybrid3d.reshard.bitmap import pack_bits
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.coverage import check_coverage, lower_bound
+from hybrid3d.reshard.delta import DeltaExecutor
 from hybrid3d.reshard.executor import Executor, NamedTensors
 from hybrid3d.reshard.planner import make_plan
 from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.reshard.transport import Transport
+from hybrid3d.reshard.transport import Transport, make_transport
 from test_reshard_box import Side, World
 from test_reshard_delta import Deltas, changed
-from test_reshard_executor import Posted, Ranks, Updated, canonical, memories, truth, unlike, write_pieces
+from test_reshard_executor import Posted, Ranks, Updated, by_element, canonical, memories, truth, unlike, write_pieces
 from test_reshard_relays import LIMITS, bytes_into_nodes, network_bound, nodes, planned, relayed_of
 from worlds import LocalTransport, Mailbox, Strict, run_in_threads
 
@@ -188,3 +194,50 @@ def test_few_changes_of_large_boxes_are_handed_on_as_few_bytes() -> None:
     received = sum(report.received_bytes for report in reports)
     assert received < 0.05 * sum(world.must_receive(rank) for rank in ranks.ranks)
     assert received < 1.2 * sum(report.bound_bytes for report in reports)
+
+
+def gloo_rank(rank: int, folder: Path) -> None:
+    """Sync over gloo in one of four processes, two to a node, all elements and then those that changed."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4)
+    world = four_of(replicas_on_nodes())
+    plan = planned(world, 2, 200_000)[rank]
+    held, wanted = memories(world.held, rank, 0.0), memories(world.wanted, rank, 7.0)
+    ends, transport = (
+        (NamedTensors(held), NamedTensors(wanted)),
+        make_transport(torch.device("cpu"), dist.group.WORLD, 2),
+    )
+    first = canonical(world, 1)
+    write_pieces(world.held.pieces[rank], first, held)
+    dense = Executor(plan, *ends, transport).run(verify=True)
+    assert unlike(wanted, truth(world, rank, first)) == []
+    bound = network_bound(world, 2)[rank // 2]
+    into = distributed.gather_objects(dense.network_bytes, dist.group.WORLD)
+    assert sum(into[rank // 2 * 2 :][:2]) == bound > 0
+    assert (dense.received_bytes, dense.corrupted) == (world.must_receive(rank), ())
+    second, before = changed(first, 0.01, 1), {name: tensor.clone() for name, tensor in held.items()}
+    write_pieces(world.held.pieces[rank], second, held)
+    changes = {name: pack_bits((by_element(before[name]) != by_element(new)).any(1)) for name, new in held.items()}
+    delta = DeltaExecutor(plan, set(world.shapes), *ends, transport).run_delta(changes, verify=True)
+    assert unlike(wanted, truth(world, rank, second)) == []
+    assert delta.corrupted == ()
+    assert delta.received_bytes < 0.1 * dense.received_bytes
+    (folder / f"rank{rank}.done").touch()
+    dist.destroy_process_group()
+
+
+def four_of(world: World) -> World:
+    """Return the world in which rank r of four does what rank r of six does; nothing is held elsewhere."""
+    held, wanted = Side(4), Side(4)
+    held.pieces = {rank: world.held.pieces[rank] for rank in range(4)}
+    known = {piece.name for pieces in held.pieces.values() for piece in pieces}
+    wanted.pieces = {rank: [p for p in world.wanted.pieces[rank] if p.name in known] for rank in range(4)}
+    held.length, wanted.length = world.held.length, world.wanted.length
+    return World({name: shape for name, shape in world.shapes.items() if name in known}, held, wanted)
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(300)
+def test_relays_over_gloo_between_processes(tmp_path: Path) -> None:
+    mp.spawn(gloo_rank, (tmp_path,), nprocs=4)
+    assert len(list(tmp_path.glob("rank*.done"))) == 4
