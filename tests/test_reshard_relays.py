@@ -101,7 +101,9 @@ def test_network_bytes_and_received_bytes_are_their_bounds(case: tuple[World, in
         assert part.received_bytes == received[rank] == world.must_receive(rank)
     bound, into = network_bound(world, per_node), bytes_into_nodes(plan, per_node)
     assert {node: into.get(node, 0) for node in bound} == bound
-    assert network_lower_bound(rank_groups(world.holdings), rank_groups(world.demand), per_node) == bound
+    groups = rank_groups(world.holdings), rank_groups(world.demand)
+    assert network_lower_bound(*groups, per_node) == bound
+    assert network_lower_bound(*groups, per_node, nodes={1}) == {1: bound[1]}
 
 
 @RANDOM

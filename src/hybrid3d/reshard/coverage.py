@@ -268,6 +268,7 @@ def network_lower_bound(
     readers: Iterable[Group],
     ranks_per_node: int,
     multiplicity: Mapping[str, int] | None = None,
+    nodes: Container[int] | None = None,
 ) -> dict[int, int]:
     """Return the fewest bytes that must reach each node from other nodes, by node.
 
@@ -275,11 +276,14 @@ def network_lower_bound(
 
     Args:
         multiplicity: the number of tensors that each name represents; 1 by default.
+        nodes: count for these nodes only; by default for all whose ranks want a tensor.
     """
     held, wanted = _signatures_by_node(holders, ranks_per_node), _signatures_by_node(readers, ranks_per_node)
     counted: dict[tuple[frozenset[int], frozenset[int]], int] = {}  # nodes of equal ranks need the same
     bound = {}
     for node, wanting in wanted.items():
+        if nodes is not None and node not in nodes:
+            continue
         holding = held.get(node, {})
         kind = frozenset(wanting), frozenset(holding)
         if kind not in counted:

@@ -71,8 +71,8 @@ class SyncPlan:
         self.transfers: Sequence[tuple[int, Transfer]] = self._routes.rank_transfers(self._rank, pieces)
         self._boundaries = self._routes.bucket_boundaries([self.transfers], partial(all_reduce_min, group=group))
         self.lower_bound = lower_bound({self._rank: held}, {self._rank: wanted})[self._rank]
-        of_nodes = network_lower_bound(self.holders, readers, per_node)
-        self.network_bound = 0 if self._rank % per_node else of_nodes.get(self._rank // per_node, 0)
+        first_of = {self._rank // per_node} if self._rank % per_node == 0 else set()
+        self.network_bound = sum(network_lower_bound(self.holders, readers, per_node, nodes=first_of).values())
         self.bucket_of = {piece.name: optimizer_buckets.get(piece.view.tensor, -1) for piece in held.pieces}
         self.current, self.ready = self._bind(SharedStorage())
         check_arrivals(self.current, wanted)
