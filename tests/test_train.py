@@ -93,10 +93,13 @@ def test_the_run_folder_is_complete(work: Path, runs: dict[str, Any]) -> None:
         "data",
         "data",
         "start",
+        "sync_dense",
         "checkpoint",
         "checkpoint",
         "end",
     ]
+    (dense,) = [event for event in events if event["event"] == "sync_dense"]
+    assert (dense["step"], dense["reason"].startswith("model.dtype is not bfloat16")) == (0, True)
     said = events[0]["in_use"]
     assert said.startswith("training kernels: torch")
     assert [(run / f"logs/rank-{rank}.log").read_text().count(said) for rank in range(4)] == [1, 0, 0, 0]
