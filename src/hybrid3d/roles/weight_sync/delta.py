@@ -104,7 +104,10 @@ class DeltaSync:
 
     def begin(self) -> bool:
         """Begin a sync: return whether it sends only changed elements. The ranks agree on it."""
-        self.reason = DenseReason(all_reduce_max([self._reason_here()], self._group)[0])
+        here = self._reason_here()
+        if here not in (DenseReason.FLOAT32, DenseReason.SETTING):  # which all ranks read in the recipe
+            here = DenseReason(all_reduce_max([here], self._group)[0])
+        self.reason = here
         self._finished = False
         if self.reason:
             self._executor = None  # its staging memory is needed by another
