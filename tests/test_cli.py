@@ -210,6 +210,7 @@ def test_run_folders(work: Path, refused: Refused) -> None:
     assert "recipe.yaml" in refused("eval", str(run))
 
 
+@pytest.mark.engines
 def test_variables_that_select_other_code_of_vllm(
     work: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch, started: list[list[str]]
 ) -> None:
