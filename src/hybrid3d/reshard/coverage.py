@@ -279,26 +279,17 @@ def network_lower_bound(
         nodes: count for these nodes only; by default for all whose ranks want a tensor.
     """
     held, wanted = _signatures_by_node(holders, ranks_per_node), _signatures_by_node(readers, ranks_per_node)
-    by_demand: dict[frozenset[int], tuple[dict[str, _BoxesByDtype], dict[str, int]]] = {}
+    counted: dict[tuple[frozenset[int], frozenset[int]], int] = {}  # nodes of equal ranks need the same
     bound = {}
     for node, wanting in wanted.items():
         if nodes is not None and node not in nodes:
             continue
-        demand = frozenset(wanting)
-        if demand not in by_demand:  # nodes whose ranks want the same
-            boxes = _union(wanting.values())
-            by_demand[demand] = boxes, {name: _bytes_without(of_name, ()) for name, of_name in boxes.items()}
-        boxes, nbytes = by_demand[demand]
-        count = multiplicity or dict.fromkeys(nbytes, 1)
-        bound[node] = sum(nbytes[name] * count[name] for name in nbytes)
-        for name, by_dtype in _union(held.get(node, {}).values()).items():
-            if name in boxes:
-                there = tuple(box for of_dtype in by_dtype.values() for box in of_dtype)
-                bound[node] -= (nbytes[name] - _bytes_without(boxes[name], there)) * count[name]
+        holding = held.get(node, {})
+        kind = frozenset(wanting), frozenset(holding)
+        if kind not in counted:
+            counted[kind] = _missing_on_node(wanting.values(), holding.values(), multiplicity)
+        bound[node] = counted[kind]
     return bound
-
-
-_BoxesByDtype = Mapping[str, tuple[Box, ...]]
 
 
 def _signatures_by_node(groups: Iterable[Group], ranks_per_node: int) -> dict[int, dict[int, Signature]]:
@@ -311,27 +302,36 @@ def _signatures_by_node(groups: Iterable[Group], ranks_per_node: int) -> dict[in
     return found
 
 
-def _union(signatures: Iterable[Signature]) -> dict[str, _BoxesByDtype]:
-    """Return, by tensor and dtype, the boxes that any of these ranks has."""
-    found: dict[str, dict[str, set[Box]]] = defaultdict(lambda: defaultdict(set))
-    for signature in signatures:
+def _missing_on_node(
+    wanting: Iterable[Signature], holding: Iterable[Signature], multiplicity: Mapping[str, int] | None
+) -> int:
+    """Return the bytes of the union of what these ranks want minus the union of what these hold."""
+    wanted: dict[str, dict[str, set[Box]]] = defaultdict(lambda: defaultdict(set))
+    for signature in wanting:
         for boxes, names in signature.items():
             for name in names:
                 for box, dtype in boxes:
-                    found[name][dtype].add(box)
-    return {
-        name: {dtype: tuple(sorted(boxes, key=_sort_key)) for dtype, boxes in by_dtype.items()}
-        for name, by_dtype in found.items()
-    }
+                    wanted[name][dtype].add(box)
+    held: dict[str, set[Box]] = defaultdict(set)
+    for signature in holding:
+        for boxes, names in signature.items():
+            for name in names:
+                held[name] |= {box for box, _ in boxes}
+    return sum(
+        union_numel(_sorted(boxes), _sorted(held.get(name, ())))
+        * ITEMSIZE[dtype]
+        * (multiplicity[name] if multiplicity else 1)
+        for name, by_dtype in wanted.items()
+        for dtype, boxes in by_dtype.items()
+    )
 
 
-def _bytes_without(wanted: _BoxesByDtype, held: tuple[Box, ...]) -> int:
-    """Return the bytes of the union of wanted boxes minus the union of held ones."""
-    return sum(union_numel(boxes, held) * ITEMSIZE[dtype] for dtype, boxes in wanted.items())
+def _sorted(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    return tuple(sorted(boxes, key=_sort_key))
 
 
 def _missing_bytes(wanted: Iterable[Piece], held: tuple[Box, ...]) -> int:
     by_dtype: dict[str, tuple[Box, ...]] = {}
     for piece in wanted:
         by_dtype[piece.dtype] = (*by_dtype.get(piece.dtype, ()), piece.box)
-    return _bytes_without(by_dtype, held)
+    return sum(union_numel(boxes, held) * ITEMSIZE[dtype] for dtype, boxes in by_dtype.items())

@@ -256,9 +256,8 @@ class _Router:
             missing += rest
         for part in (part for parts_of_box in parts.values() for part in parts_of_box):
             if isinstance(part.source, Source):
-                received, nbytes = part.source.readers, part.nbytes
                 for rank in ranks:
-                    received[rank] = received.get(rank, 0) + nbytes
+                    part.source.readers[rank] = part.source.readers.get(rank, 0) + part.nbytes
         return Route(tuple(ranks), parts, tuple(missing))
 
     def _parts(self, wanted: Box, dtype: str, place: _Place) -> tuple[tuple[Part, ...], list[Box]]:
