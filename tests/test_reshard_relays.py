@@ -153,22 +153,6 @@ def test_the_ranks_of_a_node_receive_equal_shares(rows: int, limit: int, replica
     assert plan[0].sent_bytes == total
 
 
-def test_buckets_are_handed_on_while_others_of_the_layer_are_on_their_way() -> None:
-    """A layer of eight buckets: no bucket is handed on later than two buckets after the one that brings it."""
-    world = World({f"layers.0.t{i}": (8, 4) for i in range(8)}, Side(4), Side(4))
-    for name, shape in world.shapes.items():
-        world.held.add(0, name, Box.full(shape))
-        for rank in (2, 3):
-            world.wanted.add(rank, name, Box.full(shape))
-    plan = planned(world, 2, 128)
-    check_coverage(plan, world.holdings, world.demand)
-    for rank in (2, 3):
-        part = plan[rank]
-        handing_on = [i for i, bucket in enumerate(part.buckets) if any(t.relayed for t in bucket.transfers)]
-        assert len(handing_on) >= 4
-        assert all(i - part.awaited[i] <= 2 for i in handing_on)
-
-
 def test_without_a_second_reader_on_a_node_relays_change_nothing() -> None:
     world = World({"layers.0.a": (8, 4), "b": (6,)}, Side(4), Side(4))
     for i, (name, shape) in enumerate(world.shapes.items()):

@@ -5,9 +5,9 @@ pipeline stages, then the second ones, and so on, which is the order in which tr
 start at different stages, and within a layer at different tensors, so that all stages send at the same time and no rank
 has to serve every reader at once.
 
-With relays, the readers of one node take the layers in the same order. A layer's tensors are divided into chunks, and
-each chunk has two phases: what the readers receive from the ranks that hold it, and what they then hand on within the
-node, while the next chunk is on its way. A rank thus has what it hands on, and has it still, when its turn comes.
+With relays, the readers of one node take the layers in the same order, and each layer in two phases: first from the
+ranks that hold it, then what other readers of the node hand on. A rank thus has all that it hands on of a layer, and
+has it still, when its turn comes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class Order:
         readers: all ranks that want a tensor.
         stages: a number for each layer, equal for layers that the same ranks hold.
         ranks_per_node: with relays, the number of consecutive ranks that share a node.
-        chunks: with relays, the number of chunks of a layer, unless it has fewer tensors.
 
     Attributes:
         round: the number of keys in one round.
@@ -48,7 +47,6 @@ class Order:
         readers: Iterable[int],
         stages: Mapping[Layer, int],
         ranks_per_node: int | None = None,
-        chunks: int = 1,
     ):
         by_layer: dict[Layer, list[str]] = defaultdict(list)
         for name in names:
@@ -66,18 +64,17 @@ class Order:
         self._turn = [{layer: turn for turn, layer in enumerate(layers)} for layers in self._layers]
         self._tensor = len(self._number) * _MAX_PARTS
         self.phase = max(map(len, by_layer.values()), default=0) * self._tensor
-        self._chunks = min(chunks, max(map(len, by_layer.values()), default=1))
-        self.round = self.phase if ranks_per_node is None else 2 * self._chunks * self.phase
+        self.round = self.phase if ranks_per_node is None else 2 * self.phase
         self.end = len(by_layer) * self.round
 
     def key(self, name: str, reader: int, part: int, relayed: bool = False) -> int:
         """Return the key of the `part`-th part of a tensor that a reader receives, from a relay or from a holder."""
         assert part < _MAX_PARTS, f"{name}: rank {reader} receives more than {_MAX_PARTS} parts"
         place, tensors = self._place[name]
-        number, chunk = self._number[reader], place * self._chunks // tensors
+        number = self._number[reader]
         place = (place - number * tensors // len(self._number)) % tensors
         turn = self._turn[self._first(reader)][layer_of(name)]
-        phase = turn * self.round + (2 * chunk + relayed) * self.phase
+        phase = turn * self.round + relayed * self.phase
         return phase + place * self._tensor + number * _MAX_PARTS + part
 
     def __contains__(self, reader: int) -> bool:

@@ -23,15 +23,7 @@ from hybrid3d.reshard.classes import Group, classify_tensors, rank_groups
 from hybrid3d.reshard.layout import FILES, ITEMSIZE, Demand, Holdings, LocalPieces, Piece
 from hybrid3d.reshard.order import Order
 from hybrid3d.reshard.relays import Relay
-from hybrid3d.reshard.routes import (
-    Part,
-    Route,
-    RoutedClass,
-    has_relays,
-    largest_layer_bytes,
-    route_classes,
-    split_parts,
-)
+from hybrid3d.reshard.routes import Part, Route, RoutedClass, has_relays, route_classes, split_parts
 from hybrid3d.reshard.stamp import layer_of
 
 # A box of at least this size is a message of its own: where it is contiguous, it is sent or received without staging.
@@ -210,12 +202,8 @@ class Routes:
         _check_all_held(self.routed_classes)
         names = (name for tensor_class in classes for name in tensor_class.names)
         reading = [rank for ranks, _ in readers for rank in ranks]
-        if has_relays(self.routed_classes):
-            # so that a chunk is about a bucket, and buckets are handed on while others are on their way
-            chunks = -(-largest_layer_bytes(self.routed_classes) // bucket_bytes)
-            self._order = Order(names, reading, _stages(holders), ranks_per_node, chunks)
-        else:
-            self._order = Order(names, reading, _stages(holders))
+        together = ranks_per_node if has_relays(self.routed_classes) else None
+        self._order = Order(names, reading, _stages(holders), together)
 
     def rank_transfers(self, rank: int, pieces: LocalPieces) -> list[tuple[int, Transfer]]:
         """Return the transfers that a rank sends, receives or copies, as (key, transfer) in the order of their keys."""

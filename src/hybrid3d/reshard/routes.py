@@ -9,7 +9,7 @@ them receives an equal share of it, and hands that on to the others (`relays.py`
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -21,7 +21,6 @@ from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Boxes, TensorClass
 from hybrid3d.reshard.layout import FILES, ITEMSIZE
 from hybrid3d.reshard.relays import Relay, Share, share_out
-from hybrid3d.reshard.stamp import layer_of
 
 Ranks = Sequence[int]
 
@@ -358,15 +357,3 @@ def has_relays(routed_classes: Iterable[RoutedClass]) -> bool:
         for parts in route.parts.values()
         for part in parts
     )
-
-
-def largest_layer_bytes(routed_classes: Iterable[RoutedClass]) -> int:
-    """Return the most bytes that a rank receives of one layer, over all ranks and layers."""
-    received: dict[int | None, Counter[int]] = defaultdict(Counter)
-    for routed_class in routed_classes:
-        layers = Counter(map(layer_of, routed_class.tensors.names))
-        for route in routed_class.routes:
-            nbytes = sum(part.nbytes for parts in route.parts.values() for part in parts if part.source)
-            for layer, count in layers.items() if nbytes else ():
-                received[layer].update(dict.fromkeys(route.readers, nbytes * count))
-    return max((nbytes for by_rank in received.values() for nbytes in by_rank.values()), default=0)
