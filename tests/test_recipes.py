@@ -134,7 +134,7 @@ def test_wide_expert_parallelism_over_512_gpus_worked_by_hand() -> None:
     sync = estimate_sync_time(plan.traffic, plan.local, hardware_of(recipe.machine), 8)
     assert sync.bottleneck == "network"
     assert sync.seconds == max(far.sum(0).max(), far.sum(1).max()) / 50e9
-    # hardly anything wanted is on the node; what all of its ranks want reaches it once: 14.5 GB of 20.8 arrive from others
+    # hardly anything wanted is on the node; what all of its ranks want reaches it once: 14.5 of 20.8 GB
     assert sync.seconds == pytest.approx((2 * expert + eighth + whole / 8) / 50e9, abs=0.01)
     assert sync.seconds == pytest.approx(0.29, abs=0.01)
 
