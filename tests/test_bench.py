@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,26 @@ def bench(folder: Path, case: str, *more: str, expect: int = 0) -> str:
     return python(folder, "-m", "hybrid3d", "bench", *case.split(), *more, expect=expect)
 
 
-def check(found: dict[str, Any]) -> None:
-    assert found["bit_exact"] == {"hybrid3d": True, "gather": True}
+def check(found: dict[str, Any], *more: str) -> None:
+    assert found["bit_exact"] == dict.fromkeys(("hybrid3d", "gather", *more), True)
     assert found["coverage"] == "exact"
     assert found["received_bytes"] == found["lower_bound_bytes"] == found["wire_bytes"]
     assert found["local_bytes"] + found["received_bytes"] == found["wanted_bytes"]
     assert found["max_staging_bytes"] <= 2 * 64 * 2**20
+
+
+def check_delta(found: dict[str, Any], changed: float) -> None:
+    """What `--changed` adds, against the entropy of the elements that change, counted from the sizes alone."""
+    assert found["network_bytes"] == found["network_bound_bytes"] > 0
+    assert found["sparse_bytes"] > 0.99 * found["wanted_bytes"]
+    entropy = -(changed * math.log2(changed) + (1 - changed) * math.log2(1 - changed)) + 16 * changed  # bits an element
+    assert found["delta_bound_bytes"] == pytest.approx(found["received_bytes"] / 2 * entropy / 8, rel=0.02)
+    assert found["delta_bound_bytes"] < found["delta_bytes"] < 1.05 * found["delta_bound_bytes"]
+    # All changed elements go to rank 0, except its own, and from there to the others, except their own.
+    every = found["delta_bytes"] / found["received_bytes"] * found["held_bytes"]
+    assert found["gathered_delta_bytes"] == pytest.approx(every * 3, rel=0.05)
+    assert found["seconds"]["delta"] > 0
+    assert found["seconds"]["delta_sync"] > 0
 
 
 def foretold(folder: Path, layouts: str) -> int:
@@ -38,8 +53,10 @@ def foretold(folder: Path, layouts: str) -> int:
 
 
 def test_every_bit_is_right_and_the_bytes_are_the_lower_bound(tmp_path: Path) -> None:
-    found = json.loads(bench(tmp_path, SPARSE, "--json", "--hidden", "512", "--layers", "2", "--repeats", "2"))
-    check(found)
+    arguments = "--json --hidden 512 --layers 2 --repeats 2 --changed 0.02 machine.gpus_per_node=2"
+    found = json.loads(bench(tmp_path, SPARSE, *arguments.split()))
+    check(found, "delta", "gathered_delta")
+    check_delta(found, 0.02)
     assert found["gather_bytes"] == 4 * found["received_bytes"]
     assert found["gather_bytes"] == foretold(tmp_path, "train.tp=1 train.pp=1 train.ep=4 train.dp=4 rollout.tp=4")
     assert found["scaled"] == "layers 32 -> 2, hidden size 4096 -> 512"

@@ -110,3 +110,28 @@ def test_layers_without_experts_are_those_that_are_left(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     _, found = scale_recipe(recipe("qwen3-30b-a3b", f"model.path={tmp_path}", *layout), Scale(layers=8))
     assert found["mlp_only_layers"] == [0, 3]
+
+
+def test_a_bench_of_changes_keeps_weights_as_they_are_loaded() -> None:
+    smaller, _ = scale_recipe(dense(), Scale(), changed=0.02)
+    assert smaller.rollout is not None
+    assert (smaller.rollout.pack_weights, smaller.rollout.sleep, smaller.sync.keep_loader_layout) == (
+        False,
+        False,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "changed", "problem"),
+    [
+        ("model.dtype=float32", 0.02, "--changed 0.02: model.dtype is float32: set model.dtype=bfloat16"),
+        ("sync.delta=never", 0.02, "--changed 0.02: sync.delta is never: leave it out"),
+        ("name=x", 0.0, "--changed 0.0: expected a fraction above 0 and up to 1"),
+        ("name=x", 1.5, "--changed 1.5: expected a fraction above 0 and up to 1"),
+        ("name=x", float("nan"), "--changed nan: expected a fraction above 0 and up to 1"),
+    ],
+)
+def test_changes_that_cannot_be_measured_are_refused(override: str, changed: float, problem: str) -> None:
+    with pytest.raises(RecipeError, match=problem):
+        scale_recipe(dense(override), Scale(), changed)

@@ -130,6 +130,7 @@ def _parser() -> _Parser:
     bench.add_argument("--layers", type=int, help="number of layers of the measured model")
     bench.add_argument("--hidden", type=int, help="hidden size of the measured model; heads, MLPs and vocabulary scale")
     bench.add_argument("--experts", type=int, help="number of routed experts of the measured model")
+    bench.add_argument("--changed", metavar="P", type=float, help="also time syncs of this fraction of all elements")
     bench.add_argument("--json", action="store_true", help="print the numbers as JSON")
     bench.set_defaults(run=_bench)
 
@@ -272,7 +273,7 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
     from hybrid3d.launch import tasks
 
     scale = Scale(options.layers, options.hidden, options.experts)
-    scaled_recipe, config = scale_recipe(recipe, scale)
+    scaled_recipe, config = scale_recipe(recipe, scale, options.changed)
     scaling = scale.describe(read_config(recipe.model.path))
     folder = RunFolder.for_recipe(scaled_recipe)
     if launch_environment.under_launcher():
@@ -281,10 +282,12 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
         from hybrid3d.bench.fitting import check_benchmark_memory
 
         launch_environment.check_vllm_variables()
-        check_benchmark_memory(scaled_recipe, config)
+        check_benchmark_memory(scaled_recipe, config, options.changed)
     if launch_environment.under_launcher():
-        task = functools.partial(tasks.bench, scaled_recipe, config, scaling, folder, options.repeats, options.json)
-        return _run_rank(scaled_recipe, folder, task)
+        more = (options.repeats, options.changed, options.json)
+        return _run_rank(
+            scaled_recipe, folder, functools.partial(tasks.bench, scaled_recipe, config, scaling, folder, *more)
+        )
     return _launch(arguments, scaled_recipe, folder, _console(stderr=options.json))
 
 

@@ -88,7 +88,7 @@ class Case:
         result = vars(report) | {"what": what, "rank": self.rank, "train": vars(self.recipe.train)}
         if compares:
             got = self.state()
-            self.sync._delta._finished = False  # as if this sync had been interrupted: the next one is dense
+            self.sync.require_dense()
             self.landed.tensors.clear()
             dense = self.sync.run(self.number)
             assert dense.dense_reason

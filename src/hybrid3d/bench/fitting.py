@@ -23,8 +23,11 @@ PROCESS_BYTES = 1_500_000_000  # of a rank that has imported both engines, witho
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def check_benchmark_memory(recipe: Recipe, config: Config) -> None:
+def check_benchmark_memory(recipe: Recipe, config: Config, changed: float | None = None) -> None:
     """Check that both engines' weights and the buffers of all methods fit. Under a launcher, only rank 0 checks.
+
+    Args:
+        changed: the fraction of elements that syncs of changed elements send, if they are measured.
 
     Raises:
         RecipeError: they do not fit; the message has the needed and the available bytes.
@@ -33,6 +36,8 @@ def check_benchmark_memory(recipe: Recipe, config: Config) -> None:
         return
     write_model(recipe, config)
     fullest, together = json.loads(run_in_subprocess("hybrid3d.bench.fitting", recipe))
+    if changed is not None:  # loader layouts, bitmaps, and staging memory for elements of which all may have changed
+        fullest, together = 2 * fullest, 2 * together
     if torch.cuda.is_available():
         needed, free = fullest, torch.cuda.mem_get_info()[0]
     else:

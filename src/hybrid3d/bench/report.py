@@ -16,10 +16,13 @@ from hybrid3d.run.run_folder import RunFolder
 
 METHODS = {
     "hybrid3d": "hybrid3d",
+    "delta": "hybrid3d, the changed elements only",
     "gather": "gather: PP broadcast, TP and EP all-gather, slice",
+    "gathered_delta": "gathered delta: changed elements to one rank, from there to all",
     "wire": "wire of hybrid3d's bytes, and one copy of what stays",
     "gather_wire": "wire of gather's bytes",
 }
+"""All methods with their names; those of changed elements are measured with `--changed` only."""
 COLUMNS = (
     "",
     "seconds: median (min to max)",
@@ -28,11 +31,23 @@ COLUMNS = (
     "memory besides weights, a rank",
     "bit-exact",
 )
-BYTES = {"hybrid3d": "received_bytes", "gather": "gather_bytes", "wire": "wire_bytes", "gather_wire": "gather_bytes"}
+BYTES = {
+    "hybrid3d": "received_bytes",
+    "delta": "delta_bytes",
+    "gather": "gather_bytes",
+    "gathered_delta": "gathered_delta_bytes",
+    "wire": "wire_bytes",
+    "gather_wire": "gather_bytes",
+}
+COLORS = {"hybrid3d": "C0", "delta": "C0", "gather": "C1", "gathered_delta": "C1"}
 
 
-def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any]) -> dict[str, Any]:
-    """Return what `hybrid3d bench --json` prints: the measurements, ratios, the machine and the date."""
+def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any], changed: float | None) -> dict[str, Any]:
+    """Return what `hybrid3d bench --json` prints: the measurements, ratios, the machine and the date.
+
+    Args:
+        changed: the fraction of elements that syncs of changed elements send, if they were measured.
+    """
     seconds = measured["seconds"]
     layout = {
         "train": vars(recipe.train),
@@ -44,6 +59,7 @@ def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any]) -> dict[str
         "scaled": scaled,
         "layout": layout,
         "coverage": "exact" if all(measured["bit_exact"].values()) else "wrong",
+        **({} if changed is None else {"changed_fraction": changed}),
         **measured,
         "ratios": {
             "bytes_gather": measured["gather_bytes"] / measured["received_bytes"]
@@ -53,14 +69,37 @@ def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any]) -> dict[str
             "verification": (seconds["verified"] - seconds["hybrid3d"]) / seconds["sync"],
             "of_wire": seconds["wire"] / seconds["hybrid3d"],
             "gather_of_wire": seconds["gather_wire"] / seconds["gather"],
+            **({} if changed is None else _delta_ratios(measured)),
         },
-        "memory": {
-            "hybrid3d": measured["max_staging_bytes"] + measured["max_finalize_bytes"],
-            "gather": measured["max_gather_buffer_bytes"] + measured["max_finalize_bytes"],
-        },
+        "memory": _memory(measured),
         "machine": describe_machine(),
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def _delta_ratios(measured: dict[str, Any]) -> dict[str, float | None]:
+    seconds, sent = measured["seconds"], measured["delta_bytes"]
+    return {
+        "bytes_delta": measured["received_bytes"] / sent if sent else None,
+        "bytes_gathered_delta": measured["gathered_delta_bytes"] / sent if sent else None,
+        "of_delta_bound": sent / measured["delta_bound_bytes"] if measured["delta_bound_bytes"] else None,
+        "seconds_delta": seconds["hybrid3d"] / seconds["delta"],
+        "seconds_gathered_delta": seconds["gathered_delta"] / seconds["delta"],
+    }
+
+
+def _memory(measured: dict[str, Any]) -> dict[str, int]:
+    """Return the memory that a method takes besides the weights, on the fullest rank."""
+    finalizing = measured["max_finalize_bytes"]
+    found = {
+        "hybrid3d": measured["max_staging_bytes"] + finalizing,
+        "gather": measured["max_gather_buffer_bytes"] + finalizing,
+    }
+    if "delta" in measured["seconds"]:
+        bits = measured["max_bitmap_bytes"]
+        found["delta"] = measured["max_delta_staging_bytes"] + bits + finalizing
+        found["gathered_delta"] = measured["max_gathered_delta_buffer_bytes"] + bits + finalizing
+    return found
 
 
 def describe_machine() -> str:
@@ -80,12 +119,13 @@ def format_table(found: dict[str, Any]) -> str:
         f"| {' | '.join(COLUMNS)} |",
         f"|{'---|' * len(COLUMNS)}",
     ]
-    operations = {"hybrid3d": "operations", "gather": "gather_operations", "wire": "wire_operations"}
     for key, name in METHODS.items():
+        if key not in found["seconds"]:
+            continue
         low, high = found["spread"][key]
         memory = f"{found['memory'][key] / 2**20:.1f} MiB" if key in found["memory"] else ""
         exact = {True: "yes", False: "NO"}.get(found["bit_exact"].get(key), "")
-        count = found[operations[key]] if key in operations else ""
+        count = found.get("operations" if key == "hybrid3d" else f"{key}_operations", "")
         rows.append(
             f"| {name} | {found['seconds'][key]:.3f} ({low:.3f} to {high:.3f}) | {found[BYTES[key]]:,} | {count} "
             f"| {memory} | {exact} |"
@@ -99,13 +139,31 @@ def format_table(found: dict[str, Any]) -> str:
         f"Verified by checksums at both ends: {seconds['verified']:.3f} s instead of {seconds['hybrid3d']:.3f} s, "
         f"which is {100 * ratios['verification']:.0f} % of a whole sync.",
     ]
+    if "delta" in seconds:
+        said += _delta_lines(found)
+    names = {"hybrid3d": "hybrid3d's row", "delta": "its changed elements' row", "sync": "a whole sync"}
+    names |= {"delta_sync": "a whole sync of changed elements"}
     where = [
         f"Where the time of {what} goes, on a mean rank: "
         + ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in found["phases"][key].items())
         + "."
-        for key, what in (("hybrid3d", "hybrid3d's row"), ("sync", "a whole sync"))
+        for key, what in names.items()
+        if key in found["phases"]
     ]
     return "\n".join([*rows, "", *said, *where])
+
+
+def _delta_lines(found: dict[str, Any]) -> list[str]:
+    ratios, seconds = found["ratios"], found["seconds"]
+    sparse = 100 * found["sparse_bytes"] / found["wanted_bytes"]
+    return [
+        f"Changed: {100 * found['changed_fraction']:.3g} % of the elements. Of {sparse:.1f} % of what vLLM wants, only "
+        f"changed elements are sent; their entropy is {found['delta_bound_bytes']:,.0f} bytes.",
+        f"hybrid3d / its changed elements: {_times(ratios['bytes_delta'])} of bytes, {ratios['seconds_delta']:.2f} of "
+        f"seconds; gathered delta / them: {_times(ratios['bytes_gathered_delta'])} of bytes, "
+        f"{ratios['seconds_gathered_delta']:.2f} of seconds.",
+        f"A whole sync of changed elements: {seconds['delta_sync']:.3f} s instead of {seconds['sync']:.3f} s.",
+    ]
 
 
 def _times(ratio: float | None) -> str:
@@ -134,13 +192,13 @@ def draw(found: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3))
-    keys = list(METHODS)
+    keys = [key for key in METHODS if key in found["seconds"]]
     medians = [found["seconds"][key] for key in keys]
     spread = [[median - found["spread"][key][0] for key, median in zip(keys, medians, strict=True)]]
     spread += [[found["spread"][key][1] - median for key, median in zip(keys, medians, strict=True)]]
-    axes[0].barh(keys, medians, xerr=spread, color=["C0", "C1", "C7", "C7"])
+    axes[0].barh(keys, medians, xerr=spread, color=[COLORS.get(key, "C7") for key in keys])
     axes[0].set_xlabel("seconds: median, fastest and slowest")
-    axes[1].barh(keys, [found[BYTES[key]] / 1e9 for key in keys], color=["C0", "C1", "C7", "C7"])
+    axes[1].barh(keys, [found[BYTES[key]] / 1e9 for key in keys], color=[COLORS.get(key, "C7") for key in keys])
     axes[1].axvline(found["lower_bound_bytes"] / 1e9, linestyle="--", color="black", label="lower bound")
     axes[1].set_xlabel("GB received, all ranks")
     axes[1].legend(fontsize=8)

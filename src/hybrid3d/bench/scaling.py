@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout
 from hybrid3d.families import Config, UnsupportedModel, family_of
 from hybrid3d.inputs.models import read_config
@@ -39,10 +41,14 @@ class Scale:
         return ", ".join(said) or "nothing"
 
 
-def scale_recipe(recipe: Recipe, scale: Scale) -> tuple[Recipe, dict[str, Any]]:
+def scale_recipe(recipe: Recipe, scale: Scale, changed: float | None = None) -> tuple[Recipe, dict[str, Any]]:
     """Return the recipe of the benchmark, and its model's config, to be written to the recipe's `model.path`.
 
     The settings of generation (KV cache, lengths) are as small as possible.
+
+    Args:
+        changed: the fraction of elements that syncs of changed elements send. vLLM then keeps its weights, and on a CPU
+            keeps them as they are loaded, because otherwise it packs nearly all of them.
 
     Raises:
         RecipeError: a size is invalid (the message has the smallest valid one), or the model does not fit the layouts.
@@ -52,6 +58,11 @@ def scale_recipe(recipe: Recipe, scale: Scale) -> tuple[Recipe, dict[str, Any]]:
         raise RecipeError(recipe.name, ["the recipe has no `rollout` section: there is no sync to measure"])
     if recipe.sync.share_storage:
         raise RecipeError(recipe.name, ["sync.share_storage: what is not copied cannot be measured: leave it out"])
+    if changed is not None:
+        _check_changed(recipe, changed)
+        cpu = not torch.cuda.is_available()
+        rollout = replace(rollout, sleep=False, pack_weights=rollout.pack_weights and not cpu)
+        recipe = replace(recipe, sync=replace(recipe.sync, keep_loader_layout=recipe.sync.keep_loader_layout or cpu))
     name = f"bench-{recipe.name}"
     smaller = replace(
         recipe,
@@ -69,6 +80,16 @@ def scale_recipe(recipe: Recipe, scale: Scale) -> tuple[Recipe, dict[str, Any]]:
     found = _scaled_config(config, scale)
     _check(found, smaller)
     return smaller, found
+
+
+def _check_changed(recipe: Recipe, changed: float) -> None:
+    option = f"--changed {changed}"
+    if not 0 < changed <= 1:
+        raise RecipeError(recipe.name, [f"{option}: expected a fraction above 0 and up to 1"])
+    if recipe.model.dtype != "bfloat16":
+        raise RecipeError(recipe.name, [f"{option}: model.dtype is {recipe.model.dtype}: set model.dtype=bfloat16"])
+    if recipe.sync.delta == "never":
+        raise RecipeError(recipe.name, [f"{option}: sync.delta is never: leave it out"])
 
 
 def write_model(recipe: Recipe, config: Config) -> None:

@@ -12,12 +12,15 @@ import torch
 import torch.distributed as dist
 
 from hybrid3d import distributed
+from hybrid3d.bench.changes import SyntheticChanges
+from hybrid3d.bench.gathered_delta import GatheredDelta
 from hybrid3d.bench.gathering import GatherBaseline, Peers
-from hybrid3d.bench.values import fill, wrong
+from hybrid3d.bench.values import SyntheticWeights, fill, wrong
 from hybrid3d.bench.wire import Wire, bytes_by_peer
 from hybrid3d.config import Recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.classes import Signature
+from hybrid3d.reshard.delta import DeltaExecutor
 from hybrid3d.reshard.executor import Executor
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.roles.weight_sync import WeightSync, is_verified
@@ -34,22 +37,22 @@ T = TypeVar("T")
 class CheckedSink:
     """A sink for vLLM's memory without opening and finalizing layers, which are timed separately.
 
-    If a number is set, it compares each layer with the expected values as soon as the layer is written.
+    If expected weights are set, it compares each layer with them as soon as the layer is written.
     """
 
     def __init__(self, sink: RolloutWeights, dtypes: Mapping[str, str]):
         self._sink = sink
         self._dtypes = dtypes
-        self.number: int | None = None
+        self.expected: SyntheticWeights | None = None
         self.wrong: list[str] = []
         self.write = sink.write
 
     def open(self, layer: int | None) -> None: ...
 
     def close(self, layer: int | None) -> None:
-        if self.number is not None:
+        if self.expected is not None:
             pieces = [piece for piece in self._sink.demand.pieces if layer_of(piece.name) == layer]
-            self.wrong += wrong(pieces, self._sink, self.number, self._dtypes)
+            self.wrong += wrong(pieces, self._sink, self.expected, self._dtypes)
         self._sink.skip(layer)
 
 
@@ -57,16 +60,30 @@ class Bench:
     """Both engines of a rank, and the methods that transfer weights from one to the other.
 
     Every rank calls every method together.
+
+    Args:
+        changed: the fraction of all elements that syncs of changed elements send; None leaves these syncs out.
     """
 
-    def __init__(self, recipe: Recipe, group: dist.ProcessGroup, slots: Sequence[int], on_progress: ProgressCallback):
+    def __init__(
+        self,
+        recipe: Recipe,
+        group: dist.ProcessGroup,
+        slots: Sequence[int],
+        changed: float | None,
+        on_progress: ProgressCallback,
+    ):
         self._group = group
         on_progress("building both engines")
         config = read_config(recipe.model.path)
         self._trained = megatron_weights(build_model(config, recipe.train, getattr(torch, recipe.model.dtype)), config)
         self._engine = RolloutEngine(recipe, group.rank(), distributed.run_id(), slots)
         on_progress("planning")
-        self._sync = sync = WeightSync(recipe, group, self._trained, self._engine)
+        self._weights = SyntheticWeights(0, 1, changed or 0.0)
+        self._changes: SyntheticChanges | None = None
+        if changed is not None:
+            self._changes = SyntheticChanges.create(self._weights, self._trained.holdings, self._trained.tensors)
+        self._sync = sync = WeightSync(recipe, group, self._trained, self._engine, changes=self._changes)
         signatures = {r: signature for those, signature in sync.holders for r in those}
         self._sink = CheckedSink(sync.sink, _dtypes(signatures.values()))
         self._hybrid = Executor(sync.plan, sync.source, self._sink, sync.transport, device())
@@ -76,7 +93,6 @@ class Bench:
         self._gather = GatherBaseline(peers, *ends, recipe.sync.bucket_bytes, sync.transport, device())
         self._wire = Wire(*bytes_by_peer(sync.plan), sync.plan.local_bytes, sync.transport, device())
         self._gather_wire = Wire(*self._gather.bytes_by_peer(), sync.plan.local_bytes, sync.transport, device())
-        self.phases: dict[str, dict[str, float]] = {"hybrid3d": defaultdict(float), "sync": defaultdict(float)}
         self.methods: dict[str, Callable[[], object]] = {
             "hybrid3d": lambda: self._add("hybrid3d", self._whole(self._hybrid.run).seconds),
             "verified": lambda: self._whole(lambda: self._hybrid.run(verify=True)),
@@ -84,8 +100,34 @@ class Bench:
             "wire": self._wire.run,
             "gather_wire": self._gather_wire.run,
             "finalize": lambda: self._whole(self._finalize),
-            "sync": lambda: self._add("sync", sync.run(0, is_verified(recipe.sync.verify, 0)).phases),
+            "sync": lambda: self._run_sync("sync", dense=True),
         }
+        self._verifies = is_verified(recipe.sync.verify, 0)
+        if self._changes is not None:
+            self._prepare_deltas(peers, ends)
+        self.phases: dict[str, dict[str, float]] = {
+            name: defaultdict(float) for name in ("hybrid3d", "delta", "sync", "delta_sync") if name in self.methods
+        }
+
+    def _prepare_deltas(self, peers: Peers, ends: tuple[Any, Any]) -> None:
+        """Add the methods that send changed elements; a first sync finds out which tensors they can send so."""
+        assert self._changes is not None, "--changed"
+        sync, (_, source), (_, sink) = self._sync, *ends
+        fill(self._trained.holdings, source, self._weights)
+        sync.run(0)
+        bits, plan = self._changes.bits, sync.plan
+        self._delta = DeltaExecutor(plan, sync.sparse, source, sink, sync.transport, device())
+        self._gathered = GatheredDelta(peers, sync.sparse, bits, *ends, sync.transport, device())
+        self.methods |= {
+            "delta": lambda: self._add("delta", self._whole(lambda: self._delta.run_delta(bits)).seconds),
+            "gathered_delta": lambda: self._whole(self._gathered.run),
+            "delta_sync": lambda: self._run_sync("delta_sync", dense=False),
+        }
+
+    def _run_sync(self, method: str, dense: bool) -> None:
+        if dense:
+            self._sync.require_dense()
+        self._add(method, self._sync.run(0, self._verifies).phases)
 
     def _whole(self, run: Callable[[], T]) -> T:
         """Run a method, and check that it has written and closed every layer."""
@@ -99,15 +141,25 @@ class Bench:
             self.phases[method][phase] += seconds
 
     def wrong(self, method: str, number: int) -> list[str]:
-        """Run a method, and return the tensors of this rank that differ in any bit from the expected values."""
-        fill(self._trained.holdings, self._sync.source, number)
-        self._sink.number, self._sink.wrong = number, []
+        """Run a method, and return the tensors of this rank that differ in any bit from the expected values.
+
+        A method that sends changed elements runs after a dense sync of the weights before the change.
+        """
+        expected = SyntheticWeights(number)
+        if method in ("delta", "gathered_delta"):
+            fill(self._trained.holdings, self._sync.source, expected)
+            self.methods["hybrid3d"]()
+            expected = SyntheticWeights(number, number + 1, self._weights.fraction)
+        fill(self._trained.holdings, self._sync.source, expected)
+        self._sink.expected, self._sink.wrong = expected, []
         self.methods[method]()
-        self._sink.number = None
+        self._sink.expected = None
         return self._sink.wrong
 
     def seconds(self, method: str) -> float:
         """Run a method once, and return the seconds of the slowest rank."""
+        if "delta_sync" in self.methods and method in ("sync", "delta_sync"):
+            self.methods[method]()  # they free each other's staging memory
         synchronize()
         dist.barrier(self._group)
         start = time.perf_counter()
@@ -131,6 +183,8 @@ class Bench:
             "local_bytes": plan.local_bytes,
             "received_bytes": done.received_bytes,
             "lower_bound_bytes": sync.lower_bound,
+            "network_bytes": done.network_bytes,
+            "network_bound_bytes": sync.network_bound,
             "gather_bytes": self._gather_wire.run(),
             "wire_bytes": self._wire.run(),
             "max_received_bytes": done.received_bytes,
@@ -142,22 +196,51 @@ class Bench:
             "gather_operations": self._gather.operations,
             "wire_operations": self._wire.operations,
         }
+        if self._changes is not None:
+            found |= self._delta_numbers(self._changes)
         every = distributed.gather_objects(found, self._group)
         return {key: (max if key.startswith("max_") else sum)(one[key] for one in every) for key in found}
+
+    def _delta_numbers(self, changes: SyntheticChanges) -> dict[str, Any]:
+        done = self._whole(lambda: self._delta.run_delta(changes.bits))
+        gathered = self._whole(self._gathered.run)
+        pieces = [piece for piece in self._sync.sink.demand.pieces if piece.name in self._sync.sparse]
+        return {
+            "delta_bytes": done.received_bytes,
+            "delta_bound_bytes": done.bound_bytes,
+            "delta_network_bytes": done.network_bytes,
+            "gathered_delta_bytes": gathered,
+            "sparse_bytes": sum(piece.nbytes for piece in pieces),
+            "max_delta_staging_bytes": done.staging_bytes,
+            "max_gathered_delta_buffer_bytes": self._gathered.nbytes,
+            "max_bitmap_bytes": changes.nbytes,
+            "delta_operations": self._delta.operations,
+            "gathered_delta_operations": self._gathered.operations,
+        }
 
     def close(self) -> None:
         self._engine.close()
 
 
 def measure(
-    recipe: Recipe, repeats: int, group: dist.ProcessGroup, slots: Sequence[int], on_progress: ProgressCallback
+    recipe: Recipe,
+    repeats: int,
+    group: dist.ProcessGroup,
+    slots: Sequence[int],
+    changed: float | None,
+    on_progress: ProgressCallback,
 ) -> dict[str, Any]:
-    """Return each method's seconds, bytes, operations and memory, and whether it was bit-exact; equal on every rank."""
-    bench = Bench(recipe, group, slots, on_progress)
+    """Return each method's seconds, bytes, operations and memory, and whether it was bit-exact; equal on every rank.
+
+    Args:
+        changed: as for `Bench`.
+    """
+    bench = Bench(recipe, group, slots, changed, on_progress)
     exact = {}
-    for number, name in enumerate(("hybrid3d", "gather"), start=1):
+    checked = [name for name in ("hybrid3d", "gather", "delta", "gathered_delta") if name in bench.methods]
+    for number, name in enumerate(checked):
         on_progress(f"checking every bit of {name}")
-        by_rank = distributed.gather_objects(bench.wrong(name, number), group)
+        by_rank = distributed.gather_objects(bench.wrong(name, 2 * number), group)
         exact[name] = sorted({tensor for wrong in by_rank for tensor in wrong})
     taken: dict[str, list[float]] = {name: [] for name in bench.methods}
     for turn in range(repeats + 1):  # the first is a warmup

@@ -173,6 +173,7 @@ def bench(
     scaling: str,
     folder: RunFolder,
     repeats: int,
+    changed: float | None,
     as_json: bool,
     rank: int,
     store: dist.Store,
@@ -182,6 +183,7 @@ def bench(
 
     Args:
         scaling: describes how the model was scaled down.
+        changed: also measure syncs of this fraction of all elements.
     """
     from hybrid3d.bench import report
     from hybrid3d.train import runtime
@@ -196,9 +198,9 @@ def bench(
     from hybrid3d.bench.task import measure
 
     print_status = console.print if console is not None and not as_json else lambda message: None
-    measurements = measure(recipe, repeats, group, slots, print_status)
+    measurements = measure(recipe, repeats, group, slots, changed, print_status)
     if rank == 0:
-        numbers = report.summarize(recipe, scaling, measurements)
+        numbers = report.summarize(recipe, scaling, measurements, changed)
         report.write_results(folder, numbers)
         if console is not None:
             text = json.dumps(numbers, indent=2) if as_json else report.format_table(numbers)

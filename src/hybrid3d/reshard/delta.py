@@ -151,6 +151,12 @@ class DeltaExecutor(Executor):
         self._arrived: dict[tuple[str, Box], torch.Tensor] = {}  # positions of changed elements that are handed on
         super().__init__(delta_plan(plan, sparse), source, sink, transport, device)
 
+    @property
+    def operations(self) -> int:
+        """The number of sends, receives and copies of one run, if something changed in every message."""
+        changed = sum(len(step.outgoing) + len(step.incoming) + len(step.changed) for step in self._steps)
+        return super().operations + changed
+
     def run_delta(self, changes: Changes, verify: bool = False) -> DeltaReport:
         """Move the elements that changed, and all of the tensors that are sent in full.
 

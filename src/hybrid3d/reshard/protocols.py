@@ -1,11 +1,13 @@
-"""The protocols of the two ends between which the executor moves weights."""
+"""The protocols of the two ends between which the executor moves weights, and of what knows their changes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
+from hybrid3d.reshard.changes import Changes
 from hybrid3d.reshard.layout import Piece
 
 
@@ -36,4 +38,39 @@ class Sink(Protocol):
 
     def close(self, layer: int | None) -> None:
         """Finalize a layer that has been written completely."""
+        ...
+
+
+class ChangeSource(Protocol):
+    """Knows which elements of a rank's weights have changed since `clear`; weights that it does not track may have.
+
+    Attributes:
+        complete: False if tracked weights were changed by something that it does not see.
+        elements: the number of tracked elements.
+        nbytes: the memory that it takes.
+    """
+
+    @property
+    def complete(self) -> bool: ...
+
+    @property
+    def elements(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def changes(self, tensors: Mapping[str, torch.Tensor]) -> Changes:
+        """Return the bitmaps of those of a rank's local tensors that are tracked."""
+        ...
+
+    def check(self) -> bool:
+        """Return `complete`, after a look at whether the weights still are what the last update made of them."""
+        ...
+
+    def count_changed(self) -> int:
+        """Return how many elements have changed."""
+        ...
+
+    def clear(self) -> None:
+        """Begin anew: the weights as they are now have been synced."""
         ...

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from hybrid3d.bench.values import fill, wrong
+from hybrid3d.bench.values import SyntheticWeights, fill, wrong
 from hybrid3d.doctor import one_rank
 from hybrid3d.doctor.check import Record, expect
 from hybrid3d.reshard.box import Box
@@ -203,10 +203,10 @@ def executors(record: Record, device: str) -> None:
 
     dtypes = {piece.name: piece.dtype for piece in holdings.pieces}
     for number in range(3):
-        fill(holdings, source, number)
+        fill(holdings, source, SyntheticWeights(number))
         reports = sync()
         expect(reports[1].corrupted == (), f"sync {number}: verification found {reports[1].corrupted} corrupted")
-        differing = wrong(demand.pieces, sink, number, dtypes)
+        differing = wrong(demand.pieces, sink, SyntheticWeights(number), dtypes)
         expect(not differing, f"sync {number}: {differing[:3]} arrived with other bits")
         record(syncs=number + 1)
     nbytes = sum(piece.nbytes for piece in demand.pieces)

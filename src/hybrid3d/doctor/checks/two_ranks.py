@@ -8,7 +8,7 @@ import torch
 
 from hybrid3d import distributed
 from hybrid3d.bench.local_copies import allocate
-from hybrid3d.bench.values import fill, wrong
+from hybrid3d.bench.values import SyntheticWeights, fill, wrong
 from hybrid3d.config import Sync, Train
 from hybrid3d.doctor import one_rank
 from hybrid3d.doctor.check import Record, expect
@@ -53,7 +53,7 @@ def sync_between_ranks(device: str) -> dict[str, Any]:
     dtypes = {piece.name: piece.dtype for piece in whole.pieces}
     seconds = []
     for version in range(SYNCS):
-        fill(trained.holdings, NamedTensors(trained.tensors), version)
+        fill(trained.holdings, NamedTensors(trained.tensors), SyntheticWeights(version))
         if version % 2:
             sync.begin(version, verify=True)
             with no_synchronization(device):
@@ -62,7 +62,7 @@ def sync_between_ranks(device: str) -> dict[str, Any]:
         else:
             report = sync.run(version, verify=True)
         expect(not report.corrupted, f"sync {version}: {report.corrupted[:1]} arrived corrupted")
-        differing = wrong(whole.pieces, landing, version, dtypes)
+        differing = wrong(whole.pieces, landing, SyntheticWeights(version), dtypes)
         expect(not differing, f"sync {version}: {differing[:1]} on rank {rank} has other bits")
         expect(report.received_bytes == report.lower_bound_bytes, f"received {report.received_bytes} bytes")
         seconds.append(report.seconds)

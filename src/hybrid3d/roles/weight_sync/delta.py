@@ -13,9 +13,8 @@ from hybrid3d.distributed import all_reduce_max, gather_objects, gather_unique
 from hybrid3d.reshard.delta import DeltaExecutor, DeltaReport
 from hybrid3d.reshard.executor import Executor, NamedTensors
 from hybrid3d.reshard.planner import RankPlan
-from hybrid3d.reshard.protocols import Sink
+from hybrid3d.reshard.protocols import ChangeSource, Sink
 from hybrid3d.reshard.transport import Transport
-from hybrid3d.train.changes import ChangeTracker
 from hybrid3d.train.runtime import device
 from hybrid3d.train.weights import MegatronWeights
 
@@ -68,7 +67,7 @@ class DeltaSync:
         recipe: Recipe,
         group: dist.ProcessGroup,
         trained: MegatronWeights | None,
-        tracker: ChangeTracker | None,
+        tracker: ChangeSource | None,
         sink: RolloutWeights | None,
         discards_weights: bool,
         names: Iterable[str],
@@ -93,6 +92,11 @@ class DeltaSync:
         self.reason = DenseReason.FIRST
 
     @property
+    def sparse(self) -> frozenset[str]:
+        """The canonical tensors that are sent sparsely; none before the first sync."""
+        return self._sparse or frozenset()
+
+    @property
     def probes(self) -> bool:
         """Whether the sync in progress must record checksums, for `find_sparse`."""
         return self.reason is DenseReason.FIRST
@@ -101,6 +105,10 @@ class DeltaSync:
     def extra_bytes(self) -> int:
         """Memory of the bitmaps of this rank."""
         return 0 if self._tracker is None else self._tracker.nbytes
+
+    def require_dense(self) -> None:
+        """Send all elements in the next sync."""
+        self._finished = False
 
     def begin(self) -> bool:
         """Begin a sync: return whether it sends only changed elements. The ranks agree on it."""

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from hybrid3d.config import Recipe
 from hybrid3d.reshard.delta import DeltaReport
 from hybrid3d.reshard.executor import ExecutionReport, Executor, NamedTensors
-from hybrid3d.reshard.protocols import Sink
+from hybrid3d.reshard.protocols import ChangeSource, Sink
 from hybrid3d.reshard.transport import make_transport
 from hybrid3d.roles.weight_sync.delta import DeltaSync
 from hybrid3d.roles.weight_sync.plan import SyncPlan
 from hybrid3d.roles.weight_sync.sharing import SharedStorage
 from hybrid3d.roles.weight_sync.verification import CorruptSync, corrupted_on_any, listed
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.train.changes import ChangeTracker
 from hybrid3d.train.runtime import SideStream, device, synchronize
 from hybrid3d.train.weights import MegatronWeights
 
@@ -117,7 +116,7 @@ class WeightSync:
         trained: MegatronWeights | None = None,
         engine: RolloutEngine | None = None,
         optimizer_buckets: Mapping[str, int] | None = None,
-        changes: ChangeTracker | None = None,
+        changes: ChangeSource | None = None,
     ):
         """
         Args:
@@ -155,6 +154,20 @@ class WeightSync:
         """vLLM's weights on this rank, which must have an engine."""
         assert self._plan.sink is not None, "a rank without an engine has no sink"
         return self._plan.sink
+
+    @property
+    def sparse(self) -> frozenset[str]:
+        """The canonical tensors of which a sync may send only the changed elements; known after the first sync."""
+        return self._delta.sparse
+
+    @property
+    def network_bound(self) -> int:
+        """The fewest bytes that must reach this rank's node from others: see `SyncPlan`."""
+        return self._plan.network_bound
+
+    def require_dense(self) -> None:
+        """Send all elements in the next sync, also if it is known which have changed. Any one rank may call it."""
+        self._delta.require_dense()
 
     def run(self, version: int, verify: bool = False) -> SyncReport:
         """Sync the weights as they are now; until it returns the engine refuses to generate.
