@@ -38,7 +38,7 @@ ATTRIBUTES = {
     "vllm.v1.executor.uniproc_executor.UniProcExecutor": "driver_worker",
     "vllm.v1.worker.worker_base.WorkerWrapperBase": "worker",
     "vllm.v1.worker.gpu_worker.Worker": "model_runner",
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "model vllm_config",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "get_model vllm_config",
     "vllm.config.VllmConfig": "model_config device_config",
     "vllm.config.ModelConfig": "dtype try_get_generation_config",
     "vllm.config.DeviceConfig": "device",
