@@ -41,7 +41,7 @@ gpu-check: ## check what this machine's GPU does: 20 minutes or less (ARGS="--on
 	@PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m hybrid3d doctor --gpu $(ARGS)
 
 test: lint ## lint, and all tests except the slow ones (what CI runs)
-	$(BIN)/pytest -m "not slow" --durations=40
+	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --durations=40
 
 test-fast: $(STAMP) ## the tests that start no processes and import no engine: 60 s
 	$(BIN)/pytest -m "not slow and not engines and not processes"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from io import StringIO
@@ -18,6 +20,14 @@ from checkpoints import make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("megatron.core", "vllm")
+# The files that take longest, first, so that none of them is left for the end when two files run at a time
+LONGEST = ("train", "sync", "megatron", "lost_rank", "train_ppo", "recipes", "grid", "delta_sync", "failure", "bench")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the files that take longest to the front."""
+    place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -34,6 +44,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if imported and "not engines" in session.config.option.markexpr and session.exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         print(f"\na test that is not marked `engines` has imported {', '.join(imported)}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Give each of several test processes a folder of its own for temporary files, which some tests count."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("t"))
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hybrid3d.config import Recipe
+from hybrid3d.families import Config, family_of
 
 # vLLM reads these at import. The engine runs within the rank's process and downloads nothing.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -65,7 +67,18 @@ def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]
         enforce_eager=current_platform.is_cpu() or recipe.sync.share_storage,
         # On CPU this op assumes 2-D input. Latent attention passes another shape and would be rotated wrongly.
         compilation_config={"custom_ops": ["-rotary_embedding"]} if current_platform.is_cpu() else {},
+        attention_backend=_attention_backend(recipe),
     )
+
+
+def _attention_backend(recipe: Recipe) -> str | None:
+    """Return the attention backend to use; None lets vLLM select it.
+
+    For latent attention on a CPU with AMX, vLLM selects kernels without float32, and frees the weights that they pack.
+    """
+    config: Config = json.loads((Path(recipe.model.path) / "config.json").read_text())
+    latent = family_of(config).latents(config) is not None
+    return "CPU_MLA" if latent and current_platform.is_cpu() else None
 
 
 def _override(config: Any, layers: int | None) -> Any:
