@@ -60,10 +60,13 @@ def model_of(folder: str | Path) -> torch.nn.Module:
 
 
 def save_near(folder: str | Path, out: Path) -> None:
-    """A reference policy from which the model has moved a little, as in a run."""
+    """A reference policy from which the model has moved a little, as in a run: by a KL below 1.
+
+    At 0.01 instead of 0.003 the KL of Moonlight is 8.5, and float32 rounds its gradient norm by 2e-5 of it.
+    """
     model, random = model_of(folder), torch.Generator().manual_seed(9)
     for _, parameter in sorted(model.named_parameters()):
-        parameter.data += torch.randn(parameter.shape, generator=random) * 0.01
+        parameter.data += torch.randn(parameter.shape, generator=random) * 0.003
     model.save_pretrained(out)
 
 
