@@ -40,7 +40,10 @@ def assert_right(results: list[list[dict]]) -> None:
         assert [r["dense_reason"] for r in of_rank if r["what"] == "first"] == [
             "it is the first sync of this process"
         ] * 2
-        later = [r for r in of_rank if r["what"] != "first"]
+        assert {r["dense_reason"] for r in of_rank if r["what"] == "second"} <= {
+            "it is the second sync of this process, after which vLLM's permuted tensors are kept in loader layout too"
+        }
+        later = [r for r in of_rank if r["what"] not in ("first", "second")]
         assert {r["what"] for r in later} == {"changes", "overlapped"}
         for result in later:
             assert (result["dense_reason"], result["corrupted"]) == ("", [])
@@ -52,7 +55,7 @@ def assert_right(results: list[list[dict]]) -> None:
             if "landed" in result:
                 assert_exact(result)
     for syncs in zip(*results, strict=True):
-        if syncs[0]["what"] != "first" and "dense_bytes" in syncs[0]:
+        if "dense_bytes" in syncs[0]:
             assert sum(r["received_bytes"] for r in syncs) <= sum(r["dense_bytes"] for r in syncs)
             network = sum(r["dense_network_bytes"] for r in syncs)
             assert sum(r["network_bytes"] for r in syncs) <= network == sum(r["network_bound_bytes"] for r in syncs) > 0
@@ -71,8 +74,15 @@ def test_a_dense_model(family: str, tiny_checkpoint: Callable[..., Path], tmp_pa
 
 @pytest.mark.parametrize("family", ["deepseek_v3"])
 def test_experts_and_latent_attention(family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Both ranks of a node want the whole model, so that one hands on to the other half of what comes from afar."""
-    assert_right(run(tmp_path / "out.json", 1, 2, False, {family: tiny_checkpoint(family)})[family])
+    """Both ranks of a node want the whole model, so that one hands on to the other half of what comes from afar.
+
+    vLLM permutes its experts, which are sent sparsely all the same, because a copy of them is kept in loader layout.
+    """
+    results = run(tmp_path / "out.json", 1, 2, False, {family: tiny_checkpoint(family)})[family]
+    assert_right(results)
+    for syncs in zip(*results, strict=True):
+        if "dense_bytes" in syncs[0]:
+            assert sum(r["received_bytes"] for r in syncs) < 0.25 * sum(r["dense_bytes"] for r in syncs)
 
 
 @pytest.mark.slow

@@ -211,6 +211,8 @@ def prove(rank: int, rollout_tp: int, syncs: int, folder: str, kept: list, out: 
         runtime.initialize(layout, seed=1)
         case = Case(folder, recipe_for(folder, layout, rollout_tp), rank, engine, landed)
         case.finish("first", compares=False)
+        if case.recipe.sync.keep_loader_layout:
+            case.finish("second", compares=False)
         for turn in range(1, syncs + 1):
             before = case.snapshot()
             case.update()

@@ -131,8 +131,8 @@ class GatheredDelta:
     def _exchange_counts(self) -> None:
         """Tell all ranks how many elements of each run changed, through the root."""
         for run in self._runs:
-            if run.owner == self._rank and run.sparse:
-                run.count = sum(len(changed_positions(self._changes, piece)) for piece in run.held)
+            own = run.held if run.owner == self._rank and run.sparse else ()
+            run.count = sum(len(changed_positions(self._changes, piece)) for piece in own)
         counts = torch.tensor([run.count for run in self._runs], device=self._device)
         if self._rank == ROOT:
             of_rank = {r: torch.empty_like(counts) for r in range(self._world) if r != ROOT}

@@ -19,7 +19,7 @@ from hybrid3d.distributed import gather_objects
 from hybrid3d.families import is_expert
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Signature, natural_sort_key
-from hybrid3d.reshard.executor import BatchedCopies
+from hybrid3d.reshard.copies import BatchedCopies
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape, View, contiguous_stride, pieces_by_name
 from hybrid3d.reshard.memory import DeviceBuffer, align_up, strided_view
 from hybrid3d.reshard.protocols import Sink, Source
@@ -124,6 +124,8 @@ class GatherBaseline:
             self._bind_unpacking(bucket, wants)
             if bucket.root == peers.rank:
                 self._bind_packing(bucket, holds, held[1])
+            bucket.packing.merge()
+            bucket.unpacking.merge()
             bucket.opens = i == 0 or self._buckets[i - 1].layer != bucket.layer
             bucket.closes = i == len(self._buckets) - 1 or self._buckets[i + 1].layer != bucket.layer
         self.nbytes = sum(one.nbytes for one in memory)

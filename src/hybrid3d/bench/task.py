@@ -84,6 +84,10 @@ class Bench:
         if changed is not None:
             self._changes = SyntheticChanges.create(self._weights, self._trained.holdings, self._trained.tensors)
         self._sync = sync = WeightSync(recipe, group, self._trained, self._engine, changes=self._changes)
+        if self._changes is not None:  # the first syncs find out which tensors can be sent sparsely, and may move some
+            fill(self._trained.holdings, sync.source, self._weights)
+            for _ in range(2):
+                sync.run(0)
         signatures = {r: signature for those, signature in sync.holders for r in those}
         self._sink = CheckedSink(sync.sink, _dtypes(signatures.values()))
         self._hybrid = Executor(sync.plan, sync.source, self._sink, sync.transport, device())
@@ -110,11 +114,9 @@ class Bench:
         }
 
     def _prepare_deltas(self, peers: Peers, ends: tuple[Any, Any]) -> None:
-        """Add the methods that send changed elements; a first sync finds out which tensors they can send so."""
+        """Add the methods that send changed elements."""
         assert self._changes is not None, "--changed"
         sync, (_, source), (_, sink) = self._sync, *ends
-        fill(self._trained.holdings, source, self._weights)
-        sync.run(0)
         bits, plan = self._changes.bits, sync.plan
         self._delta = DeltaExecutor(plan, sync.sparse, source, sink, sync.transport, device())
         self._gathered = GatheredDelta(peers, sync.sparse, bits, *ends, sync.transport, device())

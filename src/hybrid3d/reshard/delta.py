@@ -18,8 +18,9 @@ import torch
 
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.changes import Changes, changed_positions, gather_elements, scatter_elements
+from hybrid3d.reshard.copies import BatchedCopies
 from hybrid3d.reshard.encoding import Form, decode, encode, entropy_bytes, form_of
-from hybrid3d.reshard.executor import BatchedCopies, ExecutionReport, Executor, Step
+from hybrid3d.reshard.executor import ExecutionReport, Executor, Step
 from hybrid3d.reshard.layout import ITEMSIZE, Piece
 from hybrid3d.reshard.memory import DeviceBuffer
 from hybrid3d.reshard.planner import Message, RankPlan, Transfer, group_messages
@@ -179,6 +180,7 @@ class DeltaExecutor(Executor):
             return
         sends, copies = m.src == self._rank, BatchedCopies()
         flat = self._staged(m, staging, at, copies)
+        copies.merge()
         views = [self._read(t) if sends else self._write(t) for t in m.transfers]
         starts = [0, *accumulate(t.box.numel for t in m.transfers)]
         (step.outgoing if sends else step.incoming).append(_Run(m, as_bytes(flat), views, starts, copies))

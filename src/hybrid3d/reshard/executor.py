@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hybrid3d.reshard.copies import BatchedCopies
 from hybrid3d.reshard.layout import ITEMSIZE, Fill, Piece
 from hybrid3d.reshard.memory import DeviceBuffer, strided_view
 from hybrid3d.reshard.planner import Bucket, Message, RankPlan, Transfer
@@ -85,32 +86,6 @@ def run_local_plan(plan: RankPlan, source: Source, sink: NamedTensors) -> None:
         sink.write(t.target).copy_(source.read(t.source))
 
 
-class BatchedCopies:
-    """Copies that run together: one launch per dtype for contiguous tensors, one per tensor for the others."""
-
-    def __init__(self) -> None:
-        self._dense: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype:
-            targets, sources = self._dense.setdefault(target.dtype, ([], []))
-            targets.append(target)
-            sources.append(source)
-        else:
-            self._others.append((target, source))
-
-    def __len__(self) -> int:
-        """Return the number of copies."""
-        return len(self._others) + sum(len(targets) for targets, _ in self._dense.values())
-
-    def run(self) -> None:
-        for targets, sources in self._dense.values():
-            torch._foreach_copy_(targets, sources)
-        for target, source in self._others:
-            target.copy_(source)
-
-
 @dataclass
 class Step:
     """The operations of one bucket on this rank: packing, sends, receives, unpacking and local copies.
@@ -177,6 +152,8 @@ class Executor:
         for t in bucket.transfers:
             if t.is_local:
                 self._bind_local(step, t)
+        for copies in (step.packing, step.unpacking, step.local):
+            copies.merge()
 
     def _bind_message(self, step: Step, m: Message, staging: DeviceBuffer, at: int) -> None:
         """Add a send or a receive, and the copies that pack or unpack it in staging memory from byte `at` on."""

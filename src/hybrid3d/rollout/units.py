@@ -12,7 +12,7 @@ The functions of vLLM's `model_loader.reload` used here are private: this file d
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,13 +48,18 @@ class Unit:
         self.root.append(module)
         self._paths.append(path)
 
-    def names(self) -> Iterator[str]:
-        """Yield the dotted names of all tensors of the unit, live or in loader layout."""
+    def modules(self) -> Iterator[tuple[str, Module]]:
+        """Yield the dotted path of each module, and the module."""
         for path, root in zip(self._paths, self.root, strict=True):
             for subpath, module in root.named_modules():
-                info = get_layerwise_info(module)
-                for name in {**get_layer_tensors(module), **info.restore_metadata[0], **info.restore_metadata[1]}:
-                    yield ".".join(part for part in (path, subpath, name) if part)
+                yield _join(path, subpath), module
+
+    def names(self) -> Iterator[str]:
+        """Yield the dotted names of all tensors of the unit, live or in loader layout."""
+        for path, module in self.modules():
+            info = get_layerwise_info(module)
+            for name in {**get_layer_tensors(module), **info.restore_metadata[0], **info.restore_metadata[1]}:
+                yield _join(path, name)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the dotted name of each tensor that the modules hold now, and the tensor."""
@@ -64,9 +69,13 @@ class Unit:
 
 
 class OpenUnit:
-    """A unit's tensors in loader layout, in the memory of live tensors with the same layout, else in extra memory."""
+    """A unit's tensors in loader layout, in the memory of live tensors with the same layout, else in extra memory.
 
-    def __init__(self, unit: Unit, fills: Sequence[Fill]):
+    Args:
+        apart: the names of tensors that are in extra memory although their layouts are equal.
+    """
+
+    def __init__(self, unit: Unit, fills: Sequence[Fill], apart: Container[str] = ()):
         self.unit = unit
         self._fills = fills
         # By id, a loader tensor that needs extra memory, and its offset there. The reference keeps the id valid.
@@ -78,9 +87,9 @@ class OpenUnit:
         self._moved: set[int] = set()  # ids of live tensors that vLLM finalizes in other memory
         self._live: LiveTensors = {}
         self._attributes: dict[Module, dict[str, torch.Tensor]] = {}
-        for module in unit.root.modules():
+        for path, module in unit.modules():
             for name, loader in _loader_tensors(module):
-                if not _same_layout(get_layer_tensors(module).get(name), loader):
+                if not _same_layout(get_layer_tensors(module).get(name), loader) or _join(path, name) in apart:
                     self._extra[id(loader)] = loader, self.extra_bytes
                     self.extra_bytes += align_up(_extent(loader))
 
@@ -123,7 +132,7 @@ class OpenUnit:
 
     def _swap_in(self) -> None:
         def memory_for(loader: torch.Tensor, live: torch.Tensor | None) -> torch.Tensor:
-            if live is not None and _same_layout(live, loader):
+            if live is not None and id(loader) not in self._extra:
                 return live.data
             _, offset = self._extra[id(loader)]
             flat = self._buffer.flat_view(offset, _extent(loader), loader.dtype)
@@ -262,7 +271,11 @@ def tensors_of(root: Module, path: str = "") -> Iterator[tuple[str, Module, str,
     """Yield (dotted name, module, name within the module, tensor) of every parameter and buffer below `root`."""
     for subpath, module in root.named_modules():
         for name, tensor in get_layer_tensors(module).items():
-            yield ".".join(part for part in (path, subpath, name) if part), module, name, tensor
+            yield _join(path, subpath, name), module, name, tensor
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
 
 
 def _same_layout(a: torch.Tensor | None, b: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -43,6 +43,7 @@ class RolloutWeights:
         self._open_units: dict[int | None, OpenUnit] = {}
         self._pending: set[int | None] = set()
         self._keeps = False
+        self._apart: frozenset[str] = frozenset()
 
     def _record(self, model: torch.nn.Module, vllm_config: VllmConfig, shapes: Mapping[str, Shape]) -> Demand:
         live = swap_in_loader_layout(model, allocate_on_meta())
@@ -92,13 +93,20 @@ class RolloutWeights:
         fills: dict[int | None, list[Fill]] = defaultdict(list)
         for fill in self.demand.fills:
             fills[self._layer_of[fill.view.tensor]].append(fill)
-        open_units = {layer: OpenUnit(self._units[layer], fills[layer]) for layer in order}
+        open_units = {layer: OpenUnit(self._units[layer], fills[layer], self._apart) for layer in order}
         self._keeps, turns = keep, max(1, len(order)) if keep else MAX_OPEN_UNITS
         sizes = [[open_units[layer].extra_bytes for layer in order[i::turns]] for i in range(turns)]
         self._buffers = [DeviceBuffer(max(unit_sizes, default=0), self._device) for unit_sizes in sizes]
         for i, layer in enumerate(order):
             open_units[layer].place(self._buffers[i % turns])
         self._open_units = open_units
+
+    def keep_apart(self, names: Iterable[str]) -> None:
+        """From the next `prepare` on, write these local tensors in memory of their own, not in that of live tensors.
+
+        With `keep` they then stay as they were written although finalizing changes the live tensors.
+        """
+        self._apart |= frozenset(names)
 
     def kept_tensors(self) -> set[str]:
         """Return the local names of the tensors that stay, between two syncs, in the memory that a sync writes."""

@@ -19,7 +19,8 @@ from hybrid3d.doctor import one_rank
 from hybrid3d.doctor.check import Record, expect
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.checksum import checksum
-from hybrid3d.reshard.executor import BatchedCopies, ExecutionReport, Executor, NamedTensors
+from hybrid3d.reshard.copies import BatchedCopies
+from hybrid3d.reshard.executor import ExecutionReport, Executor, NamedTensors
 from hybrid3d.reshard.layout import Demand, Holdings, Piece, View
 from hybrid3d.reshard.memory import DeviceBuffer
 from hybrid3d.reshard.planner import make_plan

@@ -30,10 +30,11 @@ class DenseReason(enum.IntEnum):
     OTHER_CHANGES = 2
     UNFINISHED = 3
     FIRST = 4
-    NOT_TRACKED = 5
-    DISCARDED = 6
-    FLOAT32 = 7
-    SETTING = 8
+    KEPT_APART = 5
+    NOT_TRACKED = 6
+    DISCARDED = 7
+    FLOAT32 = 8
+    SETTING = 9
 
     def __str__(self) -> str:
         return _REASONS[self]
@@ -45,6 +46,7 @@ _REASONS = (
     "weights were changed by something else than the optimizer",
     "the last sync did not finish, or weights arrived corrupted",
     "it is the first sync of this process",
+    "it is the second sync of this process, after which vLLM's permuted tensors are kept in loader layout too",
     "vLLM keeps no tensor as it is loaded, or Megatron's optimizer updates none in bfloat16",
     "vLLM frees its weights while it sleeps: set rollout.keep_weights=true",
     "model.dtype is not bfloat16: nearly all elements change in each update",
@@ -85,6 +87,7 @@ class DeltaSync:
         self._discards_weights = discards_weights
         self._names = frozenset(names)
         self._sparse: frozenset[str] | None = None  # not known before the first sync
+        self._keeps_apart = False
         self._executor: DeltaExecutor | None = None
         self._elements = 0
         self._syncs_since_dense = 0
@@ -99,7 +102,7 @@ class DeltaSync:
     @property
     def probes(self) -> bool:
         """Whether the sync in progress must record checksums, for `find_sparse`."""
-        return self.reason is DenseReason.FIRST
+        return self.reason in (DenseReason.FIRST, DenseReason.KEPT_APART)
 
     @property
     def extra_bytes(self) -> int:
@@ -130,7 +133,7 @@ class DeltaSync:
         if self._discards_weights:
             return DenseReason.DISCARDED
         if self._sparse is None:
-            return DenseReason.FIRST
+            return DenseReason.KEPT_APART if self._keeps_apart else DenseReason.FIRST
         if not self._sparse:
             return DenseReason.NOT_TRACKED
         if not self._finished:
@@ -160,11 +163,31 @@ class DeltaSync:
             return None, self._elements
         return self._tracker.count_changed(), self._elements
 
-    def find_sparse(self, executor: Executor) -> None:
-        """Find the tensors that can be sent sparsely, after the first sync, which has recorded checksums."""
+    def find_sparse(self, executor: Executor) -> bool:
+        """Find the tensors that can be sent sparsely, after a sync that has recorded checksums.
+
+        Returns:
+            False if the sync must be planned again, because vLLM permutes tensors that are to be kept in loader layout:
+            the next sync then writes them apart, and finds the tensors.
+        """
         self._elements = sum(gather_objects(0 if self._tracker is None else self._tracker.elements, self._group))
-        dense = self._untracked() | self._not_kept(executor)
+        changed = executor.changed_since_landed()
+        if self._settings.keep_loader_layout and not self._keeps_apart:
+            self._keeps_apart = bool(all_reduce_max([int(self._keep_apart(changed))], self._group)[0])
+            if self._keeps_apart:
+                return False
+        dense = self._untracked() | self._not_kept(changed)
         self._sparse = self._names - {name for _, names in gather_unique(dense, self._group) for name in names}
+        return True
+
+    def _keep_apart(self, changed: Container[str]) -> bool:
+        """Keep the tensors apart that finalizing has changed; return whether there are any on this rank."""
+        if self._sink is None:
+            return False
+        pieces, kept = self._sink.demand.pieces, self._sink.kept_tensors()
+        names = {p.view.tensor for p in pieces if p.view.tensor not in kept or p.name in changed}
+        self._sink.keep_apart(names)
+        return bool(names)
 
     def end(self, intact: bool) -> None:
         """End a sync, after which vLLM has all weights as they are now.
@@ -185,10 +208,10 @@ class DeltaSync:
         tracked: Container[str] = () if self._tracker is None else self._tracker.changes(self._trained.tensors)
         return frozenset(piece.name for piece in self._trained.pieces if piece.view.tensor not in tracked)
 
-    def _not_kept(self, executor: Executor) -> frozenset[str]:
+    def _not_kept(self, changed: set[str]) -> frozenset[str]:
         """Return the canonical tensors that vLLM does not keep on this rank where and as the sync wrote them."""
         if self._sink is None:
             return frozenset()
         kept = self._sink.kept_tensors()
         moved = {piece.name for piece in self._sink.demand.pieces if piece.view.tensor not in kept}
-        return frozenset(moved | executor.changed_since_landed())
+        return frozenset(moved | changed)

@@ -231,8 +231,9 @@ class WeightSync:
                 self._engine.reset_cache()
             synchronize()
         changed = self._delta.count()
-        if self._delta.probes:
-            self._delta.find_sparse(self._executing)
+        if self._delta.probes and not self._delta.find_sparse(self._executing):
+            self._plan.replan(self._plan.transfers, self._shared)
+            self._executor = None
         self._delta.end(intact=not corrupted)
         if self._to_share:
             self._share()
