@@ -9,7 +9,7 @@ receives that are all in flight at once, as hybrid3d's are.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -230,7 +230,12 @@ def exclude_rank(counts: dict[int, int], rank: int) -> dict[int, int]:
 
 
 def _buckets(peers: Peers, limit: int) -> Iterator[_Bucket]:
-    kinds = {rank: found for column in peers.columns for rank, found in zip(column, _kinds(peers, column), strict=True)}
+    everywhere = _held_in_full(peers)
+    kinds = {
+        rank: found
+        for column in peers.columns
+        for rank, found in zip(column, _kinds(peers, column, everywhere), strict=True)
+    }
     column = peers.columns[peers.rank]
     every = []
     for stage, rank in enumerate(
@@ -246,16 +251,33 @@ def _buckets(peers: Peers, limit: int) -> Iterator[_Bucket]:
             yield _Bucket(layer, column[stage], members, [_pack_views(part) for part in parts])
 
 
-def _kinds(peers: Peers, column: Sequence[int]) -> list[dict[Kind, list[Piece]]]:
+def _held_in_full(peers: Peers) -> list[set[str]]:
+    """Return, for each stage, the tensors that each of its ranks holds in full; other tensors are gathered."""
+    found = []
+    for ranks in zip(*peers.columns, strict=True):
+        of_ranks = [
+            {
+                name
+                for boxes, names in peers.signatures[rank].items()
+                for name in names
+                if any(box == Box.full(peers.shapes[name]) for box, _ in boxes)
+            }
+            for rank in ranks
+        ]
+        found.append(set.intersection(*of_ranks))
+    return found
+
+
+def _kinds(peers: Peers, column: Sequence[int], everywhere: Sequence[Container[str]]) -> list[dict[Kind, list[Piece]]]:
     """Return what each rank of a column holds and no rank before it, by layer, group and dtype, without views."""
     of_ranks: list[dict[Kind, list[Piece]]] = []
     seen: set[str] = set()
-    for rank in column:
+    for stage, rank in enumerate(column):
         found: dict[Kind, list[Piece]] = defaultdict(list)
         for boxes, names in peers.signatures[rank].items():
             for name in names:
                 for box, dtype in boxes if name not in seen else ():
-                    over = "experts" if is_expert(name) else "" if box == Box.full(peers.shapes[name]) else "tp"
+                    over = "experts" if is_expert(name) else "" if name in everywhere[stage] else "tp"
                     found[layer_of(name), over, dtype].append(Piece(name, box, View("", 0, ()), dtype))
         for pieces in found.values():
             pieces.sort(key=lambda piece: (natural_sort_key(piece.name), piece.box.start))
