@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.reshard.bitmap import pack_bits, set_bits, unpack_bits
+from hybrid3d.reshard.bitmap import count_bits, pack_bits, set_bits, unpack_bits
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.changes import changed_positions, gather_elements, scatter_elements
 from hybrid3d.reshard.delta import DeltaExecutor, DeltaMessage, DeltaReport, delta_plan
@@ -19,6 +19,7 @@ from hybrid3d.reshard.encoding import decode, encode, entropy_bytes, form_of
 from hybrid3d.reshard.executor import NamedTensors
 from hybrid3d.reshard.layout import Piece, View
 from hybrid3d.reshard.planner import make_plan
+from hybrid3d.reshard.runs import Elements, RunChanges
 from test_reshard_box import World, worlds
 from test_reshard_executor import Layers, Ranks, by_element, canonical, truth, unlike, write_pieces
 from worlds import run_in_threads
@@ -31,6 +32,7 @@ def test_bits_are_those_of_numpy(n: int, p: float, seed: int) -> None:
     packed = pack_bits(torch.from_numpy(bits))
     assert packed.numpy().tobytes() == np.packbits(bits, bitorder="little").tobytes()
     assert set_bits(packed).tolist() == np.flatnonzero(bits).tolist()
+    assert int(count_bits(packed)) == bits.sum()
     assert unpack_bits(packed)[:n].numpy().tolist() == bits.tolist()
 
 
@@ -86,6 +88,40 @@ def test_changed_elements_of_any_box_are_found_and_put_back(shape: list[int], tu
     target = torch.zeros(shape, dtype=torch.float64).as_strided(box.shape, box.stride(), box.storage_offset())
     scatter_elements(target, positions, elements)
     assert target.equal(torch.where(mask, box, 0.0))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(0, 99))
+def test_a_run_of_boxes_is_their_elements_one_behind_the_other(data: st.DataObject, seed: int) -> None:
+    """Columns of the experts of two buffers: where they begin at multiples of eight their bits are read at once."""
+    random, unit = np.random.default_rng(seed), data.draw(st.sampled_from([8, 3]))
+    experts, rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    width = data.draw(st.integers(1, columns))
+    memory = {name: torch.from_numpy(random.standard_normal((experts, rows, columns * unit))) for name in "ab"}
+    flags = {name: random.random(tensor.shape) < 0.3 for name, tensor in memory.items()}
+    changes = {name: pack_bits(torch.from_numpy(bits.flatten())) for name, bits in flags.items()}
+    pieces, views, bits = [], [], []
+    for _ in range(data.draw(st.integers(1, 3))):
+        name, first = data.draw(st.sampled_from("ab")), data.draw(st.integers(0, columns - width)) * unit
+        chosen = data.draw(st.lists(st.integers(0, experts - 1), min_size=1, unique=True))
+        for expert in sorted(chosen):
+            view = memory[name][expert, :, first : first + width * unit]
+            box = Box((0, 0), tuple(view.shape))
+            pieces.append(Piece("x", box, View(name, view.storage_offset(), view.stride()), "float64"))
+            views.append(view)
+            bits.append(flags[name][expert, :, first : first + width * unit].flatten())
+    found = RunChanges(pieces, changes, torch.empty(sum(map(len, bits)) // 8, dtype=torch.uint8))
+    run, expected = Elements(views), np.concatenate(bits)
+    assert int(found.count()) == expected.sum()
+    assert found.count_by_piece() == [part.sum() for part in bits]
+    positions = found.positions()
+    assert positions.tolist() == np.flatnonzero(expected).tolist()
+    values = torch.cat([view.flatten() for view in views])
+    assert run.gather(positions).equal(values[positions])
+    new = torch.from_numpy(random.standard_normal(expected.shape))
+    targets = [torch.zeros_like(view) for view in views]
+    Elements(targets).scatter(positions, new[positions])
+    assert torch.cat([view.flatten() for view in targets]).equal(torch.where(torch.from_numpy(expected), new, 0))
 
 
 class Live(Layers):

@@ -35,6 +35,17 @@ def set_bits(packed: torch.Tensor) -> torch.Tensor:
     return at[found >> 3] * 8 + (found & 7)
 
 
+def count_bits(packed: torch.Tensor) -> torch.Tensor:
+    """Return how many bits of bytes [n] are set, as a tensor of one number."""
+    if not len(packed):  # an empty tensor has no strides to view as integers
+        return packed.sum()
+    words = torch.nn.functional.pad(packed, (0, -len(packed) % 8)).view(torch.int64)
+    words = words - ((words >> 1) & 0x5555555555555555)  # in each pair of bits, how many of them are set
+    words = (words & 0x3333333333333333) + ((words >> 2) & 0x3333333333333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((words * 0x0101010101010101) >> 56).sum()
+
+
 @functools.lru_cache(None)
 def _table(device: torch.device) -> torch.Tensor:
     """Return for each byte its eight booleans as one little-endian integer."""

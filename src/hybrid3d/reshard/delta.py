@@ -1,35 +1,40 @@
 """Executes a plan with only the elements that changed: see `encoding.py` for how they travel.
 
-The plan is the one of a dense sync. What travels between two ranks in a bucket is one run of elements, the transfers
-one behind the other; it is encoded in the staging memory of the bucket, which is as large as in a dense sync. How many
-elements of each run changed is exchanged once, before anything else: from then on both ends know the size of every
-message. Ranks that hand on boxes learn it for each of these boxes, and then tell their readers. They hand on the
-elements that arrived as changed, whose positions they keep until the layer is complete.
+The plan is the one of a dense sync. What travels between two ranks in a bucket is one run of elements (`runs.py`), the
+transfers one behind the other, those of one kind together; it is encoded in the staging memory of the bucket, which is
+as large as in a dense sync. How many elements of each run changed is exchanged once, before anything else: from then on
+both ends know the size of every message. Ranks that hand on boxes learn it for each of these boxes, and then tell their
+readers. They hand on the elements that arrived as changed, whose positions they keep until the layer is complete.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
 
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.changes import Changes, changed_positions, gather_elements, scatter_elements
+from hybrid3d.reshard.changes import Changes
+from hybrid3d.reshard.classes import natural_sort_key
 from hybrid3d.reshard.copies import BatchedCopies
 from hybrid3d.reshard.encoding import Form, decode, encode, entropy_bytes, form_of
 from hybrid3d.reshard.executor import ExecutionReport, Executor, Step
 from hybrid3d.reshard.layout import ITEMSIZE, Piece
 from hybrid3d.reshard.memory import DeviceBuffer
-from hybrid3d.reshard.planner import Message, RankPlan, Transfer, group_messages
+from hybrid3d.reshard.planner import Bucket, Message, RankPlan, Transfer, group_messages
 from hybrid3d.reshard.protocols import Sink, Source
+from hybrid3d.reshard.runs import Elements, RunChanges, split_positions
 from hybrid3d.reshard.transport import Pending, Transport, as_bytes
 
 # Beyond the tags of messages and of checksums.
 COUNTS_TAG = 1 << 21
 RELAYED_COUNTS_TAG = COUNTS_TAG + 1
+
+LOCAL_RUN = 1 << 24  # elements of a run that stays on its rank, unless a single box has more
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +57,15 @@ def delta_plan(plan: RankPlan, sparse: Container[str]) -> RankPlan:
     for bucket in plan.buckets:
         in_full = group_messages([t for t in bucket.transfers if t.name not in sparse], tags)
         changed = group_messages([t for t in bucket.transfers if t.name in sparse], tags, direct=False)
-        deltas = (DeltaMessage(m.tag, m.src, m.dst, m.dtype, m.transfers) for m in changed)
+        deltas = (DeltaMessage(m.tag, m.src, m.dst, m.dtype, tuple(sorted(m.transfers, key=_kind))) for m in changed)
         buckets.append(replace(bucket, messages=(*in_full, *deltas)))
     return replace(plan, buckets=tuple(buckets))
+
+
+def _kind(transfer: Transfer) -> tuple[object, ...]:
+    """Sort key of transfers: equal boxes of one kind of tensor together, as their memory may be equally spaced."""
+    name = transfer.name
+    return transfer.box.size, re.sub(r"\d+", "", name), natural_sort_key(name), transfer.box.start
 
 
 @dataclass(eq=False)
@@ -63,17 +74,19 @@ class _Run:
 
     Attributes:
         staging: [nbytes] the memory in which it is encoded, large enough for all elements.
-        views: of each transfer, the memory that is read or written.
+        elements: the memory that is read or written.
         starts: the first position of each transfer, and the end.
         copies: pack all elements, or unpack them.
+        changes: which elements changed, if this rank sends what it holds itself.
         counts: how many elements of each transfer changed, if the receiver hands any of them on; else their sum.
     """
 
     message: DeltaMessage
     staging: torch.Tensor
-    views: list[torch.Tensor]
+    elements: Elements
     starts: list[int]
     copies: BatchedCopies
+    changes: RunChanges | None = None
     counts: list[int] = field(default_factory=list)
 
     @property
@@ -84,11 +97,12 @@ class _Run:
     @property
     def num_counts(self) -> int:
         """The length of `counts`."""
-        return len(self.views) if any(t.handed_on for t in self.message.transfers) else 1
+        return len(self.message.transfers) if self.hands_on else 1
 
-    def set_counts(self, counts: list[int]) -> None:
-        """Set how many elements of each transfer changed."""
-        self.counts = counts if self.num_counts == len(counts) else [sum(counts)]
+    @property
+    def hands_on(self) -> bool:
+        """Whether the receiver hands on some of the transfers."""
+        return any(t.handed_on for t in self.message.transfers)
 
     @property
     def count(self) -> int:
@@ -105,14 +119,27 @@ class _Run:
         return self.staging[: self.form.nbytes]
 
 
+@dataclass(eq=False)
+class _LocalRun:
+    """Elements that stay on this rank."""
+
+    pieces: list[Piece]
+    source: Elements
+    target: Elements
+    changes: RunChanges | None = None
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.box.numel for piece in self.pieces)
+
+
 @dataclass
 class _DeltaStep(Step):
     """The operations of one bucket: those of transfers in full, and those of changed elements."""
 
     outgoing: list[_Run] = field(default_factory=list)
     incoming: list[_Run] = field(default_factory=list)
-    changed: list[tuple[torch.Tensor, torch.Tensor, Piece]] = field(default_factory=list)
-    """(target, source, the piece that is read) of what stays on the rank."""
+    staying: list[_LocalRun] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -155,23 +182,32 @@ class DeltaExecutor(Executor):
     @property
     def operations(self) -> int:
         """The number of sends, receives and copies of one run, if something changed in every message."""
-        changed = sum(len(step.outgoing) + len(step.incoming) + len(step.changed) for step in self._steps)
+        changed = sum(len(step.outgoing) + len(step.incoming) + len(step.staying) for step in self._steps)
         return super().operations + changed
 
     def run_delta(self, changes: Changes, verify: bool = False) -> DeltaReport:
         """Move the elements that changed, and all of the tensors that are sent in full.
 
         Args:
-            changes: by local tensor of the source, which of its elements may have changed since the last run.
+            changes: by local tensor of the source, which of its elements may have changed since the last run. Bitmaps
+                that stay where they are from run to run are set up once.
             verify: compare checksums of all elements at both ends of every transfer.
         """
-        self._changes = changes
+        self._bind_changes(changes)
         self._arrived.clear()  # a failed run may have left some
         self.begin(verify)
         bound = self._exchange_counts()
         done = self.finish()
-        self._changes = {}
         return DeltaReport(**vars(done), bound_bytes=bound)
+
+    def _bind(self, step: Step, bucket: Bucket, staging: DeviceBuffer) -> None:
+        super()._bind(step, bucket, staging)
+        assert isinstance(step, _DeltaStep)
+        staying = [t for t in bucket.transfers if t.is_local and t.name in self._sparse]
+        for transfers in _local_runs(staying):
+            pieces = [_source_of(t) for t in transfers]
+            source, target = Elements([*map(self._read, transfers)]), Elements([*map(self._write, transfers)])
+            step.staying.append(_LocalRun(pieces, source, target))
 
     def _bind_message(self, step: Step, m: Message, staging: DeviceBuffer, at: int) -> None:
         assert isinstance(step, _DeltaStep)
@@ -181,16 +217,28 @@ class DeltaExecutor(Executor):
         sends, copies = m.src == self._rank, BatchedCopies()
         flat = self._staged(m, staging, at, copies)
         copies.merge()
-        views = [self._read(t) if sends else self._write(t) for t in m.transfers]
+        elements = Elements([self._read(t) if sends else self._write(t) for t in m.transfers])
         starts = [0, *accumulate(t.box.numel for t in m.transfers)]
-        (step.outgoing if sends else step.incoming).append(_Run(m, as_bytes(flat), views, starts, copies))
+        (step.outgoing if sends else step.incoming).append(_Run(m, as_bytes(flat), elements, starts, copies))
 
     def _bind_local(self, step: Step, transfer: Transfer) -> None:
-        assert isinstance(step, _DeltaStep)
-        if transfer.name in self._sparse:
-            step.changed.append((self._write(transfer), self._read(transfer), _source_of(transfer)))
-        else:
+        if transfer.name not in self._sparse:
             super()._bind_local(step, transfer)
+
+    def _bind_changes(self, changes: Changes) -> None:
+        """Set up how the changed elements of each run are found, unless these are the bitmaps of the last run."""
+        places = {name: bits.data_ptr() for name, bits in changes.items()}
+        if self._changes and places == {name: bits.data_ptr() for name, bits in self._changes.items()}:
+            return
+        self._changes = changes
+        sent = [run for step in self._steps for run in step.outgoing if not run.relayed]
+        staying = [run for step in self._steps for run in step.staying]
+        longest = max([run.starts[-1] for run in sent] + [run.numel for run in staying], default=0)
+        scratch = torch.empty(longest // 8, dtype=torch.uint8, device=self._device)
+        for run in sent:
+            run.changes = RunChanges([_source_of(t) for t in run.message.transfers], changes, scratch)
+        for local in staying:
+            local.changes = RunChanges(local.pieces, changes, scratch)
 
     def _exchange_counts(self) -> float:
         """Tell every receiver how many elements of its messages changed; return the entropy of all that is sent."""
@@ -200,15 +248,12 @@ class DeltaExecutor(Executor):
         bound = 0.0
         for relayed, tag in ((False, COUNTS_TAG), (True, RELAYED_COUNTS_TAG)):
             sent, received = ([run for run in runs if run.relayed == relayed] for runs in (outgoing, incoming))
-            for run in sent:
-                transfers = run.message.transfers
-                if relayed:
-                    counts = [handed_on[t.name, t.box] for t in transfers]
-                else:
-                    counts = [len(self._changed_elements(t)) for t in transfers]
-                run.set_counts(counts)
-                for t, count in zip(transfers, counts, strict=True):
-                    bound += entropy_bytes(t.box.numel, count, ITEMSIZE[t.dtype])
+            if relayed:
+                for run in sent:
+                    run.counts = [sum(handed_on[t.name, t.box] for t in run.message.transfers)]
+            else:
+                _count_changes(sent)
+            bound += sum(entropy_bytes(run.starts[-1], run.count, ITEMSIZE[run.message.dtype]) for run in sent)
             self._send_counts(sent, received, tag)
             for run in received if not relayed else ():
                 for t, count in zip(run.message.transfers, run.counts, strict=False):
@@ -246,9 +291,10 @@ class DeltaExecutor(Executor):
                 self._transport.submit_send(run.encoded, run.message.dst, run.message.tag)
         self._timer("encode")
         pending = super()._start(step)
-        for target, source, piece in step.changed:
-            positions = changed_positions(self._changes, piece)
-            scatter_elements(target, positions, gather_elements(source, positions).to(target.dtype))
+        for local in step.staying:
+            assert local.changes is not None
+            positions = local.changes.positions()
+            local.target.scatter(positions, local.source.gather(positions))
         self._timer("copy")
         return pending
 
@@ -266,36 +312,30 @@ class DeltaExecutor(Executor):
         if run.form.kind == "dense":
             run.copies.run()
             return
-        positions, values = [], []
-        for t, view, start in zip(run.message.transfers, run.views, run.starts, strict=False):
-            found = self._changed_elements(t)
-            positions.append(found + start)
-            values.append(gather_elements(view, found))
-        dtype = getattr(torch, run.message.dtype)
-        encode(torch.cat(positions), torch.cat(values).to(dtype), run.starts[-1], run.encoded)
+        positions = self._changed_positions(run)
+        values = run.elements.gather(positions).to(getattr(torch, run.message.dtype))
+        encode(positions, values, run.starts[-1], run.encoded)
 
-    def _changed_elements(self, transfer: Transfer) -> torch.Tensor:
-        """Return the positions of the changed elements of a box that this rank sends."""
-        if not transfer.relayed:
-            return changed_positions(self._changes, _source_of(transfer))
+    def _changed_positions(self, run: _Run) -> torch.Tensor:
+        """Return the positions of the changed elements of a run that this rank sends."""
+        if run.changes is not None:
+            return run.changes.positions()
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-        return self._arrived.get((transfer.name, transfer.box), nothing)
+        arrived = [self._arrived.get((t.name, t.box), nothing) for t in run.message.transfers]
+        return torch.cat([found + start for found, start in zip(arrived, run.starts, strict=False)])
 
     def _decode(self, run: _Run) -> None:
-        transfers, starts = run.message.transfers, run.starts
         if run.form.kind == "dense":
             run.copies.run()
-            for t in transfers:
+            for t in run.message.transfers:
                 self._keep(t, torch.arange(t.box.numel if t.handed_on else 0, device=self._device))
             return
-        dtype = getattr(torch, run.message.dtype)
-        positions, values = decode(run.encoded, starts[-1], run.count, dtype)
-        ends = torch.searchsorted(positions, torch.tensor(starts, device=positions.device)).tolist()
-        for t, view, start, low, high in zip(transfers, run.views, starts, ends, ends[1:], strict=False):
-            if low < high:
-                changed = positions[low:high] - start
-                scatter_elements(view, changed, values[low:high])
-                self._keep(t, changed)
+        positions, values = decode(run.encoded, run.starts[-1], run.count, getattr(torch, run.message.dtype))
+        run.elements.scatter(positions, values)
+        if run.hands_on:
+            ends = split_positions(positions, run.starts)
+            for t, start, low, high in zip(run.message.transfers, run.starts, ends, ends[1:], strict=False):
+                self._keep(t, positions[low:high] - start)
 
     def _keep(self, transfer: Transfer, positions: torch.Tensor) -> None:
         """Keep the positions of a box's changed elements, if it is handed on."""
@@ -306,6 +346,31 @@ class DeltaExecutor(Executor):
 def _source_of(transfer: Transfer) -> Piece:
     assert transfer.source is not None, "the sender knows where its pieces lie"
     return transfer.source
+
+
+def _local_runs(transfers: Iterable[Transfer]) -> Iterator[Sequence[Transfer]]:
+    """Yield the transfers within a rank in runs of one target dtype."""
+    run: list[Transfer] = []
+    elements = 0
+    for t in sorted(transfers, key=lambda t: (t.dtype, _kind(t))):
+        if run and (elements + t.box.numel > LOCAL_RUN or t.dtype != run[0].dtype):
+            yield run
+            run, elements = [], 0
+        run.append(t)
+        elements += t.box.numel
+    if run:
+        yield run
+
+
+def _count_changes(runs: Sequence[_Run]) -> None:
+    """Set how many elements of runs that this rank sends changed."""
+    at_once = [run for run in runs if not run.hands_on]
+    counts = [run.changes.count() for run in at_once if run.changes is not None]
+    for run, count in zip(at_once, torch.stack(counts).tolist() if counts else (), strict=True):
+        run.counts = [count]
+    for run in runs:
+        if run.hands_on and run.changes is not None:
+            run.counts = run.changes.count_by_piece()
 
 
 def _by_rank(runs: Iterable[_Run], peer: Callable[[Message], int]) -> dict[int, list[_Run]]:
