@@ -55,10 +55,10 @@ def merge_copies(copies: Iterable[Copy]) -> Iterator[Copy]:
 
     The targets must not overlap. A merged copy has one dim more, in front.
     """
-    alike: dict[object, list[Copy]] = defaultdict(list)
+    equal_views: dict[object, list[Copy]] = defaultdict(list)
     for target, source in copies:
-        alike[target.shape, _place_and_form(target), _place_and_form(source)].append((target, source))
-    for group in alike.values():
+        equal_views[target.shape, _place_and_form(target), _place_and_form(source)].append((target, source))
+    for group in equal_views.values():
         group.sort(key=lambda copy: copy[0].storage_offset())
         first = 0
         while first < len(group):
