@@ -13,7 +13,24 @@ import sys
 
 DENSE = "recipes/qwen3-8b.yaml train.tp=2 train.pp=2 train.dp=1 rollout.tp=2 --layers 8 --hidden 1024"
 SPARSE = "recipes/mixtral-8x7b.yaml train.tp=1 train.pp=1 train.ep=4 train.dp=4 rollout.tp=4 --layers 4 --hidden 1024"
-CASES = (DENSE, SPARSE, f"{SPARSE} rollout.expert_parallel=true")
+SMALL = (
+    "recipes/qwen3-30b-a3b.yaml train.tp=2 train.pp=1 train.ep=2 train.etp=2 train.dp=2 rollout.tp=4 rollout.dp=1 "
+    "rollout.expert_parallel=false --layers 16 --hidden 512 --experts 32"
+)
+LATENT = (
+    "recipes/deepseek-v3-671b.yaml train.tp=1 train.pp=2 train.ep=2 train.dp=2 train.first_stage_layers=3 "
+    "train.last_stage_layers=3 rollout.tp=2 --layers 6 --hidden 896 --experts 16"
+)
+CHANGED = "--changed 0.02"  # of the elements
+CASES = (
+    f"{DENSE} {CHANGED}",
+    f"{SPARSE} {CHANGED}",
+    f"{SPARSE} rollout.expert_parallel=true",
+    f"{DENSE.replace('train.tp=2 train.pp=2', 'train.tp=4 train.pp=1')} {CHANGED}",
+    f"{DENSE.replace('train.tp=2 train.pp=2', 'train.tp=1 train.pp=4')} {CHANGED}",
+    f"{SMALL} {CHANGED}",
+    f"{LATENT} {CHANGED}",
+)
 
 
 def bench(case: str) -> str:

@@ -110,7 +110,10 @@ def test_a_run_of_boxes_is_their_elements_one_behind_the_other(data: st.DataObje
             pieces.append(Piece("x", box, View(name, view.storage_offset(), view.stride()), "float64"))
             views.append(view)
             bits.append(flags[name][expert, :, first : first + width * unit].flatten())
-    found = RunChanges(pieces, changes, torch.empty(sum(map(len, bits)) // 8, dtype=torch.uint8))
+    scratch = torch.empty(sum(map(len, bits)) // 8 + 1, dtype=torch.uint8)
+    found, other = RunChanges(pieces, changes, scratch), RunChanges(pieces[:1], changes, scratch)
+    assert found.at_once or unit == 3
+    assert int(other.count()) == bits[0].sum()  # in the same scratch memory
     run, expected = Elements(views), np.concatenate(bits)
     assert int(found.count()) == expected.sum()
     assert found.count_by_piece() == [part.sum() for part in bits]
@@ -119,9 +122,10 @@ def test_a_run_of_boxes_is_their_elements_one_behind_the_other(data: st.DataObje
     values = torch.cat([view.flatten() for view in views])
     assert run.gather(positions).equal(values[positions])
     new = torch.from_numpy(random.standard_normal(expected.shape))
-    targets = [torch.zeros_like(view) for view in views]
+    buffer = torch.zeros(len(expected))  # one behind the other, so that equal views are merged
+    targets = [part.view(view.shape) for part, view in zip(buffer.split([*map(len, bits)]), views, strict=True)]
     Elements(targets).scatter(positions, new[positions])
-    assert torch.cat([view.flatten() for view in targets]).equal(torch.where(torch.from_numpy(expected), new, 0))
+    assert buffer.equal(torch.where(torch.from_numpy(expected), new, 0).float())
 
 
 class Live(Layers):
@@ -217,4 +221,7 @@ def test_where_nothing_changed_only_counts_are_sent(world: World, limit: int) ->
         messages = [m for b in delta_plan(ranks.plan[rank], set(world.shapes)).buckets for m in b.messages]
         assert all(isinstance(m, DeltaMessage) for m in messages)
         assert report.received_bytes == 8 * sum(m.dst == rank for m in messages)
+        local = sum(t.box.numel for t in ranks.plan[rank].transfers if t.is_local)
+        longest = max([sum(t.box.numel for t in m.transfers) for m in messages if m.src == rank], default=0)
         assert report.staging_bytes <= 2 * limit
+        assert report.scratch_bytes <= (max(local, longest) + 7) // 8

@@ -96,6 +96,12 @@ class Case:
             result |= {key: differing(got[key], state) for key, state in self.state().items()}
         self.results.append(result)
 
+    def finish_apart(self) -> None:
+        """Sync the same weights again, now with tensors kept apart; record whether all is as it was."""
+        before = self.state()
+        self.finish("second", compares=False)
+        self.results[-1] |= {key: differing(before[key], state) for key, state in self.state().items()}
+
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         engine = self.engine
         live, outputs = tensors_of(engine.model), engine.outputs()
@@ -212,7 +218,7 @@ def prove(rank: int, rollout_tp: int, syncs: int, folder: str, kept: list, out: 
         case = Case(folder, recipe_for(folder, layout, rollout_tp), rank, engine, landed)
         case.finish("first", compares=False)
         if case.recipe.sync.keep_loader_layout:
-            case.finish("second", compares=False)
+            case.finish_apart()
         for turn in range(1, syncs + 1):
             before = case.snapshot()
             case.update()

@@ -1,13 +1,16 @@
 """The usual way to sync changed elements, as a baseline: one rank gathers all of them and broadcasts them to all.
 
-Each element is sent by the first rank that holds it, encoded as hybrid3d encodes it. Rank 0 receives the changed
-elements of all ranks and sends them to all ranks, which decode everything and write what their engine wants. This runs
-layer by layer: while one layer is broadcast, the next one is gathered, and the one before it is written.
+Each element is sent by one of the ranks that hold it, found and encoded as hybrid3d does it. Rank 0 receives the
+changed elements of all ranks and sends each of them to every other rank; these decode everything and write what their
+engine wants. This runs layer by layer: while one layer is broadcast, the next one is gathered, and the one before it is
+written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 
@@ -15,12 +18,13 @@ import torch
 
 from hybrid3d.bench.gathering import Peers
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.changes import Changes, changed_positions, gather_elements, scatter_elements
+from hybrid3d.reshard.changes import Changes, scatter_elements
 from hybrid3d.reshard.classes import natural_sort_key
 from hybrid3d.reshard.encoding import Form, decode, encode, form_of
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, contiguous_stride, pieces_by_name
 from hybrid3d.reshard.memory import DeviceBuffer, align_up
 from hybrid3d.reshard.protocols import Sink, Source
+from hybrid3d.reshard.runs import Elements, RunChanges
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import Pending, Transport
 
@@ -37,6 +41,7 @@ class _Run:
         boxes: (canonical tensor, box) of each part.
         starts: the first position of each part, and the end.
         held: where this rank holds each part, if it is the owner.
+        elements, changes: the same, and which of it changed.
         wanted: (part, box in common, view of it) for what this rank wants of it.
     """
 
@@ -47,6 +52,8 @@ class _Run:
     boxes: list[tuple[str, Box]]
     starts: list[int] = field(init=False)
     held: list[Piece] = field(default_factory=list)
+    elements: Elements | None = None
+    changes: RunChanges | None = None
     wanted: list[tuple[int, Box, torch.Tensor]] = field(default_factory=list)
     count: int = 0
     data: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -92,7 +99,7 @@ class GatheredDelta:
         device: torch.device,
     ):
         self._rank, self._world = peers.rank, len(peers.signatures)
-        self._changes, self._source, self._sink = changes, held[1], wanted[1]
+        self._source, self._sink = held[1], wanted[1]
         self._transport, self._device = transport, device
         self._runs = list(_runs(peers, sparse))
         holds, wants = pieces_by_name(held[0].pieces), pieces_by_name(wanted[0].pieces)
@@ -105,6 +112,11 @@ class GatheredDelta:
                     common = box.intersect(target.box)
                     if common is not None:
                         run.wanted.append((i, common, self._sink.write(target.restrict(common))))
+        own = [run for run in self._runs if run.owner == self._rank]
+        bits = torch.empty(max((run.starts[-1] // 8 for run in own), default=0), dtype=torch.uint8, device=device)
+        for run in own:
+            run.elements = Elements([self._source.read(piece) for piece in run.held])
+            run.changes = RunChanges(run.held, changes, bits) if run.sparse else None
         layers = groupby(self._runs, key=lambda run: run.layer)
         self._layers = [(layer, list(runs)) for layer, runs in layers]
         sizes = [sum(align_up(run.nbytes) for run in runs) for _, runs in self._layers]
@@ -130,10 +142,8 @@ class GatheredDelta:
 
     def _exchange_counts(self) -> None:
         """Tell all ranks how many elements of each run changed, through the root."""
-        for run in self._runs:
-            own = run.held if run.owner == self._rank and run.sparse else ()
-            run.count = sum(len(changed_positions(self._changes, piece)) for piece in own)
-        counts = torch.tensor([run.count for run in self._runs], device=self._device)
+        none = torch.zeros((), dtype=torch.int64, device=self._device)
+        counts = torch.stack([none if run.changes is None else run.changes.count() for run in self._runs])
         if self._rank == ROOT:
             of_rank = {r: torch.empty_like(counts) for r in range(self._world) if r != ROOT}
             for rank, received in of_rank.items():
@@ -190,15 +200,13 @@ class GatheredDelta:
         self._transport.submit_recv(tensor.view(torch.uint8), rank, tag)
 
     def _encode(self, run: _Run) -> None:
-        views = [self._source.read(piece) for piece in run.held]
         if run.form.kind == "dense":
-            for (_, box), view, start in zip(run.boxes, views, run.starts, strict=False):
-                run.data.view(run.torch_dtype)[start : start + box.numel].view(box.size).copy_(view)
-            return
-        found = [changed_positions(self._changes, piece) for piece in run.held]
-        positions = [at + start for at, start in zip(found, run.starts, strict=False)]
-        values = [gather_elements(view, at) for view, at in zip(views, found, strict=True)]
-        encode(torch.cat(positions), torch.cat(values), run.starts[-1], run.data)
+            flat = run.data.view(run.torch_dtype)
+            for piece, start in zip(run.held, run.starts, strict=False):
+                flat[start : start + piece.box.numel].view(piece.box.size).copy_(self._source.read(piece))
+        elif run.changes is not None and run.elements is not None:
+            positions = run.changes.positions()
+            encode(positions, run.elements.gather(positions), run.starts[-1], run.data)
 
     def _write(self, number: int) -> None:
         """Write what this rank wants of a layer."""
@@ -248,23 +256,34 @@ def positions_inside(positions: torch.Tensor, box: Box, part: Box) -> tuple[torc
 
 
 def _runs(peers: Peers, sparse: Container[str]) -> Iterator[_Run]:
-    """Yield all runs, layer by layer; each box is in the run of the first rank that holds it."""
+    """Yield all runs, layer by layer; a box is left out if another rank, or one before, sends a box around it."""
     found: dict[tuple[int | None, int, str, bool], list[tuple[str, Box]]] = {}
-    seen: set[tuple[str, Box]] = set()
-    for rank, signature in enumerate(peers.signatures):
-        for boxes, names in signature.items():
-            for name, (box, dtype) in ((name, held) for name in names for held in boxes):
-                if (name, box) not in seen:
-                    found.setdefault((layer_of(name), rank, dtype, name in sparse), []).append((name, box))
-        seen |= {(name, box) for boxes, names in signature.items() for name in names for box, _ in boxes}
+    for name, boxes in _held(peers).items():
+        sent: list[Box] = []
+        for box, rank, dtype in sorted(boxes, key=lambda held: (-held[0].numel, held[1])):
+            if not any(other.contains(box) for other in sent):
+                found.setdefault((layer_of(name), rank, dtype, name in sparse), []).append((name, box))
+                sent.append(box)
     for (layer, rank, dtype, is_sparse), parts in sorted(found.items(), key=lambda item: _run_order(item[0])):
         yield _Run(layer, rank, dtype, is_sparse, sorted(parts, key=_part_order))
 
 
+def _held(peers: Peers) -> dict[str, list[tuple[Box, int, str]]]:
+    """Return (box, rank, dtype) for all that any rank holds, by tensor."""
+    found: dict[str, list[tuple[Box, int, str]]] = defaultdict(list)
+    for rank, signature in enumerate(peers.signatures):
+        for boxes, names in signature.items():
+            for name in names:
+                found[name] += [(box, rank, dtype) for box, dtype in boxes]
+    return found
+
+
 def _run_order(key: tuple[int | None, int, str, bool]) -> tuple[bool, int, int, str, bool]:
-    layer, *rest = key
-    return (layer is None, layer or 0, *rest)  # type: ignore[return-value]
+    layer, rank, dtype, sparse = key
+    return layer is None, layer or 0, rank, dtype, sparse
 
 
-def _part_order(part: tuple[str, Box]) -> tuple[Sequence[tuple[int, str]], Sequence[int]]:
-    return natural_sort_key(part[0]), part[1].start
+def _part_order(part: tuple[str, Box]) -> tuple[tuple[int, ...], str, list[tuple[int, str]], tuple[int, ...]]:
+    """Return a sort key by which equal boxes of one kind of tensor come together, as in hybrid3d's runs."""
+    name, box = part
+    return box.size, re.sub(r"\d+", "", name), natural_sort_key(name), box.start

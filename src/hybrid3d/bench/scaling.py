@@ -62,7 +62,8 @@ def scale_recipe(recipe: Recipe, scale: Scale, changed: float | None = None) -> 
         _check_changed(recipe, changed)
         cpu = not torch.cuda.is_available()
         rollout = replace(rollout, sleep=False, pack_weights=rollout.pack_weights and not cpu)
-        recipe = replace(recipe, sync=replace(recipe.sync, keep_loader_layout=recipe.sync.keep_loader_layout or cpu))
+        keep = recipe.sync.keep_loader_layout or cpu
+        recipe = replace(recipe, sync=replace(recipe.sync, keep_loader_layout=keep, anchor_every=None))
     name = f"bench-{recipe.name}"
     smaller = replace(
         recipe,

@@ -88,6 +88,7 @@ class Bench:
             fill(self._trained.holdings, sync.source, self._weights)
             for _ in range(2):
                 sync.run(0)
+            sync.sink.begin()  # its extra memory must be allocated when the methods are set up
         signatures = {r: signature for those, signature in sync.holders for r in those}
         self._sink = CheckedSink(sync.sink, _dtypes(signatures.values()))
         self._hybrid = Executor(sync.plan, sync.source, self._sink, sync.transport, device())
@@ -129,7 +130,9 @@ class Bench:
     def _run_sync(self, method: str, dense: bool) -> None:
         if dense:
             self._sync.require_dense()
-        self._add(method, self._sync.run(0, self._verifies).phases)
+        report = self._sync.run(0, self._verifies)
+        assert bool(report.dense_reason) == dense, report.dense_reason
+        self._add(method, report.phases)
 
     def _whole(self, run: Callable[[], T]) -> T:
         """Run a method, and check that it has written and closed every layer."""
@@ -161,7 +164,9 @@ class Bench:
     def seconds(self, method: str) -> float:
         """Run a method once, and return the seconds of the slowest rank."""
         if "delta_sync" in self.methods and method in ("sync", "delta_sync"):
+            before = dict(self.phases[method])
             self.methods[method]()  # they free each other's staging memory
+            self.phases[method] = defaultdict(float, before)
         synchronize()
         dist.barrier(self._group)
         start = time.perf_counter()
@@ -215,7 +220,7 @@ class Bench:
             "sparse_bytes": sum(piece.nbytes for piece in pieces),
             "max_delta_staging_bytes": done.staging_bytes,
             "max_gathered_delta_buffer_bytes": self._gathered.nbytes,
-            "max_bitmap_bytes": changes.nbytes,
+            "max_bitmap_bytes": changes.nbytes + done.scratch_bytes,
             "delta_operations": self._delta.operations,
             "gathered_delta_operations": self._gathered.operations,
         }

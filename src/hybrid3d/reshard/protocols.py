@@ -1,4 +1,4 @@
-"""The protocols of the two ends between which the executor moves weights, and of what knows their changes."""
+"""The protocols of the two ends between which the executor moves weights, and of the source of their changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sink(Protocol):
 
 
 class ChangeSource(Protocol):
-    """Knows which elements of a rank's weights have changed since `clear`; weights that it does not track may have.
+    """Tells which elements of a rank's weights have changed since `clear`; those that it does not track may have.
 
     Attributes:
         complete: False if tracked weights were changed by something that it does not see.

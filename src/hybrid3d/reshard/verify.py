@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Container
 
 import torch
 
@@ -49,10 +50,21 @@ class TransferChecksums:
         for transfer, box in self._targets[layer]:
             self._received_sums[id(transfer)] = checksum(box)
 
-    def changed_since_landed(self) -> set[str]:
-        """Return the tensors with a box that differs from what `record_layer` saw, such as by its finalization."""
-        boxes = [(t, box) for layer in self._targets.values() for t, box in layer if id(t) in self._received_sums]
-        return {t.name for t, box in boxes if bool(checksum(box) != self._received_sums[id(t)])}
+    def changed_since_landed(self, kept: Container[str]) -> set[str]:
+        """Return the tensors with a box that differs from what `record_layer` saw, such as by its finalization.
+
+        Args:
+            kept: the local tensors of the sink that are still allocated; others are not looked at.
+        """
+        boxes = [
+            (t, box)
+            for layer in self._targets.values()
+            for t, box in layer
+            if id(t) in self._received_sums and t.target is not None and t.target.view.tensor in kept
+        ]
+        differ = [checksum(box) != self._received_sums[id(t)] for t, box in boxes]
+        found = torch.stack(differ).tolist() if differ else ()
+        return {t.name for (t, _), differs in zip(boxes, found, strict=True) if differs}
 
     def compare(self) -> list[str]:
         """Return the tensors whose checksums differ between sender and receiver. Every rank of the plan calls this."""

@@ -76,9 +76,10 @@ def _attention_backend(recipe: Recipe) -> str | None:
 
     For latent attention on a CPU with AMX, vLLM selects kernels without float32, and frees the weights that they pack.
     """
+    if not current_platform.is_cpu():
+        return None
     config: Config = json.loads((Path(recipe.model.path) / "config.json").read_text())
-    latent = family_of(config).latents(config) is not None
-    return "CPU_MLA" if latent and current_platform.is_cpu() else None
+    return None if family_of(config).latents(config) is None else "CPU_MLA"
 
 
 def _override(config: Any, layers: int | None) -> Any:

@@ -90,6 +90,7 @@ class RolloutWeights:
             order: the layers in the order in which they will be opened; None stands for the modules outside of layers.
             keep: give each unit memory of its own, in which its tensors stay as they were written, from sync to sync.
         """
+        self._open_units, self._buffers = {}, []  # free their memory first
         fills: dict[int | None, list[Fill]] = defaultdict(list)
         for fill in self.demand.fills:
             fills[self._layer_of[fill.view.tensor]].append(fill)

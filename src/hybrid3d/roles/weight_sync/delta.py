@@ -44,9 +44,9 @@ _REASONS = (
     "",
     "sync.anchor_every",
     "weights were changed by something else than the optimizer",
-    "the last sync did not finish, or weights arrived corrupted",
+    "vLLM may not have the weights of the last sync: it did not finish, or this one was to send everything",
     "it is the first sync of this process",
-    "it is the second sync of this process, after which vLLM's permuted tensors are kept in loader layout too",
+    "vLLM's permuted tensors are kept in loader layout for the first time",
     "vLLM keeps no tensor as it is loaded, or Megatron's optimizer updates none in bfloat16",
     "vLLM frees its weights while it sleeps: set rollout.keep_weights=true",
     "model.dtype is not bfloat16: nearly all elements change in each update",
@@ -171,8 +171,9 @@ class DeltaSync:
             the next sync then writes them apart, and finds the tensors.
         """
         self._elements = sum(gather_objects(0 if self._tracker is None else self._tracker.elements, self._group))
-        changed = executor.changed_since_landed()
-        if self._settings.keep_loader_layout and not self._keeps_apart:
+        kept = set() if self._sink is None else self._sink.kept_tensors()
+        changed = executor.changed_since_landed(kept)
+        if self._settings.keep_loader_layout and self._elements and not self._keeps_apart:
             self._keeps_apart = bool(all_reduce_max([int(self._keep_apart(changed))], self._group)[0])
             if self._keeps_apart:
                 return False
@@ -184,8 +185,12 @@ class DeltaSync:
         """Keep the tensors apart that finalizing has changed; return whether there are any on this rank."""
         if self._sink is None:
             return False
-        pieces, kept = self._sink.demand.pieces, self._sink.kept_tensors()
-        names = {p.view.tensor for p in pieces if p.view.tensor not in kept or p.name in changed}
+        kept = self._sink.kept_tensors()
+        names = {
+            piece.view.tensor
+            for piece in self._sink.demand.pieces
+            if piece.view.tensor not in kept or piece.name in changed
+        }
         self._sink.keep_apart(names)
         return bool(names)
 

@@ -231,12 +231,14 @@ class WeightSync:
                 self._engine.reset_cache()
             synchronize()
         changed = self._delta.count()
-        if self._delta.probes and not self._delta.find_sparse(self._executing):
-            self._plan.replan(self._plan.transfers, self._shared)
-            self._executor = None
+        replans = self._delta.probes and not self._delta.find_sparse(self._executing)
         self._delta.end(intact=not corrupted)
-        if self._to_share:
+        if replans:
+            self._executor = None  # it keeps the memory that is replaced
+            self._plan.replan(self._plan.transfers, self._shared)
+        elif self._to_share:
             self._share()
+            self._delta.require_dense()  # tensors that are kept in loader layout have other memory now
         self._report_overlap(done.received_bytes)
         if self._engine is not None:
             self._engine.weight_version = self.in_progress
@@ -281,8 +283,8 @@ class WeightSync:
             transfers = self._shared.share(
                 transfers, self._group.rank(), self._trained, self._plan.sink, self._plan.bucket_of
             )
-        self._plan.replan(transfers, self._shared)
         self._to_share, self._executor = False, None
+        self._plan.replan(transfers, self._shared)
 
     def _send_again(self, corrupted: tuple[str, ...]) -> ExecutionReport:
         logger.warning("%d tensors arrived corrupted: %s; sending everything again", len(corrupted), listed(corrupted))
