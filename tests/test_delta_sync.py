@@ -20,10 +20,10 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 JOB = Path(__file__).parent / "jobs" / "delta_sync.py"
 
 
-def run(out: Path, tp: int, syncs: int, faults: bool, folders: dict[str, Path]) -> dict[str, list[list[dict]]]:
+def run(out: Path, tp: int, syncs: int, mode: str, folders: dict[str, Path]) -> dict[str, list[list[dict]]]:
     """Return the results by family and rank."""
     cases = [f"{family}={folder}" for family, folder in folders.items()]
-    run_ranks(JOB, 4, [str(out), str(tp), str(syncs), str(int(faults)), *cases], timeout=1100)
+    run_ranks(JOB, 4, [str(out), str(tp), str(syncs), mode, *cases], timeout=1100)
     by_rank = json.loads(out.read_text())
     return {family: [results[family] for results in by_rank] for family in folders}
 
@@ -65,7 +65,7 @@ def assert_right(results: list[list[dict]]) -> None:
 @pytest.mark.parametrize("family", ["qwen2"])
 def test_a_dense_model(family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Tied embeddings and biases; nearly everything is sent sparsely, within 10 % of its entropy."""
-    results = run(tmp_path / "out.json", 2, 3, False, {family: tiny_checkpoint(family)})[family]
+    results = run(tmp_path / "out.json", 2, 3, "plain", {family: tiny_checkpoint(family)})[family]
     assert_right(results)
     for syncs in zip(*results, strict=True):
         if syncs[0]["what"] != "first":
@@ -79,7 +79,7 @@ def test_experts_and_latent_attention(family: str, tiny_checkpoint: Callable[...
 
     vLLM permutes its experts, which are sent sparsely all the same, because a copy of them is kept in loader layout.
     """
-    results = run(tmp_path / "out.json", 1, 2, False, {family: tiny_checkpoint(family)})[family]
+    results = run(tmp_path / "out.json", 1, 2, "plain", {family: tiny_checkpoint(family)})[family]
     assert_right(results)
     assert all(any(result["what"] == "second" for result in of_rank) for of_rank in results)
     for syncs in zip(*results, strict=True):
@@ -92,13 +92,25 @@ def test_experts_and_latent_attention(family: str, tiny_checkpoint: Callable[...
 @pytest.mark.parametrize("family", [*checkpoints.DENSE, *checkpoints.SPARSE])
 def test_two_hundred_syncs(family: str, tp: int, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Eight families, two rollout layouts and two train layouts each, 7 syncs of every one: 224."""
-    assert_right(run(tmp_path / "out.json", tp, 7, False, {family: tiny_checkpoint(family)})[family])
+    assert_right(run(tmp_path / "out.json", tp, 7, "plain", {family: tiny_checkpoint(family)})[family])
+
+
+@pytest.mark.slow
+def test_kept_tensors_beside_shared_ones(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """vLLM packs its linear layers, of which a copy is kept in loader layout; it shares other tensors with Megatron."""
+    results = run(tmp_path / "out.json", 2, 3, "share", {"qwen2": tiny_checkpoint("qwen2")})["qwen2"]
+    for of_rank in results:
+        assert sum(result["shared_bytes"] for result in of_rank) > 0
+        compared = [result for result in of_rank if "landed" in result]
+        assert any(result["dense_reason"] == "" for result in compared)
+        for result in compared:
+            assert_exact(result)
 
 
 def test_what_can_go_wrong(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     with pytest.raises(RanksFailed, match="failed with exit code"):
-        run(out, 2, 1, True, {"qwen2": tiny_checkpoint("qwen2")})
+        run(out, 2, 1, "faults", {"qwen2": tiny_checkpoint("qwen2")})
     by_rank = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(3)]
     for results in by_rank:
         said = {r["what"]: r for r in results if "what" in r}

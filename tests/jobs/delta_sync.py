@@ -1,10 +1,11 @@
 """One rank of a proof: after a sync of changed elements, vLLM is as after a dense sync of the same weights.
 
-    torchrun --nproc-per-node 4 delta_sync.py OUT.json ROLLOUT_TP SYNCS FAULTS FAMILY=FOLDER ...
+    torchrun --nproc-per-node 4 delta_sync.py OUT.json ROLLOUT_TP SYNCS MODE FAMILY=FOLDER ...
 
-Real updates change the weights, two before each sync; every other sync overlaps the last of them. With FAULTS=1, the
+Real updates change the weights, two before each sync; every other sync overlaps the last of them. With MODE=faults, the
 last layout goes on with what can go wrong, and at last rank 3 is killed in the middle of a sync: then each of the other
-ranks writes OUT.json.<rank>.
+ranks writes OUT.json.<rank>. With MODE=share, vLLM packs its weights, a copy of these is kept in loader layout, and the
+others lie in Megatron's memory.
 """
 
 import dataclasses
@@ -35,14 +36,15 @@ DENSE_LAYOUTS = [Train(pp=2, dp=2, vpp=2), Train(tp=2, pp=2)]
 SPARSE_LAYOUTS = [Train(dp=4, ep=4), Train(tp=2, pp=2, ep=2, etp=1)]
 
 
-def recipe_for(folder: str, train: Train, rollout_tp: int) -> Recipe:
+def recipe_for(folder: str, train: Train, rollout_tp: int, mode: str) -> Recipe:
+    shares = mode == "share"
     experts = family_of(read_config(folder)).experts(read_config(folder)) is not None
     return Recipe(
         name="delta",
         model=Model(path=folder, dtype="bfloat16"),
         train=dataclasses.replace(train, micro_batch_size=1),
-        rollout=Rollout(tp=rollout_tp, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16, pack_weights=False),
-        sync=Sync(bucket_mib=0.25, keep_loader_layout=experts),
+        rollout=Rollout(tp=rollout_tp, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16, pack_weights=shares),
+        sync=Sync(bucket_mib=0.25, keep_loader_layout=experts or shares, share_storage=shares),
         data=Data(train="-", eval="-"),
         algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),
         optimizer=Optimizer(lr=2e-5),
@@ -207,17 +209,19 @@ class Dying:
         return self._transport.run()
 
 
-def prove(rank: int, rollout_tp: int, syncs: int, folder: str, kept: list, out: str | None) -> list[dict]:
+def prove(rank: int, rollout_tp: int, syncs: int, mode: str, folder: str, kept: list, out: str) -> list[dict]:
     config = json.loads((Path(folder) / "config.json").read_text())
     layouts = SPARSE_LAYOUTS if family_of(config).experts(config) else DENSE_LAYOUTS
-    first = recipe_for(folder, layouts[0], rollout_tp)
+    if mode == "share":
+        layouts = layouts[:1]  # an engine that shares memory has one sync
+    first = recipe_for(folder, layouts[0], rollout_tp, mode)
     engine, landed, results = Engine(first, rank, f"{distributed.run_id()}-{Path(folder).name}", range(4)), Landed(), []
     kept.append(engine)  # an engine that is dropped takes the default process group with it
     for layout in layouts:
         runtime.initialize(layout, seed=1)
-        case = Case(folder, recipe_for(folder, layout, rollout_tp), rank, engine, landed)
+        case = Case(folder, recipe_for(folder, layout, rollout_tp, mode), rank, engine, landed)
         case.finish("first", compares=False)
-        if case.recipe.sync.keep_loader_layout:
+        if case.recipe.sync.keep_loader_layout and not case.recipe.sync.share_storage:
             case.finish_apart()
         for turn in range(1, syncs + 1):
             before = case.snapshot()
@@ -228,7 +232,7 @@ def prove(rank: int, rollout_tp: int, syncs: int, folder: str, kept: list, out: 
             case.finish("overlapped" if turn % 2 == 0 else "changes", compares=turn in (1, 2, syncs))
             case.results[-1] |= {"tracked": tracked, "tracked_again": again}
         results += case.results
-        if out is not None and layout is layouts[-1]:
+        if mode == "faults" and layout is layouts[-1]:
             prove_faults(case, out)
         for module in case.policy._modules:
             module.__dict__.clear()
@@ -237,14 +241,12 @@ def prove(rank: int, rollout_tp: int, syncs: int, folder: str, kept: list, out: 
 
 
 def main() -> None:
-    out, rollout_tp, syncs, faults, *cases = sys.argv[1:]
+    out, rollout_tp, syncs, mode, *cases = sys.argv[1:]
     distributed.start()
     results, kept = {}, []
     for one in cases:
         family, _, folder = one.partition("=")
-        results[family] = prove(
-            distributed.rank(), int(rollout_tp), int(syncs), folder, kept, out if faults == "1" else None
-        )
+        results[family] = prove(distributed.rank(), int(rollout_tp), int(syncs), mode, folder, kept, out)
     everyone = distributed.gather_objects(results, dist.group.WORLD)
     if distributed.rank() == 0:
         Path(out).write_text(json.dumps(everyone))
