@@ -52,6 +52,7 @@ ON_CUDA = {
     "megatron.core.transformer.multi_latent_attention.TELinear": type,
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": object,
     "vllm.platforms.current_platform": object,
+    "torch._C._cuda_hasPrimaryContext": object,  # only the CUDA build has it, and only checks of GPUs call it
 }
 
 
