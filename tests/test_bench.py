@@ -82,12 +82,17 @@ def test_the_figures_are_those_of_the_cases() -> None:
     ]
 
 
+# How many times faster than the other method, and how near to its wire. Two do not reach 0.8 of it: at TP4 -> TP2 and
+# with small boxes of experts, packing and unpacking take as much of the two cores as the sockets.
+LEAST = ((0.8 * 3, 0.8), (0.8 * 4, 0.8), (8.0, 0.8), (2.0, 0.65), (0.8 * 2, 0.8), (2.5, 0.45), (1.0, 0.5))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "least"), list(zip(CASES, (0.8 * 3, 0.8 * 4, 8.0), strict=True)))
-def test_time_is_saved_where_bytes_are(case: str, least: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "least", "of_wire"), [(c, *least) for c, least in zip(CASES, LEAST, strict=True)])
+def test_time_is_saved_where_bytes_are(case: str, least: float, of_wire: float, tmp_path: Path) -> None:
     found = json.loads(bench(tmp_path, case, "--json"))
-    check(found)
+    check(found, *(("delta", "gathered_delta") if "--changed" in case else ()))
     assert found["held_bytes"] >= 300e6
     assert found["ratios"]["seconds_gather"] >= least
-    assert found["ratios"]["of_wire"] >= 0.8
+    assert found["ratios"]["of_wire"] >= of_wire
     assert found["ratios"]["gather_of_wire"] >= 0.7
