@@ -18,8 +18,8 @@ SMALL = (
     "rollout.expert_parallel=false --layers 16 --hidden 512 --experts 32"
 )
 LATENT = (
-    "recipes/deepseek-v3-671b.yaml train.tp=1 train.pp=2 train.ep=2 train.dp=2 train.first_stage_layers=3 "
-    "train.last_stage_layers=3 rollout.tp=2 --layers 6 --hidden 896 --experts 16"
+    "recipes/deepseek-v3-671b.yaml train.tp=1 train.pp=2 train.ep=2 train.dp=2 train.first_stage_layers=null "
+    "train.last_stage_layers=null rollout.tp=2 --layers 6 --hidden 896 --experts 16"
 )
 CHANGED = "--changed 0.02"  # of the elements
 CASES = (

@@ -135,3 +135,13 @@ def test_a_bench_of_changes_keeps_weights_as_they_are_loaded() -> None:
 def test_changes_that_cannot_be_measured_are_refused(override: str, changed: float, problem: str) -> None:
     with pytest.raises(RecipeError, match=problem):
         scale_recipe(dense(override), Scale(), changed)
+
+
+def test_sizes_that_fit_only_together_are_taken() -> None:
+    """61 layers cannot be divided among two stages, 6 can."""
+    settings = "train.tp=1 train.pp=2 train.ep=2 train.dp=2 train.first_stage_layers=null train.last_stage_layers=null"
+    deepseek = recipe("deepseek-v3-671b", *settings.split(), "rollout.tp=2")
+    _, config = scale_recipe(deepseek, Scale(layers=6, hidden=896, experts=16))
+    assert (config["num_hidden_layers"], config["hidden_size"], config["n_routed_experts"]) == (6, 896, 16)
+    with pytest.raises(RecipeError, match=r"--hidden 896: .*no --hidden works with these layouts"):
+        scale_recipe(deepseek, Scale(hidden=896))

@@ -71,7 +71,8 @@ def scale_recipe(recipe: Recipe, scale: Scale, changed: float | None = None) -> 
         model=replace(recipe.model, path=str(Path(recipe.run.dir) / name / "model")),
         rollout=replace(rollout, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16),
     )
-    for key in vars(scale):
+    fits = not list(_problems(config, smaller, scale))
+    for key in () if fits else vars(scale):  # which of the sizes does not fit by itself
         value = getattr(scale, key)
         problems = [] if value is None else list(_problems(config, smaller, Scale(**{key: value})))
         if problems:
@@ -129,7 +130,7 @@ def _scaled_config(config: Config, scale: Scale) -> dict[str, Any]:
 
 
 def _problems(config: Config, recipe: Recipe, scale: Scale) -> Iterator[str]:
-    """Yield the problems of each size when it is scaled alone."""
+    """Yield the problems of the model that is scaled to these sizes."""
     if any(value is not None and value < 1 for value in vars(scale).values()):
         yield "it must be 1 or more"
         return
