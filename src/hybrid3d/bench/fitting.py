@@ -35,9 +35,7 @@ def check_benchmark_memory(recipe: Recipe, config: Config, changed: float | None
     if distributed.under_launcher() and distributed.rank() > 0:
         return
     write_model(recipe, config)
-    fullest, together = json.loads(run_in_subprocess("hybrid3d.bench.fitting", recipe))
-    if changed is not None:  # loader layouts, bitmaps, and staging memory for elements of which all may have changed
-        fullest, together = 2 * fullest, 2 * together
+    fullest, together = json.loads(run_in_subprocess("hybrid3d.bench.fitting", recipe))[changed is not None]
     if torch.cuda.is_available():
         needed, free = fullest, torch.cuda.mem_get_info()[0]
     else:
@@ -63,13 +61,19 @@ def _available() -> int:
     return min(left)
 
 
-def required_bytes(recipe: Recipe) -> tuple[int, int]:
-    """Return the bytes of the fullest rank and of all ranks: buffers and weights (vLLM's count twice)."""
+def required_bytes(recipe: Recipe) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the bytes of the fullest rank and of all ranks: buffers and weights (vLLM's count twice).
+
+    The second pair is with syncs of changed elements: bitmaps, copies in loader layout, and staging memory of both
+    methods, which is as large as if all elements had changed.
+    """
     found = compute_sync_traffic(recipe, query_engines(recipe, read_config(recipe.model.path)))
     wire = found.traffic.sum(0) + found.traffic.sum(1) + 2 * found.local
     staging = 2 * found.staging + found.finalize + 4 * recipe.sync.bucket_bytes
     each = found.held + 2 * found.wanted + wire + staging
-    return int(each.max()), int(each.sum())
+    layers = 3 * found.held.sum() // max(1, read_config(recipe.model.path)["num_hidden_layers"])  # of the baseline
+    changed = each + found.held // 8 + found.wanted + 2 * found.staging + layers
+    return (int(each.max()), int(each.sum())), (int(changed.max()), int(changed.sum()))
 
 
 if __name__ == "__main__":
