@@ -50,13 +50,15 @@ def test_without_vllm_what_remains_starts_and_the_rest_names_it(tmp_path: Path) 
     )
     variables = environment("doctor")
     variables["PYTHONPATH"] = f"{tmp_path}:{variables['PYTHONPATH']}"
-    only = ["first_checkpoint", "overlap", "live_dense", "bench", "out_of_memory"]
+    only = ["executors", "local_copies", "first_checkpoint", "overlap", "live_dense", "bench", "out_of_memory"]
     command = [sys.executable, "-m", "hybrid3d", "doctor", "--gpu", "--device", "cpu"]
     command += [word for name in only for word in ("--only", name)]
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
     report = json.loads(done.stdout.splitlines()[-1])
     found = {one["check"]: (one["status"], one.get("reason")) for one in report["checks"]}
     assert found == {
+        "executors": ("passed", None),
+        "local_copies": ("passed", None),
         "first_checkpoint": ("passed", None),
         "overlap": ("passed", None),
         "live_dense": ("skipped", "needs vllm"),

@@ -40,7 +40,7 @@ class LocalCopies:
 class NullTransport:
     """A transport that transfers nothing and never waits."""
 
-    received_bytes = 0
+    received_bytes = network_bytes = 0
     blocks_host = True
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None: ...

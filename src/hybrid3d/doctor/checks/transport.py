@@ -39,7 +39,7 @@ class _Copies:
     blocks_host = False
 
     def __init__(self) -> None:
-        self.received_bytes = 0
+        self.received_bytes = self.network_bytes = 0
         self._sends: list[torch.Tensor] = []
         self._receives: list[torch.Tensor] = []
 
@@ -150,7 +150,7 @@ class _End:
     blocks_host = False
 
     def __init__(self, exchange: _Exchange, corrupt: Callable[[dict[int, torch.Tensor]], None]):
-        self.received_bytes = 0
+        self.received_bytes = self.network_bytes = 0
         self._exchange, self._corrupt = exchange, corrupt
         self._arriving: dict[int, torch.Tensor] = {}
 
