@@ -40,7 +40,7 @@ def test_in_the_long_run_the_probability_is_the_part_of_a_spacing() -> None:
     assert probability(1.5, spacing * 4, math.inf) == probability(1.5, spacing * 4, 1) == 1
 
 
-def test_between_the_start_is_uniform_up_to_twice_the_distance_of_the_steps_made() -> None:
+def test_starting_points_reach_twice_as_far_as_the_steps_made() -> None:
     """Independent steps (beta1 = 0) of a quarter spacing: after 1, 4 and 9 of them, starts go up to 1/2, 1 and 3/2.
 
     From 1/4 to 1/2 and from 5/4 to 3/2 they cross a middle.
@@ -70,7 +70,7 @@ def test_momentum_makes_steps_smaller_and_overlap() -> None:
     assert float(change_probability(weight, step * spacing, 36, beta1=0.8)) == pytest.approx(step / starts, rel=2e-3)
 
 
-class Trained:
+class AdamRun:
     """Weights in float32, stepped by PyTorch's Adam on noise with some signal, and the bfloat16 weights of them."""
 
     def __init__(self, lr: float, offset: float = 0.0):
@@ -114,32 +114,32 @@ class Trained:
 
 
 def test_the_step_size_is_that_of_torch() -> None:
-    trained = Trained(1e-2)
+    run = AdamRun(1e-2)
     for _ in range(3):
-        before = trained.main.detach().clone()
-        trained.update()
-        moved = (trained.main.detach() - before).abs()
-        torch.testing.assert_close(trained.step_size, moved, rtol=1e-3, atol=1e-7)  # rounded to float32 at weights
+        before = run.main.detach().clone()
+        run.update()
+        moved = (run.main.detach() - before).abs()
+        torch.testing.assert_close(run.step_size, moved, rtol=1e-3, atol=1e-7)  # rounded to float32 at weights
 
 
 @pytest.mark.parametrize("lr", [1e-6, 1e-5, 1e-4])
 def test_updates_of_a_fresh_checkpoint(lr: float) -> None:
     """The first updates move all weights alike: those of one exponent, so of equal spacing, change at the same time."""
-    trained, tolerances = Trained(lr), {1: 0.02, 2: 0.25, 3: 0.4, 6: 0.1, 11: 0.1, 25: 0.1}
+    run, tolerances = AdamRun(lr), {1: 0.02, 2: 0.25, 3: 0.4, 6: 0.1, 11: 0.1, 25: 0.1}
     for number in range(1, 26):
-        predicted = float(change_probability(trained.weights, trained.step_size, trained.updates).mean())
-        changed = trained.update()
+        predicted = float(change_probability(run.weights, run.step_size, run.updates).mean())
+        changed = run.update()
         if number in tolerances:
             assert predicted == pytest.approx(changed, rel=tolerances[number]), f"update {number}"
 
 
 @pytest.mark.parametrize("lr", [1e-6, 1e-5, 1e-4])
 def test_updates_of_weights_that_have_moved_for_long(lr: float) -> None:
-    trained = Trained(lr, offset=0.5)
+    run = AdamRun(lr, offset=0.5)
     for _ in range(20):
-        trained.update()
-    predicted = float(change_probability(trained.weights, trained.step_size, math.inf).mean())
-    fresh = float(change_probability(trained.weights, trained.step_size, trained.updates).mean())
-    changed = trained.update()
+        run.update()
+    predicted = float(change_probability(run.weights, run.step_size, math.inf).mean())
+    fresh = float(change_probability(run.weights, run.step_size, run.updates).mean())
+    changed = run.update()
     assert predicted == pytest.approx(changed, rel=0.1 if lr < 1e-5 else 0.04)
     assert lr > 1e-6 or fresh < 0.8 * changed
