@@ -43,10 +43,11 @@ A prediction (`train/changed_fraction.py`) is made before the update: for update
 from the weights, lr, Adam's state after the previous update, and the number of updates. It is the mean over every
 {stride}th element of each matrix.
 
-Two things belong to this checkpoint and task. {embedding_zeros:.2f} % of the embedding and {other_zeros:.2f} % of the
-other weights are exactly 0, because the checkpoint was quantized: a zero changes in any update. And the embeddings of
-words that do not occur have gradients below Adam's eps at first, so that they move by less than lr: for update 1 the
-prediction, which knows lr only, is too high for them.
+arXiv 2602.03839 reports that about 99 % of the updates of weights in RL are invisible in BF16, on other models. Two
+things belong to this checkpoint and task. {zeros:.2f} % of all weights ({embedding_zeros:.2f} % of the embedding) are
+exactly 0, because the checkpoint was quantized, and zeros change in nearly every update: at 1e-7 hardly anything else
+does. And the embeddings of words that do not occur have gradients below Adam's eps at first, so that they move by less
+than lr: for update 1 the prediction, which knows lr only, is too high for them.
 
 At the first updates nearly all weights move by the same distance. The spacing of BF16 is the same for all weights of
 one exponent, so many of them change at the same update, and few at the next one: what is measured goes up and down
@@ -96,15 +97,16 @@ def print_introduction() -> None:
 
     from hybrid3d.config import load_recipe
 
-    recipe, zeros = load_recipe(RECIPE), {True: [0, 0], False: [0, 0]}
-    for file in Path(recipe.model.path).glob("*.safetensors"):
-        for name, tensor in load_file(file).items():
-            counts = zeros["embed" in name]
-            counts[0] += int((tensor.to(torch.bfloat16) == 0).sum())
-            counts[1] += tensor.numel()
-    of_embedding, of_others = (100 * counts[0] / counts[1] for counts in zeros.values())
+    recipe = load_recipe(RECIPE)
+    counts = [  # of each tensor: whether it is the embedding, zeros, elements
+        ("embed" in name, int((tensor.to(torch.bfloat16) == 0).sum()), tensor.numel())
+        for file in Path(recipe.model.path).glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    ]
+    embedding = next(count for count in counts if count[0])
+    zeros = 100 * sum(count[1] for count in counts) / sum(count[2] for count in counts)
     values = {"recipe": RECIPE, "updates": UPDATES, "stride": STRIDE, **vars(recipe.optimizer)}
-    values |= {"embedding_zeros": of_embedding, "other_zeros": of_others}
+    values |= {"zeros": zeros, "embedding_zeros": 100 * embedding[1] / embedding[2]}
     values |= {"cores": os.cpu_count(), "machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
     print(INTRODUCTION.format(**values))
 
@@ -193,7 +195,9 @@ def draw(results: Results, path: Path) -> None:
     for axis in (by_update, by_lr):
         axis.set_yscale("log")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+    by_update.set_ylim(top=60)
+    by_update.legend(fontsize=8, ncols=len(results), loc="upper right")
+    by_lr.legend(fontsize=8)
     figure.suptitle("BF16 weights that one update changes: measured (solid) and predicted (dashed)", fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
