@@ -38,6 +38,11 @@ SECONDS = {
     "step": "time/step",
 }
 VARIES = re.compile(r"^time/|seconds$|per_second$")  # between two runs of one recipe and seed: docs/run-folder.md
+INTRODUCTION = """\
+`{recipe}` with `rollout.pack_weights` true and false: SmolLM2-135M-Instruct, GRPO, two ranks, Megatron at
+PP2, vLLM at TP1, {steps} steps; in bfloat16 at a learning rate of 1e-6. In bfloat16 a sync sends the packed weights in
+full, and of the unpacked ones what changed. The two kinds of kernels round differently: that changes vLLM's
+log-probabilities, and in bfloat16 also some samples, with all that follows from them. {cores} CPU cores ({machine}),"""
 
 Rows = list[dict[str, float]]
 
@@ -70,6 +75,8 @@ def print_pair(dtype: str) -> None:
     print(f"\n## {dtype}\n\n| seconds, median (range) of steps 1 to {STEPS - 1} | packed | unpacked |\n|---|---|---|")
     for what, key in SECONDS.items():
         print(f"| {what} |" + "".join(f" {spread([row[key] for row in rows[1:-1]])} |" for rows in (packed, unpacked)))
+    received = (statistics.median(row["sync/received_bytes"] for row in rows[1:-1]) for rows in (packed, unpacked))
+    print("| bytes received by a sync, median |" + "".join(f" {nbytes:,.0f} |" for nbytes in received))
     apart = differences(packed, unpacked)
     if not apart:
         print("\nAll other metrics of the two runs are equal in every digit.")
@@ -96,11 +103,8 @@ def main() -> None:
     if runs:
         return
     print("# vLLM's packed and unpacked weights\n\n    python benchmarks/pack_weights.py\n")
-    print(
-        f"`{RECIPE}` with `rollout.pack_weights` true and false: SmolLM2-135M-Instruct, GRPO, two ranks, Megatron at "
-        f"PP2, vLLM at TP1, {STEPS} steps; {os.cpu_count()} CPU cores ({platform.machine()}), "
-        f"{time.strftime('%Y-%m-%d')}."
-    )
+    print(INTRODUCTION.format(recipe=RECIPE, steps=STEPS, cores=os.cpu_count(), machine=platform.machine()), end="")
+    print(f" {time.strftime('%Y-%m-%d')}.")
     for dtype in DTYPES:
         print_pair(dtype)
 
