@@ -67,11 +67,12 @@ def required_bytes(recipe: Recipe) -> tuple[tuple[int, int], tuple[int, int]]:
     The second pair is with syncs of changed elements: bitmaps, copies in loader layout, and staging memory of both
     methods, which is as large as if all elements had changed.
     """
-    found = compute_sync_traffic(recipe, query_engines(recipe, read_config(recipe.model.path)))
+    config = read_config(recipe.model.path)
+    found = compute_sync_traffic(recipe, query_engines(recipe, config))
     wire = found.traffic.sum(0) + found.traffic.sum(1) + 2 * found.local
     staging = 2 * found.staging + found.finalize + 4 * recipe.sync.bucket_bytes
     each = found.held + 2 * found.wanted + wire + staging
-    layers = 3 * found.held.sum() // max(1, read_config(recipe.model.path)["num_hidden_layers"])  # of the baseline
+    layers = 3 * found.held.sum() // config["num_hidden_layers"]  # of the baseline
     changed = each + found.held // 8 + found.wanted + 2 * found.staging + layers
     return (int(each.max()), int(each.sum())), (int(changed.max()), int(changed.sum()))
 

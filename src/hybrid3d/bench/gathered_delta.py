@@ -8,7 +8,6 @@ written.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
@@ -19,12 +18,11 @@ import torch
 from hybrid3d.bench.gathering import Peers
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.changes import Changes, scatter_elements
-from hybrid3d.reshard.classes import natural_sort_key
 from hybrid3d.reshard.encoding import Form, decode, encode, form_of
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, contiguous_stride, pieces_by_name
 from hybrid3d.reshard.memory import DeviceBuffer, align_up
 from hybrid3d.reshard.protocols import Sink, Source
-from hybrid3d.reshard.runs import Elements, RunChanges
+from hybrid3d.reshard.runs import Elements, RunChanges, order_in_run
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import Pending, Transport
 
@@ -265,7 +263,7 @@ def _runs(peers: Peers, sparse: Container[str]) -> Iterator[_Run]:
                 found.setdefault((layer_of(name), rank, dtype, name in sparse), []).append((name, box))
                 sent.append(box)
     for (layer, rank, dtype, is_sparse), parts in sorted(found.items(), key=lambda item: _run_order(item[0])):
-        yield _Run(layer, rank, dtype, is_sparse, sorted(parts, key=_part_order))
+        yield _Run(layer, rank, dtype, is_sparse, sorted(parts, key=lambda part: order_in_run(*part)))
 
 
 def _held(peers: Peers) -> dict[str, list[tuple[Box, int, str]]]:
@@ -281,9 +279,3 @@ def _held(peers: Peers) -> dict[str, list[tuple[Box, int, str]]]:
 def _run_order(key: tuple[int | None, int, str, bool]) -> tuple[bool, int, int, str, bool]:
     layer, rank, dtype, sparse = key
     return layer is None, layer or 0, rank, dtype, sparse
-
-
-def _part_order(part: tuple[str, Box]) -> tuple[tuple[int, ...], str, list[tuple[int, str]], tuple[int, ...]]:
-    """Return a sort key by which equal boxes of one kind of tensor come together, as in hybrid3d's runs."""
-    name, box = part
-    return box.size, re.sub(r"\d+", "", name), natural_sort_key(name), box.start

@@ -88,6 +88,8 @@ class Bench:
             fill(self._trained.holdings, sync.source, self._weights)
             for _ in range(2):
                 sync.run(0)
+            if not sync.sparse:
+                raise RuntimeError("vLLM keeps no tensor as it is loaded: set sync.keep_loader_layout=true")
             sync.sink.begin()  # its extra memory must be allocated when the methods are set up
         signatures = {r: signature for those, signature in sync.holders for r in those}
         self._sink = CheckedSink(sync.sink, _dtypes(signatures.values()))

@@ -9,7 +9,6 @@ readers. They hand on the elements that arrived as changed, whose positions they
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ import torch
 
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.changes import Changes
-from hybrid3d.reshard.classes import natural_sort_key
 from hybrid3d.reshard.copies import BatchedCopies
 from hybrid3d.reshard.encoding import Form, decode, encode, entropy_bytes, form_of
 from hybrid3d.reshard.executor import ExecutionReport, Executor, Step
@@ -27,7 +25,7 @@ from hybrid3d.reshard.layout import ITEMSIZE, Piece
 from hybrid3d.reshard.memory import DeviceBuffer
 from hybrid3d.reshard.planner import Bucket, Message, RankPlan, Transfer, group_messages
 from hybrid3d.reshard.protocols import Sink, Source
-from hybrid3d.reshard.runs import Elements, RunChanges, split_positions
+from hybrid3d.reshard.runs import Elements, RunChanges, RunOrder, order_in_run, split_positions
 from hybrid3d.reshard.transport import Pending, Transport, as_bytes
 
 # Beyond the tags of messages and of checksums.
@@ -57,19 +55,14 @@ def delta_plan(plan: RankPlan, sparse: Container[str]) -> RankPlan:
     for bucket in plan.buckets:
         messages = group_messages([t for t in bucket.transfers if t.name not in sparse], tags)
         for m in group_messages([t for t in bucket.transfers if t.name in sparse], tags, direct=False):
-            in_order = tuple(sorted(m.transfers, key=_layout_order))
+            in_order = tuple(sorted(m.transfers, key=_order))
             messages = (*messages, DeltaMessage(m.tag, m.src, m.dst, m.dtype, in_order))
         buckets.append(replace(bucket, messages=messages))
     return replace(plan, buckets=tuple(buckets))
 
 
-def _layout_order(transfer: Transfer) -> tuple[object, ...]:
-    """Return a sort key, known at both ends, by which equal boxes of one kind of tensor come together.
-
-    Their memory may be equally spaced.
-    """
-    name = transfer.name
-    return transfer.box.size, re.sub(r"\d+", "", name), natural_sort_key(name), transfer.box.start
+def _order(transfer: Transfer) -> RunOrder:
+    return order_in_run(transfer.name, transfer.box)
 
 
 @dataclass(eq=False)
@@ -359,7 +352,7 @@ def _local_runs(transfers: Iterable[Transfer]) -> Iterator[Sequence[Transfer]]:
     """Yield the transfers within a rank in runs of one target dtype."""
     run: list[Transfer] = []
     elements = 0
-    for t in sorted(transfers, key=lambda t: (t.dtype, _layout_order(t))):
+    for t in sorted(transfers, key=lambda t: (t.dtype, _order(t))):
         if run and (elements + t.box.numel > LOCAL_RUN or t.dtype != run[0].dtype):
             yield run
             run, elements = [], 0

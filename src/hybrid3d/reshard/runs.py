@@ -6,15 +6,28 @@ boxes it has: equal boxes at equal distances in memory, such as those of the exp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
 
 from hybrid3d.reshard.bitmap import count_bits, set_bits
+from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.changes import Changes, changed_positions, gather_elements, scatter_elements
+from hybrid3d.reshard.classes import natural_sort_key
 from hybrid3d.reshard.copies import BatchedCopies, merge_consecutive
-from hybrid3d.reshard.layout import Piece
+from hybrid3d.reshard.layout import Piece, Shape
+
+RunOrder = tuple[Shape, str, list[tuple[int, str]], Shape]
+
+
+def order_in_run(name: str, box: Box) -> RunOrder:
+    """Return the sort key of the boxes of a run, which both of its ends know.
+
+    Equal boxes of one kind of tensor come together, because their memory may be equally spaced.
+    """
+    return box.size, re.sub(r"\d+", "", name), natural_sort_key(name), box.start
 
 
 class Elements:
