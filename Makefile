@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
+TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-llm gpu-check test test-fast test-all lint format audit-cuda clean
@@ -41,10 +42,10 @@ gpu-check: ## check what this machine's GPU does: 20 minutes or less (ARGS="--on
 	@PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m hybrid3d doctor --gpu $(ARGS)
 
 test: lint ## lint, and all tests except the slow ones (what CI runs)
-	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --durations=40
+	$(BIN)/pytest -m "not slow" $(TWO_AT_A_TIME) --durations=40
 
 test-fast: $(STAMP) ## the tests that start no processes and import no engine: 60 s
-	$(BIN)/pytest -m "not slow and not engines and not processes"
+	$(BIN)/pytest -m "not slow and not engines and not processes" $(TWO_AT_A_TIME)
 
 test-all: lint $(DEMO_STAMP) ## lint, and all tests
 	$(BIN)/pytest

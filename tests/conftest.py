@@ -38,12 +38,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def no_engine_imported(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a run of the tests without engines if one was imported all the same."""
+    yield
     imported = [name for name in ENGINES if name in sys.modules]
-    if imported and "not engines" in session.config.option.markexpr and session.exitstatus == 0:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        print(f"\na test that is not marked `engines` has imported {', '.join(imported)}")
+    if imported and "not engines" in request.config.option.markexpr:
+        pytest.fail(f"a test that is not marked `engines` has imported {', '.join(imported)}")
 
 
 @pytest.fixture(scope="session", autouse=True)
