@@ -25,6 +25,20 @@ def experts_folder(folder: Path, demo: Path, family: str) -> Path:
     return model
 
 
+def warm_checkpoint(folder: Path, demo: Path) -> Path:
+    """Write `warm` in a folder: a checkpoint that was trained a little, so that answers and rewards are not all alike.
+
+    Returns:
+        The folder, in which the demo's recipes run.
+    """
+    (folder / "build").mkdir()
+    (folder / "build" / "demo").symlink_to(demo)
+    warmup = ["run.steps=70", "optimizer.warmup_steps=10", "optimizer.schedule=constant"]
+    hybrid3d(folder, "train", str(ROOT / "recipes/demo-warmup.yaml"), *warmup)
+    hybrid3d(folder, "export", "runs/demo-warmup", "warm")
+    return folder
+
+
 EXPERTS = ["model.path=model", "run.eval_every=100", "train.micro_batch_size=8", "rollout.kv_cache_gib=0.0625"]
 
 

@@ -180,28 +180,31 @@ class Grid:
         self._trained = functools.lru_cache(1)(self._trained)  # cells come layout by layout
         self.prove = functools.cache(self.prove)
 
-    def prove(self, cell: Cell) -> Proof:
+    def prove(self, cell: Cell, split: bool = False) -> Proof:
+        """Sync a cell, on the ranks that train or, if `split`, from them to the ranks of two more engines."""
         trained = self._trained(cell.family, cell.train)
         engine = self._wanted(cell.family, cell.rollout)
-        ranks = sorted(trained)
-        assert len(ranks) % len(engine) == 0, str(cell)
-        holdings = {rank: trained[rank].holdings for rank in ranks}
-        wanted = {rank: engine[rank % len(engine)] for rank in ranks}
-        demand = {rank: wanted[rank].demand for rank in ranks}
+        generating = range(len(trained), len(trained) + 2 * len(engine)) if split else range(len(trained))
+        ranks = sorted({*trained, *generating})
+        assert len(generating) % len(engine) == 0, str(cell)
+        holdings = {rank: trained[rank].holdings for rank in trained}
+        wanted = {rank: engine[i % len(engine)] for i, rank in enumerate(generating)}
+        demand = {rank: wanted[rank].demand for rank in generating}
         plan = make_plan(holdings, demand, 100_000, RANKS_PER_NODE, relays=True)
         check_coverage(plan, holdings, demand)
-        mailbox, sinks = Mailbox(), {rank: Judged(wanted[rank].truth) for rank in ranks}
+        mailbox, sinks = Mailbox(), {rank: Judged(wanted[rank].truth) for rank in generating}
 
         def run(rank: int) -> int:
-            source, sink = NamedTensors(trained[rank].tensors), sinks[rank]
-            for fill in demand[rank].fills:
+            source = NamedTensors(trained[rank].tensors if rank in trained else {})
+            sink = sinks.get(rank, NamedTensors({}))
+            for fill in demand[rank].fills if rank in demand else ():
                 sink.fill(fill)
             with mailbox.failing_together():
                 return Executor(plan[rank], source, sink, Strict(rank, mailbox)).run().received_bytes
 
         received = run_in_threads(run, ranks)
-        wrong = [f"rank {rank}: {name}" for rank in ranks for name in sinks[rank].wrong]
-        elements = sum(t.numel() for rank in ranks for t in wanted[rank].truth.values())
+        wrong = [f"rank {rank}: {name}" for rank in generating for name in sinks[rank].wrong]
+        elements = sum(t.numel() for rank in generating for t in wanted[rank].truth.values())
         least = sum(lower_bound(holdings, demand).values())
         network = sum(t.nbytes for part in plan.values() for t in part.transfers if t.dst == part.rank and far(t))
         network_bound = sum(network_lower_bound(rank_groups(holdings), rank_groups(demand), RANKS_PER_NODE).values())
@@ -314,7 +317,7 @@ def _fill(view: torch.Tensor, shard: Any, whole: torch.Tensor) -> None:
 
 
 def _digest(holdings: dict[int, Holdings], demand: dict[int, Demand]) -> str:
-    pairs = {repr((holdings[rank], demand[rank])) for rank in holdings}
+    pairs = {repr((holdings.get(rank), demand.get(rank))) for rank in {*holdings, *demand}}
     return hashlib.sha256("\n".join(sorted(pairs)).encode()).hexdigest()
 
 

@@ -70,6 +70,35 @@ def test_every_rollout_layout_gets_what_vllm_would_load(grid: Grid, family: str,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_that_only_generate_get_what_vllm_would_load(grid: Grid, family: str) -> None:
+    """One train layout, and every rollout layout on ranks of their own; all train layouts are a slow test."""
+    assert_split_layouts(grid, family, LAYOUTS[family][0][-1:])
+
+
+@pytest.mark.slow
+def test_every_split_layout_gets_what_vllm_would_load(grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
+    """All pairs of layouts with the engines on ranks of their own."""
+    distinct = {digest for family in FAMILIES for digest in assert_split_layouts(grid, family, LAYOUTS[family][0])}
+    with capsys.disabled():
+        print(f"\n{len(distinct)} distinct pairs of layouts on different ranks")
+    assert len(distinct) >= 200
+
+
+def assert_split_layouts(grid: Grid, family: str, trains: list[dict[str, int]]) -> set[str]:
+    digests = set()
+    for train in trains:
+        for rollout in LAYOUTS[family][1]:
+            cell = Cell(family, Train(**train), rollout_of(**rollout))
+            proof = grid.prove(cell, split=True)
+            assert proof.wrong == [], str(cell)
+            assert proof.elements > 100_000
+            assert proof.received_bytes == proof.lower_bound_bytes, str(cell)
+            assert proof.network_bytes == proof.network_bound_bytes, str(cell)
+            digests.add(proof.digest)
+    return digests
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_of_each_kind_stands_for_all(grid: Grid, family: str) -> None:
     """Every train layout once, every rollout layout once."""
     trains, rollouts = LAYOUTS[family]

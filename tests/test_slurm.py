@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import slurm_cluster
-from commands import ROOT, hybrid3d, read_rows, without
+from commands import ROOT, hybrid3d, read_rows, warm_checkpoint, without
 from run_ranks import environment, kill_marked
 from slurm_cluster import Cluster, free_ports
 
@@ -37,14 +37,9 @@ SECONDS = 900  # for a run of a minute, on a machine that is shared
 @pytest.fixture(scope="module")
 def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder laid out as the repository is, a model that was warmed up a little, and a run of `hybrid3d train`."""
-    work = tmp_path_factory.mktemp("slurm")
-    (work / "build").mkdir()
-    (work / "build" / "demo").symlink_to(demo)
+    work = warm_checkpoint(tmp_path_factory.mktemp("slurm"), demo)
     for name in ("launch", "recipes"):
         (work / name).symlink_to(ROOT / name)
-    warmup = ["run.steps=70", "optimizer.warmup_steps=10", "optimizer.schedule=constant"]
-    hybrid3d(work, "train", "recipes/demo-warmup.yaml", *warmup, timeout=SECONDS)
-    hybrid3d(work, "export", "runs/demo-warmup", "warm")
     hybrid3d(work, "train", "recipes/demo-cpu.yaml", "name=direct", *SETTINGS, timeout=SECONDS)
     assert any(row["reward/mean"] > 0 for row in read_rows(work / "runs/direct"))  # else no update changes anything
     return work

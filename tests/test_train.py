@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from commands import ROOT, answers_of, hybrid3d, read_rows, without
+from commands import ROOT, answers_of, hybrid3d, read_rows, warm_checkpoint, without
 from killing import some_moment, start_and_kill, writing
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1500)]
@@ -24,14 +24,7 @@ MAX_NEW_TOKENS = 8
 
 @pytest.fixture(scope="module")
 def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint that was warmed up a little, so that answers and rewards are not all alike."""
-    work = tmp_path_factory.mktemp("train")
-    (work / "build").mkdir()
-    (work / "build" / "demo").symlink_to(demo)
-    warmup = ["run.steps=70", "optimizer.warmup_steps=10", "optimizer.schedule=constant"]
-    hybrid3d(work, "train", str(ROOT / "recipes/demo-warmup.yaml"), *warmup)
-    hybrid3d(work, "export", "runs/demo-warmup", "warm")
-    return work
+    return warm_checkpoint(tmp_path_factory.mktemp("train"), demo)
 
 
 def settings(name: str, bucket_mib: float) -> list[str]:

@@ -6,6 +6,7 @@ Exit codes: 0 for success, 1 if the run failed, 2 for a mistake of the user, whi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from unittest import mock
 
 from hybrid3d import __version__, launch_environment
-from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
+from hybrid3d.config import Recipe, RecipeError, RoleRanks, check_layout_early, load_recipe
 from hybrid3d.config.schema import FilePath, abbreviate, read_value
 from hybrid3d.errors import UserMistake, escape_control_characters
 from hybrid3d.launch.device_connections import set_device_connections
@@ -188,6 +189,7 @@ def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
 def _export(options: argparse.Namespace, arguments: list[str]) -> int:
     out = _path(options.out, "OUT")
     recipe, folder, step = _load_run(options, "export")
+    recipe = dataclasses.replace(recipe, roles=RoleRanks())  # the ranks that train hold all weights
     from hybrid3d.inputs.export import UNFINISHED, unfinished_folder
 
     if CHECKED not in os.environ:
@@ -272,6 +274,9 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
     from hybrid3d.inputs.models import read_config
     from hybrid3d.launch import tasks
 
+    if recipe.is_split:
+        problem = f"roles.generation.ranks={recipe.roles.generation.ranks}: bench measures syncs within the same ranks"
+        raise RecipeError(recipe.name, [f"{problem}: leave it out (`hybrid3d plan` predicts both)"])
     scale = Scale(options.layers, options.hidden, options.experts)
     scaled_recipe, config = scale_recipe(recipe, scale, options.changed)
     scaling = scale.describe(read_config(recipe.model.path))
@@ -347,7 +352,7 @@ def _check_world(recipe: Recipe) -> None:
 
     started = launch_environment.world_size()
     if started != recipe.world_size:
-        problem = f"train.tp x pp x cp x dp = {recipe.world_size} ranks, but the launcher started {started}"
+        problem = f"{recipe.ranks_formula} = {recipe.world_size} ranks, but the launcher started {started}"
         raise RecipeError(recipe.name, [f"{problem}: start {recipe.world_size}, or set train.dp"])
     check_node(recipe)
 

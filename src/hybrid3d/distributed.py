@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hybrid3d import patches
 from hybrid3d.launch_environment import (
@@ -26,6 +28,7 @@ from hybrid3d.launch_environment import (
 )
 
 __all__ = [
+    "RoleGroups",
     "adopt_slurm",
     "all_reduce_max",
     "all_reduce_min",
@@ -37,9 +40,13 @@ __all__ = [
     "rank",
     "run_id",
     "start",
+    "start_roles",
     "under_launcher",
     "world_size",
 ]
+
+
+TIMEOUT = timedelta(minutes=10)  # of a collective
 
 
 def start(store: dist.Store | None = None) -> dist.ProcessGroup:
@@ -51,18 +58,74 @@ def start(store: dist.Store | None = None) -> dist.ProcessGroup:
     Returns:
         The group of all ranks.
     """
-    patches.apply(patches.TORCH)
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(local_rank())
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     met: dict[str, Any] = {}
     if store is not None:
         met = {"store": dist.PrefixStore("default", store), "rank": rank(), "world_size": world_size()}
-    dist.init_process_group(backend, timeout=timedelta(minutes=10), **met)
+    return _start_default(**met)
+
+
+@dataclass(frozen=True)
+class RoleGroups:
+    """The process groups of a rank, where each rank has one role.
+
+    Attributes:
+        own: the ranks with this rank's role. It is the default group, over which Megatron and vLLM build theirs.
+        everyone: all ranks; ranks in it are those of the launcher.
+        weights: all ranks, for the messages of syncs alone.
+    """
+
+    own: dist.ProcessGroup
+    everyone: dist.ProcessGroup
+    weights: dist.ProcessGroup
+
+
+def start_roles(store: dist.Store, roles: Mapping[str, range]) -> RoleGroups:
+    """Bind this rank to its GPU, where there is one, and create its groups; the groups of all ranks are in no default.
+
+    Args:
+        store: the rendezvous store of all ranks.
+        roles: the ranks of each role.
+    """
+    name, ranks = next((name, ranks) for name, ranks in roles.items() if rank() in ranks)
+    own = _start_default(store=dist.PrefixStore(f"role/{name}", store), rank=ranks.index(rank()), world_size=len(ranks))
+    return RoleGroups(own, _spanning_group(store, "everyone"), _spanning_group(store, "weights"))
+
+
+def _start_default(**rendezvous: Any) -> dist.ProcessGroup:
+    patches.apply(patches.TORCH)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank())
+    dist.init_process_group(_backend(), timeout=TIMEOUT, **rendezvous)
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def _spanning_group(store: dist.Store, name: str) -> dist.ProcessGroup:
+    """Create a process group of all ranks, also of those that are not in this rank's default group.
+
+    torch has no public function for it. Every rank calls this after its default group has been created.
+
+    Args:
+        name: different for each group.
+    """
+    size = world_size()
+    group, _ = distributed_c10d._new_process_group_helper(
+        size,
+        rank(),
+        [],  # not a part of the default group
+        dist.Backend(_backend()),
+        dist.PrefixStore(f"spanning/{name}", store),
+        group_name=f"hybrid3d_{name}",
+        timeout=TIMEOUT,
+        group_desc=name,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}
+    return group
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -91,18 +154,18 @@ def gather_unique(value: Any, group: dist.ProcessGroup) -> list[tuple[list[int],
     return found
 
 
-def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
-    """Return the value of the group's first rank on every rank; the values of the others are ignored.
+def broadcast_object(value: Any, group: dist.ProcessGroup, src: int = 0) -> Any:
+    """Return the value of rank `src` of the group on every rank; the values of the others are ignored.
 
     None costs one number, so this is cheap where there is rarely anything to send.
     """
-    data = pickle.dumps(value) if group.rank() == 0 and value is not None else b""
+    data = pickle.dumps(value) if group.rank() == src and value is not None else b""
     size = torch.tensor(len(data))
-    dist.broadcast(size, group=group, group_src=0)
+    dist.broadcast(size, group=group, group_src=src)
     if not size:
         return None
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(buffer, group=group, group_src=0)
+    dist.broadcast(buffer, group=group, group_src=src)
     return pickle.loads(buffer.numpy().tobytes())
 
 

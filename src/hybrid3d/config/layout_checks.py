@@ -99,7 +99,7 @@ def _candidates(recipe: Recipe, model: ModelShape, key: str) -> list[int]:
     if key == "train.etp" and model.experts is not None:
         return _divisors(model.experts.width)
     if key == "rollout.dp":
-        return _divisors(recipe.world_size)
+        return _divisors(recipe.generation_ranks)
     if key == "algorithm.prompts_per_step":
         step, prompts = prompts_multiple(recipe), recipe.algorithm.prompts_per_step
         around = range(max(step, prompts // step * step), prompts + step + 1, step)

@@ -47,7 +47,7 @@ class LayoutProblem:
 def find_layout_problems(recipe: Recipe, model: ModelShape, device: Device | None) -> list[LayoutProblem]:
     """Return all problems that `check_layout` reports, without the suggested values."""
     problems = [*_check_support(recipe, model, device), *_check_train_layout(recipe, model)]
-    ranks = None if problems else recipe.world_size
+    ranks = None if problems else recipe.generation_ranks
     problems += _check_rollout_layout(recipe, model, ranks)
     replicas = ranks // recipe.rollout.tp if ranks and recipe.rollout and not problems else None
     return [*problems, *_check_rollout_limits(recipe, model, device), *_check_batch(recipe, replicas)]
@@ -156,7 +156,7 @@ def _check_rollout_layout(recipe: Recipe, model: ModelShape, ranks: int | None) 
     if rollout is None:
         return
     padded_vocab = -(-model.vocab_size // _VOCAB_PADDING) * _VOCAB_PADDING
-    all_ranks = f"the train.tp*pp*cp*dp={ranks} ranks"
+    all_ranks = f"the {generation_ranks_setting(recipe)}={ranks} ranks"
     shared_experts = model.experts if rollout.expert_parallel else None
     rules = [
         Rule(lambda n: ranks is None or ranks % n == 0, f"does not divide {all_ranks}"),
@@ -259,7 +259,7 @@ def _check_batch(recipe: Recipe, replicas: int | None) -> Iterator[LayoutProblem
     sequences = f"of {samples} samples each is {prompts * samples} sequences, " if samples > 1 else "is "
     rules = [Rule(lambda n: n * samples % unit == 0, f"{sequences}not a multiple of {product}")]
     if algorithm.generates and replicas is not None:
-        ratio = f"{recipe.world_size}/{recipe.world_size // replicas}={replicas}"
+        ratio = f"{recipe.generation_ranks}/{recipe.generation_ranks // replicas}={replicas}"
         description = f"is not a multiple of the rollout replicas, ranks/rollout.tp={ratio}"
         rules.append(Rule(lambda n: n % replicas == 0, description))
     problems = [*_check_rules("algorithm.prompts_per_step", prompts, rules)]
@@ -287,9 +287,14 @@ def prompts_multiple(recipe: Recipe) -> int:
     unit = math.prod(_batch_factors(recipe).values())
     samples = recipe.sequences_per_step // recipe.algorithm.prompts_per_step
     step = unit // math.gcd(unit, samples)
-    if recipe.algorithm.generates and recipe.rollout is not None and recipe.world_size % recipe.rollout.tp == 0:
-        return math.lcm(step, recipe.world_size // recipe.rollout.tp)
+    if recipe.algorithm.generates and recipe.rollout is not None and recipe.generation_ranks % recipe.rollout.tp == 0:
+        return math.lcm(step, recipe.generation_ranks // recipe.rollout.tp)
     return step
+
+
+def generation_ranks_setting(recipe: Recipe) -> str:
+    """Return the settings that determine the number of ranks that generate."""
+    return "roles.generation.ranks" if recipe.is_split else "train.tp*pp*cp*dp"
 
 
 def _attention_rules(model: ModelShape) -> list[Rule]:

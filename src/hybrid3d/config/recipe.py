@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hybrid3d.config.schema import Name, Schedule
-from hybrid3d.config.sections.engines import Machine, Model, Rollout, Sync, Train
+from hybrid3d.config.sections.engines import Machine, Model, RoleRanks, Rollout, Sync, Train
 from hybrid3d.config.sections.learning import Algorithm, Critic, Data, Guard, Optimizer, Reward, Run
 
 
@@ -17,6 +17,7 @@ class Recipe:
     model: Model
     train: Train = Train()
     rollout: Rollout | None = None
+    roles: RoleRanks = RoleRanks()
     sync: Sync = Sync()
     data: Data
     reward: Reward = Reward()
@@ -29,14 +30,40 @@ class Recipe:
     machine: Machine = Machine()
 
     @property
-    def world_size(self) -> int:
-        """Return the total number of ranks; EP and ETP regroup these ranks and add none."""
+    def train_ranks(self) -> int:
+        """Return the number of ranks that train; EP and ETP regroup these ranks and add none."""
         return self.train.tp * self.train.pp * self.train.cp * self.train.dp
+
+    @property
+    def is_split(self) -> bool:
+        """Return whether other ranks generate than those that train."""
+        return self.roles.generation.ranks is not None
+
+    @property
+    def generation_ranks(self) -> int:
+        """Return the number of ranks that generate."""
+        return self.roles.generation.ranks or self.train_ranks
+
+    @property
+    def world_size(self) -> int:
+        """Return the total number of ranks."""
+        return self.train_ranks + (self.roles.generation.ranks or 0)
+
+    @property
+    def role_ranks(self) -> dict[str, range]:
+        """Return the ranks of each role, where each rank has one."""
+        return {"train": range(self.train_ranks), "generation": range(self.train_ranks, self.world_size)}
+
+    @property
+    def ranks_formula(self) -> str:
+        """Return the settings whose result is the total number of ranks."""
+        return "train.tp x pp x cp x dp" + (" + roles.generation.ranks" if self.is_split else "")
 
     @property
     def can_sync_changes(self) -> bool:
         """Return whether, on GPUs, syncs may send only the elements that changed: see `sync.delta`."""
-        keeps_weights = self.rollout is not None and (self.rollout.keep_weights or not self.rollout.sleep)
+        sleeps = self.rollout is not None and self.rollout.sleep and not self.is_split
+        keeps_weights = self.rollout is not None and (self.rollout.keep_weights or not sleeps)
         return self.sync.delta == "auto" and self.model.dtype == "bfloat16" and keeps_weights
 
     @property

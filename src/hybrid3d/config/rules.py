@@ -17,7 +17,7 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
     """Yield a message for each contradiction between settings of a recipe, independent of the model."""
     yield from unused_settings(recipe)
     if recipe.world_size > MAX_RANKS:
-        yield f"train.tp*pp*cp*dp={recipe.world_size} ranks are more than {MAX_RANKS}: lower one of them"
+        yield f"{recipe.ranks_formula} = {recipe.world_size} ranks are more than {MAX_RANKS}: lower one of them"
     algorithm, kl, optimizer = recipe.algorithm, recipe.algorithm.kl, recipe.optimizer
     if algorithm.generates and recipe.rollout is None:
         yield f"rollout: missing, and algorithm.name={algorithm.name} generates: give max_model_len and max_new_tokens"
@@ -32,7 +32,8 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.critic != type(recipe.critic)() and not algorithm.uses_critic:
         yield f"critic: algorithm.name={algorithm.name} has no critic: leave the section out, or set ppo"
-    if recipe.sync.share_storage and recipe.rollout is not None and recipe.rollout.sleep:
+    yield from _check_split(recipe)
+    if recipe.sync.share_storage and not recipe.is_split and recipe.rollout is not None and recipe.rollout.sleep:
         yield (
             "sync.share_storage: memory that both engines share cannot be freed while vLLM sleeps: "
             "set rollout.sleep=false, or leave sync.share_storage out"
@@ -73,6 +74,22 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
             f"reward.overlong_buffer={buffer} penalizes every answer of rollout.max_new_tokens={max_new_tokens}: "
             f"at most {max_new_tokens - 1}"
         )
+
+
+def _check_split(recipe: Recipe) -> Iterator[str]:
+    """Yield settings that make no sense where ranks either train or generate."""
+    ranks, train = recipe.roles.generation.ranks, recipe.train
+    if ranks is None:
+        return
+    if not recipe.algorithm.generates:
+        yield f"roles.generation.ranks={ranks}: algorithm.name={recipe.algorithm.name} never generates: leave it out"
+    apart = f"roles.generation.ranks={ranks}: no rank has both engines"
+    if recipe.sync.share_storage:
+        yield f"sync.share_storage: {apart}, so that none shares memory: leave it out"
+    if recipe.rollout is not None and recipe.rollout.keep_weights:
+        yield f"rollout.keep_weights: {apart}, so that vLLM never sleeps: leave it out"
+    for kind in train.offloads:
+        yield f"train.offload_{kind}: {apart}, so that Megatron never makes room: leave it out"
 
 
 def _check_kl(kl: Kl, answers: int) -> Iterator[str]:

@@ -15,6 +15,7 @@ from hybrid3d.generation.engine import Engine
 from hybrid3d.generation.multi_turn import MultiTurnRollout, Trajectory
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.rewards.scorer import Scorer, Scores
+from hybrid3d.rl.algorithms import ALGORITHMS
 from hybrid3d.rl.data import PromptData
 
 OF_ENVIRONMENT = "environment_"  # prefix of the kinds of failures of environments, not of rewards
@@ -212,6 +213,14 @@ def _failures(scores: Sequence[Scores]) -> tuple[dict[str, int], dict[str, str]]
         failures.update(replica_scores.failures)
         examples = {**replica_scores.examples, **examples}
     return dict(failures), examples
+
+
+def extra_batches(recipe: Recipe) -> int:
+    """Return the maximum number of extra batches of prompts for dynamic sampling: see `Rollouts.generate_batch`."""
+    if recipe.algorithm.dynamic_sampling is not None:
+        return recipe.algorithm.dynamic_sampling
+    # A reward model's scores are hardly ever equal
+    return ALGORITHMS[recipe.algorithm.name].dynamic_sampling if recipe.reward.model is None else 0
 
 
 def request_seed(seed: int, batch: int, prompt: int, sample: int) -> int:

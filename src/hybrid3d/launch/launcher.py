@@ -90,7 +90,7 @@ def check_devices(recipe: Recipe, generates: bool = True) -> None:
     Raises:
         RecipeError: this machine has fewer GPUs, memory or cores than the recipe's ranks need.
     """
-    gpus, ranks = torch.cuda.device_count(), f"train.tp x pp x cp x dp = {recipe.world_size} ranks"
+    gpus, ranks = torch.cuda.device_count(), f"{recipe.ranks_formula} = {recipe.world_size} ranks"
     fix = "start it with torchrun or srun on several machines"
     if gpus and recipe.world_size > gpus:
         raise RecipeError(recipe.name, [f"{ranks} exceed this machine's {gpus} GPUs: {fix}"])

@@ -16,6 +16,7 @@ from rich.console import Console
 from hybrid3d import distributed
 from hybrid3d.bench.scaling import write_model
 from hybrid3d.config import Recipe
+from hybrid3d.distributed import RoleGroups
 from hybrid3d.families import Config
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rewards import sandbox
@@ -24,6 +25,10 @@ from hybrid3d.run.oom_recovery import OomRecovery, find_out_of_memory
 from hybrid3d.run.run_folder import RunFolder, checkpoint_folder, draw_curves
 
 if TYPE_CHECKING:
+    from hybrid3d.roles.colocated import Colocated
+    from hybrid3d.roles.split.generation import GenerationRank
+    from hybrid3d.roles.split.training import TrainingRank
+    from hybrid3d.run.health import Guard
     from hybrid3d.run.live_settings import LiveSettings
     from hybrid3d.run.record import Record
 
@@ -33,11 +38,10 @@ logger = logging.getLogger(__name__)
 def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, console: Console | None) -> None:
     """Train to the last step, resuming from the last checkpoint in the folder if there is one."""
     from hybrid3d.run.display import Display
-    from hybrid3d.train import runtime
 
     slots = _choose_placement(recipe, store) if recipe.algorithm.generates else ()
-    group = distributed.start(store)
-    runtime.initialize(recipe.train, recipe.run.seed)
+    groups = _start(recipe, store)
+    group = groups.everyone
     from hybrid3d.run.live_settings import LiveSettings
     from hybrid3d.run.record import Record
     from hybrid3d.train.kernels import in_use
@@ -55,7 +59,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
         live = LiveSettings(recipe, record, recovery.settings, group)
         loop = _train_rl if recipe.algorithm.generates else _train_sft
         try:
-            loop(live, record, group, slots)
+            loop(live, record, groups, slots)
         except RuntimeError as error:
             cause = find_out_of_memory(error)
             if cause is None:
@@ -66,26 +70,62 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
         folder.add_event("end", step=live.recipe.run.steps)
 
 
-def _train_rl(live: LiveSettings, record: Record, group: dist.ProcessGroup, slots: Sequence[int]) -> None:
-    from hybrid3d.roles.colocated import Colocated
+def _start(recipe: Recipe, store: dist.Store) -> RoleGroups:
+    """Create this rank's process groups, and Megatron's if it trains."""
+    from hybrid3d.train import runtime
+
+    if recipe.is_split:
+        groups = distributed.start_roles(store, recipe.role_ranks)
+    else:
+        group = distributed.start(store)
+        groups = RoleGroups(group, group, group)
+    if groups.everyone.rank() < recipe.train_ranks:
+        runtime.initialize(recipe.train, recipe.run.seed)
+    return groups
+
+
+def _make_roles(
+    recipe: Recipe,
+    groups: RoleGroups,
+    slots: Sequence[int],
+    guard: Guard | None = None,
+    weights_of: Path | None = None,
+) -> Colocated | TrainingRank | GenerationRank:
+    """Build the engines of this rank: both, or the one of its role. Arguments are as for `Colocated`."""
+    if not recipe.is_split:
+        from hybrid3d.roles.colocated import Colocated
+
+        return Colocated(recipe, groups.everyone, slots, guard, weights_of)
+    if groups.everyone.rank() < recipe.train_ranks:
+        from hybrid3d.roles.split.training import TrainingRank
+
+        return TrainingRank(recipe, groups, guard, weights_of)
+    from hybrid3d.roles.split.generation import GenerationRank
+
+    return GenerationRank(recipe, groups, slots)
+
+
+def _train_rl(live: LiveSettings, record: Record, groups: RoleGroups, slots: Sequence[int]) -> None:
     from hybrid3d.run.health import Guard
     from hybrid3d.trainer.checkpoints import Checkpoints
     from hybrid3d.trainer.rl import train_rl
 
     guard, recipe = Guard(record), live.recipe
-    roles = Colocated(recipe, group, slots, guard)
-    record.data(train=roles.rollouts.train, eval=roles.rollouts.held_out)
-    checkpoints = Checkpoints(roles.models.trained, recipe.train.dp, record, group)
-    train_rl(roles, live, guard, checkpoints, record, group)
+    roles = _make_roles(recipe, groups, slots, guard)
+    record.data(train=roles.train, eval=roles.held_out)
+    models = None if roles.models is None else roles.models.trained
+    everyone = groups.everyone if recipe.is_split else None
+    checkpoints = Checkpoints(models, recipe.train.dp, record, groups.own, everyone)
+    train_rl(roles, live, guard, checkpoints, record, groups.everyone)
 
 
-def _train_sft(live: LiveSettings, record: Record, group: dist.ProcessGroup, slots: Sequence[int]) -> None:
+def _train_sft(live: LiveSettings, record: Record, groups: RoleGroups, slots: Sequence[int]) -> None:
     from hybrid3d.run.health import Guard
     from hybrid3d.train.policy import Policy
     from hybrid3d.trainer.checkpoints import Checkpoints
     from hybrid3d.trainer.sft import train_sft
 
-    guard, recipe = Guard(record), live.recipe
+    guard, recipe, group = Guard(record), live.recipe, groups.own
     policy = Policy(read_config(recipe.model.path), recipe, group.rank())
     checkpoints = Checkpoints({"policy": policy}, recipe.train.dp, record, group)
     train_sft(policy, live, guard, checkpoints, record, group)
@@ -102,21 +142,16 @@ def evaluate(
     recipe: Recipe, folder: RunFolder, step: int, rank: int, store: dist.Store, console: Console | None
 ) -> None:
     """Print the held-out accuracy of a checkpoint, from vLLM's greedy answers with the checkpoint's weights."""
-    from hybrid3d.train import runtime
-
     slots = _choose_placement(recipe, store)
-    group = distributed.start(store)
-    runtime.initialize(recipe.train, recipe.run.seed)
-    from hybrid3d.roles.colocated import Colocated
-
-    roles = Colocated(recipe, group, slots, weights_of=checkpoint_folder(folder, step))
+    groups = _start(recipe, store)
+    roles = _make_roles(recipe, groups, slots, weights_of=checkpoint_folder(folder, step))
     enter_phase("eval")
     roles.sync(step, recipe)
     if console is not None:
-        console.print(f"data.eval {roles.rollouts.held_out}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"data.eval {roles.held_out}", highlight=False, markup=False, soft_wrap=True)
     result = roles.evaluate(step, recipe)
     if console is not None:
-        problems, failures = len(roles.rollouts.held_out.examples), sum(result.failures.values())
+        problems, failures = len(roles.held_out.examples), sum(result.failures.values())
         console.print(f"step {step}: held-out accuracy {result.accuracy:.4f} of {problems} problems", highlight=False)
         if failures:
             message = f"{failures} rewards failed, for example: {next(iter(result.examples.values()))}"

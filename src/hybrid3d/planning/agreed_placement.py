@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,7 +29,7 @@ _STORE_KEY = "slots"
 
 
 def broadcast_placement(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
-    """Return the slot of each rank, which rank 0 computes and shares with the other ranks through the store.
+    """Return the slot of each rank that generates, which rank 0 computes and shares through the store.
 
     Slots are numbered over all engines: engine e has `rollout.tp` x `rollout.dp` slots, from e times that number on.
 
@@ -40,8 +40,8 @@ def broadcast_placement(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
         RuntimeError: on every rank, if rank 0 could not query the engines.
     """
     rollout = recipe.rollout
-    if rollout is None or rollout.placement == "consecutive" or rollout.tp * rollout.dp == 1:
-        return tuple(consecutive_slots(recipe.world_size).tolist())
+    if rollout is None or recipe.is_split or rollout.placement == "consecutive" or rollout.tp * rollout.dp == 1:
+        return tuple(consecutive_slots(recipe.generation_ranks).tolist())
     if distributed.rank() == 0:
         try:
             store.set(_STORE_KEY, run_in_subprocess("hybrid3d.planning.agreed_placement", recipe))
@@ -67,20 +67,26 @@ class Placement:
     """The slot of each rank, and the counts that it was chosen by.
 
     Attributes:
-        slots: the slot of each rank, numbered over all engines.
-        missing: the bytes that ranks and nodes lack of what each slot wants.
+        slots: the slot of each rank that generates, numbered over all engines.
+        missing: the bytes that these ranks, and their nodes, lack of what each slot wants.
         classes: all tensors, by class.
         holders: the ranks of each group of ranks that hold the same pieces.
+        first: the first rank that generates.
     """
 
     slots: np.ndarray
     missing: MissingBytes
     classes: Sequence[TensorClass]
     holders: Sequence[Sequence[int]]
+    first: int = 0
 
     def readers(self, slots: int) -> list[list[int]]:
         """Return for each of the `slots` slots of an engine the ranks that have it, one in each engine."""
-        return [np.flatnonzero(self.slots % slots == slot).tolist() for slot in range(slots)]
+        return [(self.first + np.flatnonzero(self.slots % slots == slot)).tolist() for slot in range(slots)]
+
+    def demand(self, wanted: Sequence[Demand]) -> dict[int, Demand]:
+        """Return what each rank wants, from what each slot of an engine wants."""
+        return {self.first + i: wanted[slot % len(wanted)] for i, slot in enumerate(self.slots)}
 
 
 def compute_placement(
@@ -102,12 +108,15 @@ def compute_placement(
     holders = [ranks for ranks, _ in groups]
     readers = [signature_of(demand) for demand in wanted]
     classes = classify_tensors([signature for _, signature in groups], readers, multiplicity)
-    missing = count_missing_bytes(classes, holders, len(wanted), world, per_node)
-    if recipe.rollout.placement == "overlap":
+    first = world - recipe.generation_ranks
+    without = [range(first, world)] if recipe.is_split else []
+    missing = count_missing_bytes(classes, [*holders, *without], len(wanted), world, per_node)
+    missing = replace(missing, group=missing.group[first:], node=missing.node[first:])
+    if recipe.rollout.placement == "overlap" and not recipe.is_split:
         slots = assign_slots(missing, len(wanted), recipe.rollout.tp, per_node)
     else:
-        slots = consecutive_slots(world)
-    return Placement(slots, missing, classes, holders)
+        slots = consecutive_slots(recipe.generation_ranks)
+    return Placement(slots, missing, classes, holders, first)
 
 
 if __name__ == "__main__":

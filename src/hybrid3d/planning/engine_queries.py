@@ -49,7 +49,7 @@ def query_engines(recipe: Recipe, config: Config, on_progress: ProgressCallback 
     shapes = expected_shapes(config)
     all_layers = len(shapes) * recipe.world_size <= MAX_FULL_PLAN_PIECES
     layer_counts = None if all_layers else representative_layer_counts(config, recipe.train)
-    on_progress(f"asking Megatron what {recipe.world_size} ranks hold")
+    on_progress(f"asking Megatron what {recipe.train_ranks} ranks hold")
     holdings = holdings_of_all(config, recipe, layer_counts)
     on_progress(f"asking vLLM what {recipe.rollout.tp * recipe.rollout.dp} ranks of an engine want")
     slots = slot_demands(config, recipe, shapes, layer_counts)

@@ -125,7 +125,7 @@ class MemoryEstimator:
         if layout not in self._held:
             layer_counts = representative_layer_counts(self._config, layout)
             holdings = holdings_of_all(self._config, recipe, layer_counts, first_only=True)
-            stage_ranks = recipe.world_size // layout.pp
+            stage_ranks = recipe.train_ranks // layout.pp
             firsts = [holdings[stage * stage_ranks] for stage in range(layout.pp)]
             self._held[layout] = [count_parameters(first.pieces, _multiplicity(layer_counts)) for first in firsts]
         slots = rollout.tp, rollout.dp, rollout.expert_parallel

@@ -13,7 +13,7 @@ Both engines report the sizes of their weights. The rest is computed from these 
 - KV cache: vLLM's fraction minus its weights and its work space.
 
 vLLM sleeps while Megatron trains. Training's memory stays allocated while vLLM generates, except for what
-`train.offload_*` names.
+`train.offload_*` names. Where other GPUs generate than train, each phase has the memory of its own GPUs.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class MemoryEstimate:
         sleeps: whether vLLM frees its memory during training.
         keeps_weights: whether it keeps its weights then.
         offloads: the kinds of training memory that are offloaded during generation (`train.offload_*`).
+        split: whether each GPU either trains or generates.
     """
 
     stages: tuple[StageMemory, ...]
@@ -107,9 +108,12 @@ class MemoryEstimate:
     sleeps: bool = True
     keeps_weights: bool = False
     offloads: tuple[str, ...] = ()
+    split: bool = False
 
     @cached_property
     def train(self) -> int:
+        if self.split:
+            return max(stage.persistent + stage.activations for stage in self.stages)
         return max(
             stage.persistent
             + stage.activations
@@ -119,6 +123,8 @@ class MemoryEstimate:
 
     @cached_property
     def sync(self) -> int:
+        if self.split:
+            return max(max(stage.persistent, self.rollout) + stage.staging for stage in self.stages)
         return max(
             stage.persistent + (stage.rollout_weights if self.sleeps else self.rollout) + stage.staging
             for stage in self.stages
@@ -126,6 +132,8 @@ class MemoryEstimate:
 
     @cached_property
     def generate(self) -> int:
+        if self.split:
+            return self.rollout
         return max(stage.persistent - stage.offloaded_bytes(self.offloads) for stage in self.stages) + self.rollout
 
     @property
@@ -193,6 +201,7 @@ def estimate_memory(
         sleeps=rollout.sleep,
         keeps_weights=rollout.keep_weights,
         offloads=recipe.train.offloads,
+        split=recipe.is_split,
     )
 
 
@@ -206,7 +215,7 @@ def estimate_stages(
         finalize_bytes: memory that finalizing vLLM's tensors takes.
     """
     train, itemsize = recipe.train, ITEMSIZE[recipe.model.dtype]
-    stage_ranks = recipe.world_size // train.pp
+    stage_ranks = recipe.train_ranks // train.pp
     activations = stage_activations(recipe, _shape(config), layers_of_stages(config, train))
     num_trained = 2 if recipe.algorithm.uses_critic else 1
     num_frozen = (

@@ -29,7 +29,8 @@ def format_page(report: PlanReport) -> RenderableType:
 
 def _layouts(report: PlanReport) -> Table:
     recipe = report.recipe
-    train, rollout, ranks = recipe.train, recipe.rollout, recipe.world_size
+    train, rollout = recipe.train, recipe.rollout
+    ranks = f"{recipe.train_ranks} + {recipe.generation_ranks}" if recipe.is_split else f"{recipe.world_size}"
     assert rollout is not None
     table = Table(title=f"{recipe.name}: one sync of {gb(report.traffic.model)} over {ranks} GPUs")
     table.add_column("train layout (Megatron)")
@@ -40,9 +41,10 @@ def _layouts(report: PlanReport) -> Table:
     shared = f", experts EP{rollout.tp * rollout.dp}" if rollout.expert_parallel else ""
     table.add_row(
         f"TP{train.tp} x PP{train.pp}{interleaved}{sequences} x DP{train.dp}{experts}",
-        f"TP{rollout.tp} x DP{ranks // rollout.tp}{shared}",
+        f"TP{rollout.tp} x DP{recipe.generation_ranks // rollout.tp}{shared}",
     )
-    table.add_row(f"holds {_range(report.traffic.held)} a rank", f"wants {_range(report.traffic.wanted)} a rank")
+    held, wanted = report.traffic.held[: recipe.train_ranks], report.traffic.wanted[-recipe.generation_ranks :]
+    table.add_row(f"holds {_range(held)} a rank", f"wants {_range(wanted)} a rank")
     return table
 
 
@@ -74,7 +76,7 @@ def _sentences(report: PlanReport) -> Text:
     received, bound = traffic.traffic.sum(), traffic.lower_bound.sum()
     network = report.per_rank["received_over_network_bytes"].sum()
     usual, chosen = (
-        report.traffic_with_slots(consecutive_slots(report.recipe.world_size)),
+        report.traffic_with_slots(consecutive_slots(report.recipe.generation_ranks)),
         report.traffic_with_slots(traffic.placement.slots),
     )
     return Text(

@@ -1,7 +1,8 @@
 """Estimates the traffic of the method of other trainers, for comparison: every tensor is gathered on every rank.
 
 Each stage broadcasts what it holds to the ranks at the same position of the other stages. All-gathers over TP, and over
-EP for experts, then complete the tensors on each rank. Groups within a node use NVLink.
+EP for experts, then complete the tensors on each rank. Groups within a node use NVLink. Ranks that only
+generate receive every tensor by a broadcast, which enters each of their nodes once.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class GatherTraffic:
 def gather_traffic(recipe: Recipe, traffic: SyncTraffic) -> GatherTraffic:
     """Compute what ranks receive if every tensor is gathered on every rank."""
     train, per_node = recipe.train, recipe.machine.gpus_per_node
-    node = (np.arange(recipe.world_size) // per_node).reshape(train.pp, -1)
+    node = (np.arange(recipe.train_ranks) // per_node).reshape(train.pp, -1)
     far, near = (np.zeros(node.shape) for _ in range(2))
     for held, model, group in (
         (traffic.held - traffic.held_experts, traffic.model - traffic.model_experts, train.tp),
         (traffic.held_experts, traffic.model_experts, train.ep * train.etp),
     ):
-        of_stage = held.reshape(node.shape)
+        of_stage = held[: recipe.train_ranks].reshape(node.shape)
         for stage in range(train.pp):
             broadcast = np.where(np.arange(train.pp)[:, None] == stage, 0, of_stage[stage])
             far += np.where(node != node[stage], broadcast, 0)
@@ -50,4 +51,9 @@ def gather_traffic(recipe: Recipe, traffic: SyncTraffic) -> GatherTraffic:
         outside = 1 - (inside - 1) / (group - 1) if group > 1 else 0
         far += outside * rest
         near += (1 - outside) * rest
-    return GatherTraffic(far.reshape(-1).round().astype(np.int64), near.reshape(-1).round().astype(np.int64))
+    generating = np.arange(recipe.train_ranks, recipe.world_size)
+    members = np.bincount(generating // per_node)[generating // per_node]
+    broadcast_far = traffic.model / members
+    far = np.concatenate([far.reshape(-1), broadcast_far])
+    near = np.concatenate([near.reshape(-1), traffic.model - broadcast_far])
+    return GatherTraffic(far.round().astype(np.int64), near.round().astype(np.int64))

@@ -60,7 +60,7 @@ class PlanReport:
         too, and `buckets` is null.
         """
         traffic, ranks, changed = self.traffic, self.per_rank, self.changed
-        usual = consecutive_slots(self.recipe.world_size)
+        usual = consecutive_slots(self.recipe.generation_ranks)
         sums = {key: int(ranks[key].sum()) for key in ranks if key != "sent_bytes"}
         return {
             "name": self.recipe.name,

@@ -34,7 +34,7 @@ class SyncTraffic:
         lower_bound: the fewest bytes that each rank must receive, computed independently of the routes, [ranks].
         network_bound: the fewest bytes that must reach all nodes from other nodes, computed in the same way.
         model, model_experts: bytes of all canonical tensors, and of those of routed experts.
-        placement: the slot of each rank.
+        placement: the slot of each rank that generates.
         finalize: an upper bound of the memory that finalization needs on a rank.
         buckets, staging: the maximum over ranks of the number of buckets and of the bytes of staging. If the plan
             is too large to be made transfer by transfer, `buckets` is None and `staging` an upper bound.
@@ -72,7 +72,7 @@ def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence
     """Place the ranks, route every tensor, and check the routes.
 
     Args:
-        slots: the slot of each rank, if it is given; chosen here by default.
+        slots: the slot of each rank that generates, if it is given; chosen here by default.
 
     Raises:
         PlanError: holdings and demands do not match.
@@ -82,7 +82,7 @@ def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence
     found = compute_placement(recipe, holdings, wanted, answers.multiplicity)
     if slots is not None:
         found = replace(found, slots=np.array(slots))
-    demand = {rank: wanted[slot % len(wanted)] for rank, slot in enumerate(found.slots)}
+    demand = found.demand(wanted)
     routed = _routed(found, recipe, len(wanted))
     counts = {tensors.names[0]: tensors.count for tensors in found.classes}  # one tensor for each class
     selected = select_tensors(holdings, counts), select_tensors(demand, counts)
@@ -90,7 +90,7 @@ def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence
     check_routes(routed, *groups)
     traffic, local = _traffic(routed, world)
     bound = lower_bound(*selected, counts)
-    wanted_bytes = _nbytes(demand, answers.multiplicity)
+    wanted_bytes = _nbytes(demand, world, answers.multiplicity)
     mismatched = np.flatnonzero(traffic.sum(0) + local != wanted_bytes)
     if mismatched.size:  # the classes, which all of the above uses, have lost or duplicated a tensor
         rank = int(mismatched[0])
@@ -100,12 +100,12 @@ def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence
     check_coverage(plan, holdings, demand if plan else {})
     sizes = {name: math.prod(shape) * ITEMSIZE[recipe.model.dtype] for name, shape in answers.shapes.items()}
     return SyncTraffic(
-        held=_nbytes(holdings, answers.multiplicity),
-        held_experts=_nbytes(holdings, answers.multiplicity, is_expert),
+        held=_nbytes(holdings, world, answers.multiplicity),
+        held_experts=_nbytes(holdings, world, answers.multiplicity, is_expert),
         wanted=wanted_bytes,
         traffic=traffic,
         local=local,
-        lower_bound=np.array([bound[rank] for rank in range(world)]),
+        lower_bound=np.array([bound.get(rank, 0) for rank in range(world)]),
         network_bound=sum(network_lower_bound(*groups, per_node, counts).values()),
         model=sum(sizes.values()),
         model_experts=sum(nbytes for name, nbytes in sizes.items() if is_expert(name)),
@@ -147,10 +147,11 @@ def _traffic(routed: Sequence[RoutedClass], world: int) -> tuple[np.ndarray, np.
 
 def _nbytes(
     answers: Mapping[int, Holdings] | Mapping[int, Demand],
+    world: int,
     multiplicity: Mapping[str, int],
     counts: Callable[[str], bool] = lambda name: True,
 ) -> np.ndarray:
-    found = np.zeros(len(answers), np.int64)
+    found = np.zeros(world, np.int64)
     for ranks, side in group_ranks(answers):
         found[ranks] = sum(piece.nbytes * multiplicity[piece.name] for piece in side.pieces if counts(piece.name))
     return found

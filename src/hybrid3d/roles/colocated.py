@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
-from hybrid3d.generation.rollouts import Rollouts
+from hybrid3d.generation.rollouts import Rollouts, extra_batches
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.roles.learner import Experience, Learner
@@ -33,7 +33,7 @@ class Colocated:
 
     Attributes:
         models: the models in the train layout; None if the run does not train.
-        rollouts: generates and evaluates with the weights that the engine has.
+        train, held_out: the prompts.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Colocated:
         self._overlaps = guard is not None and recipe.sync.overlap
         buckets = self._policy.optimizer_buckets if self._overlaps else None
         self._sync = WeightSync(recipe, group, self._policy.weights, self._engine, buckets, self._policy.changes)
-        train, held_out = read_data(recipe, self.config, self.tokenizer)
-        self.rollouts = Rollouts(recipe, self._engine, self.tokenizer, train, held_out, group)
+        self.train, self.held_out = read_data(recipe, self.config, self.tokenizer)
+        self._rollouts = Rollouts(recipe, self._engine, self.tokenizer, self.train, self.held_out, group)
         self.models: Models | None = None
         if guard is not None:
             self._engine.sleep()
@@ -85,12 +85,11 @@ class Colocated:
         return report
 
     def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
-        return self.rollouts.evaluate(version)
+        return self._rollouts.evaluate(version)
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
         assert recipe.rollout is not None, "checked when the recipe was read"
-        extra = self._learner.extra_batches(recipe)
-        return self.rollouts.generate_batch(version, batch, recipe.rollout.temperature, extra)
+        return self._rollouts.generate_batch(version, batch, recipe.rollout.temperature, extra_batches(recipe))
 
     def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
         self._engine.sleep()
@@ -108,7 +107,7 @@ class Colocated:
 
     def close(self, recipe: Recipe) -> None:
         dist.barrier(self._group)
-        self.rollouts.close()
+        self._rollouts.close()
         (self.models or self._policy).offload(recipe.train)  # vLLM wakes to shut down
         self._engine.close()
 

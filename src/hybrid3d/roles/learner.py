@@ -106,11 +106,6 @@ class Learner:
         kl = recipe.algorithm.kl
         self._kl = KlController(kl.coef, kl.target, kl.horizon)
 
-    def extra_batches(self, recipe: Recipe) -> int:
-        """Return the maximum number of extra prompt batches for dynamic sampling."""
-        setting = recipe.algorithm.dynamic_sampling
-        return (self._method.dynamic_sampling if self._reward_model is None else 0) if setting is None else setting
-
     @property
     def progress(self) -> dict[str, Any]:
         """The state besides models that a checkpoint saves, as JSON."""

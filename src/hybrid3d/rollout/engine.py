@@ -112,11 +112,13 @@ class RolloutEngine:
         rollout = recipe.rollout
         assert rollout is not None, "checked when the recipe was read"
         self.replica, tp_rank = divmod(slots[rank], rollout.tp)
-        self.replicas = recipe.world_size // rollout.tp
+        self.replicas = recipe.generation_ranks // rollout.tp
         self.leads = tp_rank == 0
         self.weight_version: int | None = None
         self._asleep: set[EngineMemory] = set()
-        self._sleeps = rollout.sleep and not current_platform.is_cpu()  # sleep mode frees GPU memory only
+        self._sleeps = (  # where ranks also train; sleep mode frees GPU memory only
+            rollout.sleep and not recipe.is_split and not current_platform.is_cpu()
+        )
         self.discards_weights = self._sleeps and not rollout.keep_weights
         if rollout.keep_weights:
             keep_weights_while_asleep()

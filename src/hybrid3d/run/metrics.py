@@ -43,7 +43,7 @@ class StepMetrics:
     Attributes:
         sums: summed over ranks. A mean is a sum too: each rank divides by the number over all ranks.
         maxima: reduced by the maximum over ranks.
-        replicated: equal on every rank.
+        replicated: equal on every rank that has it.
     """
 
     sums: dict[str, float] = field(default_factory=dict)
@@ -63,14 +63,16 @@ class StepMetrics:
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
         """Return all metrics reduced over the group's ranks, which may have different ones; the same on every rank."""
         row: dict[str, float] = {}
-        for other in gather_objects((self.sums, self.maxima), group):
+        replicated: dict[str, float] = {}
+        for other in gather_objects((self.sums, self.maxima, self.replicated), group):
             sums: Mapping[str, float]
-            sums, maxima = other
+            sums, maxima, equal = other
+            replicated |= equal
             for key, value in sums.items():
                 row[key] = row.get(key, 0) + value
             for key, value in maxima.items():
                 row[key] = _larger(row.get(key, value), value)
-        return row | self.replicated
+        return row | replicated
 
 
 def _larger(a: float, b: float) -> float:

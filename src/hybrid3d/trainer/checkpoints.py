@@ -28,13 +28,23 @@ class Checkpoints:
     All ranks call every method together.
     """
 
-    def __init__(self, models: checkpoint.Models, replicas: int, record: Record, group: dist.ProcessGroup):
+    def __init__(
+        self,
+        models: checkpoint.Models | None,
+        replicas: int,
+        record: Record,
+        group: dist.ProcessGroup,
+        everyone: dist.ProcessGroup | None = None,
+    ):
         """
         Args:
+            models: None on ranks that hold no models: they only learn where the run resumes.
             replicas: the data-parallel size, from which the size of the first checkpoint is estimated.
             group: all ranks that hold shards of the models.
+            everyone: these and the ranks that hold none, if there are such; its first rank holds some.
         """
-        self._models, self._replicas, self._group = models, replicas, group
+        self._models, self._replicas, self._group = models or {}, replicas, group
+        self._everyone, self._holds_models = everyone, models is not None
         self._record = record
         self._writing: CheckpointWriter | None = None
         self._updates = 0  # the number of updates before the checkpoint that is being written
@@ -47,8 +57,15 @@ class Checkpoints:
         Returns:
             The policy's version, which is its number of updates, and the progress that was saved with it.
         """
+        resumed = self._resume() if self._holds_models else None
+        if self._everyone is not None:
+            resumed = broadcast_object(resumed, self._everyone)
+        assert resumed is not None, "the first rank holds models"
+        return resumed
+
+    def _resume(self) -> tuple[int, dict[str, Any]]:
         folder = self._record.folder
-        updates, progress = 0, {}
+        updates, progress = 0, dict[str, Any]()
         self._check_file_system()
         if self._first_rank:
             remove_unfinished(folder.checkpoints)
@@ -104,6 +121,8 @@ class Checkpoints:
         Raises:
             CheckpointWriteError: this checkpoint or the previous one could not be written.
         """
+        if not self._holds_models:
+            return
         self._keep_last = run.keep_last
         if self._writing is not None and self._writing.is_written():
             self.close()

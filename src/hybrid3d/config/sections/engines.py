@@ -130,6 +130,25 @@ class Rollout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GenerationRole:
+    """Where vLLM generates.
+
+    Attributes:
+        ranks: Number of ranks that only generate, in addition to those that train; `null`: the ranks that train also
+            generate, in turns.
+    """
+
+    ranks: Ranks | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleRanks:
+    """Which roles have ranks of their own. Ranks that train come first, then those that generate."""
+
+    generation: GenerationRole = GenerationRole()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sync:
     """How the trained weights are transferred to vLLM.
 

@@ -117,6 +117,7 @@ class WeightSync:
         engine: RolloutEngine | None = None,
         optimizer_buckets: Mapping[str, int] | None = None,
         changes: ChangeSource | None = None,
+        transport_group: dist.ProcessGroup | None = None,
     ):
         """
         Args:
@@ -125,15 +126,17 @@ class WeightSync:
             engine: this rank's engine, if it generates.
             optimizer_buckets: needed by `bucket_ready`: the optimizer bucket of each of the trainer's local tensors.
             changes: which of this rank's weights its updates have changed; without it every sync sends all.
+            transport_group: the same ranks as `group`, for weights alone; needed if `group` is not within the default
+                group.
         """
         self._group, self._engine = group, engine
         self._plan = SyncPlan(recipe, group, trained, engine, optimizer_buckets or {})
         self.holders, self.lower_bound = self._plan.holders, self._plan.lower_bound
         self._trained = {} if trained is None else trained.tensors
         self.source = NamedTensors(self._trained)
-        self.transport = make_transport(
-            device(), dist.new_group(dist.get_process_group_ranks(group)), recipe.machine.gpus_per_node
-        )
+        if transport_group is None:
+            transport_group = dist.new_group(dist.get_process_group_ranks(group))
+        self.transport = make_transport(device(), transport_group, recipe.machine.gpus_per_node)
         self._shared = SharedStorage()
         self._to_share = recipe.sync.share_storage
         names = {name for _, signature in self.holders for held in signature.values() for name in held}

@@ -1,0 +1,40 @@
+"""Sends the results of the ranks of one role to the ranks of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from hybrid3d.distributed import broadcast_object
+
+T = TypeVar("T")
+
+
+def share(work: Callable[[], T], group: dist.ProcessGroup, first: int) -> T:
+    """Do the work, and send its result to the ranks that call `receive`, or the error that all ranks of the role raise.
+
+    Args:
+        group: the ranks of all roles.
+        first: the lowest rank of the role that works, whose result is sent.
+    """
+    outcome: T | Exception
+    try:
+        outcome = work()
+    except Exception as error:
+        if not getattr(error, "raised_on_all_ranks", False):
+            raise
+        outcome = error
+    broadcast_object(outcome, group, first)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def receive(group: dist.ProcessGroup, first: int) -> Any:
+    """Return what the ranks that call `share` have found, or raise the error that all of them have raised."""
+    outcome = broadcast_object(None, group, first)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome

@@ -1,0 +1,76 @@
+"""A rank that generates, where other ranks train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from hybrid3d import distributed
+from hybrid3d.config import Recipe
+from hybrid3d.distributed import RoleGroups
+from hybrid3d.generation.rollouts import Rollouts, extra_batches
+from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
+from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
+from hybrid3d.roles.split.exchange import share
+from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
+from hybrid3d.rollout.engine import RolloutEngine
+from hybrid3d.run.metrics import StepMetrics
+
+
+@dataclass(frozen=True)
+class ForeignExperience:
+    """The experience that other ranks have made; this rank knows its samples."""
+
+    samples: Sequence[Sample]
+    metrics: StepMetrics = field(default_factory=StepMetrics)
+
+
+class GenerationRank:
+    """Implements `Roles` on a rank that generates: it does nothing while others train.
+
+    Attributes:
+        train, held_out: the prompts.
+    """
+
+    models = None
+
+    def __init__(self, recipe: Recipe, groups: RoleGroups, slots: Sequence[int]):
+        self._groups, self._first = groups, recipe.train_ranks
+        config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
+        self._engine = RolloutEngine(recipe, groups.own.rank(), distributed.run_id(), slots)
+        self._sync = WeightSync(recipe, groups.everyone, engine=self._engine, transport_group=groups.weights)
+        self.train, self.held_out = read_data(recipe, config, tokenizer)
+        self._rollouts = Rollouts(recipe, self._engine, tokenizer, self.train, self.held_out, groups.own)
+
+    def sync(self, version: int, recipe: Recipe) -> SyncReport:
+        return self._sync.run(version, is_verified(recipe.sync.verify, version))
+
+    def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
+        return share(lambda: self._rollouts.evaluate(version), self._groups.everyone, self._first)
+
+    def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
+        assert recipe.rollout is not None, "checked when the recipe was read"
+        temperature, extra = recipe.rollout.temperature, extra_batches(recipe)
+        generate = partial(self._rollouts.generate_batch, version, batch, temperature, extra)
+        return share(generate, self._groups.everyone, self._first)
+
+    def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> ForeignExperience:
+        return ForeignExperience(samples)
+
+    def update(self, experience: Any, step: int, recipe: Recipe) -> StepMetrics:
+        return StepMetrics()
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None: ...
+
+    def close(self, recipe: Recipe) -> None:
+        dist.barrier(self._groups.everyone)
+        self._rollouts.close()
+        self._engine.close()

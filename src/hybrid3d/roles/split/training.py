@@ -1,0 +1,75 @@
+"""A rank that trains, where other ranks generate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hybrid3d.config import Recipe
+from hybrid3d.distributed import RoleGroups
+from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
+from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
+from hybrid3d.roles.learner import Experience, Learner
+from hybrid3d.roles.models import Models
+from hybrid3d.roles.split.exchange import receive
+from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
+from hybrid3d.run.health import Guard
+from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.train import checkpoint
+from hybrid3d.train.policy import Policy
+
+
+class TrainingRank:
+    """Implements `Roles` on a rank that trains: what other ranks generate it receives.
+
+    Attributes:
+        models: the models in the train layout; None if the run does not train.
+        train, held_out: the prompts.
+    """
+
+    def __init__(self, recipe: Recipe, groups: RoleGroups, guard: Guard | None, weights_of: Path | None):
+        self._groups, self._first = groups, recipe.train_ranks
+        config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
+        self._policy = Policy(config, recipe, groups.own.rank(), trainable=guard is not None)
+        if weights_of is not None:
+            checkpoint.load_weights({"policy": self._policy}, weights_of, groups.own)
+        self._sync = WeightSync(
+            recipe,
+            groups.everyone,
+            self._policy.weights,
+            changes=self._policy.changes,
+            transport_group=groups.weights,
+        )
+        self.train, self.held_out = read_data(recipe, config, tokenizer)
+        self.models: Models | None = None
+        if guard is not None:
+            self.models = Models.of(recipe, self._policy, groups.own.rank())
+            self._learner = Learner(recipe, self.models, guard, tokenizer.pad_token_id, groups.own)
+
+    def sync(self, version: int, recipe: Recipe) -> SyncReport:
+        return self._sync.run(version, is_verified(recipe.sync.verify, version))
+
+    def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
+        return receive(self._groups.everyone, self._first)
+
+    def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
+        return receive(self._groups.everyone, self._first)
+
+    def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
+        return self._learner.make_experience(samples, step, recipe)
+
+    def update(self, experience: Experience, step: int, recipe: Recipe) -> StepMetrics:
+        return self._learner.update(experience, step, recipe)
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        return self._learner.progress
+
+    def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
+        self._learner.restore(progress, recipe)
+
+    def close(self, recipe: Recipe) -> None:
+        dist.barrier(self._groups.everyone)

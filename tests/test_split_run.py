@@ -1,0 +1,117 @@
+"""Training and generation on different ranks: the metrics of the same ranks, bit for bit, from checkpoint to export."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from commands import ROOT, hybrid3d, read_rows, warm_checkpoint, without
+from killing import after
+from run_ranks import environment, kill_marked, marked
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+# Which depend on the ranks that have weights already
+OF_TRAFFIC = (
+    *("sync/received_bytes", "sync/lower_bound_bytes", "sync/network_bytes", "sync/network_bound_bytes"),
+    *("sync/delta_bytes", "sync/delta_bound_bytes", "sync/max_staging_bytes", "sync/max_finalize_bytes"),
+)
+SPLIT = ["name=split", "roles.generation.ranks=2", "machine.gpus_per_node=2"]
+
+
+def settings(*more: str) -> list[str]:
+    return [
+        str(ROOT / "recipes/demo-cpu.yaml"),
+        *("model.path=warm", "model.dtype=bfloat16", "rollout.pack_weights=false", "guard.initial_mismatch=ignore"),
+        *("train.tp=2", "train.pp=1", "rollout.tp=1", "rollout.placement=consecutive"),
+        *("run.steps=3", "run.eval_every=3", "run.checkpoint_every=2", "algorithm.prompts_per_step=16"),
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs of the same seed: on two ranks, and on two that train and two that generate."""
+    work = warm_checkpoint(tmp_path_factory.mktemp("split"), demo)
+    hybrid3d(work, "train", *settings("name=colocated"))
+    hybrid3d(work, "train", *settings(*SPLIT, "sync.verify=always"))
+    return work
+
+
+def test_both_learn_the_same(work: Path) -> None:
+    together, apart = (without(read_rows(work / "runs" / name), *OF_TRAFFIC) for name in ("colocated", "split"))
+    assert len(together) == 4
+    assert together == apart
+    together, apart = ((work / "runs" / name / "samples.jsonl").read_text() for name in ("colocated", "split"))
+    assert together == apart
+
+
+def test_every_byte_is_received_once_and_enters_the_node_once(work: Path) -> None:
+    rows = read_rows(work / "runs/split")
+    dense, sparse = rows[0], rows[1:]
+    assert dense["sync/dense"] == 1
+    assert dense["sync/received_bytes"] == dense["sync/lower_bound_bytes"] > 0
+    # Both ranks that generate want all of the model, and one copy of it enters their node.
+    assert dense["sync/network_bytes"] == dense["sync/network_bound_bytes"] == dense["sync/received_bytes"] / 2
+    assert [row["sync/dense"] for row in sparse] == [0, 0, 0]
+    for row in sparse:
+        assert 0 < row["sync/delta_bytes"] < dense["sync/received_bytes"] / 3
+
+
+def test_a_run_resumes(work: Path) -> None:
+    rows = without(read_rows(work / "runs/split"), *OF_TRAFFIC, "sync/dense")
+    shutil.rmtree(work / "runs/split/checkpoints/step-000003")
+    printed = hybrid3d(work, "train", *settings(*SPLIT, "sync.verify=always"))
+    assert "resumed from runs/split/checkpoints/step-000002" in printed
+    assert without(read_rows(work / "runs/split"), *OF_TRAFFIC, "sync/dense") == rows
+
+
+def test_a_checkpoint_is_evaluated_and_exported(work: Path) -> None:
+    accuracy = read_rows(work / "runs/split")[-1]["eval/accuracy"]
+    assert f"step 3: held-out accuracy {accuracy:.4f}" in hybrid3d(work, "eval", "runs/split")
+    for name in ("split", "colocated"):
+        hybrid3d(work, "export", f"runs/{name}", f"out-{name}")
+    one, other = ((work / f"out-{name}" / "model.safetensors").read_bytes() for name in ("split", "colocated"))
+    assert one == other
+
+
+def test_a_killed_rank_that_generates_is_named(work: Path) -> None:
+    run, mark = work / "runs/killed", uuid.uuid4().hex
+    command = [sys.executable, "-m", "hybrid3d", "train", *settings(*SPLIT, "name=killed", "run.steps=200")]
+    process = subprocess.Popen(command, cwd=work, env=environment(mark), stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + 300
+        while not after(2)(run):
+            assert time.monotonic() < end
+            assert process.poll() is None
+            time.sleep(0.1)
+        (pid,) = [pid for pid, variables in marked(mark).items() if variables.get("RANK") == "3" and is_rank(pid)]
+        os.kill(pid, signal.SIGKILL)
+        _, printed = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "rank 3 failed: killed by SIGKILL" in printed
+    finally:
+        kill_marked(mark)
+        process.wait()
+
+
+def is_rank(pid: int) -> bool:
+    """Return whether a process is a rank itself, and not one that a rank has started."""
+    return b"\0train\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_an_error_of_all_ranks_that_generate_ends_the_run(work: Path) -> None:
+    (work / "no_rewards.py").write_text("def reward(answer, solution):\n    raise ValueError('no reward today')\n")
+    hybrid3d(work, "train", *settings(*SPLIT, "name=fails", "reward.name=no_rewards:reward"), expect=1, also=work)
+    reasons = [json.loads(path.read_text()) for path in (work / "runs/fails/logs").glob("rank-*.failure")]
+    assert len(reasons) == 4
+    assert all(reason["on_all_ranks"] and "no reward today" in reason["reason"] for reason in reasons)
