@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from hybrid3d.config import Recipe
-from hybrid3d.config.schema import describe_type, section_type
+from hybrid3d.config.schema import describe_type, key_of, section_type
 from hybrid3d.run.live_settings import MUTABLE_SETTINGS
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -42,8 +42,8 @@ def iter_sections(kind: type[Any], path: str) -> Iterator[tuple[str, type[Any]]]
     for name, hint in get_type_hints(kind, include_extras=True).items():
         subsection = section_type(hint)
         if subsection is not None and not (path and is_row(hint)):
-            yield f"{path}{name}", subsection
-            yield from iter_sections(subsection, f"{path}{name}.")
+            yield f"{path}{key_of(name)}", subsection
+            yield from iter_sections(subsection, f"{path}{key_of(name)}.")
 
 
 def section_lines(name: str, kind: type[Any]) -> Iterator[str]:

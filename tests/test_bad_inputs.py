@@ -21,7 +21,7 @@ import sound
 from bad_inputs import Bad, Harness, check_labels, sample
 from hybrid3d import cli
 from hybrid3d.config import Recipe
-from hybrid3d.config.schema import Schedule, section_type
+from hybrid3d.config.schema import Schedule, key_of, section_type
 from hybrid3d.launch import launcher
 from test_user_files import BOMB, MERGE_BOMB
 
@@ -46,9 +46,10 @@ def settings(kind: type[Any] = Recipe, path: str = "") -> Iterator[tuple[str, An
     for name, hint in get_type_hints(kind, include_extras=True).items():
         optional, section = NoneType in get_args(hint), section_type(hint)
         plain = next((arg for arg in get_args(hint) if arg is not NoneType), hint) if optional else hint
-        yield f"{path}{name}", section or plain, optional
+        key = f"{path}{key_of(name)}"
+        yield key, section or plain, optional
         if section is not None:
-            yield from settings(section, f"{path}{name}.")
+            yield from settings(section, f"{key}.")
 
 
 def plain_type(hint: Any) -> Any:

@@ -100,6 +100,8 @@ def test_defaults(load: Any) -> None:
         }
         | {"offload_parameters": False, "offload_gradients": False, "offload_optimizer": False},
         "rollout": None,
+        "roles": {"generation": {"ranks": None}},
+        "async": {"max_staleness": 0},
         "sync": {"bucket_mib": 64.0, "verify": "never", "overlap": True, "share_storage": False}
         | {"delta": "auto", "keep_loader_layout": False, "anchor_every": None},
         "data": {
@@ -359,8 +361,8 @@ def test_the_error_survives_pickling(load: Any) -> None:
         ),
         (
             "optimiser.lr=1",
-            "optimiser: unknown key, did you mean optimizer?; known sections: name, model, train, rollout, sync, data, "
-            "reward, algorithm, optimizer, critic, guard, run, schedule, machine",
+            "optimiser: unknown key, did you mean optimizer?; known sections: name, model, train, rollout, roles, "
+            "async, sync, data, reward, algorithm, optimizer, critic, guard, run, schedule, machine",
         ),
         ("train", "override 'train': expected section.key=value"),
         ("=3", "override '=3': expected section.key=value"),
@@ -456,6 +458,34 @@ def test_padded_micro_batches_of_unlike_shapes_are_not_interleaved(load: Any) ->
         "train.max_tokens_per_micro_batch=256: padded micro batches differ in shape, which the interleaved "
         "schedule (train.vpp=2) does not support: set train.packed=true, or train.vpp=1"
     ]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("sync.share_storage=true", "sync.share_storage: no rank has both engines, so that none shares memory"),
+        ("rollout.keep_weights=true", "rollout.keep_weights: no rank has both engines, so that vLLM never sleeps"),
+        (
+            "train.offload_optimizer=true",
+            "train.offload_optimizer: no rank has both engines, so that Megatron never makes room",
+        ),
+    ],
+)
+def test_settings_of_ranks_with_both_engines_are_refused_on_split_ranks(load: Any, override: str, problem: str) -> None:
+    assert problems(load, "roles.generation.ranks=2", override) == [f"{problem}: leave it out"]
+
+
+def test_generation_runs_ahead_only_on_ranks_of_its_own_and_corrected(load: Any) -> None:
+    assert problems(load, "async.max_staleness=1") == [
+        "async.max_staleness=1: the ranks that train also generate: set roles.generation.ranks"
+    ]
+    assert problems(load, "async.max_staleness=1", "roles.generation.ranks=2") == [
+        "async.max_staleness=1: older weights than those that are trained generate the samples, and "
+        "algorithm.correction.kind=none does not correct for it: set truncate or sequence_mask"
+    ]
+    corrected = ["algorithm.correction.kind=truncate", "roles.generation.ranks=2"]
+    recipe = load(DEMO, ["async.max_staleness=1", *corrected])
+    assert (recipe.world_size, recipe.train_ranks, recipe.generation_ranks) == (6, 4, 2)
 
 
 def test_the_contradictions_borders_load(load: Any) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,40 @@ def test_a_checkpoint_is_evaluated_and_exported(work: Path) -> None:
         hybrid3d(work, "export", f"runs/{name}", f"out-{name}")
     one, other = ((work / f"out-{name}" / "model.safetensors").read_bytes() for name in ("split", "colocated"))
     assert one == other
+
+
+AHEAD = [*SPLIT, "algorithm.correction.kind=truncate"]
+
+
+def test_generation_runs_ahead_within_its_bound(work: Path) -> None:
+    """The prompts of each step are those of the other runs, and weights are older by what the bound allows."""
+    hybrid3d(work, "train", *settings(*AHEAD, "name=ahead", "async.max_staleness=1"))
+    rows = read_rows(work / "runs/ahead")
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
+    assert [row["rollout/staleness_mean"] for row in rows] == [0, 1, 1, 1]
+    ahead, together = (samples_of(work / "runs" / name) for name in ("ahead", "colocated"))
+    assert [sample["weights"] for sample in ahead] == [max(0, sample["step"] - 1) for sample in ahead]
+    assert [sample["prompt"] for sample in ahead] == [sample["prompt"] for sample in together]
+    first = [sample["answer"] for sample in together if sample["step"] == 0]
+    assert [sample["answer"] for sample in ahead if sample["step"] == 0] == first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [1, 2, 4])
+def test_ten_thousand_samples_are_within_the_bound(work: Path, bound: int) -> None:
+    name, steps = f"ahead-{bound}", 79
+    more = (f"name={name}", f"async.max_staleness={bound}", f"run.steps={steps}", "run.eval_every=79")
+    hybrid3d(work, "train", *settings(*AHEAD, *more, "run.checkpoint_every=0"))
+    rows = read_rows(work / "runs" / name)
+    assert len(rows) * 16 * 8 >= 10_000
+    assert max(row["rollout/staleness_max"] for row in rows) == bound
+    assert all(
+        sample["step"] - bound <= sample["weights"] <= sample["step"] for sample in samples_of(work / "runs" / name)
+    )
+
+
+def samples_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
 def test_a_killed_rank_that_generates_is_named(work: Path) -> None:

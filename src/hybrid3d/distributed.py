@@ -72,11 +72,13 @@ class RoleGroups:
         own: the ranks with this rank's role. It is the default group, over which Megatron and vLLM build theirs.
         everyone: all ranks; ranks in it are those of the launcher.
         weights: all ranks, for the messages of syncs alone.
+        store: of all ranks.
     """
 
     own: dist.ProcessGroup
     everyone: dist.ProcessGroup
     weights: dist.ProcessGroup
+    store: dist.Store
 
 
 def start_roles(store: dist.Store, roles: Mapping[str, range]) -> RoleGroups:
@@ -88,7 +90,8 @@ def start_roles(store: dist.Store, roles: Mapping[str, range]) -> RoleGroups:
     """
     name, ranks = next((name, ranks) for name, ranks in roles.items() if rank() in ranks)
     own = _start_default(store=dist.PrefixStore(f"role/{name}", store), rank=ranks.index(rank()), world_size=len(ranks))
-    return RoleGroups(own, _spanning_group(store, "everyone"), _spanning_group(store, "weights"))
+    everyone, weights = (_spanning_group(store, name) for name in ("everyone", "weights"))
+    return RoleGroups(own, everyone, weights, dist.PrefixStore("roles", store))
 
 
 def _start_default(**rendezvous: Any) -> dist.ProcessGroup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import yaml
 
 from hybrid3d.config.recipe import Recipe
 from hybrid3d.config.rules import validate_recipe
-from hybrid3d.config.schema import RecipeError, apply_overrides, read_section, read_yaml
+from hybrid3d.config.schema import RecipeError, apply_overrides, read_section, read_yaml, to_raw
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -48,4 +47,4 @@ def read_recipe(raw: object, subject: str, problems: list[str]) -> Recipe:
 
 def recipe_to_yaml(recipe: Recipe) -> str:
     """Return the recipe as YAML with all defaults written out; `load_recipe` reads an equal recipe from it."""
-    return str(yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True))
+    return str(yaml.safe_dump(to_raw(recipe), sort_keys=False, allow_unicode=True))

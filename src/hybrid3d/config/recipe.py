@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hybrid3d.config.schema import Name, Schedule
-from hybrid3d.config.sections.engines import Machine, Model, RoleRanks, Rollout, Sync, Train
+from hybrid3d.config.sections.engines import Async, Machine, Model, RoleRanks, Rollout, Sync, Train
 from hybrid3d.config.sections.learning import Algorithm, Critic, Data, Guard, Optimizer, Reward, Run
 
 
@@ -18,6 +18,7 @@ class Recipe:
     train: Train = Train()
     rollout: Rollout | None = None
     roles: RoleRanks = RoleRanks()
+    async_: Async = Async()
     sync: Sync = Sync()
     data: Data
     reward: Reward = Reward()

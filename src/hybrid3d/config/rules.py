@@ -78,12 +78,19 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
 
 def _check_split(recipe: Recipe) -> Iterator[str]:
     """Yield settings that make no sense where ranks either train or generate."""
-    ranks, train = recipe.roles.generation.ranks, recipe.train
+    ranks, train, staleness = recipe.roles.generation.ranks, recipe.train, recipe.async_.max_staleness
     if ranks is None:
+        if staleness:
+            yield f"async.max_staleness={staleness}: the ranks that train also generate: set roles.generation.ranks"
         return
+    if staleness and recipe.algorithm.correction.kind == "none":
+        yield (
+            f"async.max_staleness={staleness}: older weights than those that are trained generate the samples, and "
+            "algorithm.correction.kind=none does not correct for it: set truncate or sequence_mask"
+        )
     if not recipe.algorithm.generates:
         yield f"roles.generation.ranks={ranks}: algorithm.name={recipe.algorithm.name} never generates: leave it out"
-    apart = f"roles.generation.ranks={ranks}: no rank has both engines"
+    apart = "no rank has both engines"
     if recipe.sync.share_storage:
         yield f"sync.share_storage: {apart}, so that none shares memory: leave it out"
     if recipe.rollout is not None and recipe.rollout.keep_weights:

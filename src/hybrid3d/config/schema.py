@@ -119,6 +119,7 @@ TokensOrZero = Annotated[int, within(0, 2**24)]
 Steps = Annotated[int, within(1, 10**9)]
 StepsOrZero = Annotated[int, within(0, 10**9)]
 Repeats = Annotated[int, within(1, 10_000)]
+Staleness = Annotated[int, within(0, 100)]
 RepeatsOrZero = Annotated[int, within(0, 10_000)]
 Processes = Annotated[int, within(1, 1_024)]
 Seed = Annotated[int, within(0, 2**32 - 1)]  # the limit of NumPy's generators, which vLLM seeds too
@@ -226,6 +227,16 @@ def _set(raw: dict[Any, Any], keys: Sequence[str], value: object) -> None:
     section[key] = value
 
 
+def key_of(field_name: str) -> str:
+    """Return the key in a recipe of a dataclass field: that of `async_` is `async`, which no field can be called."""
+    return field_name.removesuffix("_")
+
+
+def to_raw(recipe: Any) -> dict[str, Any]:
+    """Return a recipe as `read_section` reads it."""
+    return {key_of(name): value for name, value in dataclasses.asdict(recipe).items()}
+
+
 def read_section(kind: type[T], raw: object, path: str, problems: list[str]) -> T | None:
     """Return an instance of the dataclass `kind` read from `raw`, or None if it has problems, which are appended.
 
@@ -237,12 +248,14 @@ def read_section(kind: type[T], raw: object, path: str, problems: list[str]) -> 
         return None
     before = len(problems)
     hints = get_type_hints(kind, include_extras=True)
-    problems.extend(_unknown_key_problem(key, list(hints), path) for key in raw if key not in hints)
+    keys = [key_of(name) for name in hints]
+    problems.extend(_unknown_key_problem(key, keys, path) for key in raw if key not in keys)
     values = {}
     for field in dataclasses.fields(cast(Any, kind)):
-        key_path, hint = _join(path, field.name), hints[field.name]
-        if field.name in raw:
-            values[field.name] = _read(hint, raw[field.name], key_path, problems)
+        key, hint = key_of(field.name), hints[field.name]
+        key_path = _join(path, key)
+        if key in raw:
+            values[field.name] = _read(hint, raw[key], key_path, problems)
         elif field.metadata and raw.get(field.metadata[REQUIRED_UNLESS][0]) != field.metadata[REQUIRED_UNLESS][1]:
             problems.append(f"{key_path}: missing, expected {describe_type(hint)}")
         elif field.default_factory is not dataclasses.MISSING:

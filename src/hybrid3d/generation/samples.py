@@ -57,12 +57,14 @@ class RolloutBatch:
     failures: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
 
-    def metrics(self, samples: Sequence[Sample], rollout: Rollout) -> dict[str, float]:
-        """Return the metrics of the samples' lengths, turns and rewards.
+    def metrics(self, samples: Sequence[Sample], rollout: Rollout, version: int) -> dict[str, float]:
+        """Return the metrics of the samples' lengths, turns, rewards and weights.
 
         Args:
             samples: these, with the rewards that training used.
+            version: of the policy that is trained with them.
         """
+        staleness = [version - sample.weight_version for sample in samples]
         lengths = [len(sample.tokens) for sample in samples]
         turns: dict[str, float] = {}
         if rollout.environment is not None:
@@ -74,6 +76,8 @@ class RolloutBatch:
             "rollout/response_tokens_mean": sum(lengths) / len(lengths),
             "rollout/response_tokens_max": max(lengths),
             "rollout/truncated_fraction": sum(length >= rollout.max_new_tokens for length in lengths) / len(lengths),
+            "rollout/staleness_mean": sum(staleness) / len(staleness),
+            "rollout/staleness_max": max(staleness),
             "rollout/batches": self.batches,
             "rollout/zero_variance_groups": self.zero_variance_groups,
             "reward/failures": sum(self.failures.values()),

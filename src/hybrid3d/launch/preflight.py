@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from hybrid3d import distributed
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
-from hybrid3d.config.schema import flatten_settings
+from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.families import VALUE_HEAD, Config, family_of
 from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.checks import check_model
@@ -170,7 +170,7 @@ def check_folder(recipe: Recipe) -> None:
     folder.check()
     if not folder.recipe.exists():
         return
-    old, new = (flatten_settings(asdict(r)) for r in (load_recipe(folder.recipe), recipe))
+    old, new = (flatten_settings(to_raw(r)) for r in (load_recipe(folder.recipe), recipe))
     keys = _differing_keys(old, new)
     if not keys:
         return

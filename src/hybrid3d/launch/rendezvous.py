@@ -10,7 +10,6 @@ fails with a traceback.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -26,7 +25,7 @@ import torch.distributed as dist
 
 from hybrid3d import __version__, distributed, launch_environment
 from hybrid3d.config import Recipe, load_recipe
-from hybrid3d.config.schema import flatten_settings
+from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.errors import UserMistake, escape_control_characters
 from hybrid3d.launch_environment import RENDEZVOUS_SECONDS, rendezvous_seconds
 
@@ -58,7 +57,7 @@ def describe_rank(recipe: Recipe) -> dict[str, Any]:
     """Return what must be equal on all ranks: all settings, package versions and the device type."""
     installed = {f"version of {name}": _version(name) for name in PACKAGES}
     return {
-        **flatten_settings(dataclasses.asdict(recipe)),
+        **flatten_settings(to_raw(recipe)),
         "ranks started": distributed.world_size(),
         "version of hybrid3d": __version__,
         **{name: found for name, found in installed.items() if found},

@@ -78,7 +78,7 @@ def _start(recipe: Recipe, store: dist.Store) -> RoleGroups:
         groups = distributed.start_roles(store, recipe.role_ranks)
     else:
         group = distributed.start(store)
-        groups = RoleGroups(group, group, group)
+        groups = RoleGroups(group, group, group, store)
     if groups.everyone.rank() < recipe.train_ranks:
         runtime.initialize(recipe.train, recipe.run.seed)
     return groups

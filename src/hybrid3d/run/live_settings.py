@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import time
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe, RecipeError, read_recipe
-from hybrid3d.config.schema import flatten_settings, with_settings
+from hybrid3d.config.schema import flatten_settings, to_raw, with_settings
 from hybrid3d.distributed import broadcast_object
 from hybrid3d.errors import UserMistake
 from hybrid3d.inputs.checks import check_model
@@ -53,7 +52,7 @@ Settings = Mapping[str, Any]
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """Return all settings of a recipe by dotted key; an absent section is None."""
-    return flatten_settings(dataclasses.asdict(recipe))
+    return flatten_settings(to_raw(recipe))
 
 
 def override_settings(recipe: Recipe, settings: Settings) -> Recipe:
@@ -63,7 +62,7 @@ def override_settings(recipe: Recipe, settings: Settings) -> Recipe:
         RecipeError: the result is invalid; with all problems.
     """
     problems: list[str] = []
-    raw = with_settings(dataclasses.asdict(recipe), settings, problems)
+    raw = with_settings(to_raw(recipe), settings, problems)
     return read_recipe(raw, recipe.name, problems)
 
 

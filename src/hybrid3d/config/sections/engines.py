@@ -16,6 +16,7 @@ from hybrid3d.config.schema import (
     Ranks,
     Repeats,
     Sequences,
+    Staleness,
     Temperature,
     Text,
     Tokens,
@@ -146,6 +147,18 @@ class RoleRanks:
     """Which roles have ranks of their own. Ranks that train come first, then those that generate."""
 
     generation: GenerationRole = GenerationRole()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Async:
+    """How far generation runs ahead of training, on ranks of their own (`roles.generation.ranks`).
+
+    Attributes:
+        max_staleness: By how many updates the weights that generated a token may be older than those that are trained
+            with it; with 0, each of both waits for the other.
+    """
+
+    max_staleness: Staleness = 0
 
 
 @dataclass(frozen=True, kw_only=True)

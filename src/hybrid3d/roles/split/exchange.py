@@ -38,3 +38,14 @@ def receive(group: dist.ProcessGroup, first: int) -> Any:
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
+
+
+def announce_update(store: dist.Store, step: int) -> None:
+    """Let the ranks that generate know that the update of this step is done; one rank calls this."""
+    store.set("updated", str(step))
+
+
+def is_updated(store: dist.Store, step: int, group: dist.ProcessGroup) -> bool:
+    """Return whether the update of this step is done; the ranks of the group, which call this together, agree on it."""
+    done = store.check(["updated"]) and int(store.get("updated")) >= step if group.rank() == 0 else None
+    return bool(broadcast_object(done, group))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,10 +13,10 @@ import torch.distributed as dist
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import RoleGroups
-from hybrid3d.generation.rollouts import Rollouts, extra_batches
+from hybrid3d.generation.rollouts import FailedRewards, Rollouts, extra_batches
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
-from hybrid3d.roles.split.exchange import share
+from hybrid3d.roles.split.exchange import is_updated, share
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.metrics import StepMetrics
@@ -30,7 +31,9 @@ class ForeignExperience:
 
 
 class GenerationRank:
-    """Implements `Roles` on a rank that generates: it does nothing while others train.
+    """Implements `Roles` on a rank that generates.
+
+    While others train, it waits, or generates samples of the next steps as far ahead as `async.max_staleness` allows.
 
     Attributes:
         train, held_out: the prompts.
@@ -45,6 +48,8 @@ class GenerationRank:
         self._sync = WeightSync(recipe, groups.everyone, engine=self._engine, transport_group=groups.weights)
         self.train, self.held_out = read_data(recipe, config, tokenizer)
         self._rollouts = Rollouts(recipe, self._engine, tokenizer, self.train, self.held_out, groups.own)
+        self._ahead: deque[RolloutBatch | Exception] = deque()  # of the next steps
+        self._next_batch = 0  # number of the first batch of prompts that is not generated yet
 
     def sync(self, version: int, recipe: Recipe) -> SyncReport:
         return self._sync.run(version, is_verified(recipe.sync.verify, version))
@@ -53,15 +58,36 @@ class GenerationRank:
         return share(lambda: self._rollouts.evaluate(version), self._groups.everyone, self._first)
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
+        if not self._ahead:
+            self._next_batch = batch
+        return share(partial(self._next_samples, version, recipe), self._groups.everyone, self._first)
+
+    def _next_samples(self, version: int, recipe: Recipe) -> RolloutBatch:
+        """Return the samples of a step, or raise the error of them, which may be from while others trained."""
+        outcome = self._ahead.popleft() if self._ahead else self._generate(version, recipe)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _generate(self, version: int, recipe: Recipe) -> RolloutBatch:
+        """Generate the samples of the first step that has none yet."""
         assert recipe.rollout is not None, "checked when the recipe was read"
         temperature, extra = recipe.rollout.temperature, extra_batches(recipe)
-        generate = partial(self._rollouts.generate_batch, version, batch, temperature, extra)
-        return share(generate, self._groups.everyone, self._first)
+        generated = self._rollouts.generate_batch(version, self._next_batch, temperature, extra)
+        self._next_batch += generated.batches
+        return generated
 
     def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> ForeignExperience:
         return ForeignExperience(samples)
 
     def update(self, experience: Any, step: int, recipe: Recipe) -> StepMetrics:
+        most = min(recipe.async_.max_staleness, recipe.run.steps - step)
+        while len(self._ahead) < most and not (self._ahead and is_updated(self._groups.store, step, self._groups.own)):
+            try:
+                self._ahead.append(self._generate(step, recipe))
+            except FailedRewards as error:  # the other ranks learn of it when they ask for these samples
+                self._ahead.append(error)
+                break
         return StepMetrics()
 
     @property

@@ -14,7 +14,7 @@ from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.roles.learner import Experience, Learner
 from hybrid3d.roles.models import Models
-from hybrid3d.roles.split.exchange import receive
+from hybrid3d.roles.split.exchange import announce_update, receive
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
@@ -62,7 +62,10 @@ class TrainingRank:
         return self._learner.make_experience(samples, step, recipe)
 
     def update(self, experience: Experience, step: int, recipe: Recipe) -> StepMetrics:
-        return self._learner.update(experience, step, recipe)
+        metrics = self._learner.update(experience, step, recipe)
+        if self._groups.own.rank() == 0:
+            announce_update(self._groups.store, step)
+        return metrics
 
     @property
     def progress(self) -> dict[str, Any]:
