@@ -481,7 +481,8 @@ def test_generation_runs_ahead_only_on_ranks_of_its_own_and_corrected(load: Any)
     ]
     assert problems(load, "async.max_staleness=1", "roles.generation.ranks=2") == [
         "async.max_staleness=1: older weights than those that are trained generate the samples, and "
-        "algorithm.correction.kind=none does not correct for it: set truncate or sequence_mask"
+        "algorithm.correction.kind=none does not correct for it: set truncate, mask, "
+        "sequence_truncate or sequence_mask"
     ]
     corrected = ["algorithm.correction.kind=truncate", "roles.generation.ranks=2"]
     recipe = load(DEMO, ["async.max_staleness=1", *corrected])

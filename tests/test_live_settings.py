@@ -121,6 +121,14 @@ def scheduled(recipe: Recipe, schedule: dict[int, dict[str, Any]]) -> Recipe:
     return replace(recipe, schedule=schedule)
 
 
+def test_the_temperature_stays_where_samples_of_later_steps_are_generated_already() -> None:
+    split = ["roles.generation.ranks=2", "algorithm.correction.kind=truncate"]
+    ahead, together = (load_recipe(DEMO, [*split, f"async.max_staleness={bound}"]) for bound in (2, 0))
+    assert apply_settings(together, {"rollout.temperature": 0.5}, step=1).rollout.temperature == 0.5  # type: ignore[union-attr]
+    with pytest.raises(RecipeError, match=r"rollout.temperature=0.5: with async.max_staleness=2 samples of later"):
+        apply_settings(ahead, {"rollout.temperature": 0.5}, step=1)
+
+
 def test_a_schedule_is_read_nested_or_dotted_in_order_and_comes_back(tmp_path: Path) -> None:
     schedule = "schedule={200: {algorithm.entropy_coef: 0}, 30: {optimizer: {lr: 1.0e-6}, algorithm: {kl: {coef: 1}}}}"
     recipe = load_recipe(DEMO, [schedule, "schedule.31.sync.verify=always"])
@@ -374,6 +382,7 @@ SFT = ["algorithm.name=sft", "algorithm.samples_per_prompt=1", "run.eval_every=1
     ("settings", "less"),
     [
         (["train.micro_batch_size=64"], {"micro_batch_size": 32, **ALL_AWAY}),
+        (["train.micro_batch_size=64", "roles.generation.ranks=2"], {"micro_batch_size": 32}),
         (["train.micro_batch_size=9"], {"micro_batch_size": 3, **ALL_AWAY}),
         (["train.micro_batch_size=5", *AWAY], {"micro_batch_size": 1}),
         (["train.micro_batch_size=1", *AWAY[:2]], {"offload_optimizer": True}),
@@ -388,6 +397,13 @@ SFT = ["algorithm.name=sft", "algorithm.samples_per_prompt=1", "run.eval_every=1
 def test_what_takes_less_memory(settings: list[str], less: dict[str, Any]) -> None:
     settings = [s if s != "algorithm.kl=null" else "algorithm.kl={where: none, coef: 0}" for s in settings]
     assert reduced_settings(load_recipe(DEMO, settings)) == {f"train.{key}": value for key, value in less.items()}
+
+
+def test_a_rank_that_only_generates_is_not_restarted_with_less_to_train(tmp_path: Path) -> None:
+    recipe = load_recipe(DEMO, ["roles.generation.ranks=2"])
+    error = OomRecovery().prepare_restart("CUDA out of memory", recipe, RunFolder(tmp_path), rank=4)
+    assert not isinstance(error, OutOfMemoryRestart)
+    assert str(error) == "CUDA out of memory: this rank only generates: lower rollout.gpu_memory_utilization"
 
 
 OUT = find_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.\nsomething else"))

@@ -18,6 +18,8 @@ from commands import ROOT, python
 from hybrid3d.config import Machine, Recipe, Rollout, load_recipe, recipe_to_yaml
 from hybrid3d.planning import agreed_placement, engine_queries, traffic
 from hybrid3d.planning.page import group_traffic
+from hybrid3d.planning.peers import gather_traffic
+from hybrid3d.planning.seconds import inter_node_bytes
 from hybrid3d.reshard.planner import PlanError
 from hybrid3d.rollout import probe
 from hybrid3d.rollout.engine import external_rank
@@ -46,6 +48,24 @@ def test_a_class_that_has_lost_a_tensor_is_seen(
     monkeypatch.setattr(agreed_placement, "classify_tensors", fewer)
     with pytest.raises(PlanError, match=r"bytes, .* arrive"):
         traffic.compute_sync_traffic(recipe, asked)
+
+
+def test_a_split_layout_counted_by_hand(tiny_checkpoint: Callable[..., Path]) -> None:
+    """Two ranks train at TP2 and two engines of TP1 generate: on the node of both, or on nodes of their own."""
+    split = ["train.tp=2", "train.pp=1", "rollout.tp=1", "roles.generation.ranks=2"]
+    for per_node, over_network in ((8, 0), (2, 1)):
+        recipe, config = recipe_for(tiny_checkpoint("qwen2"), *split, f"machine.gpus_per_node={per_node}")
+        plan = traffic.compute_sync_traffic(recipe, engine_queries.query_engines(recipe, config))
+        assert plan.wanted.tolist() == [0, 0, plan.model, plan.model]
+        assert (plan.held[:2] > plan.model / 2).all()  # norms are on both
+        assert plan.held[2:].tolist() == plan.local.tolist()[2:] == [0, 0]
+        received = plan.traffic.sum(0)
+        assert received.tolist() == plan.lower_bound.tolist() == plan.wanted.tolist()
+        far = inter_node_bytes(plan.traffic, per_node).sum()
+        assert far == plan.network_bound == over_network * plan.model  # once for both engines of a node
+        gathered = gather_traffic(recipe, plan)
+        assert gathered.received_bytes[2:].tolist() == plan.wanted.tolist()[2:]
+        assert gathered.far[2:].sum() == pytest.approx(over_network * plan.model, abs=2)
 
 
 def test_experts_of_layers_around_a_dense_one(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

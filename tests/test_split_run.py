@@ -33,7 +33,7 @@ def settings(*more: str) -> list[str]:
     return [
         str(ROOT / "recipes/demo-cpu.yaml"),
         *("model.path=warm", "model.dtype=bfloat16", "rollout.pack_weights=false", "guard.initial_mismatch=ignore"),
-        *("train.tp=2", "train.pp=1", "rollout.tp=1", "rollout.placement=consecutive"),
+        *("train.tp=2", "train.pp=1", "rollout.tp=1"),
         *("run.steps=3", "run.eval_every=3", "run.checkpoint_every=2", "algorithm.prompts_per_step=16"),
         *more,
     ]
@@ -43,7 +43,7 @@ def settings(*more: str) -> list[str]:
 def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two runs of the same seed: on two ranks, and on two that train and two that generate."""
     work = warm_checkpoint(tmp_path_factory.mktemp("split"), demo)
-    hybrid3d(work, "train", *settings("name=colocated"))
+    hybrid3d(work, "train", *settings("name=colocated", "rollout.placement=consecutive"))
     hybrid3d(work, "train", *settings(*SPLIT, "sync.verify=always"))
     return work
 
@@ -109,7 +109,7 @@ def test_ten_thousand_samples_are_within_the_bound(work: Path, bound: int) -> No
     hybrid3d(work, "train", *settings(*AHEAD, *more, "run.checkpoint_every=0"))
     rows = read_rows(work / "runs" / name)
     assert len(rows) * 16 * 8 >= 10_000
-    assert max(row["rollout/staleness_max"] for row in rows) == bound
+    assert 0 < max(row["rollout/staleness_max"] for row in rows) <= bound
     assert all(
         sample["step"] - bound <= sample["weights"] <= sample["step"] for sample in samples_of(work / "runs" / name)
     )

@@ -47,6 +47,8 @@ __all__ = [
 
 
 TIMEOUT = timedelta(minutes=10)  # of a collective
+# Of a collective in which a role waits while another one generates or trains; heartbeats find a rank that is lost
+PHASE_TIMEOUT = timedelta(days=1)
 
 
 def start(store: dist.Store | None = None) -> dist.ProcessGroup:
@@ -120,7 +122,7 @@ def _spanning_group(store: dist.Store, name: str) -> dist.ProcessGroup:
         dist.Backend(_backend()),
         dist.PrefixStore(f"spanning/{name}", store),
         group_name=f"hybrid3d_{name}",
-        timeout=TIMEOUT,
+        timeout=PHASE_TIMEOUT,
         group_desc=name,
     )
     distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}

@@ -86,7 +86,8 @@ def _check_split(recipe: Recipe) -> Iterator[str]:
     if staleness and recipe.algorithm.correction.kind == "none":
         yield (
             f"async.max_staleness={staleness}: older weights than those that are trained generate the samples, and "
-            "algorithm.correction.kind=none does not correct for it: set truncate or sequence_mask"
+            "algorithm.correction.kind=none does not correct for it: set truncate, mask, "
+            "sequence_truncate or sequence_mask"
         )
     if not recipe.algorithm.generates:
         yield f"roles.generation.ranks={ranks}: algorithm.name={recipe.algorithm.name} never generates: leave it out"

@@ -100,6 +100,18 @@ UNUSED_RULES = (
     ),
     UnusedRule(
         "rollout",
+        ("placement", "sleep"),
+        lambda recipe: recipe.is_split and recipe.rollout is not None,
+        _reason("with roles.generation.ranks no rank has both engines"),
+    ),
+    UnusedRule(
+        "sync",
+        ("overlap",),
+        lambda recipe: recipe.is_split,
+        _reason("with roles.generation.ranks no rank has both engines"),
+    ),
+    UnusedRule(
+        "rollout",
         ("keep_weights",),
         lambda recipe: recipe.rollout is not None and not recipe.rollout.sleep,
         _reason("vLLM keeps its weights as rollout.sleep is false"),

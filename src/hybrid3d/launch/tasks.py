@@ -53,8 +53,9 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
     recovery = distributed.broadcast_object(OomRecovery.from_folder(folder), group)
     with Display(recipe.name, recipe.run.steps, console) as display:
         record = Record(folder, rank, display)
-        if rank == 0 and recipe.reward.name == "code":
-            confined_by = sandbox.protection()
+        if recipe.reward.name == "code":
+            first = recipe.world_size - recipe.generation_ranks  # rewards are computed where answers are generated
+            confined_by = distributed.broadcast_object(sandbox.protection() if rank == first else None, group, first)
             record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
         live = LiveSettings(recipe, record, recovery.settings, group)
         loop = _train_rl if recipe.algorithm.generates else _train_sft

@@ -47,7 +47,7 @@ def query_engines(recipe: Recipe, config: Config, on_progress: ProgressCallback 
     """
     assert recipe.rollout is not None, "checked when the recipe was read"
     shapes = expected_shapes(config)
-    all_layers = len(shapes) * recipe.world_size <= MAX_FULL_PLAN_PIECES
+    all_layers = len(shapes) * recipe.generation_ranks <= MAX_FULL_PLAN_PIECES
     layer_counts = None if all_layers else representative_layer_counts(config, recipe.train)
     on_progress(f"asking Megatron what {recipe.train_ranks} ranks hold")
     holdings = holdings_of_all(config, recipe, layer_counts)

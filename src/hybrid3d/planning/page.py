@@ -75,20 +75,27 @@ def _sentences(report: PlanReport) -> Text:
     traffic, sync = report.traffic, report.sync
     received, bound = traffic.traffic.sum(), traffic.lower_bound.sum()
     network = report.per_rank["received_over_network_bytes"].sum()
-    usual, chosen = (
-        report.traffic_with_slots(consecutive_slots(report.recipe.generation_ranks)),
-        report.traffic_with_slots(traffic.placement.slots),
-    )
     return Text(
         f"coverage   exact: every wanted element arrives once, from a rank that holds it\n"
         f"received   {received:,} bytes; the lower bound is {bound:,}\n"
         f"network    {network:,} bytes between nodes; the lower bound is {traffic.network_bound:,}\n"
-        f"placement  {gb(usual['received_bytes'] - chosen['received_bytes'])} fewer received, "
-        f"{gb(usual['far_bytes'] - chosen['far_bytes'])} fewer from other nodes, than on consecutive ranks\n"
+        f"{_placement(report)}"
         f"staging    {traffic.staging / 2**20:.0f} MiB a rank; finalization {gb(traffic.finalize)} at most\n"
         f"seconds    {sync.seconds:.3f} on {report.recipe.machine.kind}: {_bottleneck(sync)}; "
         f"gathered: {report.gather_traffic.seconds(report.hardware):.3f}"
         f"{_changed(report)}"
+    )
+
+
+def _placement(report: PlanReport) -> str:
+    """Return what placing vLLM's shards where their weights are saves; nothing where other ranks have the weights."""
+    if report.recipe.is_split:
+        return ""
+    slots = consecutive_slots(report.recipe.world_size), report.traffic.placement.slots
+    usual, chosen = (report.traffic_with_slots(of_ranks) for of_ranks in slots)
+    return (
+        f"placement  {gb(usual['received_bytes'] - chosen['received_bytes'])} fewer received, "
+        f"{gb(usual['far_bytes'] - chosen['far_bytes'])} fewer from other nodes, than on consecutive ranks\n"
     )
 
 

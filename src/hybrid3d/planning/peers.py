@@ -2,7 +2,7 @@
 
 Each stage broadcasts what it holds to the ranks at the same position of the other stages. All-gathers over TP, and over
 EP for experts, then complete the tensors on each rank. Groups within a node use NVLink. Ranks that only
-generate receive every tensor by a broadcast, which enters each of their nodes once.
+generate receive every tensor by a broadcast, which enters each of their nodes once, while the others still gather.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def gather_traffic(recipe: Recipe, traffic: SyncTraffic) -> GatherTraffic:
         near += (1 - outside) * rest
     generating = np.arange(recipe.train_ranks, recipe.world_size)
     members = np.bincount(generating // per_node)[generating // per_node]
-    broadcast_far = traffic.model / members
+    # A node that also trains has everything already
+    broadcast_far = np.where(generating // per_node * per_node < recipe.train_ranks, 0, traffic.model / members)
     far = np.concatenate([far.reshape(-1), broadcast_far])
     near = np.concatenate([near.reshape(-1), traffic.model - broadcast_far])
     return GatherTraffic(far.round().astype(np.int64), near.round().astype(np.int64))

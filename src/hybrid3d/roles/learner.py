@@ -152,7 +152,7 @@ class Learner:
         local_advantages = answer_advantages[shares[policy.data_parallel_rank]].to(device())
         advantages, returns = self._advantages(experience, local_advantages, kl, recipe)
         correction = self._correction(experience, recipe, metrics)
-        if self._guard.must_compare_engines(recipe):
+        if self._guard.must_compare_engines(recipe) and all(s.weight_version == step for s in samples):
             self._guard.compare_engines(step, metrics.reduce(self._group), policy.has_experts, recipe)
         return replace(experience, answer_kl=mean_kl, advantages=advantages, returns=returns, correction=correction)
 

@@ -84,6 +84,11 @@ def apply_settings(recipe: Recipe, settings: Settings, step: int) -> Recipe:
     new = override_settings(recipe, settings)
     if "run.steps" in settings and new.run.steps <= step:
         problems.append(f"run.steps={new.run.steps}: the next step is {step}: at least {step + 1}")
+    if new.async_.max_staleness and new.rollout != recipe.rollout:  # only its temperature can change
+        problems.append(
+            f"rollout.temperature={new.rollout.temperature:g}: with async.max_staleness={new.async_.max_staleness} "
+            "samples of later steps are generated already: leave it as it is"
+        )
     budgets = [r.train.max_tokens_per_micro_batch for r in (recipe, new)]
     if budgets.count(None) == 1:  # pipeline stages are built either for fixed or for variable shapes
         old_budget, new_budget = budgets

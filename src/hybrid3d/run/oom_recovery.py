@@ -78,6 +78,8 @@ class OomRecovery:
         Returns:
             `OutOfMemoryRestart`, or another error if memory cannot be reduced further or has run out too often.
         """
+        if rank not in recipe.role_ranks["train"]:
+            return RuntimeError(f"{cause}: this rank only generates: lower rollout.gpu_memory_utilization")
         new = reduced_settings(recipe)
         if not new:
             return RuntimeError(f"{cause}: micro batches cannot be made smaller: {ADVICE}")
@@ -116,7 +118,7 @@ def reduced_settings(recipe: Recipe) -> dict[str, Any]:
     elif train.micro_batch_size > 1:
         size = train.micro_batch_size
         settings["train.micro_batch_size"] = max(n for n in range(1, size // 2 + 1) if size % n == 0)
-    if recipe.algorithm.generates:
+    if recipe.algorithm.generates and not recipe.is_split:
         shared = ("parameters",) if recipe.sync.share_storage else ()  # vLLM generates with the same memory
         settings |= {f"train.offload_{kind}": True for kind in OFFLOADS if kind not in (*train.offloads, *shared)}
     return settings

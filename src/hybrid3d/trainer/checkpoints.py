@@ -40,7 +40,7 @@ class Checkpoints:
         Args:
             models: None on ranks that hold no models: they only learn where the run resumes.
             replicas: the data-parallel size, from which the size of the first checkpoint is estimated.
-            group: all ranks that hold shards of the models.
+            group: all ranks that hold shards of the models; unused on the others.
             everyone: these and the ranks that hold none, if there are such; its first rank holds some.
         """
         self._models, self._replicas, self._group = models or {}, replicas, group
@@ -49,7 +49,7 @@ class Checkpoints:
         self._writing: CheckpointWriter | None = None
         self._updates = 0  # the number of updates before the checkpoint that is being written
         self._keep_last: int | None = None
-        self._first_rank = group.rank() == 0
+        self._first_rank = self._holds_models and group.rank() == 0
 
     def resume(self) -> tuple[int, dict[str, Any]]:
         """Load the last intact checkpoint, if there is one, and rename broken ones.
@@ -146,6 +146,8 @@ class Checkpoints:
             getattr(error, "raised_on_all_ranks", False) and not isinstance(error, CheckpointWriteError)
         ):
             self.close()
+        if self._everyone is not None and getattr(error, "raised_in_all_roles", False):
+            dist.barrier(self._everyone)  # ranks that hold no models would end at once, and the launcher the others
 
     def close(self) -> None:
         """Finish the checkpoint that is being written.

@@ -50,7 +50,8 @@ def train_rl(
                 if step < recipe.run.steps:
                     metrics.update(roles.update(experience, step, recipe))
             samples = experience.samples
-            row |= generated.metrics(samples, recipe.rollout, step) | metrics.reduce(group)
+            with timer("wait"):  # for the slowest rank
+                row |= generated.metrics(samples, recipe.rollout, step) | metrics.reduce(group)
             row |= timer.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
             record.step(row, recipe.run.steps, samples)
             guard.check_bounds(row, all_reduce_max([peak_memory()], group)[0] / 1e9, recipe)

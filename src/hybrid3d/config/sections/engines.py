@@ -154,7 +154,7 @@ class Async:
     """How far generation runs ahead of training, on ranks of their own (`roles.generation.ranks`).
 
     Attributes:
-        max_staleness: By how many updates the weights that generated a token may be older than those that are trained
+        max_staleness: By how many steps the weights that generated a token may be older than those that are trained
             with it; with 0, each of both waits for the other.
     """
 

@@ -19,7 +19,7 @@ def share(work: Callable[[], T], group: dist.ProcessGroup, first: int) -> T:
         group: the ranks of all roles.
         first: the lowest rank of the role that works, whose result is sent.
     """
-    outcome: T | Exception
+    outcome: Any
     try:
         outcome = work()
     except Exception as error:
@@ -27,15 +27,18 @@ def share(work: Callable[[], T], group: dist.ProcessGroup, first: int) -> T:
             raise
         outcome = error
     broadcast_object(outcome, group, first)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+    result: T = _result(outcome)
+    return result
 
 
 def receive(group: dist.ProcessGroup, first: int) -> Any:
     """Return what the ranks that call `share` have found, or raise the error that all of them have raised."""
-    outcome = broadcast_object(None, group, first)
+    return _result(broadcast_object(None, group, first))
+
+
+def _result(outcome: Any) -> Any:
     if isinstance(outcome, Exception):
+        outcome.raised_in_all_roles = True  # type: ignore[attr-defined]
         raise outcome
     return outcome
 
@@ -47,5 +50,14 @@ def announce_update(store: dist.Store, step: int) -> None:
 
 def is_updated(store: dist.Store, step: int, group: dist.ProcessGroup) -> bool:
     """Return whether the update of this step is done; the ranks of the group, which call this together, agree on it."""
-    done = store.check(["updated"]) and int(store.get("updated")) >= step if group.rank() == 0 else None
+    done = False
+    if group.rank() == 0 and store.check(["updated"]):
+        done = int(store.get("updated")) >= step
     return bool(broadcast_object(done, group))
+
+
+def wait_for_all(store: dist.Store, rank: int, ranks: int) -> None:
+    """Let rank 0, whose process may have the store, wait until all ranks have shut their engines down."""
+    store.set(f"closed/{rank}", "")
+    if rank == 0:
+        store.wait([f"closed/{other}" for other in range(ranks)])

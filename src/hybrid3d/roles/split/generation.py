@@ -16,7 +16,7 @@ from hybrid3d.distributed import RoleGroups
 from hybrid3d.generation.rollouts import FailedRewards, Rollouts, extra_batches
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
-from hybrid3d.roles.split.exchange import is_updated, share
+from hybrid3d.roles.split.exchange import is_updated, share, wait_for_all
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.metrics import StepMetrics
@@ -99,4 +99,7 @@ class GenerationRank:
     def close(self, recipe: Recipe) -> None:
         dist.barrier(self._groups.everyone)
         self._rollouts.close()
-        self._engine.close()
+        everyone = self._groups.everyone
+        rank, ranks = everyone.rank(), everyone.size()
+        self._engine.close()  # destroys the groups
+        wait_for_all(self._groups.store, rank, ranks)

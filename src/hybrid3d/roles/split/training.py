@@ -14,7 +14,7 @@ from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.roles.learner import Experience, Learner
 from hybrid3d.roles.models import Models
-from hybrid3d.roles.split.exchange import announce_update, receive
+from hybrid3d.roles.split.exchange import announce_update, receive, wait_for_all
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
@@ -75,4 +75,6 @@ class TrainingRank:
         self._learner.restore(progress, recipe)
 
     def close(self, recipe: Recipe) -> None:
-        dist.barrier(self._groups.everyone)
+        everyone = self._groups.everyone
+        dist.barrier(everyone)
+        wait_for_all(self._groups.store, everyone.rank(), everyone.size())
