@@ -20,9 +20,10 @@ exact; seconds are predicted for the recipe's machine (`planning/seconds.py`), n
 
 ## Bytes, seconds, memory
 
-GB per rank that are wanted, that are received, that of these cross the network (ranks of a node receive together, once,
-what several of them want), and that would be received if every tensor were gathered on every rank (broadcasts over
-pipeline stages, all-gathers over TP and EP). Memory is the maximum over GPUs in GB.
+GB per rank that generates that are wanted, that are received, that of these cross the network (ranks of a node receive
+together, once, what several of them want), and that would be received if every tensor were gathered on every rank
+(broadcasts over pipeline stages, all-gathers over TP and EP). Memory is the maximum over GPUs in GB. Of 512 + 256 GPUs
+the first train and the others generate.
 
 {bytes}
 
@@ -44,12 +45,13 @@ def plan(recipe: Path) -> dict[str, Any]:
 
 
 def bytes_row(p: dict[str, Any]) -> dict[str, str]:
+    ranks, generating = p["ranks"], p["generation_ranks"]
     return {
         "recipe": p["name"],
-        "GPUs": str(p["ranks"]),
+        "GPUs": str(ranks) if ranks == generating else f"{ranks - generating} + {generating}",
         "wanted": gb(p["per_rank"]["wanted_bytes"]["max"]),
-        "received": gb(p["per_rank"]["received_bytes"]["mean"]),
-        "network": gb(p["network_bytes"] / p["ranks"]),
+        "received": gb(p["received_bytes"] / generating),
+        "network": gb(p["network_bytes"] / generating),
         "gathered": gb(p["per_rank"]["gather_bytes"]["mean"]),
         "sync, s": f"{p['seconds']['sync']:.3f}",
         "bottleneck": p["seconds"]["bottleneck"],
@@ -88,7 +90,9 @@ def main() -> None:
     today = datetime.datetime.now(datetime.UTC).date()
     print(
         PAGE.format(
-            today=today, bytes=table(list(map(bytes_row, plans))), placement=table(list(map(placement_row, plans)))
+            today=today,
+            bytes=table([bytes_row(p) for p in plans]),
+            placement=table([placement_row(p) for p in plans if p["ranks"] == p["generation_ranks"]]),
         )
     )
 

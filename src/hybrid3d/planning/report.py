@@ -65,6 +65,7 @@ class PlanReport:
         return {
             "name": self.recipe.name,
             "ranks": self.recipe.world_size,
+            "generation_ranks": self.recipe.generation_ranks,
             **sums,
             "lower_bound_bytes": int(traffic.lower_bound.sum()),
             "network_bytes": sums["received_over_network_bytes"],
