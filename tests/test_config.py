@@ -489,6 +489,16 @@ def test_generation_runs_ahead_only_on_ranks_of_its_own_and_corrected(load: Any)
     assert (recipe.world_size, recipe.train_ranks, recipe.generation_ranks) == (6, 4, 2)
 
 
+def test_a_tp_group_that_fits_into_a_node_is_not_on_two(load: Any) -> None:
+    split = ["roles.generation.ranks=8", "machine.gpus_per_node=8"]
+    assert problems(load, *split, "rollout.tp=8") == [
+        "rollout.tp=8: the TP group of ranks 4 to 11 would be on two nodes of machine.gpus_per_node=8 ranks: let the 4 "
+        "ranks that train fill whole nodes, or choose a rollout.tp that divides both numbers"
+    ]
+    for fits in (["rollout.tp=4"], ["rollout.tp=8", "train.dp=2"], ["rollout.tp=16", "roles.generation.ranks=16"]):
+        load(DEMO, [*split, *fits])
+
+
 def test_the_contradictions_borders_load(load: Any) -> None:
     falling = ["optimizer.min_lr=1e-4", "optimizer.schedule=linear"]
     recipe = load(DEMO, ["algorithm.kl={where: none, coef: 0}", "optimizer.warmup_steps=79", *falling])

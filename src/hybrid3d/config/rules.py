@@ -92,12 +92,28 @@ def _check_split(recipe: Recipe) -> Iterator[str]:
     if not recipe.algorithm.generates:
         yield f"roles.generation.ranks={ranks}: algorithm.name={recipe.algorithm.name} never generates: leave it out"
     apart = "no rank has both engines"
+    yield from _check_nodes_of_engines(recipe)
     if recipe.sync.share_storage:
         yield f"sync.share_storage: {apart}, so that none shares memory: leave it out"
     if recipe.rollout is not None and recipe.rollout.keep_weights:
         yield f"rollout.keep_weights: {apart}, so that vLLM never sleeps: leave it out"
     for kind in train.offloads:
         yield f"train.offload_{kind}: {apart}, so that Megatron never makes room: leave it out"
+
+
+def _check_nodes_of_engines(recipe: Recipe) -> Iterator[str]:
+    """Yield the first TP group of ranks that generate that would fit into a node, but would be on two."""
+    rollout, per_node = recipe.rollout, recipe.machine.gpus_per_node
+    if rollout is None or rollout.tp > per_node:
+        return
+    for first in range(recipe.train_ranks, recipe.world_size, rollout.tp):
+        if first % per_node + rollout.tp > per_node:
+            yield (
+                f"rollout.tp={rollout.tp}: the TP group of ranks {first} to {first + rollout.tp - 1} would be on two "
+                f"nodes of machine.gpus_per_node={per_node} ranks: let the {recipe.train_ranks} ranks that train fill "
+                f"whole nodes, or choose a rollout.tp that divides both numbers"
+            )
+            return
 
 
 def _check_kl(kl: Kl, answers: int) -> Iterator[str]:
