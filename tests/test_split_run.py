@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,79 @@ def test_an_error_of_all_ranks_that_generate_ends_the_run(work: Path) -> None:
     reasons = [json.loads(path.read_text()) for path in (work / "runs/fails/logs").glob("rank-*.failure")]
     assert reasons
     assert all(reason["on_all_ranks"] and "no reward today" in reason["reason"] for reason in reasons)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """Address of a Ray cluster of two nodes on this machine, with room for two ranks on each."""
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 2, "object_store_memory": 100_000_000}
+    both = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    both.add_node(**node)
+    yield both.address
+    both.shutdown()
+
+
+def test_a_run_on_two_nodes_of_ray_is_the_same(work: Path, cluster: str) -> None:
+    printed = train(work, *SPLIT, "name=on-ray", "--ray", cluster)
+    assert "on-ray step 3" in printed  # what rank 0 prints
+    assert "checkpoint  runs/on-ray/checkpoints/step-000003" in printed
+    one, other = (without(read_rows(work / "runs" / name)) for name in ("split", "on-ray"))
+    assert one == other
+
+
+def test_ranks_that_a_cluster_has_no_room_for_are_refused(work: Path, cluster: str) -> None:
+    printed = refused(work, "--ray", cluster, "train.dp=2")
+    assert "train.tp x pp x cp x dp + roles.generation.ranks = 6 ranks, 2 on a node (machine.gpus_per_node)" in printed
+    assert f"but the nodes of the Ray cluster at {cluster} have 2, 2 CPUs" in printed
+    printed = refused(work, "--ray", "127.0.0.1:1")
+    assert "--ray 127.0.0.1:1: " in printed
+    assert "start a cluster with `ray start`, or use local" in printed
+
+
+def refused(work: Path, *more: str) -> str:
+    """Return the message of a start that is refused."""
+    command = [sys.executable, "-m", "hybrid3d", "train", *settings(*SPLIT, "name=refused"), *more]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(work), str(ROOT / "src")])}
+    done = subprocess.run(command, cwd=work, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_on_ray_is_named(work: Path, cluster: str) -> None:
+    run, mark = work / "runs/killed-on-ray", uuid.uuid4().hex
+    command = [sys.executable, "-m", "hybrid3d", "train", *settings(*SPLIT, "name=killed-on-ray", "--ray", cluster)]
+    variables = environment(mark, PYTHONPATH=os.pathsep.join([str(work), str(ROOT / "src")]))
+    process = subprocess.Popen(command, cwd=work, env=variables, stdout=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + 300
+        while not (run / "checkpoints/step-000002").exists():
+            assert time.monotonic() < end
+            assert process.poll() is None
+            time.sleep(0.01)
+        (pid,) = ranks_of(run, rank=3)
+        os.kill(pid, signal.SIGKILL)
+        printed, _ = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "rank 3 failed: killed by SIGKILL" in printed
+        assert not ranks_of(run)
+    finally:
+        kill_marked(mark)
+        process.wait()
+
+
+def ranks_of(run: Path, rank: int | None = None) -> list[int]:
+    """Return the processes of ranks of a run, which actors have started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command, variables = ((folder / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+        except OSError:  # it has ended, or is another user's
+            continue
+        numbers = [v for v in variables if v.startswith(b"RANK=")]
+        if f"name={run.name}".encode() in command and numbers and (rank is None or f"RANK={rank}".encode() in numbers):
+            found.append(int(folder.name))
+    return found

@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -103,6 +103,7 @@ def _parser() -> _Parser:
     train = commands.add_parser("train", help="train a recipe, or resume its run")
     train.add_argument("recipe", help="a recipe's YAML file")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the recipe's")
+    train.add_argument("--ray", metavar="ADDRESS", help="start the ranks on a Ray cluster: host:port, auto or local")
     train.set_defaults(run=_train)
 
     evaluate = commands.add_parser("eval", help="measure the held-out accuracy of a run's checkpoint")
@@ -154,7 +155,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
         from hybrid3d.launch.preflight import check_run
         from hybrid3d.run.live_settings import check_schedule
 
-        if not launch_environment.under_launcher():
+        if not launch_environment.under_launcher() and options.ray is None:
             check_devices(recipe)
         check_run(recipe)
         check_schedule(recipe)
@@ -165,10 +166,30 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
         must_lock = CHECKED not in os.environ and launch_environment.rank() == 0  # our own launcher holds the lock
         task = functools.partial(tasks.train, recipe, folder)
         return _run_rank(recipe, folder, task, _lock(folder) if must_lock else None)
-    code = _launch(arguments, recipe, folder, console, _lock(folder))
+    if options.ray is not None:
+        with _lock(folder):
+            code = _ray_launcher(recipe)(arguments, recipe, folder, console, options.ray)
+    else:
+        code = _launch(arguments, recipe, folder, console, _lock(folder))
     if code == DONE:
         _print_results(recipe, folder, console)
     return code
+
+
+def _ray_launcher(recipe: Recipe) -> Callable[..., int]:
+    """Return the function that starts ranks on a Ray cluster.
+
+    Raises:
+        RecipeError: Ray is not installed.
+    """
+    try:
+        from hybrid3d.launch.ray_cluster import launch_on_ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        problem = "--ray needs the package ray: pip install 'hybrid3d[ray]'"
+        raise RecipeError(recipe.name, [problem]) from None
+    return launch_on_ray
 
 
 def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:

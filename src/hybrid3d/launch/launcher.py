@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,9 +40,21 @@ def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Co
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported below
     logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    return supervise(lambda: _run_once(arguments, world_size, folder), folder, console)
+
+
+def supervise(run_once: Callable[[], Mapping[int, Any]], folder: RunFolder, console: Console) -> int:
+    """Run all ranks, again after each one that ran out of memory with smaller settings saved; print why they failed.
+
+    Args:
+        run_once: runs all ranks and returns, of each rank that failed, a record with its `exitcode`.
+
+    Returns:
+        The exit code: 0, or 1 if a rank failed.
+    """
     while True:
         try:
-            failures = _run_once(arguments, world_size, folder)
+            failures = run_once()
         except SignalException as interrupted:
             console.print(f"stopped by {interrupted.sigval.name}", style="red", highlight=False)
             return 1

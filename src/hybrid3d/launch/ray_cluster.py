@@ -1,0 +1,224 @@
+"""Starts the ranks of a run on a Ray cluster: an actor for each rank, which runs it in a process of its own.
+
+The ranks of a node are placed together, in the order of ranks, and every node must see the run's folder at the same
+path. A rank is the same process as under `srun`: it knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from rich.console import Console
+
+from hybrid3d.config import Recipe, RecipeError
+from hybrid3d.launch.launcher import supervise
+from hybrid3d.launch_environment import CHECKED, RUN
+from hybrid3d.process import remove_shared_memory
+from hybrid3d.run.run_folder import RunFolder
+
+PLACED_SECONDS = 60  # within which a cluster that is large enough has room for the ranks
+STOP_SECONDS = 10  # within which actors have killed their ranks and cleaned up
+REPORT_SECONDS = 10  # within which ranks that have lost a peer have written why they failed
+CONNECT_SECONDS = 10
+POLL_SECONDS = 0.3
+STORE_BYTES = 100_000_000  # of a local cluster's objects: no tensor is one
+
+
+def launch_on_ray(arguments: list[str], recipe: Recipe, folder: RunFolder, console: Console, address: str) -> int:
+    """Run `hybrid3d ARGUMENTS` as the ranks of a recipe on a Ray cluster.
+
+    Args:
+        address: of the cluster, as `host:port`; `auto` for one that this machine is in, `local` for a new one on it.
+
+    Returns:
+        The exit code: 0, or 1 if a rank failed.
+
+    Raises:
+        RecipeError: there is no cluster at the address, or it has no room for the ranks.
+    """
+    _connect(address, recipe)
+    try:
+        with _placed(recipe, address) as group:
+            return supervise(lambda: _run_once(arguments, recipe, folder, group), folder, console)
+    except KeyboardInterrupt:
+        console.print("stopped by SIGINT", style="red", highlight=False)
+        return 1
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str, recipe: Recipe) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        if address == "local":
+            local = {"num_cpus": recipe.world_size, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+            ray.init(address="local", **local, **quiet)
+        else:
+            _check_listening(address)
+            ray.init(address=address, **quiet)
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        reason = str(error).strip().splitlines()[0]
+        problem = f"--ray {address}: {reason}: start a cluster with `ray start`, or use local"
+        raise RecipeError(recipe.name, [problem]) from None
+
+
+def _check_listening(address: str) -> None:
+    """Check that there is something at an address `host:port`; Ray itself waits for it for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon:
+        with socket.create_connection((host, int(port)), CONNECT_SECONDS):
+            pass
+
+
+@contextmanager
+def _placed(recipe: Recipe, address: str) -> Iterator[PlacementGroup]:
+    """Reserve a part of a node for the ranks of each node of the recipe."""
+    unit = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
+    sizes = [len(ranks) for ranks in _ranks_by_node(recipe)]
+    found = sorted((int(n["Resources"].get(unit, 0)) for n in ray.nodes() if n["Alive"]), reverse=True)
+    enough = len(found) >= len(sizes) and all(have >= need for have, need in zip(found, sizes, strict=False))
+    per_node = recipe.machine.gpus_per_node
+    problem = f"{recipe.ranks_formula} = {recipe.world_size} ranks, {per_node} on a node (machine.gpus_per_node)"
+    if not enough:
+        has = ", ".join(map(str, found))
+        raise RecipeError(recipe.name, [f"{problem}, but the nodes of the Ray cluster at {address} have {has} {unit}s"])
+    bundles = [{"CPU": size, **({"GPU": size} if unit == "GPU" else {})} for size in sizes]
+    group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK")
+    try:
+        if not group.wait(PLACED_SECONDS):
+            busy = f"the Ray cluster at {address} has had no room for {PLACED_SECONDS} s: others use it"
+            raise RecipeError(recipe.name, [f"{problem}: {busy}"])
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+def _ranks_by_node(recipe: Recipe) -> list[range]:
+    per_node, world = recipe.machine.gpus_per_node, recipe.world_size
+    return [range(first, min(first + per_node, world)) for first in range(0, world, per_node)]
+
+
+@ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=2)
+class _RankProcess:
+    """Runs a rank, which the kernel kills when this actor exits."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def location(self) -> tuple[str, int, list[str]]:
+        """Return this node's address, a free port, and the GPUs of this actor."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return ray.util.get_node_ip_address(), port, list(gpus)
+
+    def run(self, arguments: Sequence[str], variables: dict[str, str], folder: str, output: str) -> int:
+        """Run the rank, and return its exit code, negative for a signal."""
+        command = [sys.executable, "-m", "hybrid3d", *arguments]
+        with open(output, "ab") as log:
+            self._process = subprocess.Popen(command, env=os.environ | variables, cwd=folder, stdout=log, stderr=log)
+            return self._process.wait()
+
+    def stop(self) -> None:
+        """Kill the rank, while `run` waits for it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def clean(self, run_id: str) -> None:
+        """Remove the shared memory that ranks of this node have left."""
+        remove_shared_memory(run_id)
+
+
+def _run_once(arguments: list[str], recipe: Recipe, folder: RunFolder, group: PlacementGroup) -> dict[int, Any]:
+    """Run all ranks once and return, of each rank that failed, a record with its `exitcode`, negative for a signal."""
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    for old in folder.logs.glob("rank-*.failure"):
+        old.unlink()
+    output = folder.logs / "console.log"
+    output.write_bytes(b"")
+    run_id = f"hybrid3d-{uuid.uuid4().hex[:12]}"
+    actors = _start_actors(recipe, group)
+    try:
+        locations = ray.get([actor.location.remote() for actor in actors])
+        host, port, _ = locations[0]
+        running = {}
+        for ranks in _ranks_by_node(recipe):
+            gpus = ",".join(gpu for rank in ranks for gpu in locations[rank][2])
+            for local, rank in enumerate(ranks):
+                variables = {
+                    **{"RANK": str(rank), "WORLD_SIZE": str(recipe.world_size)},
+                    **{"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(ranks))},
+                    **{"MASTER_ADDR": host, "MASTER_PORT": str(port), CHECKED: "1", RUN: run_id},
+                    **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
+                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+                    "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+                }
+                path = output if rank == 0 else folder.logs / f"rank-{rank}.console"
+                done = actors[rank].run.remote(arguments, variables, os.getcwd(), str(path.resolve()))
+                running[done] = rank
+        return _wait(running, output)
+    finally:
+        _wait_for([actor.stop.remote() for actor in actors])
+        _wait_for([actors[ranks[0]].clean.remote(run_id) for ranks in _ranks_by_node(recipe)])
+        for actor in actors:
+            ray.kill(actor)
+
+
+def _wait_for(calls: list[Any]) -> None:
+    """Wait for calls whose results do not matter, but not for long: an actor or its node may be lost."""
+    ray.wait(calls, num_returns=len(calls), timeout=STOP_SECONDS)
+
+
+def _start_actors(recipe: Recipe, group: PlacementGroup) -> list[Any]:
+    gpus = 1 if "GPU" in group.bundle_specs[0] else 0
+    actors = []
+    for node, ranks in enumerate(_ranks_by_node(recipe)):
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
+        options = _RankProcess.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy)
+        actors += [options.remote() for _ in ranks]
+    return actors
+
+
+def _wait(running: dict[Any, int], output: Path) -> dict[int, Any]:
+    """Print what rank 0 prints until all ranks are done or one has failed; return those that have failed."""
+    failures: dict[int, Any] = {}
+    with output.open("rb") as printed:
+        while running and not failures:
+            failures |= _finished(running, POLL_SECONDS)
+            sys.stdout.buffer.write(printed.read())
+            sys.stdout.flush()
+        if failures:
+            failures |= _finished(running, REPORT_SECONDS, len(running))
+    return failures
+
+
+def _finished(running: dict[Any, int], seconds: float, most: int = 1) -> dict[int, Any]:
+    """Wait until so many ranks are done, or the time is over; remove them, and return those that have failed."""
+    failures: dict[int, Any] = {}
+    if not running:
+        return failures
+    done, _ = ray.wait(list(running), num_returns=min(most, len(running)), timeout=seconds)
+    for future in done:
+        rank = running.pop(future)
+        try:
+            code = ray.get(future)
+        except RayError:  # the actor, or its node, is lost
+            code = -9
+        if code:
+            failures[rank] = SimpleNamespace(exitcode=code)
+    return failures
