@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -152,10 +152,12 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     if CHECKED not in os.environ:
         check_layout_early(recipe)
         from hybrid3d.launch.launcher import check_devices
-        from hybrid3d.launch.preflight import check_run
+        from hybrid3d.launch.preflight import check_ray, check_run
         from hybrid3d.run.live_settings import check_schedule
 
-        if not launch_environment.under_launcher() and options.ray is None:
+        if options.ray is not None:
+            check_ray(recipe)
+        elif not launch_environment.under_launcher():
             check_devices(recipe)
         check_run(recipe)
         check_schedule(recipe)
@@ -167,29 +169,15 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
         task = functools.partial(tasks.train, recipe, folder)
         return _run_rank(recipe, folder, task, _lock(folder) if must_lock else None)
     if options.ray is not None:
+        from hybrid3d.launch.ray_cluster import launch_on_ray
+
         with _lock(folder):
-            code = _ray_launcher(recipe)(arguments, recipe, folder, console, options.ray)
+            code = launch_on_ray(arguments, recipe, folder, console, options.ray)
     else:
         code = _launch(arguments, recipe, folder, console, _lock(folder))
     if code == DONE:
         _print_results(recipe, folder, console)
     return code
-
-
-def _ray_launcher(recipe: Recipe) -> Callable[..., int]:
-    """Return the function that starts ranks on a Ray cluster.
-
-    Raises:
-        RecipeError: Ray is not installed.
-    """
-    try:
-        from hybrid3d.launch.ray_cluster import launch_on_ray
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        problem = "--ray needs the package ray: pip install 'hybrid3d[ray]'"
-        raise RecipeError(recipe.name, [problem]) from None
-    return launch_on_ray
 
 
 def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:

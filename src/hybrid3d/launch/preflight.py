@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,16 @@ from hybrid3d.storage.manifest import check_sizes
 
 MAX_DIFFERENCES = 20  # differing keys of two recipes that a message lists
 TIED_CHUNK = 1 << 24  # elements compared at a time
+
+
+def check_ray(recipe: Recipe) -> None:
+    """Check that Ray is installed.
+
+    Raises:
+        RecipeError: it is not.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise RecipeError(recipe.name, ["--ray needs the package ray: pip install 'hybrid3d[ray]'"])
 
 
 def check_run(recipe: Recipe) -> None:
