@@ -21,7 +21,10 @@ from checkpoints import make_checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("megatron.core", "vllm")
 # The files that take longest, first, so that none of them is left for the end when two files run at a time
-LONGEST = ("train", "sync", "megatron", "lost_rank", "train_ppo", "recipes", "grid", "delta_sync", "failure", "bench")
+LONGEST = (
+    *("train", "sync", "megatron", "lost_rank", "train_ppo", "split_run", "recipes", "grid", "delta_sync", "failure"),
+    "bench",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -121,7 +121,10 @@ def scheduled(recipe: Recipe, schedule: dict[int, dict[str, Any]]) -> Recipe:
     return replace(recipe, schedule=schedule)
 
 
-def test_the_temperature_stays_where_samples_of_later_steps_are_generated_already() -> None:
+def test_the_temperature_stays_where_samples_of_later_steps_are_generated_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_settings, "check_model", lambda recipe: None)
     split = ["roles.generation.ranks=2", "algorithm.correction.kind=truncate"]
     ahead, together = (load_recipe(DEMO, [*split, f"async.max_staleness={bound}"]) for bound in (2, 0))
     assert apply_settings(together, {"rollout.temperature": 0.5}, step=1).rollout.temperature == 0.5  # type: ignore[union-attr]
