@@ -242,5 +242,6 @@ def test_pins_agree_with_the_lock() -> None:
     demo = pins(extras["demo"])
     assert len(demo) == len(extras["demo"]), "a dependency of the demo has no == pin"
     assert demo == pins((ROOT / "requirements" / "demo.txt").read_text().splitlines())
+    assert pins(extras["ray"]).items() <= pins((ROOT / "requirements" / "ray.txt").read_text().splitlines()).items()
     elsewhere = pins(extras["gpu"] + extras["ray"])
     assert {n: v for n, v in elsewhere.items() if n in locked} == {n: locked[n] for n in elsewhere if n in locked}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from hybrid3d import distributed
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.launch import launcher, rendezvous
+from hybrid3d.launch.preflight import check_ray
 from run_ranks import ROOT, environment, kill_marked
 from slurm_cluster import free_ports
 
@@ -316,3 +318,9 @@ def test_srun_speaks_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         0,
         1,
     )
+
+
+def test_ray_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"--ray needs the package ray: pip install 'hybrid3d\[ray\]'"):
+        check_ray(load_recipe(ROOT / "recipes/demo-cpu.yaml"))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from commands import ROOT, hybrid3d, read_rows, without
-from run_ranks import environment, kill_marked, marked
+from run_ranks import environment, kill_marked
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -136,8 +136,16 @@ def samples_of(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_killed_rank_that_generates_is_named_and_the_run_resumes(work: Path) -> None:
-    run, mark = work / "runs/killed", uuid.uuid4().hex
-    command = [sys.executable, "-m", "hybrid3d", "train", *settings(*SPLIT, "name=killed")]
+    assert "rank 3 failed: killed by SIGKILL" in printed_when_killed(work, "killed", rank=3)
+    assert "resumed from runs/killed/checkpoints/step-000002" in train(work, *SPLIT, "name=killed")
+    once, twice = (without(read_rows(work / "runs" / name), *OF_RESUME) for name in ("split", "killed"))
+    assert once == twice
+
+
+def printed_when_killed(work: Path, name: str, rank: int, *more: str) -> str:
+    """Start a run, kill a rank after the checkpoint of step 2, and return what the run prints; it must end with 1."""
+    run, mark = work / "runs" / name, uuid.uuid4().hex
+    command = [sys.executable, "-m", "hybrid3d", "train", *settings(*SPLIT, f"name={name}", *more)]
     variables = environment(mark, PYTHONPATH=os.pathsep.join([str(work), str(ROOT / "src")]))
     process = subprocess.Popen(command, cwd=work, env=variables, stdout=subprocess.PIPE, text=True)
     try:
@@ -146,22 +154,29 @@ def test_a_killed_rank_that_generates_is_named_and_the_run_resumes(work: Path) -
             assert time.monotonic() < end
             assert process.poll() is None
             time.sleep(0.01)
-        (pid,) = [pid for pid, of in marked(mark).items() if of.get("RANK") == "3" and is_rank(pid)]
+        (pid,) = ranks_of(run, rank)
         os.kill(pid, signal.SIGKILL)
         printed, _ = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert "rank 3 failed: killed by SIGKILL" in printed
+        assert not ranks_of(run)
+        return printed
     finally:
         kill_marked(mark)
         process.wait()
-    assert "resumed from runs/killed/checkpoints/step-000002" in train(work, *SPLIT, "name=killed")
-    once, twice = (without(read_rows(work / "runs" / name), *OF_RESUME) for name in ("split", "killed"))
-    assert once == twice
 
 
-def is_rank(pid: int) -> bool:
-    """Return whether a process is a rank itself, and not one that a rank has started."""
-    return b"\0train\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+def ranks_of(run: Path, rank: int | None = None) -> list[int]:
+    """Return the processes of a run's ranks, or of one of them."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command, variables = ((folder / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+        except OSError:  # it has ended, or is another user's
+            continue
+        numbers = [v for v in variables if v.startswith(b"RANK=")]
+        if f"name={run.name}".encode() in command and numbers and (rank is None or f"RANK={rank}".encode() in numbers):
+            found.append(int(folder.name))
+    return found
 
 
 def test_an_error_of_all_ranks_that_generate_ends_the_run(work: Path) -> None:
@@ -185,6 +200,7 @@ def cluster() -> Iterator[str]:
         both.shutdown()
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_on_two_nodes_of_ray_is_the_same(work: Path, cluster: str) -> None:
     rows = without(read_rows(work / "runs/split"), *OF_RESUME)
     shutil.rmtree(work / "runs/split/checkpoints/step-000003")
@@ -194,6 +210,7 @@ def test_a_run_that_goes_on_on_two_nodes_of_ray_is_the_same(work: Path, cluster:
     assert without(read_rows(work / "runs/split"), *OF_RESUME) == rows
 
 
+@pytest.mark.slow
 def test_ranks_that_a_cluster_has_no_room_for_are_refused(work: Path, cluster: str) -> None:
     printed = refused(work, "--ray", cluster, "train.dp=2")
     assert "train.tp x pp x cp x dp + roles.generation.ranks = 6 ranks, 2 on a node (machine.gpus_per_node)" in printed
@@ -215,36 +232,5 @@ def refused(work: Path, *more: str) -> str:
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_on_ray_is_named(work: Path, cluster: str) -> None:
-    run, mark = work / "runs/killed-on-ray", uuid.uuid4().hex
-    command = [sys.executable, "-m", "hybrid3d", "train", *settings(*SPLIT, "name=killed-on-ray", "--ray", cluster)]
-    variables = environment(mark, PYTHONPATH=os.pathsep.join([str(work), str(ROOT / "src")]))
-    process = subprocess.Popen(command, cwd=work, env=variables, stdout=subprocess.PIPE, text=True)
-    try:
-        end = time.monotonic() + 300
-        while not (run / "checkpoints/step-000002").exists():
-            assert time.monotonic() < end
-            assert process.poll() is None
-            time.sleep(0.01)
-        (pid,) = ranks_of(run, rank=3)
-        os.kill(pid, signal.SIGKILL)
-        printed, _ = process.communicate(timeout=60)
-        assert process.returncode == 1
-        assert "rank 3 failed: killed by SIGKILL" in printed
-        assert not ranks_of(run)
-    finally:
-        kill_marked(mark)
-        process.wait()
-
-
-def ranks_of(run: Path, rank: int | None = None) -> list[int]:
-    """Return the processes of ranks of a run, which actors have started."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command, variables = ((folder / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
-        except OSError:  # it has ended, or is another user's
-            continue
-        numbers = [v for v in variables if v.startswith(b"RANK=")]
-        if f"name={run.name}".encode() in command and numbers and (rank is None or f"RANK={rank}".encode() in numbers):
-            found.append(int(folder.name))
-    return found
+    printed = printed_when_killed(work, "killed-on-ray", 3, "--ray", cluster)
+    assert "rank 3 failed: killed by SIGKILL" in printed

@@ -52,8 +52,9 @@ class Recipe:
 
     @property
     def role_ranks(self) -> dict[str, range]:
-        """Return the ranks of each role, where each rank has one."""
-        return {"train": range(self.train_ranks), "generation": range(self.train_ranks, self.world_size)}
+        """Return the ranks of each role: the same for both, unless other ranks generate than train."""
+        first = self.world_size - self.generation_ranks
+        return {"train": range(self.train_ranks), "generation": range(first, self.world_size)}
 
     @property
     def ranks_formula(self) -> str:

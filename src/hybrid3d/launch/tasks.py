@@ -54,7 +54,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
     with Display(recipe.name, recipe.run.steps, console) as display:
         record = Record(folder, rank, display)
         if recipe.reward.name == "code":
-            first = recipe.world_size - recipe.generation_ranks  # rewards are computed where answers are generated
+            first = recipe.role_ranks["generation"].start  # rewards are computed where answers are generated
             confined_by = distributed.broadcast_object(sandbox.protection() if rank == first else None, group, first)
             record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
         live = LiveSettings(recipe, record, recovery.settings, group)
@@ -80,7 +80,7 @@ def _start(recipe: Recipe, store: dist.Store) -> RoleGroups:
     else:
         group = distributed.start(store)
         groups = RoleGroups(group, group, group, store)
-    if groups.everyone.rank() < recipe.train_ranks:
+    if groups.everyone.rank() in recipe.role_ranks["train"]:
         runtime.initialize(recipe.train, recipe.run.seed)
     return groups
 
@@ -97,7 +97,7 @@ def _make_roles(
         from hybrid3d.roles.colocated import Colocated
 
         return Colocated(recipe, groups.everyone, slots, guard, weights_of)
-    if groups.everyone.rank() < recipe.train_ranks:
+    if groups.everyone.rank() in recipe.role_ranks["train"]:
         from hybrid3d.roles.split.training import TrainingRank
 
         return TrainingRank(recipe, groups, guard, weights_of)

@@ -108,8 +108,8 @@ def compute_placement(
     holders = [ranks for ranks, _ in groups]
     readers = [signature_of(demand) for demand in wanted]
     classes = classify_tensors([signature for _, signature in groups], readers, multiplicity)
-    first = world - recipe.generation_ranks
-    without = [range(first, world)] if recipe.is_split else []
+    generating = recipe.role_ranks["generation"]
+    first, without = generating.start, [generating] if recipe.is_split else []
     missing = count_missing_bytes(classes, [*holders, *without], len(wanted), world, per_node)
     missing = replace(missing, group=missing.group[first:], node=missing.node[first:])
     if recipe.rollout.placement == "overlap" and not recipe.is_split:

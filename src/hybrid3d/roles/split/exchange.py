@@ -19,7 +19,7 @@ def share(work: Callable[[], T], group: dist.ProcessGroup, first: int) -> T:
         group: the ranks of all roles.
         first: the lowest rank of the role that works, whose result is sent.
     """
-    outcome: Any
+    outcome: T | Exception
     try:
         outcome = work()
     except Exception as error:
@@ -27,8 +27,7 @@ def share(work: Callable[[], T], group: dist.ProcessGroup, first: int) -> T:
             raise
         outcome = error
     broadcast_object(outcome, group, first)
-    result: T = _result(outcome)
-    return result
+    return _result(outcome)
 
 
 def receive(group: dist.ProcessGroup, first: int) -> Any:
@@ -36,7 +35,7 @@ def receive(group: dist.ProcessGroup, first: int) -> Any:
     return _result(broadcast_object(None, group, first))
 
 
-def _result(outcome: Any) -> Any:
+def _result(outcome: T | Exception) -> T:
     if isinstance(outcome, Exception):
         outcome.raised_in_all_roles = True  # type: ignore[attr-defined]
         raise outcome

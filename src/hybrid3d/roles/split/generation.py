@@ -42,7 +42,7 @@ class GenerationRank:
     models = None
 
     def __init__(self, recipe: Recipe, groups: RoleGroups, slots: Sequence[int]):
-        self._groups, self._first = groups, recipe.train_ranks
+        self._groups, self._first = groups, recipe.role_ranks["generation"].start
         config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
         self._engine = RolloutEngine(recipe, groups.own.rank(), distributed.run_id(), slots)
         self._sync = WeightSync(recipe, groups.everyone, engine=self._engine, transport_group=groups.weights)

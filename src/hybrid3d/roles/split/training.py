@@ -31,7 +31,7 @@ class TrainingRank:
     """
 
     def __init__(self, recipe: Recipe, groups: RoleGroups, guard: Guard | None, weights_of: Path | None):
-        self._groups, self._first = groups, recipe.train_ranks
+        self._groups, self._first = groups, recipe.role_ranks["generation"].start
         config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
         self._policy = Policy(config, recipe, groups.own.rank(), trainable=guard is not None)
         if weights_of is not None:
