@@ -115,8 +115,7 @@ def _train_rl(live: LiveSettings, record: Record, groups: RoleGroups, slots: Seq
     roles = _make_roles(recipe, groups, slots, guard)
     record.data(train=roles.train, eval=roles.held_out)
     models = None if roles.models is None else roles.models.trained
-    everyone = groups.everyone if recipe.is_split else None
-    checkpoints = Checkpoints(models, recipe.train.dp, record, groups.own, everyone)
+    checkpoints = Checkpoints(models, recipe.train.dp, record, groups.own, groups.everyone)
     train_rl(roles, live, guard, checkpoints, record, groups.everyone)
 
 

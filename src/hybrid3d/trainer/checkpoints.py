@@ -41,10 +41,10 @@ class Checkpoints:
             models: None on ranks that hold no models: they only learn where the run resumes.
             replicas: the data-parallel size, from which the size of the first checkpoint is estimated.
             group: all ranks that hold shards of the models; unused on the others.
-            everyone: these and the ranks that hold none, if there are such; its first rank holds some.
+            everyone: these and the ranks that hold none, by default there are none; its first rank holds some.
         """
         self._models, self._replicas, self._group = models or {}, replicas, group
-        self._everyone, self._holds_models = everyone, models is not None
+        self._everyone, self._holds_models = everyone or group, models is not None
         self._record = record
         self._writing: CheckpointWriter | None = None
         self._updates = 0  # the number of updates before the checkpoint that is being written
@@ -57,9 +57,7 @@ class Checkpoints:
         Returns:
             The policy's version, which is its number of updates, and the progress that was saved with it.
         """
-        resumed = self._resume() if self._holds_models else None
-        if self._everyone is not None:
-            resumed = broadcast_object(resumed, self._everyone)
+        resumed = broadcast_object(self._resume() if self._holds_models else None, self._everyone)
         assert resumed is not None, "the first rank holds models"
         return resumed
 
@@ -146,7 +144,7 @@ class Checkpoints:
             getattr(error, "raised_on_all_ranks", False) and not isinstance(error, CheckpointWriteError)
         ):
             self.close()
-        if self._everyone is not None and getattr(error, "raised_in_all_roles", False):
+        if getattr(error, "raised_in_all_roles", False):
             dist.barrier(self._everyone)  # ranks that hold no models would end at once, and the launcher the others
 
     def close(self) -> None:
