@@ -101,7 +101,7 @@ def test_defaults(load: Any) -> None:
         | {"offload_parameters": False, "offload_gradients": False, "offload_optimizer": False},
         "rollout": None,
         "roles": {"generation": {"ranks": None}},
-        "async": {"max_staleness": 0},
+        "async": {"max_staleness": 0, "partial": None, "batches_in_flight": 2, "late_answers": "wait"},
         "sync": {"bucket_mib": 64.0, "verify": "never", "overlap": True, "share_storage": False}
         | {"delta": "auto", "keep_loader_layout": False, "anchor_every": None},
         "data": {
@@ -477,7 +477,10 @@ def test_settings_of_ranks_with_both_engines_are_refused_on_split_ranks(load: An
 
 def test_generation_runs_ahead_only_on_ranks_of_its_own_and_corrected(load: Any) -> None:
     assert problems(load, "async.max_staleness=1") == [
-        "async.max_staleness=1: the ranks that train also generate: set roles.generation.ranks"
+        "async.max_staleness=1: the ranks that train also generate: set roles.generation.ranks or async.partial",
+        "async.max_staleness=1: older weights than those that are trained generate the samples, and "
+        "algorithm.correction.kind=none does not correct for it: set truncate, mask, "
+        "sequence_truncate or sequence_mask",
     ]
     assert problems(load, "async.max_staleness=1", "roles.generation.ranks=2") == [
         "async.max_staleness=1: older weights than those that are trained generate the samples, and "
@@ -487,6 +490,36 @@ def test_generation_runs_ahead_only_on_ranks_of_its_own_and_corrected(load: Any)
     corrected = ["algorithm.correction.kind=truncate", "roles.generation.ranks=2"]
     recipe = load(DEMO, ["async.max_staleness=1", *corrected])
     assert (recipe.world_size, recipe.train_ranks, recipe.generation_ranks) == (6, 4, 2)
+
+
+def test_partial_rollouts_have_a_bound_and_whole_batches_no_say(load: Any) -> None:
+    corrected = "algorithm.correction.kind=truncate"
+    assert problems(load, "async.partial=continue", corrected) == [
+        "async.partial=continue: async.max_staleness=0 lets no answer take longer than its step: set it to the number "
+        "of steps that an answer may go on for"
+    ]
+    partial = ["async.partial=restart", "async.max_staleness=2", corrected]
+    load(DEMO, [*partial, "async.batches_in_flight=3", "async.late_answers=drop"])
+    for batches in (1, 4):
+        assert problems(load, *partial, f"async.batches_in_flight={batches}") == [
+            f"async.batches_in_flight={batches}: at least 2, and at most async.max_staleness + 1 = 3, or prompts would "
+            "be too old when they are trained"
+        ]
+    for setting in ("algorithm.name=dapo", "algorithm.dynamic_sampling=2"):
+        assert problems(load, *partial, setting) == [
+            f"async.partial=restart: {setting} replaces prompts of whole batches, for which no step waits: set "
+            "algorithm.dynamic_sampling=0"
+        ]
+    load(DEMO, [*partial, "algorithm.name=dapo", "algorithm.dynamic_sampling=0"])
+    experts = ["rollout.expert_parallel=true", "rollout.dp=2", "rollout.environment=calculator"]
+    assert problems(load, *partial, *experts)[-1] == (
+        "async.partial=restart: engines that share experts (rollout.dp=2) step together, and cannot wait for "
+        "rollout.environment=calculator apart: set rollout.dp=1, or leave async.partial out"
+    )
+    assert problems(load, "async.late_answers=drop") == [
+        "async.late_answers=drop has no effect: without async.partial a step waits for all of its answers: leave it "
+        "out, or set it to wait"
+    ]
 
 
 def test_a_tp_group_that_fits_into_a_node_is_not_on_two(load: Any) -> None:

@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from hybrid3d.config import load_recipe
 from hybrid3d.generation import multi_turn
+from hybrid3d.generation import turns as turns_module
 from hybrid3d.generation.engine import Completion, GenerationRequest
-from hybrid3d.generation.multi_turn import MultiTurnRollout, Trajectory, TurnResult
+from hybrid3d.generation.multi_turn import MultiTurnRollout
+from hybrid3d.generation.turns import Trajectory, TurnResult, Turns
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import Example
 from hybrid3d.rl.objective import PolicyObjective, TokenScores
@@ -98,13 +100,14 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: dist.ProcessGro
             [f"rollout.environment={environment}", f"rollout.max_new_tokens={longest}", f"rollout.max_turns={turns}"],
         )
         author: Any = Author(*texts)
-        conversations = MultiTurnRollout(recipe, author, Tokenizer(), alone)
+        of_recipe = Turns(recipe, author, Tokenizer(), alone)
+        conversations = MultiTurnRollout(of_recipe, author, alone)
         examples = [Example(i, f"p{i}", f"r{i}", (*PROMPT, i + 1)) for i in range(len(texts))]
         try:
             seeds = None if greedy else [100 + i for i in range(len(texts))]
             return conversations.run(examples, seeds, 7, 0.5), author
         finally:
-            conversations.close()
+            of_recipe.close()
 
     return held
 
@@ -122,7 +125,7 @@ def test_a_calculator(talk: Talk) -> None:
         "^^^^^^^^^^   ^^^^^",
     )
     assert shown(other) == ("no|", "^^^")
-    assert (one.weight_version, other.weight_version) == (7, 7)
+    assert (one.versions, other.versions) == ([7] * 18, [7] * 3)
     assert one.logprobs == [-float(t) for t, own in zip(one.tokens, one.loss_mask, strict=True) if own]
     asked = [[(context, longest) for context, _, longest in of_round] for of_round in author.asked]
     assert asked == [[("", 99), ("", 99)], [("1=", 97)], [("1=1 <<1+2=3>>", 86)]]
@@ -189,7 +192,7 @@ def test_a_failure_ends_its_conversation_only(talk: Talk) -> None:
 
 def test_a_replica_that_is_done_goes_on_stepping_with_the_others(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [[TurnResult(done=False)], [TurnResult(done=False)], [TurnResult(done=True)]]
-    monkeypatch.setattr(multi_turn, "check_environment", lambda spec: ("=",))
+    monkeypatch.setattr(turns_module, "check_environment", lambda spec: ("=",))
     gathered = lambda value, group: [value, None, (1, others.pop(0))]  # noqa: E731
     monkeypatch.setattr(multi_turn, "gather_objects", gathered)
     (one,), author = talk("a|", environment="calculator")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hybrid3d.config import load_recipe
+from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.generation.rollouts import Rollouts
 from hybrid3d.generation.samples import Sample
 from hybrid3d.rewards.scorer import Scores
@@ -16,16 +16,21 @@ from run_ranks import ROOT
 
 
 def sample(prompt: str, reward: float) -> Sample:
-    return Sample(prompt, (1,), (2,), (True,), (-0.5,), "", reward, weight_version=0)
+    return Sample(prompt, (1,), (2,), (True,), (-0.5,), "", reward, versions=(0,))
 
 
 @pytest.fixture
 def rollouts() -> Any:
     """Without an engine, for what comes after it."""
     made = object.__new__(Rollouts)
-    settings = ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2", "train.micro_batch_size=4"]
-    made._recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", settings)
+    made._recipe = recipe_of(0)
     return made
+
+
+def recipe_of(extra_batches: int) -> Recipe:
+    settings = ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2", "train.micro_batch_size=4"]
+    more = ["rollout.temperature=0.7", f"algorithm.dynamic_sampling={extra_batches}"]
+    return load_recipe(ROOT / "recipes/demo-cpu.yaml", [*settings, *more])
 
 
 def test_groups_that_teach_nothing_fill_up_where_they_were_drawn(rollouts: Any) -> None:
@@ -40,13 +45,13 @@ def test_groups_that_teach_nothing_fill_up_where_they_were_drawn(rollouts: Any) 
         return [sample(f"{batch - 7}{i}", n * (kind == "+")) for i, kind in groups for n in (0, 1)], []
 
     rollouts._generate_samples = generate_samples
-    batch = rollouts.generate_batch(version=3, batch=7, temperature=0.7, extra_batches=1)
+    batch = rollouts.generate_batch(version=3, batch=7, recipe=recipe_of(1))
     assert [one.prompt for one in batch.samples[::2]] == ["00", "01", "02", "12"]
     assert [one.prompt for one in batch.samples[1::2]] == ["00", "01", "02", "12"]
     assert (batch.batches, batch.zero_variance_groups, asked) == (2, 6, [7, 8])
-    batch = rollouts.generate_batch(version=3, batch=7, temperature=0.7, extra_batches=5)
+    batch = rollouts.generate_batch(version=3, batch=7, recipe=recipe_of(5))
     assert [one.prompt for one in batch.samples[::2]] == ["01", "12", "20", "21"]
-    batch = rollouts.generate_batch(version=3, batch=7, temperature=0.7)
+    batch = rollouts.generate_batch(version=3, batch=7, recipe=recipe_of(0))
     assert [one.prompt for one in batch.samples[::2]] == ["00", "01", "02", "03"]
 
 
@@ -67,7 +72,7 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     asked: list[str] = []
     held = SimpleNamespace(
         example=SimpleNamespace(prompt="", prompt_ids=(1,), answer="right"), tokens=[2], loss_mask=[True],
-        logprobs=[-0.5], failure="", message="", weight_version=6,
+        logprobs=[-0.5], failure="", message="", versions=[6],
     )  # fmt: skip
     versions: list[int] = []
 
@@ -87,11 +92,11 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     rollouts.held_out = SimpleNamespace(examples=[None])
     rollouts._multi_turn = SimpleNamespace(run=run)
     rollouts._of_all_replicas = list
-    batch = rollouts.generate_batch(3, 0, temperature=0.7)
+    batch = rollouts.generate_batch(3, 0, recipe_of(0))
     assert [(one.reward, one.weight_version) for one in batch.samples] == [(1.0, 6)] * 8
     assert asked == ["right"] * 8
     rollouts._recipe = replace(rollouts._recipe, reward=replace(rollouts._recipe.reward, model="judge"))
-    batch = rollouts.generate_batch(4, 0, temperature=0.7)
+    batch = rollouts.generate_batch(4, 0, recipe_of(0))
     assert ([one.reward for one in batch.samples], batch.zero_variance_groups) == ([0.0] * 8, 0)
     assert len(asked) == 8
     assert rollouts.evaluate(5).accuracy == 1.0

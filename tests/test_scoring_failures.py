@@ -139,7 +139,7 @@ def test_batched_rewards_that_are_no_sequence() -> None:
 
 
 def sample(reward: float) -> Sample:
-    return Sample("", (1,), (2,), (True,), (-0.5,), "", reward, weight_version=0)
+    return Sample("", (1,), (2,), (True,), (-0.5,), "", reward, versions=(0,))
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def rollouts() -> Any:
 def of_step(rollouts: Any, **failures: int) -> None:
     scores = [Scores([], failures, {kind: f"an example of {kind}" for kind in failures})]
     rollouts._generate_samples = lambda version, batch, temperature: ([sample(0.0)] * 8, scores)
-    rollouts.generate_batch(version=0, batch=0, temperature=1.0)
+    rollouts.generate_batch(version=0, batch=0, recipe=rollouts._recipe)
 
 
 def of_held_out(rollouts: Any, **failures: int) -> None:

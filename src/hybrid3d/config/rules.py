@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from hybrid3d.config.schema import MAX_RANKS
 from hybrid3d.config.unused_settings import unused_settings
 
+DYNAMIC_ALGORITHMS = ("dapo",)  # which sample dynamically by default
+
 if TYPE_CHECKING:
     from hybrid3d.config.recipe import Recipe
     from hybrid3d.config.sections.learning import Kl, Optimizer
@@ -33,6 +35,7 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
     if recipe.critic != type(recipe.critic)() and not algorithm.uses_critic:
         yield f"critic: algorithm.name={algorithm.name} has no critic: leave the section out, or set ppo"
     yield from _check_split(recipe)
+    yield from _check_async(recipe)
     if recipe.sync.share_storage and not recipe.is_split and recipe.rollout is not None and recipe.rollout.sleep:
         yield (
             "sync.share_storage: memory that both engines share cannot be freed while vLLM sleeps: "
@@ -78,17 +81,9 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
 
 def _check_split(recipe: Recipe) -> Iterator[str]:
     """Yield settings that make no sense where ranks either train or generate."""
-    ranks, train, staleness = recipe.roles.generation.ranks, recipe.train, recipe.async_.max_staleness
+    ranks, train = recipe.roles.generation.ranks, recipe.train
     if ranks is None:
-        if staleness:
-            yield f"async.max_staleness={staleness}: the ranks that train also generate: set roles.generation.ranks"
         return
-    if staleness and recipe.algorithm.correction.kind == "none":
-        yield (
-            f"async.max_staleness={staleness}: older weights than those that are trained generate the samples, and "
-            "algorithm.correction.kind=none does not correct for it: set truncate, mask, "
-            "sequence_truncate or sequence_mask"
-        )
     if not recipe.algorithm.generates:
         yield f"roles.generation.ranks={ranks}: algorithm.name={recipe.algorithm.name} never generates: leave it out"
     apart = "no rank has both engines"
@@ -99,6 +94,47 @@ def _check_split(recipe: Recipe) -> Iterator[str]:
         yield f"rollout.keep_weights: {apart}, so that vLLM never sleeps: leave it out"
     for kind in train.offloads:
         yield f"train.offload_{kind}: {apart}, so that Megatron never makes room: leave it out"
+
+
+def _check_async(recipe: Recipe) -> Iterator[str]:
+    """Yield what generation ahead of training, and partial rollouts, cannot do."""
+    ahead, rollout = recipe.async_, recipe.rollout
+    staleness = f"async.max_staleness={ahead.max_staleness}"
+    if not ahead.max_staleness and ahead.partial is not None:
+        yield (
+            f"async.partial={ahead.partial}: {staleness} lets no answer take longer than its step: set it to the "
+            "number of steps that an answer may go on for"
+        )
+    if not ahead.max_staleness:
+        return
+    if not recipe.is_split and ahead.partial is None:
+        yield f"{staleness}: the ranks that train also generate: set roles.generation.ranks or async.partial"
+    if recipe.algorithm.generates and recipe.algorithm.correction.kind == "none":
+        yield (
+            f"{staleness}: older weights than those that are trained generate the samples, and "
+            "algorithm.correction.kind=none does not correct for it: set truncate, mask, "
+            "sequence_truncate or sequence_mask"
+        )
+    if ahead.partial is None or rollout is None:
+        return
+    if not 2 <= ahead.batches_in_flight <= ahead.max_staleness + 1:
+        yield (
+            f"async.batches_in_flight={ahead.batches_in_flight}: at least 2, and at most async.max_staleness + 1 = "
+            f"{ahead.max_staleness + 1}, or prompts would be too old when they are trained"
+        )
+    name, extra = recipe.algorithm.name, recipe.algorithm.dynamic_sampling
+    if extra or (extra is None and name in DYNAMIC_ALGORITHMS):
+        setting = f"algorithm.dynamic_sampling={extra}" if extra else f"algorithm.name={name}"
+        yield (
+            f"async.partial={ahead.partial}: {setting} replaces prompts of whole batches, for which no step waits: set "
+            "algorithm.dynamic_sampling=0"
+        )
+    if rollout.environment is not None and rollout.dp > 1:
+        yield (
+            f"async.partial={ahead.partial}: engines that share experts (rollout.dp={rollout.dp}) step together, and "
+            f"cannot wait for rollout.environment={rollout.environment} apart: set rollout.dp=1, or leave "
+            "async.partial out"
+        )
 
 
 def _check_nodes_of_engines(recipe: Recipe) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -105,6 +106,12 @@ UNUSED_RULES = (
         _reason("with roles.generation.ranks no rank has both engines"),
     ),
     UnusedRule(
+        "async",
+        ("batches_in_flight", "late_answers"),
+        lambda recipe: recipe.async_.partial is None,
+        _reason("without async.partial a step waits for all of its answers"),
+    ),
+    UnusedRule(
         "sync",
         ("overlap",),
         lambda recipe: recipe.is_split,
@@ -198,7 +205,7 @@ def unused_settings(recipe: Recipe) -> Iterator[str]:
             continue
         section: Any = recipe
         for name in rule.section.split("."):
-            section = getattr(section, name)
+            section = getattr(section, f"{name}_" if iskeyword(name) else name)
         defaults = {field.name: field.default for field in dataclasses.fields(section)}
         if rule.section == "algorithm.kl":
             defaults |= {"where": "none"}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class StaleWeights(RuntimeError):
@@ -68,4 +70,24 @@ class Engine(Protocol):
         Raises:
             StaleWeights: the engine's weights are older, or a sync of them was interrupted.
         """
+        ...
+
+    def submit(self, requests: Mapping[int, GenerationRequest], version: int) -> None:
+        """Begin to generate completions of requests, by their numbers, with weights of this version or a later one.
+
+        Raises:
+            StaleWeights: as for `generate`.
+        """
+        ...
+
+    def step(self) -> dict[int, Completion]:
+        """Generate the next token of the submitted requests; return the completions that have ended, by number."""
+        ...
+
+    def interrupt(self) -> dict[int, Completion]:
+        """End all requests that were submitted, between two tokens, and return their tokens so far, by number."""
+        ...
+
+    def broadcast(self, value: T | None) -> T:
+        """Return the value of the replica's leading rank."""
         ...

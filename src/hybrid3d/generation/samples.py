@@ -16,7 +16,8 @@ class Sample:
         tokens: of the answer, what an environment wrote in it included.
         loss_mask: whether the policy generated each token.
         logprobs: of the policy's tokens, with which vLLM sampled them.
-        weight_version: of the weights that generated it: the number of updates behind them.
+        versions: for each token, the version of the weights that generated it (for an environment's, the turn before
+            it): the number of updates behind them.
     """
 
     prompt: str
@@ -26,7 +27,12 @@ class Sample:
     logprobs: tuple[float, ...]
     answer: str
     reward: float
-    weight_version: int
+    versions: tuple[int, ...]
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the oldest weights that generated a token of it."""
+        return min(self.versions)
 
     @property
     def num_loss_tokens(self) -> int:
@@ -49,6 +55,8 @@ class RolloutBatch:
         zero_variance_groups: groups whose rewards are all equal, over all that were drawn.
         failures: rewards that failed, and conversations that an environment failed in, by kind, over all that were
             drawn; `examples` has what one of each said.
+        unfinished: places of the prompts that were drawn before and are not trained yet; None without partial rollouts.
+        dropped_tokens: how many generated tokens were dropped since the batch before.
     """
 
     samples: list[Sample]
@@ -56,6 +64,8 @@ class RolloutBatch:
     zero_variance_groups: int
     failures: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
+    unfinished: list[tuple[int, int]] | None = None
+    dropped_tokens: int = 0
 
     def metrics(self, samples: Sequence[Sample], rollout: Rollout, version: int) -> dict[str, float]:
         """Return the metrics of the samples' lengths, turns, rewards and weights.
@@ -71,17 +81,29 @@ class RolloutBatch:
             turns["rollout/turns_mean"] = sum(sample.turns for sample in samples) / len(samples)
             others = sum(lengths) - sum(sample.num_loss_tokens for sample in samples)
             turns["rollout/environment_tokens_mean"] = others / len(samples)
-        return turns | {
-            "reward/mean": sum(sample.reward for sample in samples) / len(samples),
-            "rollout/response_tokens_mean": sum(lengths) / len(lengths),
-            "rollout/response_tokens_max": max(lengths),
-            "rollout/truncated_fraction": sum(length >= rollout.max_new_tokens for length in lengths) / len(lengths),
-            "rollout/staleness_mean": sum(staleness) / len(staleness),
-            "rollout/staleness_max": max(staleness),
-            "rollout/batches": self.batches,
-            "rollout/zero_variance_groups": self.zero_variance_groups,
-            "reward/failures": sum(self.failures.values()),
-        }
+        partial: dict[str, float] = {}
+        if self.unfinished is not None:
+            partial = {
+                "rollout/continued_fraction": sum(len(set(s.versions)) > 1 for s in samples) / len(samples),
+                "rollout/unfinished_prompts": len(self.unfinished),
+                "rollout/dropped_tokens": self.dropped_tokens,
+            }
+        return (
+            turns
+            | partial
+            | {
+                "reward/mean": sum(sample.reward for sample in samples) / len(samples),
+                "rollout/response_tokens_mean": sum(lengths) / len(lengths),
+                "rollout/response_tokens_max": max(lengths),
+                "rollout/truncated_fraction": sum(length >= rollout.max_new_tokens for length in lengths)
+                / len(lengths),
+                "rollout/staleness_mean": sum(staleness) / len(staleness),
+                "rollout/staleness_max": max(staleness),
+                "rollout/batches": self.batches,
+                "rollout/zero_variance_groups": self.zero_variance_groups,
+                "reward/failures": sum(self.failures.values()),
+            }
+        )
 
 
 @dataclass(frozen=True)

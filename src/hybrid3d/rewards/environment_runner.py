@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import cast
+from queue import SimpleQueue
+from typing import TypeVar, cast
 
 from hybrid3d.rewards.environments import ENVIRONMENTS, Environment, find_environment, stops_of
 from hybrid3d.rewards.pool_client import ProcessPoolClient, load_in_subprocess
+from hybrid3d.rewards.pool_worker import CallResult
 from hybrid3d.rewards.registry import load_function
+
+T = TypeVar("T")
 
 ConversationItem = tuple[tuple[str, ...], str, str]
 """The turns, the reference and the prompt of one conversation."""
@@ -40,17 +45,59 @@ class EnvironmentRunner:
         target = find_environment(spec)
         self._function = cast(Environment, load_function(target)) if spec in ENVIRONMENTS else None
         self._pool = ProcessPoolClient(target, "reply", workers, timeout_seconds)
+        # Each thread has a pool with one worker, so that no reply waits for another
+        self._threads: ThreadPoolExecutor | None = None
+        self._idle: SimpleQueue[ProcessPoolClient] = SimpleQueue()
+        self._singles = (
+            [] if self._function else [ProcessPoolClient(target, "reply", 1, timeout_seconds) for _ in range(workers)]
+        )
+        for pool in self._singles:
+            self._idle.put(pool)
 
     def reply(self, items: Sequence[ConversationItem]) -> list[Reply]:
         """Return the reply to each conversation, in order."""
         if self._function is not None:
             return [Reply(self._function(*item)) for item in items]
-        results = self._pool.call(items)
-        return [Reply(None if text is None else str(text), kind, message) for text, kind, message in results]
+        return [_reply(result) for result in self._pool.call(items)]
+
+    def reply_soon(self, item: ConversationItem) -> Future[Reply]:
+        """Ask for the reply to a conversation, and return at once; at most `workers` replies are made at a time."""
+        if self._function is not None:
+            return completed(Reply(self._function(*item)))
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(len(self._singles), "environment")
+        return self._threads.submit(self._reply_alone, item)
+
+    def _reply_alone(self, item: ConversationItem) -> Reply:
+        pool = self._idle.get()
+        try:
+            return _reply(pool.call([item])[0])
+        finally:
+            self._idle.put(pool)
 
     def close(self) -> None:
         """End all processes; the next call starts them again."""
+        if self._threads is not None:
+            threads, self._threads = self._threads, None
+            threads.shutdown(wait=False, cancel_futures=True)
+            for pool in self._singles:
+                pool.kill()  # ends calls that are being waited for
+            threads.shutdown()
+            for pool in self._singles:
+                pool.close()
         self._pool.close()
+
+
+def completed(value: T) -> Future[T]:
+    """Return a future that has this result."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+def _reply(result: CallResult) -> Reply:
+    text, kind, message = result
+    return Reply(None if text is None else str(text), kind, message)
 
 
 def check_environment(spec: str) -> tuple[str, ...]:

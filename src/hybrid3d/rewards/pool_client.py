@@ -59,6 +59,11 @@ class ProcessPoolClient:
         self.close()
         return [failure] * len(items)
 
+    def kill(self) -> None:
+        """End all processes during a call of another thread, which then returns that they died."""
+        if self._server is not None:
+            self._server[0].kill()
+
     def close(self) -> None:
         """End all processes; the next call starts them again."""
         if self._server is None:

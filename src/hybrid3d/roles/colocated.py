@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
-from hybrid3d.generation.rollouts import Rollouts, extra_batches
+from hybrid3d.generation.rollouts import make_rollouts
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.roles.learner import Experience, Learner
@@ -65,7 +65,7 @@ class Colocated:
         buckets = self._policy.optimizer_buckets if self._overlaps else None
         self._sync = WeightSync(recipe, group, self._policy.weights, self._engine, buckets, self._policy.changes)
         self.train, self.held_out = read_data(recipe, self.config, self.tokenizer)
-        self._rollouts = Rollouts(recipe, self._engine, self.tokenizer, self.train, self.held_out, group)
+        self._rollouts = make_rollouts(recipe, self._engine, self.tokenizer, self.train, self.held_out, group)
         self.models: Models | None = None
         if guard is not None:
             self._engine.sleep()
@@ -88,8 +88,7 @@ class Colocated:
         return self._rollouts.evaluate(version)
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
-        assert recipe.rollout is not None, "checked when the recipe was read"
-        return self._rollouts.generate_batch(version, batch, recipe.rollout.temperature, extra_batches(recipe))
+        return self._rollouts.generate_batch(version, batch, recipe)
 
     def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
         self._engine.sleep()
@@ -104,6 +103,7 @@ class Colocated:
 
     def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
         self._learner.restore(progress, recipe)
+        self._rollouts.restore(progress)
 
     def close(self, recipe: Recipe) -> None:
         dist.barrier(self._group)

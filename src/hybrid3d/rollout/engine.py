@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config, family_of
@@ -20,8 +21,10 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
 
 from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights
 from hybrid3d.patches import apply
@@ -35,6 +38,8 @@ from hybrid3d.rollout.patches import (
     name_shared_memory,
 )
 from hybrid3d.rollout.weights import RolloutWeights
+
+T = TypeVar("T")
 
 apply(patches.ALL)
 
@@ -68,6 +73,9 @@ def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]
         # On CPU this op assumes 2-D input. Latent attention passes another shape and would be rotated wrongly.
         compilation_config={"custom_ops": ["-rotary_embedding"]} if current_platform.is_cpu() else {},
         attention_backend=_attention_backend(recipe),
+        # On CPU vLLM 0.32 fails on a sampled request of which only a part of the prompt is computed in a step: it sets
+        # the offset of the request's generator, which CPU generators do not have.
+        enable_chunked_prefill=False if current_platform.is_cpu() else None,
     )
 
 
@@ -115,6 +123,7 @@ class RolloutEngine:
         self.replicas = recipe.generation_ranks // rollout.tp
         self.leads = tp_rank == 0
         self.weight_version: int | None = None
+        self._submitted: dict[int, list[Completion]] = {}  # what each request has generated so far
         self._asleep: set[EngineMemory] = set()
         self._sleeps = (  # where ranks also train; sleep mode frees GPU memory only
             rollout.sleep and not recipe.is_split and not current_platform.is_cpu()
@@ -148,26 +157,68 @@ class RolloutEngine:
         Raises:
             StaleWeights: the engine's weights are older, or a sync of them was interrupted.
         """
+        current = self._check_version(version)
+        params = [_sampling_params(request) for request in requests]
+        prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
+        rng = torch.get_rng_state()
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        torch.set_rng_state(rng)  # vLLM's sampling must not advance the trainer's random state
+        return [_completion(output.outputs[0], current) for output in outputs]
+
+    def submit(self, requests: Mapping[int, GenerationRequest], version: int) -> None:
+        """Begin to generate completions of requests, by their numbers, with weights of this version or a later one.
+
+        Raises:
+            StaleWeights: as for `generate`.
+        """
+        self._check_version(version)
+        for number, request in requests.items():
+            params = _sampling_params(request)
+            params.output_kind = RequestOutputKind.DELTA
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
+            self._llm.llm_engine.add_request(str(number), prompt, params)
+            self._submitted[number] = []
+
+    def step(self) -> dict[int, Completion]:
+        """Generate the next token of the submitted requests; return the completions that have ended, by number."""
+        if not self._llm.llm_engine.has_unfinished_requests():
+            return {}
+        version = self._check_version(0)
+        rng = torch.get_rng_state()
+        outputs = self._llm.llm_engine.step()
+        torch.set_rng_state(rng)  # vLLM's sampling must not advance the trainer's random state
+        ended = {}
+        for output in outputs:
+            parts = self._submitted[int(output.request_id)]
+            parts.append(_completion(output.outputs[0], version))
+            if output.finished:
+                ended[int(output.request_id)] = _joined(self._submitted.pop(int(output.request_id)), version)
+        return ended
+
+    def interrupt(self) -> dict[int, Completion]:
+        """End all requests that were submitted, between two tokens, and return their tokens so far, by number."""
+        engine, version = self._llm.llm_engine, self._check_version(0)
+        engine.abort_request([str(number) for number in self._submitted])
+        found = {number: _joined(parts, version) for number, parts in self._submitted.items()}
+        self._submitted = {}
+        while engine.has_unfinished_requests():  # of engines that share experts with this one
+            engine.step()
+        core = engine.engine_core.engine_core
+        while core.batch_queue:  # a batch that was scheduled ahead must not run while weights are synced
+            engine.step()
+        return found
+
+    def broadcast(self, value: T | None) -> T:
+        """Return the value of the replica's leading rank."""
+        return cast(T, get_tp_group().broadcast_object(value))
+
+    def _check_version(self, version: int) -> int:
+        """Return the version of the weights, which must be at least `version`."""
         if self.weight_version is None:
             raise StaleWeights("vLLM's weights are incomplete: no sync has finished since the last change")
         if self.weight_version < version:
             raise StaleWeights(f"vLLM's weights have version {self.weight_version}, and {version} is required")
-        params = [
-            SamplingParams(
-                temperature=0.0 if request.seed is None else request.temperature,
-                seed=request.seed,
-                max_tokens=request.max_new_tokens,
-                stop_token_ids=list(request.stop_tokens),
-                logprobs=None if request.seed is None else 0,
-                detokenize=False,
-            )
-            for request in requests
-        ]
-        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
-        rng = torch.get_rng_state()
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        torch.set_rng_state(rng)  # vLLM's sampling must not advance the trainer's random state
-        return [_completion(output.outputs[0], self.weight_version) for output in outputs]
+        return self.weight_version
 
     @property
     def end_tokens(self) -> Sequence[int]:
@@ -211,7 +262,26 @@ class RolloutEngine:
             self._llm.wake_up(tags=[memory])
 
 
+def _sampling_params(request: GenerationRequest) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0 if request.seed is None else request.temperature,
+        seed=request.seed,
+        max_tokens=request.max_new_tokens,
+        stop_token_ids=list(request.stop_tokens),
+        logprobs=None if request.seed is None else 0,
+        detokenize=False,
+    )
+
+
 def _completion(output: Any, version: int) -> Completion:
     steps = () if output.logprobs is None else zip(output.logprobs, output.token_ids, strict=True)
     logprobs = tuple(step[token].logprob for step, token in steps)
     return Completion(tuple(output.token_ids), logprobs, version)
+
+
+def _joined(parts: Sequence[Completion], version: int) -> Completion:
+    """Return the completion that consists of these parts, by weights of one version."""
+    tokens, logprobs = (
+        tuple(itertools.chain.from_iterable(getattr(part, key) for part in parts)) for key in ("tokens", "logprobs")
+    )
+    return Completion(tokens, logprobs, version)

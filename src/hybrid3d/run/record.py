@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ class Record:
                 {
                     "step": row["step"],
                     "weights": s.weight_version,
+                    "versions": [[version, len(list(run))] for version, run in itertools.groupby(s.versions)],
                     "prompt": s.prompt,
                     "answer": s.answer,
                     "reward": s.reward,

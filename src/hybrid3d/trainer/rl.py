@@ -56,5 +56,6 @@ def train_rl(
             record.step(row, recipe.run.steps, samples)
             guard.check_bounds(row, all_reduce_max([peak_memory()], group)[0] / 1e9, recipe)
             step += 1
-            checkpoints.save_if_due(step, {"batch": batch} | roles.progress | live.progress, recipe.run)
+            drawn = {"batch": batch, "unfinished": generated.unfinished or []}
+            checkpoints.save_if_due(step, drawn | roles.progress | live.progress, recipe.run)
     roles.close(live.recipe)

@@ -151,14 +151,23 @@ class RoleRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class Async:
-    """How far generation runs ahead of training, on ranks of their own (`roles.generation.ranks`).
+    """How far generation runs ahead of training, on ranks of their own (`roles.generation.ranks`) or by parts.
 
     Attributes:
         max_staleness: By how many steps the weights that generated a token may be older than those that are trained
             with it; with 0, each of both waits for the other.
+        partial: A step trains the first answers that are complete. With `continue`, the others keep their tokens and go
+            on with the next weights; with `restart`, they begin again. `null`: a step waits for all of its answers.
+        batches_in_flight: With `partial`, how many batches of `algorithm.prompts_per_step` prompts are answered at a
+            time.
+        late_answers: With `partial`, what is done with answers that would exceed `max_staleness` in the next step: the
+            step waits for them, or their prompts are dropped.
     """
 
     max_staleness: Staleness = 0
+    partial: Literal["continue", "restart"] | None = None
+    batches_in_flight: Repeats = 2
+    late_answers: Literal["wait", "drop"] = "wait"
 
 
 @dataclass(frozen=True, kw_only=True)

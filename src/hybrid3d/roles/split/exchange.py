@@ -47,12 +47,9 @@ def announce_update(store: dist.Store, step: int) -> None:
     store.set("updated", str(step))
 
 
-def is_updated(store: dist.Store, step: int, group: dist.ProcessGroup) -> bool:
-    """Return whether the update of this step is done; the ranks of the group, which call this together, agree on it."""
-    done = False
-    if group.rank() == 0 and store.check(["updated"]):
-        done = int(store.get("updated")) >= step
-    return bool(broadcast_object(done, group))
+def is_updated(store: dist.Store, step: int) -> bool:
+    """Return whether the update of this step is done."""
+    return store.check(["updated"]) and int(store.get("updated")) >= step
 
 
 def wait_for_all(store: dist.Store, rank: int, ranks: int) -> None:

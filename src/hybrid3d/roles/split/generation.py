@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import RoleGroups
-from hybrid3d.generation.rollouts import FailedRewards, Rollouts, extra_batches
+from hybrid3d.distributed import RoleGroups, broadcast_object
+from hybrid3d.generation.rollouts import FailedRewards, make_rollouts
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.roles.split.exchange import is_updated, share, wait_for_all
@@ -47,7 +47,7 @@ class GenerationRank:
         self._engine = RolloutEngine(recipe, groups.own.rank(), distributed.run_id(), slots)
         self._sync = WeightSync(recipe, groups.everyone, engine=self._engine, transport_group=groups.weights)
         self.train, self.held_out = read_data(recipe, config, tokenizer)
-        self._rollouts = Rollouts(recipe, self._engine, tokenizer, self.train, self.held_out, groups.own)
+        self._rollouts = make_rollouts(recipe, self._engine, tokenizer, self.train, self.held_out, groups.own)
         self._ahead: deque[RolloutBatch | Exception] = deque()  # of the next steps
         self._next_batch = 0  # number of the first batch of prompts that is not generated yet
 
@@ -71,9 +71,7 @@ class GenerationRank:
 
     def _generate(self, version: int, recipe: Recipe) -> RolloutBatch:
         """Generate the samples of the first step that has none yet."""
-        assert recipe.rollout is not None, "checked when the recipe was read"
-        temperature, extra = recipe.rollout.temperature, extra_batches(recipe)
-        generated = self._rollouts.generate_batch(version, self._next_batch, temperature, extra)
+        generated = self._rollouts.generate_batch(version, self._next_batch, recipe)
         self._next_batch += generated.batches
         return generated
 
@@ -81,8 +79,11 @@ class GenerationRank:
         return ForeignExperience(samples)
 
     def update(self, experience: Any, step: int, recipe: Recipe) -> StepMetrics:
+        if recipe.async_.partial is not None:
+            self._rollouts.generate_ahead(step, recipe, lambda: is_updated(self._groups.store, step))
+            return StepMetrics()
         most = min(recipe.async_.max_staleness, recipe.run.steps - step)
-        while len(self._ahead) < most and not (self._ahead and is_updated(self._groups.store, step, self._groups.own)):
+        while len(self._ahead) < most and not (self._ahead and self._is_updated(step)):
             try:
                 self._ahead.append(self._generate(step, recipe))
             except FailedRewards as error:  # the other ranks learn of it when they ask for these samples
@@ -94,7 +95,13 @@ class GenerationRank:
     def progress(self) -> dict[str, Any]:
         return {}
 
-    def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None: ...
+    def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
+        self._rollouts.restore(progress)
+
+    def _is_updated(self, step: int) -> bool:
+        """Return whether the update of this step is done; the ranks that generate call this together, and agree."""
+        own = self._groups.own
+        return broadcast_object(is_updated(self._groups.store, step) if own.rank() == 0 else False, own)
 
     def close(self, recipe: Recipe) -> None:
         dist.barrier(self._groups.everyone)

@@ -1,0 +1,172 @@
+"""Partial rollouts: no step waits for its longest answers, which stop between two tokens and go on in the next step.
+
+An environment's replies are awaited while other answers are generated, and during training and syncs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+
+from hybrid3d.config import Async
+from hybrid3d.generation.engine import Engine
+from hybrid3d.generation.turns import Trajectory, TurnResult, Turns
+from hybrid3d.rewards.environment_runner import Reply
+from hybrid3d.rl.data import Example
+
+POLL_SECONDS = 0.05  # while all answers wait for replies
+
+Place = tuple[int, int]
+"""Where a prompt is in the data: the number of its batch, and its index in the batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptGroup:
+    """A prompt and the answers to it, which are trained together.
+
+    Attributes:
+        version: of the weights when the prompt was drawn: no token of the answers is from older weights.
+        answers: by their numbers among all answers of the replica.
+    """
+
+    place: Place
+    version: int
+    answers: dict[int, Trajectory]
+
+    @property
+    def done(self) -> bool:
+        """Whether all answers are complete."""
+        return all(answer.done for answer in self.answers.values())
+
+
+class PartialRollout:
+    """The prompts of one replica that are being answered, over several steps.
+
+    All ranks of the replica make all calls together.
+
+    Attributes:
+        dropped_tokens: how many generated tokens were dropped so far.
+    """
+
+    def __init__(self, engine: Engine, turns: Turns, settings: Async):
+        self._engine, self._turns, self._settings = engine, turns, settings
+        self._groups: list[PromptGroup] = []
+        self._numbers = 0  # of answers so far
+        self._awaiting: set[int] = set()  # answers whose environment has not replied yet
+        self._replies: dict[int, Future[Reply]] = {}  # of these, on the leading rank
+        self.dropped_tokens = 0
+
+    @property
+    def places(self) -> list[Place]:
+        """The places of all prompts that were added and not taken."""
+        return [group.place for group in self._groups]
+
+    def add(self, place: Place, example: Example, seeds: Sequence[int], version: int) -> None:
+        """Add a prompt, to be answered once with each seed; `version` is that of the weights that begin it."""
+        answers = {self._numbers + i: Trajectory(example, seed) for i, seed in enumerate(seeds)}
+        self._numbers += len(answers)
+        self._groups.append(PromptGroup(place, version, answers))
+
+    def generate(self, version: int, wanted: int, temperature: float, stop: Callable[[], bool] | None = None) -> None:
+        """Generate until `wanted` prompts can be taken, or `stop` returns True, and interrupt the other answers.
+
+        Args:
+            version: the engine's weights must have this version or a later one.
+            stop: called between two tokens, on the leading rank.
+        """
+        answers = {n: answer for group in self._groups for n, answer in group.answers.items() if not answer.done}
+        self._submit({n: answer for n, answer in answers.items() if n not in self._awaiting}, version, temperature)
+        enough = self._can_take(wanted, version)
+        while True:
+            idle = not enough and len(answers) == len(self._awaiting)
+            stopped, results = self._agree(stop, idle)
+            for number, result in results.items():
+                self._awaiting.remove(number)
+                answers[number].apply(result)
+            if stopped or enough or (any(r.done for r in results.values()) and self._can_take(wanted, version)):
+                break
+            self._submit({n: answers[n] for n, result in results.items() if not result.done}, version, temperature)
+            for number, completion in self._engine.step().items():
+                answers[number].append_completion(completion)
+                self._end_turn(number, answers[number])
+            enough = any(answer.done for answer in answers.values()) and self._can_take(wanted, version)
+            answers = {number: answer for number, answer in answers.items() if not answer.done}
+        for number, completion in self._engine.interrupt().items():
+            if completion.tokens:
+                answers[number].append_completion(completion)
+        if self._settings.partial == "restart":
+            for number, answer in answers.items():
+                if not answer.done:
+                    self._forget(number, answer)
+                    answer.restart()
+
+    def take(self, count: int, version: int) -> list[PromptGroup]:
+        """Remove and return the oldest prompts whose answers are all complete, at most `count`, for this step.
+
+        Those that would be too old in the next step are dropped; with `async.late_answers: wait` there are none.
+        """
+        done = self._done()[:count]
+        rest = [group for group in self._groups if group not in done]
+        oldest = version + 1 - self._settings.max_staleness
+        for group in rest:
+            if group.version < oldest:
+                for number, answer in group.answers.items():
+                    self._forget(number, answer)
+        self._groups = [group for group in rest if group.version >= oldest]
+        return done
+
+    def _done(self) -> list[PromptGroup]:
+        """Return the prompts whose answers are all complete, the oldest first."""
+        return sorted((group for group in self._groups if group.done), key=lambda group: group.place)
+
+    def _can_take(self, wanted: int, version: int) -> bool:
+        """Return whether enough prompts are done, and no other prompt will be too old before it can be taken."""
+        done = self._done()
+        if len(done) < wanted or self._settings.late_answers == "drop":
+            return len(done) >= min(wanted, len(self._groups))
+        staleness = self._settings.max_staleness
+        rest = [group for group in self._groups if group not in done[:wanted]]
+        # Of each number of following steps, the prompts that must be taken until then fit in the batches of these steps
+        return all(
+            sum(group.version + staleness <= version + steps for group in rest) <= steps * wanted
+            for steps in range(staleness + 1)
+        )
+
+    def _submit(self, answers: dict[int, Trajectory], version: int, temperature: float) -> None:
+        requests = {number: self._turns.request(answer, temperature) for number, answer in answers.items()}
+        self._engine.submit(requests, version)
+
+    def _end_turn(self, number: int, answer: Trajectory) -> None:
+        """Ask for the environment's reply to a turn that the policy has ended; without one the answer is complete."""
+        if not self._turns.have_environment:
+            answer.done = True
+            return
+        self._awaiting.add(number)
+        if self._engine.leads:
+            self._replies[number] = self._turns.reply_soon(answer)
+
+    def _agree(self, stop: Callable[[], bool] | None, idle: bool) -> tuple[bool, dict[int, TurnResult]]:
+        """Return whether to stop, and what follows turns by number of their answer, as the leading rank says."""
+        if stop is None and not self._turns.have_environment:
+            return False, {}
+        said = None
+        if self._engine.leads:
+            if idle:
+                wait(self._replies.values(), POLL_SECONDS, FIRST_COMPLETED)
+            said = stop is not None and stop(), self._results()
+        agreed: tuple[bool, dict[int, TurnResult]] = self._engine.broadcast(said)
+        return agreed
+
+    def _results(self) -> dict[int, TurnResult]:
+        """Return what follows the turns whose replies have arrived."""
+        answers = {number: answer for group in self._groups for number, answer in group.answers.items()}
+        arrived = [number for number, reply in self._replies.items() if reply.done()]
+        return {number: self._turns.result(answers[number], self._replies.pop(number).result()) for number in arrived}
+
+    def _forget(self, number: int, answer: Trajectory) -> None:
+        """Drop the tokens of an answer, and the reply that it waits for."""
+        self.dropped_tokens += sum(answer.loss_mask)
+        self._awaiting.discard(number)
+        if number in self._replies:
+            self._replies.pop(number).cancel()

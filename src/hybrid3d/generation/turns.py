@@ -1,0 +1,202 @@
+"""Answers that consist of turns of the policy and replies of an environment."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from hybrid3d.config import Recipe
+from hybrid3d.distributed import broadcast_object
+from hybrid3d.generation.engine import Completion, Engine, GenerationRequest
+from hybrid3d.rewards.environment_runner import (
+    ConversationItem,
+    EnvironmentRunner,
+    Reply,
+    check_environment,
+    completed,
+)
+from hybrid3d.rewards.environments import ends_with_stop, stop_tokens
+from hybrid3d.rl.data import Example
+
+
+@dataclass
+class Trajectory:
+    """An answer that is being generated.
+
+    Attributes:
+        seed: of the first request; None samples greedily.
+        tokens: of the policy and of the environment.
+        loss_mask: whether the policy generated each token.
+        logprobs: of the policy's tokens, with which vLLM sampled them; empty where it is greedy.
+        turns: texts of the policy and of the environment, alternating, without the policy's current turn.
+        turn_start: index in `tokens` of the policy's current turn.
+        requests: how many the engine has completed for this answer.
+        versions: of the weights that generated each token; an environment's tokens have those of the turn before.
+        done: whether it is complete.
+        failure: the kind of the environment's failure that ended it; empty if there was none.
+        message: what the failure said.
+    """
+
+    example: Example
+    seed: int | None
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    turns: list[str] = field(default_factory=list)
+    turn_start: int = 0
+    requests: int = 0
+    versions: list[int] = field(default_factory=list)
+    done: bool = False
+    failure: str = ""
+    message: str = ""
+
+    @property
+    def context(self) -> list[int]:
+        """Token ids of the prompt and of the answer so far."""
+        return [*self.example.prompt_ids, *self.tokens]
+
+    @property
+    def replies(self) -> int:
+        """How many times the environment has replied."""
+        return len(self.turns) // 2
+
+    def request_seed(self) -> int | None:
+        """Return a seed of its own for each request; the first is the answer's seed."""
+        if self.seed is None or self.requests == 0:
+            return self.seed
+        return int.from_bytes(hashlib.sha256(f"{self.seed}/{self.requests}".encode()).digest()[:4], "little")
+
+    def restart(self) -> None:
+        """Begin the answer again."""
+        self.__init__(self.example, self.seed)  # type: ignore[misc]
+
+    def append_completion(self, completion: Completion) -> None:
+        """Append tokens that the policy generated."""
+        self._append(completion.tokens, True, completion.weight_version)
+        self.logprobs += completion.logprobs
+        self.requests += 1
+
+    def apply(self, result: TurnResult) -> None:
+        """Append the environment's reply, if it replied, and begin the policy's next turn; or finish the answer."""
+        self.done, self.failure, self.message = result.done, result.failure, result.message
+        if result.tokens:
+            self.turns += [result.turn, result.reply]
+            self._append(result.tokens, False, self.versions[-1])
+            self.turn_start = len(self.tokens)
+
+    def _append(self, tokens: Sequence[int], loss_mask: bool, version: int) -> None:
+        self.tokens += tokens
+        self.loss_mask += [loss_mask] * len(tokens)
+        self.versions += [version] * len(tokens)
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """What follows a turn of the policy; the leading rank of a replica sends it to the others.
+
+    Attributes:
+        done: the answer is complete.
+        turn: the policy's turn, as text.
+        reply: the environment's reply to it; empty if the policy goes on within its turn.
+        tokens: of the reply.
+        failure, message: as of a `Trajectory`.
+    """
+
+    done: bool
+    turn: str = ""
+    reply: str = ""
+    tokens: tuple[int, ...] = ()
+    failure: str = ""
+    message: str = ""
+
+
+class Turns:
+    """What follows each turn of the policy: the reply of the recipe's environment, or the end of the answer.
+
+    Every rank of the group makes one of these together. Only the leading rank of a replica asks for what follows.
+    """
+
+    def __init__(self, recipe: Recipe, engine: Engine, tokenizer: Any, group: dist.ProcessGroup):
+        rollout, reward = recipe.rollout, recipe.reward
+        assert rollout is not None, "checked when the recipe was read"
+        self._tokenizer = tokenizer
+        self._end_token = tokenizer.eos_token_id
+        self._end_tokens = {self._end_token, *engine.end_tokens}
+        self._max_new_tokens, self._max_replies = rollout.max_new_tokens, rollout.max_turns
+        self._runner: EnvironmentRunner | None = None
+        self._stops: tuple[str, ...] = ()
+        if rollout.environment is not None:
+            self._runner = EnvironmentRunner(rollout.environment, reward.workers, reward.timeout_seconds)
+            # The stop strings are in a user's module, which no rank imports: a process of its own loads it once.
+            stops = check_environment(rollout.environment) if group.rank() == 0 else None
+            self._stops = broadcast_object(stops, group) or ()
+        self._stop_tokens = stop_tokens(tokenizer, self._stops)
+
+    @property
+    def have_environment(self) -> bool:
+        """Whether anything replies, so that answers may have several turns."""
+        return self._runner is not None
+
+    def request(self, answer: Trajectory, temperature: float) -> GenerationRequest:
+        """Return the request for the next tokens of an answer."""
+        return GenerationRequest(
+            prompt_ids=answer.context,
+            max_new_tokens=self._max_new_tokens - len(answer.tokens),
+            stop_tokens=[self._end_token, *self._stop_tokens],
+            seed=answer.request_seed(),
+            temperature=temperature,
+        )
+
+    def results(self, answers: Sequence[Trajectory]) -> list[TurnResult]:
+        """Return what follows each answer's current turn, when all replies are there."""
+        assert self._runner is not None, "without an environment an answer ends with its first turn"
+        asking = [answer for answer in answers if self._has_ended_turn(answer)]
+        replies = iter(self._runner.reply([self._item(answer) for answer in asking]))
+        awaited = {id(answer) for answer in asking}
+        return [self.result(answer, next(replies) if id(answer) in awaited else Reply("")) for answer in answers]
+
+    def reply_soon(self, answer: Trajectory) -> Future[Reply]:
+        """Ask for the reply to an answer's current turn, and return at once; it is empty where none is asked for."""
+        assert self._runner is not None, "without an environment an answer ends with its first turn"
+        if self._has_ended_turn(answer):
+            return self._runner.reply_soon(self._item(answer))
+        return completed(Reply(""))
+
+    def result(self, answer: Trajectory, reply: Reply) -> TurnResult:
+        """Return what follows a turn; a reply that leaves no room for one token of the policy is not appended."""
+        room, last = self._max_new_tokens - len(answer.tokens), answer.tokens[-1]
+        if reply.text is None:
+            return TurnResult(done=True, failure=reply.failure, message=reply.message)
+        tokens = tuple(self._tokenizer.encode(reply.text, add_special_tokens=False)) if reply.text else ()
+        ended = not tokens and (last in self._end_tokens or last not in self._stop_tokens)
+        if ended or len(tokens) >= room:
+            return TurnResult(done=True)
+        return TurnResult(done=False, turn=self._turn(answer), reply=reply.text, tokens=tokens)
+
+    def close(self) -> None:
+        """End the processes that environments run in."""
+        if self._runner is not None:
+            self._runner.close()
+
+    def _turn(self, answer: Trajectory) -> str:
+        """Return the policy's current turn as text."""
+        return self._text(answer.tokens[answer.turn_start :])
+
+    def _item(self, answer: Trajectory) -> ConversationItem:
+        """Return the arguments of the environment."""
+        return (*answer.turns, self._turn(answer)), answer.example.answer, answer.example.prompt
+
+    def _has_ended_turn(self, answer: Trajectory) -> bool:
+        """Return whether the environment is to reply: not where tokens or turns ran out, or vLLM paused elsewhere."""
+        if answer.replies >= self._max_replies or len(answer.tokens) >= self._max_new_tokens:
+            return False
+        last = answer.tokens[-1]
+        return last in self._end_tokens or ends_with_stop(self._turn(answer), self._text([last]), self._stops)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))

@@ -1,0 +1,246 @@
+"""Partial rollouts on an engine that is written down here: who waits for whom, and which weights wrote which token."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hybrid3d.config import Async, load_recipe
+from hybrid3d.generation.engine import Completion, GenerationRequest
+from hybrid3d.generation.partial_rollout import PartialRollout
+from hybrid3d.generation.rollouts import PartialRollouts
+from hybrid3d.generation.samples import RolloutBatch
+from hybrid3d.generation.turns import Turns
+from hybrid3d.rewards.scorer import Scores
+from hybrid3d.rl.data import Example
+from run_ranks import ROOT
+
+PROMPTS, ANSWERS, END = 4, 2, 0
+
+
+class Engine:
+    """Writes the token `100 + version` at each step, and token 0 at the length that it is told for a prompt's answer.
+
+    Every prompt consists of its number. An answer's seed is its number among the answers to the prompt.
+    """
+
+    replica, replicas, leads, end_tokens = 0, 1, True, (END,)
+
+    def __init__(self, length: Callable[[int, int], int]):
+        self.length, self.version, self.steps = length, 0, 0
+        self.running: dict[int, tuple[GenerationRequest, list[int]]] = {}
+        self.asked: list[tuple[int, int, int]] = []  # prompt, version, tokens that the answer has
+
+    def submit(self, requests: Mapping[int, GenerationRequest], version: int) -> None:
+        assert version == self.version
+        assert not self.running.keys() & requests.keys()
+        self.running |= {number: (request, []) for number, request in requests.items()}
+        self.asked += [(r.prompt_ids[0], version, len(r.prompt_ids) - 1) for r in requests.values()]
+
+    def step(self) -> dict[int, Completion]:
+        self.steps += 1
+        ended = {}
+        for number, (request, tokens) in self.running.items():
+            before = len(request.prompt_ids) - 1 + len(tokens)
+            last = before + 1 >= self.length(request.prompt_ids[0], number % ANSWERS)
+            tokens.append(END if last else 100 + self.version)
+            if last or len(tokens) == request.max_new_tokens:
+                ended[number] = self._completion(tokens)
+        self.running = {number: one for number, one in self.running.items() if number not in ended}
+        return ended
+
+    def interrupt(self) -> dict[int, Completion]:
+        running, self.running = self.running, {}
+        return {number: self._completion(tokens) for number, (_, tokens) in running.items()}
+
+    def _completion(self, tokens: list[int]) -> Completion:
+        return Completion(tuple(tokens), tuple(-float(self.version) for _ in tokens), self.version)
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+
+def recipe_of(*more: str) -> Any:
+    shape = [f"algorithm.prompts_per_step={PROMPTS}", f"algorithm.samples_per_prompt={ANSWERS}"]
+    needed = ["rollout.max_new_tokens=99", "rollout.max_model_len=200", "algorithm.correction.kind=truncate"]
+    needed += ["run.steps=40", "train.micro_batch_size=4", "async.partial=continue"]
+    return load_recipe(ROOT / "recipes/demo-cpu.yaml", [*shape, *needed, "async.max_staleness=2", *more])
+
+
+def rollouts_on(engine: Engine, group: dist.ProcessGroup, recipe: Any) -> PartialRollouts:
+    tokenizer = SimpleNamespace(eos_token_id=END, decode=lambda tokens, skip_special_tokens: "", __len__=lambda: 200)
+
+    def batch(number: int, prompts: int) -> list[Example]:
+        return [Example(i, f"{number * prompts + i}", "", (number * prompts + i,)) for i in range(prompts)]
+
+    train: Any = SimpleNamespace(batch=batch)
+    made = PartialRollouts(recipe, engine, tokenizer, train, train, group)
+    made._scorer = SimpleNamespace(score=lambda queries: Scores([1.0] * len(queries)))  # type: ignore[assignment]
+    return made
+
+
+def run(recipe: Any, length: Callable[[int, int], int], steps: int, group: Any) -> tuple[list[RolloutBatch], Engine]:
+    """Generate the samples of all steps; the weights have a new version at each."""
+    engine, batch = Engine(length), 0
+    rollouts, found = rollouts_on(engine, group, recipe), []
+    for step in range(steps):
+        engine.version = step
+        found.append(rollouts.generate_batch(step, batch, recipe))
+        batch += found[-1].batches
+    return found, engine
+
+
+def trained(batch: RolloutBatch) -> list[int]:
+    return [int(sample.prompt) for sample in batch.samples[::ANSWERS]]
+
+
+def test_a_step_trains_the_first_prompts_that_are_complete_and_the_others_go_on(alone: dist.ProcessGroup) -> None:
+    """The answers to prompt 0 have 12 tokens, all others 5."""
+    batches, engine = run(recipe_of(), lambda prompt, answer: 5 if prompt else 12, 3, alone)
+    assert [trained(batch) for batch in batches] == [[1, 2, 3, 4], [5, 6, 7, 8], [0, 9, 10, 11]]
+    assert [batch.batches for batch in batches] == [2, 1, 1]
+    long = batches[2].samples[0]
+    assert long.tokens == (100,) * 5 + (101,) * 5 + (102, END)
+    assert long.versions == (0,) * 5 + (1,) * 5 + (2,) * 2
+    assert long.logprobs == tuple(-float(version) for version in long.versions)
+    assert (long.weight_version, long.loss_mask) == (0, (True,) * 12)
+    assert [asked for asked in engine.asked if not asked[0]] == [(0, 0, 0)] * 2 + [(0, 1, 5)] * 2 + [(0, 2, 10)] * 2
+    assert [len(batch.unfinished or ()) for batch in batches] == [4, 4, 4]
+    assert engine.steps == 5 + 5 + 2  # nobody waits for prompt 0, and in the last step it is there after 2 tokens
+    row = batches[2].metrics(batches[2].samples, recipe_of().rollout, 2)
+    assert row["rollout/continued_fraction"] == 2 / 8 + 6 / 8 * 0
+    assert (row["rollout/staleness_max"], row["rollout/dropped_tokens"]) == (2, 0)
+
+
+def test_a_step_waits_for_answers_that_would_be_too_old(alone: dist.ProcessGroup) -> None:
+    recipe = recipe_of("async.max_staleness=1")
+    batches, engine = run(recipe, lambda prompt, answer: 40 if prompt == 1 and answer else 5, 3, alone)
+    assert [trained(batch) for batch in batches] == [[0, 2, 3, 4], [1, 5, 6, 7], [8, 9, 10, 11]]
+    assert engine.steps == 5 + 35 + 0  # step 1 waits; the prompts of step 2 are complete by then
+
+
+def test_late_prompts_are_dropped_where_the_recipe_says_so(alone: dist.ProcessGroup) -> None:
+    recipe = recipe_of("async.max_staleness=1", "async.late_answers=drop")
+    batches, _ = run(recipe, lambda prompt, answer: 40 if prompt == 1 and answer else 5, 4, alone)
+    assert [trained(batch) for batch in batches] == [[0, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
+    assert [batch.dropped_tokens for batch in batches] == [0, 5 + 10, 0, 0]  # of both answers to prompt 1
+
+
+def test_answers_that_restart_are_of_one_version(alone: dist.ProcessGroup) -> None:
+    recipe = recipe_of("async.partial=restart")
+    batches, _ = run(recipe, lambda prompt, answer: 5 if prompt else 12, 3, alone)
+    assert [trained(batch) for batch in batches] == [[1, 2, 3, 4], [5, 6, 7, 8], [0, 9, 10, 11]]
+    assert all(len(set(sample.versions)) == 1 for batch in batches for sample in batch.samples)
+    assert batches[2].samples[0].tokens == (102,) * 11 + (END,)
+    assert [batch.dropped_tokens for batch in batches] == [10, 10, 0]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10**6),
+    bound=st.integers(1, 4),
+    most=st.integers(2, 5),
+    partial=st.sampled_from(["continue", "restart"]),
+)
+def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(
+    alone: dist.ProcessGroup, seed: int, bound: int, most: int, partial: str
+) -> None:
+    draw, steps = random.Random(seed), 12
+    lengths: dict[tuple[int, int], int] = {}
+    in_flight = min(most, bound + 1)
+    more = [f"async.max_staleness={bound}", f"async.batches_in_flight={in_flight}", f"async.partial={partial}"]
+    recipe = recipe_of(*more, f"run.steps={steps - 1}")
+
+    def length(prompt: int, answer: int) -> int:
+        return lengths.setdefault((prompt, answer), min(60, int(draw.lognormvariate(1.5, 1)) + 1))
+
+    batches, _ = run(recipe, length, steps, alone)
+    for step, batch in enumerate(batches):
+        assert len(batch.samples) == PROMPTS * ANSWERS
+        for sample in batch.samples:
+            assert step - bound <= min(sample.versions)
+            assert max(sample.versions) <= step
+            assert [100 + version for version in sample.versions[:-1]] == list(sample.tokens[:-1])
+    counts = Counter(int(sample.prompt) for batch in batches for sample in batch.samples)
+    assert counts == dict.fromkeys(range(steps * PROMPTS), ANSWERS)
+    assert batches[-1].unfinished == []
+    assert sum(batch.batches for batch in batches) == steps
+
+
+def test_a_resumed_run_draws_the_unfinished_prompts_again(alone: dist.ProcessGroup) -> None:
+    recipe = recipe_of()
+    length = lambda prompt, answer: 5 if prompt else 12  # noqa: E731
+    (first, second), _ = run(recipe, length, 2, alone)
+    engine = Engine(length)
+    engine.version = 2
+    rollouts = rollouts_on(engine, alone, recipe)
+    rollouts.restore({"unfinished": [list(place) for place in second.unfinished or ()]})
+    third = rollouts.generate_batch(2, first.batches + second.batches, recipe)
+    assert trained(third) == [9, 10, 11, 12]
+    assert third.samples[0].versions == (2,) * 5
+    assert sorted(third.unfinished or ()) == [(0, 0), (3, 1), (3, 2), (3, 3)]
+
+
+def test_generation_ahead_stops_when_it_is_told(alone: dist.ProcessGroup) -> None:
+    recipe = recipe_of("roles.generation.ranks=2")
+    engine = Engine(lambda prompt, answer: 9)
+    rollouts = rollouts_on(engine, alone, recipe)
+    rollouts.generate_batch(0, 0, recipe)
+    before, asked = engine.steps, iter([False, False, False, True])
+    rollouts.generate_ahead(0, recipe, lambda: next(asked))
+    assert (engine.steps - before, engine.running) == (3, {})
+    engine.version = 1
+    second = rollouts.generate_batch(1, 2, recipe)
+    assert trained(second) == [4, 5, 6, 7]  # complete in the first step already, with the first four
+    assert second.samples[0].versions == (0,) * 9
+
+
+def test_other_answers_are_generated_while_an_environment_thinks(
+    alone: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replies to prompt 0 come after two steps, which do not wait for them."""
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\n\n\ndef reply(turns, reference, prompt):\n"
+        "    while prompt == '0' and not pathlib.Path('go').exists():\n        time.sleep(0.01)\n"
+        "    return None if len(turns) > 1 else 'r'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_of("rollout.environment=slow:reply", "async.max_staleness=4", "reward.workers=4")
+    engine = Engine(lambda prompt, answer: 3)
+    rollouts = rollouts_on(engine, alone, recipe)
+    rollouts._turns._tokenizer.encode = lambda text, add_special_tokens: [55, 56]
+    seen, batch = [], 0
+    try:
+        for step in range(5):
+            engine.version = step
+            made = rollouts.generate_batch(step, batch, recipe)
+            batch += made.batches
+            seen.append(made)
+            if step == 1:
+                Path("go").touch()
+    finally:
+        rollouts._turns.close()
+    assert not any(0 in trained(made) for made in seen[:2])
+    (late,) = (made for made in seen[2:] if 0 in trained(made))
+    sample = late.samples[trained(late).index(0) * ANSWERS]
+    assert (sample.tokens, sample.loss_mask) == ((100, 100, 0, 55, 56, 0), (True,) * 3 + (False,) * 2 + (True,))
+    assert sample.versions[:5] == (0,) * 5
+    assert sample.versions[5] >= 2
+    assert len(sample.logprobs) == 4
+
+
+def test_waiting_for_replies_ends_with_the_run(alone: dist.ProcessGroup) -> None:
+    engine: Any = Engine(lambda prompt, answer: 3)
+    turns = Turns(recipe_of(), engine, SimpleNamespace(eos_token_id=END), alone)
+    partial = PartialRollout(engine, turns, Async(max_staleness=1, partial="continue"))
+    partial.generate(0, 0, 1.0)  # a replica that has no prompts
+    assert partial.take(0, 0) == []
