@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.launch import launcher, rendezvous
+from hybrid3d.launch.launcher import supervise
 from hybrid3d.launch.preflight import check_ray
+from hybrid3d.run.run_folder import RunFolder
 from run_ranks import ROOT, environment, kill_marked
 from slurm_cluster import free_ports
 
@@ -324,3 +332,20 @@ def test_ray_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"--ray needs the package ray: pip install 'hybrid3d\[ray\]'"):
         check_ray(load_recipe(ROOT / "recipes/demo-cpu.yaml"))
+
+
+def test_ranks_are_started_again_as_often_as_the_recipe_says(tmp_path: Path) -> None:
+    """But not after what all of them agree on, which would be the same again."""
+    folder, printed = RunFolder(tmp_path / "run"), StringIO()
+    folder.logs.mkdir(parents=True)
+    killed, console = {1: SimpleNamespace(exitcode=-signal.SIGKILL)}, Console(file=printed, width=200)
+    outcomes: list[dict[int, Any]] = [killed, killed, {}]
+    assert supervise(lambda: outcomes.pop(0), folder, console, max_restarts=2) == 0
+    assert printed.getvalue().count("rank 1 failed: killed by SIGKILL") == 2
+    assert "starting all ranks again, from the last checkpoint (2 of run.max_restarts=2)" in printed.getvalue()
+    outcomes = [killed, killed]
+    assert supervise(lambda: outcomes.pop(0), folder, console, max_restarts=1) == 1
+    reason = {"rank": 0, "time": 0.0, "peer": False, "on_all_ranks": True, "reason": "no rewards", "kind": "error"}
+    folder.failure_path(0).write_text(json.dumps(reason))
+    outcomes = [killed]
+    assert supervise(lambda: outcomes.pop(0), folder, console, max_restarts=5) == 1

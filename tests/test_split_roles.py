@@ -16,6 +16,7 @@ from hybrid3d.generation.rollouts import FailedRewards
 from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.roles.split.exchange import announce_update, is_updated, share
 from hybrid3d.roles.split.generation import GenerationRank
+from hybrid3d.run.metrics import Stopwatch
 
 pytestmark = pytest.mark.engines
 
@@ -38,7 +39,7 @@ class FakeRollouts:
 def role(alone: dist.ProcessGroup) -> tuple[Any, FakeRollouts]:
     rank, rollouts = object.__new__(GenerationRank), FakeRollouts()
     rank._groups = SimpleNamespace(own=alone, everyone=alone, store=dist.HashStore())
-    rank._first, rank._rollouts, rank._ahead, rank._next_batch = 0, rollouts, deque(), 0
+    rank._first, rank._rollouts, rank._ahead, rank._next_batch, rank._busy = 0, rollouts, deque(), 0, Stopwatch()
     return rank, rollouts
 
 

@@ -142,8 +142,18 @@ def test_a_killed_rank_that_generates_is_named_and_the_run_resumes(work: Path) -
     assert once == twice
 
 
-def printed_when_killed(work: Path, name: str, rank: int, *more: str) -> str:
-    """Start a run, kill a rank after the checkpoint of step 2, and return what the run prints; it must end with 1."""
+@pytest.mark.slow
+def test_all_ranks_are_started_again_after_one_was_killed(work: Path) -> None:
+    printed = printed_when_killed(work, "again", 0, "run.max_restarts=1", expect=0)
+    assert "rank 0 failed: killed by SIGKILL" in printed
+    assert "starting all ranks again, from the last checkpoint (1 of run.max_restarts=1)" in printed
+    assert "resumed from runs/again/checkpoints/step-000002" in printed
+    once, twice = (without(read_rows(work / "runs" / name), *OF_RESUME) for name in ("split", "again"))
+    assert once == twice
+
+
+def printed_when_killed(work: Path, name: str, rank: int, *more: str, expect: int = 1) -> str:
+    """Start a run, kill a rank after the checkpoint of step 2, and return what the run prints until it ends."""
     run, mark = work / "runs" / name, uuid.uuid4().hex
     command = [sys.executable, "-m", "hybrid3d", "train", *settings(*SPLIT, f"name={name}", *more)]
     variables = environment(mark, PYTHONPATH=os.pathsep.join([str(work), str(ROOT / "src")]))
@@ -156,8 +166,8 @@ def printed_when_killed(work: Path, name: str, rank: int, *more: str) -> str:
             time.sleep(0.01)
         (pid,) = ranks_of(run, rank)
         os.kill(pid, signal.SIGKILL)
-        printed, _ = process.communicate(timeout=60)
-        assert process.returncode == 1
+        printed, _ = process.communicate(timeout=60 if expect else 300)
+        assert process.returncode == expect
         assert not ranks_of(run)
         return printed
     finally:

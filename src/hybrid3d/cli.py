@@ -283,9 +283,6 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
     from hybrid3d.inputs.models import read_config
     from hybrid3d.launch import tasks
 
-    if recipe.is_split:
-        problem = f"roles.generation.ranks={recipe.roles.generation.ranks}: bench measures syncs within the same ranks"
-        raise RecipeError(recipe.name, [f"{problem}: leave it out (`hybrid3d plan` predicts both)"])
     scale = Scale(options.layers, options.hidden, options.experts)
     scaled_recipe, config = scale_recipe(recipe, scale, options.changed)
     scaling = scale.describe(read_config(recipe.model.path))
@@ -379,7 +376,7 @@ def _launch(
 
     check_devices(recipe, generates)
     with lock or nullcontext(), mock.patch.dict(os.environ, {CHECKED: "1"}):
-        return launch(arguments, recipe.world_size, folder, console)
+        return launch(arguments, recipe.world_size, folder, console, recipe.run.max_restarts if lock else 0)
 
 
 def _print_results(recipe: Recipe, folder: RunFolder, console: Console) -> None:

@@ -56,19 +56,16 @@ def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any], changed: fl
     return {
         "name": recipe.name,
         "ranks": recipe.world_size,
+        "generation_ranks": recipe.generation_ranks,
         "scaled": scaled,
         "layout": layout,
         "coverage": "exact" if all(measured["bit_exact"].values()) else "wrong",
         **({} if changed is None else {"changed_fraction": changed}),
         **measured,
         "ratios": {
-            "bytes_gather": measured["gather_bytes"] / measured["received_bytes"]
-            if measured["received_bytes"]
-            else None,
-            "seconds_gather": seconds["gather"] / seconds["hybrid3d"],
             "verification": (seconds["verified"] - seconds["hybrid3d"]) / seconds["sync"],
             "of_wire": seconds["wire"] / seconds["hybrid3d"],
-            "gather_of_wire": seconds["gather_wire"] / seconds["gather"],
+            **(_gather_ratios(measured) if "gather" in seconds else {}),
             **({} if changed is None else _delta_ratios(measured)),
         },
         "memory": _memory(measured),
@@ -77,29 +74,42 @@ def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any], changed: fl
     }
 
 
+def _gather_ratios(measured: dict[str, Any]) -> dict[str, float | None]:
+    seconds, received = measured["seconds"], measured["received_bytes"]
+    return {
+        "bytes_gather": measured["gather_bytes"] / received if received else None,
+        "seconds_gather": seconds["gather"] / seconds["hybrid3d"],
+        "gather_of_wire": seconds["gather_wire"] / seconds["gather"],
+    }
+
+
 def _delta_ratios(measured: dict[str, Any]) -> dict[str, float | None]:
     seconds, sent = measured["seconds"], measured["delta_bytes"]
-    return {
+    found = {
         "bytes_delta": measured["received_bytes"] / sent if sent else None,
-        "bytes_gathered_delta": measured["gathered_delta_bytes"] / sent if sent else None,
         "of_delta_bound": sent / measured["delta_bound_bytes"] if measured["delta_bound_bytes"] else None,
         "seconds_delta": seconds["hybrid3d"] / seconds["delta"],
-        "seconds_gathered_delta": seconds["gathered_delta"] / seconds["delta"],
     }
+    if "gathered_delta" in seconds:
+        found["bytes_gathered_delta"] = measured["gathered_delta_bytes"] / sent if sent else None
+        found["seconds_gathered_delta"] = seconds["gathered_delta"] / seconds["delta"]
+    return found
 
 
 def _memory(measured: dict[str, Any]) -> dict[str, int]:
     """Return the memory that a method takes besides the weights, on the fullest rank."""
-    finalizing = measured["max_finalize_bytes"]
-    found = {
-        "hybrid3d": measured["max_staging_bytes"] + finalizing,
-        "gather": measured["max_gather_buffer_bytes"] + finalizing,
+    bits = measured.get("max_bitmap_bytes", 0)
+    buffers = {
+        "hybrid3d": measured["max_staging_bytes"],
+        "gather": measured.get("max_gather_buffer_bytes", 0),
+        "delta": measured.get("max_delta_staging_bytes", 0) + bits,
+        "gathered_delta": measured.get("max_gathered_delta_buffer_bytes", 0) + bits,
     }
-    if "delta" in measured["seconds"]:
-        bits = measured["max_bitmap_bytes"]
-        found["delta"] = measured["max_delta_staging_bytes"] + bits + finalizing
-        found["gathered_delta"] = measured["max_gathered_delta_buffer_bytes"] + bits + finalizing
-    return found
+    return {
+        method: nbytes + measured["max_finalize_bytes"]
+        for method, nbytes in buffers.items()
+        if method in measured["seconds"]
+    }
 
 
 def describe_machine() -> str:
@@ -113,7 +123,7 @@ def format_table(found: dict[str, Any]) -> str:
     """Return the measurements as Markdown tables."""
     ratios, layout = found["ratios"], found["layout"]
     rows = [
-        f"{found['name']}: {found['ranks']} ranks; {_sides(layout)}; scaled: {found['scaled']}; "
+        f"{found['name']}: {found['ranks']} ranks; {_sides(layout)}{_split(found)}; scaled: {found['scaled']}; "
         f"{found['machine']}, {found['date']}",
         "",
         f"| {' | '.join(COLUMNS)} |",
@@ -133,9 +143,8 @@ def format_table(found: dict[str, Any]) -> str:
     seconds = found["seconds"]
     said = [
         f"Received: the lower bound is {found['lower_bound_bytes']:,}.",
-        f"gather / hybrid3d: {_times(ratios['bytes_gather'])} of bytes, {ratios['seconds_gather']:.2f} of seconds.",
-        f"hybrid3d reaches {ratios['of_wire']:.2f} of its wire, gather {ratios['gather_of_wire']:.2f} of its own.",
-        f"vLLM's finalization, common to both: {seconds['finalize']:.3f} s; a whole sync: {seconds['sync']:.3f} s.",
+        *_wire_lines(ratios),
+        f"vLLM's finalization, common to all: {seconds['finalize']:.3f} s; a whole sync: {seconds['sync']:.3f} s.",
         f"Verified by checksums at both ends: {seconds['verified']:.3f} s instead of {seconds['hybrid3d']:.3f} s, "
         f"which is {100 * ratios['verification']:.0f} % of a whole sync.",
     ]
@@ -153,6 +162,21 @@ def format_table(found: dict[str, Any]) -> str:
     return "\n".join([*rows, "", *said, *where])
 
 
+def _split(found: dict[str, Any]) -> str:
+    other = found["generation_ranks"]
+    return f", {found['ranks'] - other} that train and {other} that generate" if other < found["ranks"] else ""
+
+
+def _wire_lines(ratios: dict[str, Any]) -> list[str]:
+    of_wire = f"hybrid3d reaches {ratios['of_wire']:.2f} of its wire"
+    if "seconds_gather" not in ratios:
+        return [f"{of_wire}."]
+    return [
+        f"gather / hybrid3d: {_times(ratios['bytes_gather'])} of bytes, {ratios['seconds_gather']:.2f} of seconds.",
+        f"{of_wire}, gather {ratios['gather_of_wire']:.2f} of its own.",
+    ]
+
+
 def _delta_lines(found: dict[str, Any]) -> list[str]:
     ratios, seconds = found["ratios"], found["seconds"]
     sparse = 100 * found["sparse_bytes"] / found["wanted_bytes"]
@@ -160,10 +184,16 @@ def _delta_lines(found: dict[str, Any]) -> list[str]:
         f"Changed: {100 * found['changed_fraction']:.3g} % of the elements. Of {sparse:.1f} % of what vLLM wants, only "
         f"changed elements are sent; their entropy is {found['delta_bound_bytes']:,.0f} bytes.",
         f"hybrid3d / its changed elements: {_times(ratios['bytes_delta'])} of bytes, {ratios['seconds_delta']:.2f} of "
-        f"seconds; gathered delta / them: {_times(ratios['bytes_gathered_delta'])} of bytes, "
-        f"{ratios['seconds_gathered_delta']:.2f} of seconds.",
+        f"seconds{_gathered_delta(ratios)}.",
         f"A whole sync of changed elements: {seconds['delta_sync']:.3f} s instead of {seconds['sync']:.3f} s.",
     ]
+
+
+def _gathered_delta(ratios: dict[str, Any]) -> str:
+    if "seconds_gathered_delta" not in ratios:
+        return ""
+    bytes_, seconds = _times(ratios["bytes_gathered_delta"]), ratios["seconds_gathered_delta"]
+    return f"; gathered delta / them: {bytes_} of bytes, {seconds:.2f} of seconds"
 
 
 def _times(ratio: float | None) -> str:

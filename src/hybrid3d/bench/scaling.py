@@ -61,7 +61,8 @@ def scale_recipe(recipe: Recipe, scale: Scale, changed: float | None = None) -> 
     if changed is not None:
         _check_changed(recipe, changed)
         cpu = not torch.cuda.is_available()
-        rollout = replace(rollout, sleep=False, pack_weights=rollout.pack_weights and not cpu)
+        sleep = rollout.sleep and recipe.is_split  # ranks that only generate never sleep
+        rollout = replace(rollout, sleep=sleep, pack_weights=rollout.pack_weights and not cpu)
         keep = recipe.sync.keep_loader_layout or cpu
         recipe = replace(recipe, sync=replace(recipe.sync, keep_loader_layout=keep, anchor_every=None))
     name = f"bench-{recipe.name}"

@@ -18,20 +18,38 @@ from hybrid3d.bench.gathering import GatherBaseline, Peers
 from hybrid3d.bench.values import SyntheticWeights, fill, wrong
 from hybrid3d.bench.wire import Wire, bytes_by_peer
 from hybrid3d.config import Recipe
+from hybrid3d.distributed import RoleGroups
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.classes import Signature
 from hybrid3d.reshard.delta import DeltaExecutor
-from hybrid3d.reshard.executor import Executor
+from hybrid3d.reshard.executor import Executor, NamedTensors
+from hybrid3d.reshard.layout import Demand
 from hybrid3d.reshard.stamp import layer_of
+from hybrid3d.roles.split.exchange import wait_for_all
 from hybrid3d.roles.weight_sync import WeightSync, is_verified
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.rollout.weights import RolloutWeights
 from hybrid3d.train.model import build_model
 from hybrid3d.train.runtime import device, gather_groups, synchronize
-from hybrid3d.train.weights import canonical_shapes, megatron_weights
+from hybrid3d.train.weights import MegatronWeights, canonical_shapes, megatron_weights
 
 ProgressCallback = Callable[[str], None]
 T = TypeVar("T")
+
+
+class NoRolloutWeights(NamedTensors):
+    """Stands for vLLM's weights on a rank that only trains."""
+
+    demand, finalize_bytes = Demand((), ()), 0
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def skip(self, layer: int | None) -> None: ...
 
 
 class CheckedSink:
@@ -40,7 +58,7 @@ class CheckedSink:
     If expected weights are set, it compares each layer with them as soon as the layer is written.
     """
 
-    def __init__(self, sink: RolloutWeights, dtypes: Mapping[str, str]):
+    def __init__(self, sink: RolloutWeights | NoRolloutWeights, dtypes: Mapping[str, str]):
         self._sink = sink
         self._dtypes = dtypes
         self.expected: SyntheticWeights | None = None
@@ -57,7 +75,9 @@ class CheckedSink:
 
 
 class Bench:
-    """Both engines of a rank, and the methods that transfer weights from one to the other.
+    """The engines of a rank, and the methods that transfer weights from Megatron to vLLM.
+
+    The methods that gather are left out where other ranks generate than train.
 
     Every rank calls every method together.
 
@@ -68,66 +88,86 @@ class Bench:
     def __init__(
         self,
         recipe: Recipe,
-        group: dist.ProcessGroup,
+        groups: RoleGroups,
         slots: Sequence[int],
         changed: float | None,
         on_progress: ProgressCallback,
     ):
-        self._group = group
+        self._groups, self._group = groups, groups.everyone
+        group = self._group
         on_progress("building both engines")
-        config = read_config(recipe.model.path)
-        self._trained = megatron_weights(build_model(config, recipe.train, getattr(torch, recipe.model.dtype)), config)
-        self._engine = RolloutEngine(recipe, group.rank(), distributed.run_id(), slots)
+        config, roles = read_config(recipe.model.path), recipe.role_ranks
+        self._trained: MegatronWeights | None = None
+        if group.rank() in roles["train"]:
+            model = build_model(config, recipe.train, getattr(torch, recipe.model.dtype))
+            self._trained = megatron_weights(model, config)
+        self._engine: RolloutEngine | None = None
+        if group.rank() in roles["generation"]:
+            self._engine = RolloutEngine(recipe, groups.own.rank(), distributed.run_id(), slots)
         on_progress("planning")
         self._weights = SyntheticWeights(0, 1, changed or 0.0)
         self._changes: SyntheticChanges | None = None
-        if changed is not None:
+        if changed is not None and self._trained is not None:
             self._changes = SyntheticChanges.create(self._weights, self._trained.holdings, self._trained.tensors)
-        self._sync = sync = WeightSync(recipe, group, self._trained, self._engine, changes=self._changes)
-        if self._changes is not None:  # the first syncs find out which tensors can be sent sparsely, and may move some
-            fill(self._trained.holdings, sync.source, self._weights)
+        transport_group = groups.weights if recipe.is_split else None
+        self._sync = sync = WeightSync(
+            recipe, group, self._trained, self._engine, changes=self._changes, transport_group=transport_group
+        )
+        self._wanted = NoRolloutWeights() if self._engine is None else sync.sink
+        if changed is not None:  # the first syncs find out which tensors can be sent sparsely, and may move some
+            self._fill(self._weights)
             for _ in range(2):
                 sync.run(0)
             if not sync.sparse:
                 raise RuntimeError("vLLM keeps no tensor as it is loaded: set sync.keep_loader_layout=true")
-            sync.sink.begin()  # its extra memory must be allocated when the methods are set up
+            self._wanted.begin()  # its extra memory must be allocated when the methods are set up
         signatures = {r: signature for those, signature in sync.holders for r in those}
-        self._sink = CheckedSink(sync.sink, _dtypes(signatures.values()))
+        self._sink = CheckedSink(self._wanted, _dtypes(signatures.values()))
         self._hybrid = Executor(sync.plan, sync.source, self._sink, sync.transport, device())
-        shapes = canonical_shapes(signatures.values())
-        peers = Peers.create([signatures[r] for r in sorted(signatures)], shapes, gather_groups(), group)
-        ends = (self._trained.holdings, sync.source), (sync.sink.demand, self._sink)
-        self._gather = GatherBaseline(peers, *ends, recipe.sync.bucket_bytes, sync.transport, device())
         self._wire = Wire(*bytes_by_peer(sync.plan), sync.plan.local_bytes, sync.transport, device())
-        self._gather_wire = Wire(*self._gather.bytes_by_peer(), sync.plan.local_bytes, sync.transport, device())
         self.methods: dict[str, Callable[[], object]] = {
             "hybrid3d": lambda: self._add("hybrid3d", self._whole(self._hybrid.run).seconds),
             "verified": lambda: self._whole(lambda: self._hybrid.run(verify=True)),
-            "gather": lambda: self._whole(self._gather.run),
             "wire": self._wire.run,
-            "gather_wire": self._gather_wire.run,
             "finalize": lambda: self._whole(self._finalize),
             "sync": lambda: self._run_sync("sync", dense=True),
         }
         self._verifies = is_verified(recipe.sync.verify, 0)
-        if self._changes is not None:
-            self._prepare_deltas(peers, ends)
+        if changed is not None:
+            self._prepare_deltas()
+        if not recipe.is_split:
+            self._prepare_gathering([signatures[r] for r in sorted(signatures)], recipe.sync.bucket_bytes)
         self.phases: dict[str, dict[str, float]] = {
             name: defaultdict(float) for name in ("hybrid3d", "delta", "sync", "delta_sync") if name in self.methods
         }
 
-    def _prepare_deltas(self, peers: Peers, ends: tuple[Any, Any]) -> None:
+    def _prepare_deltas(self) -> None:
         """Add the methods that send changed elements."""
-        assert self._changes is not None, "--changed"
-        sync, (_, source), (_, sink) = self._sync, *ends
-        bits, plan = self._changes.bits, sync.plan
-        self._delta = DeltaExecutor(plan, sync.sparse, source, sink, sync.transport, device())
-        self._gathered = GatheredDelta(peers, sync.sparse, bits, *ends, sync.transport, device())
+        sync = self._sync
+        self._bits = {} if self._changes is None else self._changes.bits
+        self._delta = DeltaExecutor(sync.plan, sync.sparse, sync.source, self._sink, sync.transport, device())
         self.methods |= {
-            "delta": lambda: self._add("delta", self._whole(lambda: self._delta.run_delta(bits)).seconds),
-            "gathered_delta": lambda: self._whole(self._gathered.run),
+            "delta": lambda: self._add("delta", self._whole(lambda: self._delta.run_delta(self._bits)).seconds),
             "delta_sync": lambda: self._run_sync("delta_sync", dense=False),
         }
+
+    def _prepare_gathering(self, signatures: Sequence[Signature], bucket_bytes: int) -> None:
+        """Add the methods of other trainers, for ranks that have both engines."""
+        assert self._trained is not None, "each rank trains"
+        sync, local_bytes = self._sync, self._sync.plan.local_bytes
+        peers = Peers.create(signatures, canonical_shapes(signatures), gather_groups(), self._group)
+        ends = (self._trained.holdings, sync.source), (self._wanted.demand, self._sink)
+        self._gather = GatherBaseline(peers, *ends, bucket_bytes, sync.transport, device())
+        self._gather_wire = Wire(*self._gather.bytes_by_peer(), local_bytes, sync.transport, device())
+        self.methods |= {"gather": lambda: self._whole(self._gather.run), "gather_wire": self._gather_wire.run}
+        if self._changes is not None:
+            self._gathered = GatheredDelta(peers, sync.sparse, self._bits, *ends, sync.transport, device())
+            self.methods["gathered_delta"] = lambda: self._whole(self._gathered.run)
+
+    def _fill(self, weights: SyntheticWeights) -> None:
+        """Give what this rank trains these values."""
+        if self._trained is not None:
+            fill(self._trained.holdings, self._sync.source, weights)
 
     def _run_sync(self, method: str, dense: bool) -> None:
         if dense:
@@ -138,9 +178,9 @@ class Bench:
 
     def _whole(self, run: Callable[[], T]) -> T:
         """Run a method, and check that it has written and closed every layer."""
-        self._sync.sink.begin()
+        self._wanted.begin()
         done = run()
-        self._sync.sink.end()
+        self._wanted.end()
         return done
 
     def _add(self, method: str, phases: Mapping[str, float]) -> None:
@@ -154,10 +194,10 @@ class Bench:
         """
         expected = SyntheticWeights(number)
         if method in ("delta", "gathered_delta"):
-            fill(self._trained.holdings, self._sync.source, expected)
+            self._fill(expected)
             self.methods["hybrid3d"]()
             expected = SyntheticWeights(number, number + 1, self._weights.fraction)
-        fill(self._trained.holdings, self._sync.source, expected)
+        self._fill(expected)
         self._sink.expected, self._sink.wrong = expected, []
         self.methods[method]()
         self._sink.expected = None
@@ -179,62 +219,73 @@ class Bench:
     def _finalize(self) -> None:
         """Run vLLM's processing after loading, without transferring anything."""
         for layer in self._sync.plan.layers:
-            self._sync.sink.open(layer)
-            self._sync.sink.close(layer)
+            self._wanted.open(layer)
+            self._wanted.close(layer)
 
     def numbers(self) -> dict[str, int]:
         """Return sums over ranks, or maxima for keys that start with `max_`; equal on every rank."""
         sync, plan = self._sync, self._sync.plan
         done = self._whole(self._hybrid.run)
         found = {
-            "wanted_bytes": sum(piece.nbytes for piece in sync.sink.demand.pieces),
-            "held_bytes": sum(piece.nbytes for piece in self._trained.holdings.pieces),
+            "wanted_bytes": sum(piece.nbytes for piece in self._wanted.demand.pieces),
+            "held_bytes": 0 if self._trained is None else sum(p.nbytes for p in self._trained.holdings.pieces),
             "local_bytes": plan.local_bytes,
             "received_bytes": done.received_bytes,
             "lower_bound_bytes": sync.lower_bound,
             "network_bytes": done.network_bytes,
             "network_bound_bytes": sync.network_bound,
-            "gather_bytes": self._gather_wire.run(),
             "wire_bytes": self._wire.run(),
             "max_received_bytes": done.received_bytes,
             "max_sent_bytes": plan.sent_bytes,
             "max_staging_bytes": done.staging_bytes,
-            "max_finalize_bytes": sync.sink.finalize_bytes,
-            "max_gather_buffer_bytes": self._gather.nbytes,
+            "max_finalize_bytes": self._wanted.finalize_bytes,
             "operations": self._hybrid.operations,
-            "gather_operations": self._gather.operations,
             "wire_operations": self._wire.operations,
         }
-        if self._changes is not None:
-            found |= self._delta_numbers(self._changes)
+        if "gather" in self.methods:
+            found |= {
+                "gather_bytes": self._gather_wire.run(),
+                "max_gather_buffer_bytes": self._gather.nbytes,
+                "gather_operations": self._gather.operations,
+            }
+        if "delta" in self.methods:
+            found |= self._delta_numbers()
         every = distributed.gather_objects(found, self._group)
         return {key: (max if key.startswith("max_") else sum)(one[key] for one in every) for key in found}
 
-    def _delta_numbers(self, changes: SyntheticChanges) -> dict[str, Any]:
-        done = self._whole(lambda: self._delta.run_delta(changes.bits))
-        gathered = self._whole(self._gathered.run)
-        pieces = [piece for piece in self._sync.sink.demand.pieces if piece.name in self._sync.sparse]
-        return {
+    def _delta_numbers(self) -> dict[str, Any]:
+        done = self._whole(lambda: self._delta.run_delta(self._bits))
+        pieces = [piece for piece in self._wanted.demand.pieces if piece.name in self._sync.sparse]
+        found = {
             "delta_bytes": done.received_bytes,
             "delta_bound_bytes": done.bound_bytes,
             "delta_network_bytes": done.network_bytes,
-            "gathered_delta_bytes": gathered,
             "sparse_bytes": sum(piece.nbytes for piece in pieces),
             "max_delta_staging_bytes": done.staging_bytes,
-            "max_gathered_delta_buffer_bytes": self._gathered.nbytes,
-            "max_bitmap_bytes": changes.nbytes + done.scratch_bytes,
+            "max_bitmap_bytes": (0 if self._changes is None else self._changes.nbytes) + done.scratch_bytes,
             "delta_operations": self._delta.operations,
-            "gathered_delta_operations": self._gathered.operations,
         }
+        if "gathered_delta" in self.methods:
+            found |= {
+                "gathered_delta_bytes": self._whole(self._gathered.run),
+                "max_gathered_delta_buffer_bytes": self._gathered.nbytes,
+                "gathered_delta_operations": self._gathered.operations,
+            }
+        return found
 
     def close(self) -> None:
-        self._engine.close()
+        """Shut vLLM down."""
+        dist.barrier(self._group)
+        rank, ranks = self._group.rank(), self._group.size()
+        if self._engine is not None:
+            self._engine.close()  # destroys the groups
+        wait_for_all(self._groups.store, rank, ranks)
 
 
 def measure(
     recipe: Recipe,
     repeats: int,
-    group: dist.ProcessGroup,
+    groups: RoleGroups,
     slots: Sequence[int],
     changed: float | None,
     on_progress: ProgressCallback,
@@ -244,7 +295,7 @@ def measure(
     Args:
         changed: as for `Bench`.
     """
-    bench = Bench(recipe, group, slots, changed, on_progress)
+    bench, group = Bench(recipe, groups, slots, changed, on_progress), groups.everyone
     exact = {}
     checked = [name for name in ("hybrid3d", "gather", "delta", "gathered_delta") if name in bench.methods]
     for number, name in enumerate(checked):

@@ -29,10 +29,13 @@ RANK_PROCESS_BYTES = 450_000_000  # private memory of a rank with both engines i
 MAX_RANKS_PER_CORE = 32
 
 
-def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Console) -> int:
+def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Console, max_restarts: int = 0) -> int:
     """Run `hybrid3d ARGUMENTS` as `world_size` ranks on this machine.
 
     If a rank runs out of memory and has saved settings that need less, all ranks are started again.
+
+    Args:
+        max_restarts: as for `supervise`.
 
     Returns:
         The exit code: 0, or 1 if a rank failed.
@@ -40,18 +43,21 @@ def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Co
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported below
     logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
-    return supervise(lambda: _run_once(arguments, world_size, folder), folder, console)
+    return supervise(lambda: _run_once(arguments, world_size, folder), folder, console, max_restarts)
 
 
-def supervise(run_once: Callable[[], Mapping[int, Any]], folder: RunFolder, console: Console) -> int:
+def supervise(run_once: Callable[[], Mapping[int, Any]], folder: RunFolder, console: Console, max_restarts: int) -> int:
     """Run all ranks, again after each one that ran out of memory with smaller settings saved; print why they failed.
 
     Args:
         run_once: runs all ranks and returns, of each rank that failed, a record with its `exitcode`.
+        max_restarts: how often they are run again after any other failure of one of them, but not after what all of
+            them agree on, as that rewards failed.
 
     Returns:
         The exit code: 0, or 1 if a rank failed.
     """
+    restarts = 0
     while True:
         try:
             failures = run_once()
@@ -61,13 +67,18 @@ def supervise(run_once: Callable[[], Mapping[int, Any]], folder: RunFolder, cons
         if not failures:
             return 0
         cause = find_root_cause(folder, failures)
-        restart = cause["kind"] == "out_of_memory"
+        out_of_memory = cause["kind"] == "out_of_memory"
+        restart = out_of_memory or (restarts < max_restarts and not cause.get("on_all_ranks"))
         style = "yellow" if restart else "red"
         console.print(
             failure_message(folder, cause["rank"], cause), style=style, highlight=False, markup=False, soft_wrap=True
         )
         if not restart:
             return 1
+        if not out_of_memory:
+            restarts += 1
+            text = f"starting all ranks again, from the last checkpoint ({restarts} of run.max_restarts={max_restarts})"
+            console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def _run_once(arguments: list[str], world_size: int, folder: RunFolder) -> dict[int, Any]:

@@ -182,7 +182,7 @@ def check_folder(recipe: Recipe) -> None:
     if not folder.recipe.exists():
         return
     old, new = (flatten_settings(to_raw(r)) for r in (load_recipe(folder.recipe), recipe))
-    keys = _differing_keys(old, new)
+    keys = [key for key in _differing_keys(old, new) if key != "run.max_restarts"]  # which changes no result
     if not keys:
         return
     lines = [

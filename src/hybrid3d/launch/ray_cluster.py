@@ -6,6 +6,7 @@ path. A rank is the same process as under `srun`: it knows nothing of Ray.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
@@ -52,7 +53,8 @@ def launch_on_ray(arguments: list[str], recipe: Recipe, folder: RunFolder, conso
     _connect(address, recipe)
     try:
         with _placed(recipe, address) as group:
-            return supervise(lambda: _run_once(arguments, recipe, folder, group), folder, console)
+            run_once = functools.partial(_run_once, arguments, recipe, folder, group)
+            return supervise(run_once, folder, console, recipe.run.max_restarts)
     except KeyboardInterrupt:
         console.print("stopped by SIGINT", style="red", highlight=False)
         return 1

@@ -221,19 +221,17 @@ def bench(
         changed: also measure syncs of this fraction of all elements.
     """
     from hybrid3d.bench import report
-    from hybrid3d.train import runtime
 
     if rank == 0:
         write_model(recipe, config)
         store.set("model", "written")
     store.wait(["model"])
     slots = _choose_placement(recipe, store)
-    group = distributed.start(store)
-    runtime.initialize(recipe.train, recipe.run.seed)
+    groups = _start(recipe, store)
     from hybrid3d.bench.task import measure
 
     print_status = console.print if console is not None and not as_json else lambda message: None
-    measurements = measure(recipe, repeats, group, slots, changed, print_status)
+    measurements = measure(recipe, repeats, groups, slots, changed, print_status)
     if rank == 0:
         numbers = report.summarize(recipe, scaling, measurements, changed)
         report.write_results(folder, numbers)

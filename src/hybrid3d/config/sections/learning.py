@@ -275,6 +275,8 @@ class Run:
         checkpoint_every: Steps between checkpoints; 0: only at the end.
         keep_last: Number of most recent checkpoints to keep; 0: all.
         async_checkpoints: Write checkpoints in the background from a copy in host memory while training continues.
+        max_restarts: How often `hybrid3d train`, also with `--ray`, starts all ranks again from the last checkpoint
+            after one of them has failed or was killed (torchrun has an option of its own).
         seed: Seed of all random numbers.
         dir: Folder that contains the folder of the run, which is called `name`.
     """
@@ -284,5 +286,6 @@ class Run:
     checkpoint_every: StepsOrZero = 0
     keep_last: StepsOrZero = 0
     async_checkpoints: bool = False
+    max_restarts: RepeatsOrZero = 0
     seed: Seed = 1
     dir: FilePath = "runs"

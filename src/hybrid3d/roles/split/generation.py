@@ -19,7 +19,7 @@ from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.roles.split.exchange import is_updated, share, wait_for_all
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
 from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.run.metrics import StepMetrics, Stopwatch
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class GenerationRank:
         self._rollouts = make_rollouts(recipe, self._engine, tokenizer, self.train, self.held_out, groups.own)
         self._ahead: deque[RolloutBatch | Exception] = deque()  # of the next steps
         self._next_batch = 0  # number of the first batch of prompts that is not generated yet
+        self._busy = Stopwatch()
 
     def sync(self, version: int, recipe: Recipe) -> SyncReport:
         return self._sync.run(version, is_verified(recipe.sync.verify, version))
@@ -60,7 +61,8 @@ class GenerationRank:
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
         if not self._ahead:
             self._next_batch = batch
-        return share(partial(self._next_samples, version, recipe), self._groups.everyone, self._first)
+        with self._busy:
+            return share(partial(self._next_samples, version, recipe), self._groups.everyone, self._first)
 
     def _next_samples(self, version: int, recipe: Recipe) -> RolloutBatch:
         """Return the samples of a step, or raise the error of them, which may be from while others trained."""
@@ -79,9 +81,17 @@ class GenerationRank:
         return ForeignExperience(samples)
 
     def update(self, experience: Any, step: int, recipe: Recipe) -> StepMetrics:
+        """Generate ahead while the others update the models."""
+        with self._busy:
+            self._generate_ahead(step, recipe)
+        follows = recipe.async_.max_staleness and recipe.async_.partial is None
+        ahead = {"rollout/batches_ahead": float(len(self._ahead))} if follows else {}
+        return StepMetrics(maxima={"time/generation_busy": self._busy.lap(), **ahead})
+
+    def _generate_ahead(self, step: int, recipe: Recipe) -> None:
         if recipe.async_.partial is not None:
             self._rollouts.generate_ahead(step, recipe, lambda: is_updated(self._groups.store, step))
-            return StepMetrics()
+            return
         most = min(recipe.async_.max_staleness, recipe.run.steps - step)
         while len(self._ahead) < most and not (self._ahead and self._is_updated(step)):
             try:
@@ -89,7 +99,6 @@ class GenerationRank:
             except FailedRewards as error:  # the other ranks learn of it when they ask for these samples
                 self._ahead.append(error)
                 break
-        return StepMetrics()
 
     @property
     def progress(self) -> dict[str, Any]:

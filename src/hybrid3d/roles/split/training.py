@@ -17,7 +17,7 @@ from hybrid3d.roles.models import Models
 from hybrid3d.roles.split.exchange import announce_update, receive, wait_for_all
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
 from hybrid3d.run.health import Guard
-from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.run.metrics import StepMetrics, Stopwatch
 from hybrid3d.train import checkpoint
 from hybrid3d.train.policy import Policy
 
@@ -44,6 +44,7 @@ class TrainingRank:
             transport_group=groups.weights,
         )
         self.train, self.held_out = read_data(recipe, config, tokenizer)
+        self._busy = Stopwatch()
         self.models: Models | None = None
         if guard is not None:
             self.models = Models.of(recipe, self._policy, groups.own.rank())
@@ -59,10 +60,13 @@ class TrainingRank:
         return receive(self._groups.everyone, self._first)
 
     def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
-        return self._learner.make_experience(samples, step, recipe)
+        with self._busy:
+            return self._learner.make_experience(samples, step, recipe)
 
     def update(self, experience: Experience, step: int, recipe: Recipe) -> StepMetrics:
-        metrics = self._learner.update(experience, step, recipe)
+        with self._busy:
+            metrics = self._learner.update(experience, step, recipe)
+        metrics.maxima["time/training_busy"] = self._busy.lap()
         if self._groups.own.rank() == 0:
             announce_update(self._groups.store, step)
         return metrics
