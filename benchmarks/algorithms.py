@@ -21,6 +21,8 @@ TARGET = 0.9  # held-out accuracy
 IN_REWARD = "algorithm.kl={where: reward, estimator: k1, coef: 0.001}"
 PPO = ["algorithm.name=ppo", IN_REWARD, "algorithm.minibatches=2", "algorithm.lam=0.95"]
 PPO += ["train.micro_batch_size=32", "critic.optimizer={lr: 5.0e-4}"]
+APART = ["train.pp=1", "rollout.tp=1", "roles.generation.ranks=2"]  # two ranks train, the other two generate
+STALE = ["algorithm.correction.kind=truncate", "async.max_staleness={}"]
 CASES: dict[str, list[str]] = {
     **{f"grpo, seed {seed}": [f"run.seed={seed}"] for seed in (1, 2, 3)},
     **{f"ppo, seed {seed}": [*PPO, f"run.seed={seed}"] for seed in (1, 2, 3)},
@@ -33,6 +35,13 @@ CASES: dict[str, list[str]] = {
         "algorithm.name=reinforce_pp_baseline",
         "algorithm.kl={where: loss, estimator: k2, coef: 0.001}",
     ],
+    "grpo, apart": APART,
+    **{f"grpo, apart, staleness {k}": [*APART, *(s.format(k) for s in STALE)] for k in (1, 2, 4)},
+    **{
+        f"grpo, partial {partial}": [*(s.format(2) for s in STALE), f"async.partial={partial}"]
+        for partial in ("continue", "restart")
+    },
+    "grpo, apart, partial continue": [*APART, *(s.format(4) for s in STALE), "async.partial=continue"],
 }
 
 

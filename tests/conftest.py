@@ -22,7 +22,19 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("megatron.core", "vllm")
 # The files that take longest, first, so that none of them is left for the end when two files run at a time
 LONGEST = (
-    *("train", "sync", "megatron", "lost_rank", "train_ppo", "split_run", "recipes", "grid", "delta_sync", "failure"),
+    *(
+        "train",
+        "sync",
+        "megatron",
+        "lost_rank",
+        "train_ppo",
+        "split_run",
+        "recipes",
+        "partial_run",
+        "grid",
+        "delta_sync",
+        "failure",
+    ),
     "bench",
 )
 

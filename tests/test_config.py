@@ -493,6 +493,11 @@ def test_generation_runs_ahead_only_on_ranks_of_its_own_and_corrected(load: Any)
     assert (recipe.world_size, recipe.train_ranks, recipe.generation_ranks) == (6, 4, 2)
 
 
+def test_supervised_training_does_not_run_ahead(load: Any) -> None:
+    found = problems(load, "algorithm.name=sft", "async.max_staleness=2")
+    assert any(p.startswith("async.max_staleness=2 has no effect: algorithm.name=sft does not") for p in found)
+
+
 def test_partial_rollouts_have_a_bound_and_whole_batches_no_say(load: Any) -> None:
     corrected = "algorithm.correction.kind=truncate"
     assert problems(load, "async.partial=continue", corrected) == [
@@ -501,11 +506,10 @@ def test_partial_rollouts_have_a_bound_and_whole_batches_no_say(load: Any) -> No
     ]
     partial = ["async.partial=restart", "async.max_staleness=2", corrected]
     load(DEMO, [*partial, "async.batches_in_flight=3", "async.late_answers=drop"])
-    for batches in (1, 4):
-        assert problems(load, *partial, f"async.batches_in_flight={batches}") == [
-            f"async.batches_in_flight={batches}: at least 2, and at most async.max_staleness + 1 = 3, or prompts would "
-            "be too old when they are trained"
-        ]
+    assert problems(load, *partial, "async.batches_in_flight=4") == [
+        "async.batches_in_flight=4: more than async.max_staleness + 1 = 3, so that prompts would be too old when they "
+        "are trained: at most that"
+    ]
     for setting in ("algorithm.name=dapo", "algorithm.dynamic_sampling=2"):
         assert problems(load, *partial, setting) == [
             f"async.partial=restart: {setting} replaces prompts of whole batches, for which no step waits: set "

@@ -141,7 +141,7 @@ def test_answers_that_restart_are_of_one_version(alone: dist.ProcessGroup) -> No
     assert [trained(batch) for batch in batches] == [[1, 2, 3, 4], [5, 6, 7, 8], [0, 9, 10, 11]]
     assert all(len(set(sample.versions)) == 1 for batch in batches for sample in batch.samples)
     assert batches[2].samples[0].tokens == (102,) * 11 + (END,)
-    assert [batch.dropped_tokens for batch in batches] == [10, 10, 0]
+    assert [batch.dropped_tokens for batch in batches] == [0, 10, 10]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -190,6 +190,19 @@ def test_a_resumed_run_draws_the_unfinished_prompts_again(alone: dist.ProcessGro
     assert sorted(third.unfinished or ()) == [(0, 0), (3, 1), (3, 2), (3, 3)]
 
 
+def test_too_many_restored_prompts_do_not_stop_a_replica(alone: dist.ProcessGroup) -> None:
+    """As after a resume with other replicas: what cannot be trained within the bound is dropped, not trained late."""
+    recipe = recipe_of("async.max_staleness=1")
+    engine, steps = Engine(lambda prompt, answer: 5), []
+    rollouts = rollouts_on(engine, alone, recipe)
+    rollouts.restore({"unfinished": [[batch, i] for batch in range(3) for i in range(PROMPTS)]})
+    for step in range(3):
+        engine.version = step
+        steps.append(rollouts.generate_batch(step, 3, recipe))
+    assert [trained(batch) for batch in steps] == [[0, 1, 2, 3], [4, 5, 6, 7], [12, 13, 14, 15]]
+    assert [batch.dropped_tokens for batch in steps] == [0, 4 * ANSWERS * 5, 0]
+
+
 def test_generation_ahead_stops_when_it_is_told(alone: dist.ProcessGroup) -> None:
     recipe = recipe_of("roles.generation.ranks=2")
     engine = Engine(lambda prompt, answer: 9)
@@ -197,7 +210,7 @@ def test_generation_ahead_stops_when_it_is_told(alone: dist.ProcessGroup) -> Non
     rollouts.generate_batch(0, 0, recipe)
     before, asked = engine.steps, iter([False, False, False, True])
     rollouts.generate_ahead(0, recipe, lambda: next(asked))
-    assert (engine.steps - before, engine.running) == (3, {})
+    assert (engine.steps - before, engine.running) == (4, {})
     engine.version = 1
     second = rollouts.generate_batch(1, 2, recipe)
     assert trained(second) == [4, 5, 6, 7]  # complete in the first step already, with the first four

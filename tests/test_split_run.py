@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -90,6 +91,24 @@ def test_every_byte_is_received_once_and_enters_the_node_once(work: Path) -> Non
     assert [row["sync/dense"] for row in sparse] == [0, 0, 0]
     for row in sparse:
         assert 0 < row["sync/delta_bytes"] < dense["sync/received_bytes"] / 3
+
+
+def test_nearly_all_of_a_step_is_in_its_timeline(work: Path) -> None:
+    trace = json.loads((work / "runs/split/timeline.json").read_text())
+    events, rows = trace["traceEvents"], read_rows(work / "runs/split")
+    assert trace["otherData"] == {"step": 2}
+    assert {(event["pid"], event["tid"]) for event in events} == {
+        *(("train", 0), ("train", 1)),
+        *(("generation", 2), ("generation", 3)),
+    }
+    length = max(event["ts"] + event["dur"] for event in events)
+    for rank in range(4):
+        spans = sorted((event["ts"], event["dur"]) for event in events if event["tid"] == rank)
+        assert sum(duration for _, duration in spans) > 0.95 * length
+        assert all(one[0] + one[1] <= other[0] + 1e3 for one, other in itertools.pairwise(spans))
+    row = rows[2]
+    assert 0 < row["time/training_busy"] < row["time/step"]
+    assert 0 < row["time/generation_busy"] < row["time/step"]
 
 
 def test_a_checkpoint_is_evaluated_and_exported(work: Path) -> None:

@@ -174,7 +174,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
         with _lock(folder):
             code = launch_on_ray(arguments, recipe, folder, console, options.ray)
     else:
-        code = _launch(arguments, recipe, folder, console, _lock(folder))
+        code = _launch(arguments, recipe, folder, console, _lock(folder), max_restarts=recipe.run.max_restarts)
     if code == DONE:
         _print_results(recipe, folder, console)
     return code
@@ -370,13 +370,14 @@ def _launch(
     console: Console,
     lock: AbstractContextManager[None] | None = None,
     generates: bool = True,
+    max_restarts: int = 0,
 ) -> int:
     """Run a command as all ranks on this machine, holding the lock if given, and return the exit code."""
     from hybrid3d.launch.launcher import check_devices, launch
 
     check_devices(recipe, generates)
     with lock or nullcontext(), mock.patch.dict(os.environ, {CHECKED: "1"}):
-        return launch(arguments, recipe.world_size, folder, console, recipe.run.max_restarts if lock else 0)
+        return launch(arguments, recipe.world_size, folder, console, max_restarts)
 
 
 def _print_results(recipe: Recipe, folder: RunFolder, console: Console) -> None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from hybrid3d.config.schema import MAX_RANKS
 from hybrid3d.config.unused_settings import unused_settings
 
-DYNAMIC_ALGORITHMS = ("dapo",)  # which sample dynamically by default
-
 if TYPE_CHECKING:
     from hybrid3d.config.recipe import Recipe
     from hybrid3d.config.sections.learning import Kl, Optimizer
+
+DYNAMIC_ALGORITHMS = ("dapo",)  # which sample dynamically by default
 
 
 def validate_recipe(recipe: Recipe) -> Iterator[str]:
@@ -105,11 +105,11 @@ def _check_async(recipe: Recipe) -> Iterator[str]:
             f"async.partial={ahead.partial}: {staleness} lets no answer take longer than its step: set it to the "
             "number of steps that an answer may go on for"
         )
-    if not ahead.max_staleness:
+    if not ahead.max_staleness or not recipe.algorithm.generates:
         return
     if not recipe.is_split and ahead.partial is None:
         yield f"{staleness}: the ranks that train also generate: set roles.generation.ranks or async.partial"
-    if recipe.algorithm.generates and recipe.algorithm.correction.kind == "none":
+    if recipe.algorithm.correction.kind == "none":
         yield (
             f"{staleness}: older weights than those that are trained generate the samples, and "
             "algorithm.correction.kind=none does not correct for it: set truncate, mask, "
@@ -117,10 +117,10 @@ def _check_async(recipe: Recipe) -> Iterator[str]:
         )
     if ahead.partial is None or rollout is None:
         return
-    if not 2 <= ahead.batches_in_flight <= ahead.max_staleness + 1:
+    if ahead.batches_in_flight > ahead.max_staleness + 1:
         yield (
-            f"async.batches_in_flight={ahead.batches_in_flight}: at least 2, and at most async.max_staleness + 1 = "
-            f"{ahead.max_staleness + 1}, or prompts would be too old when they are trained"
+            f"async.batches_in_flight={ahead.batches_in_flight}: more than async.max_staleness + 1 = "
+            f"{ahead.max_staleness + 1}, so that prompts would be too old when they are trained: at most that"
         )
     name, extra = recipe.algorithm.name, recipe.algorithm.dynamic_sampling
     if extra or (extra is None and name in DYNAMIC_ALGORITHMS):

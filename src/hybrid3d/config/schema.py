@@ -120,6 +120,7 @@ Steps = Annotated[int, within(1, 10**9)]
 StepsOrZero = Annotated[int, within(0, 10**9)]
 Repeats = Annotated[int, within(1, 10_000)]
 Staleness = Annotated[int, within(0, 100)]
+BatchesInFlight = Annotated[int, within(2, 101)]
 RepeatsOrZero = Annotated[int, within(0, 10_000)]
 Processes = Annotated[int, within(1, 1_024)]
 Seed = Annotated[int, within(0, 2**32 - 1)]  # the limit of NumPy's generators, which vLLM seeds too

@@ -105,6 +105,7 @@ UNUSED_RULES = (
         lambda recipe: recipe.is_split and recipe.rollout is not None,
         _reason("with roles.generation.ranks no rank has both engines"),
     ),
+    UnusedRule("async", ("max_staleness", "partial"), _is_sft, _reason("algorithm.name={name} does not generate")),
     UnusedRule(
         "async",
         ("batches_in_flight", "late_answers"),

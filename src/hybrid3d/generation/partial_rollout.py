@@ -26,7 +26,8 @@ class PromptGroup:
     """A prompt and the answers to it, which are trained together.
 
     Attributes:
-        version: of the weights when the prompt was drawn: no token of the answers is from older weights.
+        version: of the weights when the prompt was drawn: no token of the answers is from older weights. It stays when
+            answers restart.
         answers: by their numbers among all answers of the replica.
     """
 
@@ -75,36 +76,40 @@ class PartialRollout:
             version: the engine's weights must have this version or a later one.
             stop: called between two tokens, on the leading rank.
         """
+        if self._settings.partial == "restart":
+            self._restart_answers_before(version)
         answers = {n: answer for group in self._groups for n, answer in group.answers.items() if not answer.done}
         self._submit({n: answer for n, answer in answers.items() if n not in self._awaiting}, version, temperature)
-        enough = self._can_take(wanted, version)
-        while True:
-            idle = not enough and len(answers) == len(self._awaiting)
+        stopped = enough = self._can_take(wanted, version)
+        while not (stopped or enough):
+            for number, completion in self._engine.step().items():
+                answers[number].append_completion(completion)
+                self._end_turn(number, answers[number])
+            idle = all(answer.done or number in self._awaiting for number, answer in answers.items())
             stopped, results = self._agree(stop, idle)
             for number, result in results.items():
                 self._awaiting.remove(number)
                 answers[number].apply(result)
-            if stopped or enough or (any(r.done for r in results.values()) and self._can_take(wanted, version)):
-                break
             self._submit({n: answers[n] for n, result in results.items() if not result.done}, version, temperature)
-            for number, completion in self._engine.step().items():
-                answers[number].append_completion(completion)
-                self._end_turn(number, answers[number])
             enough = any(answer.done for answer in answers.values()) and self._can_take(wanted, version)
             answers = {number: answer for number, answer in answers.items() if not answer.done}
         for number, completion in self._engine.interrupt().items():
             if completion.tokens:
                 answers[number].append_completion(completion)
-        if self._settings.partial == "restart":
-            for number, answer in answers.items():
-                if not answer.done:
+
+    def _restart_answers_before(self, version: int) -> None:
+        """Begin unfinished answers again of which older weights have generated a part."""
+        for group in self._groups:
+            for number, answer in group.answers.items():
+                if not answer.done and answer.versions and answer.versions[-1] < version:
                     self._forget(number, answer)
-                    answer.restart()
+                    group.answers[number] = Trajectory(answer.example, answer.seed)
 
     def take(self, count: int, version: int) -> list[PromptGroup]:
         """Remove and return the oldest prompts whose answers are all complete, at most `count`, for this step.
 
-        Those that would be too old in the next step are dropped; with `async.late_answers: wait` there are none.
+        Those that would be too old in the next step are dropped. With `async.late_answers: wait` there are none, unless
+        a run resumes with other replicas and one of them has more than its share of the prompts that were unfinished.
         """
         done = self._done()[:count]
         rest = [group for group in self._groups if group not in done]
@@ -123,11 +128,11 @@ class PartialRollout:
     def _can_take(self, wanted: int, version: int) -> bool:
         """Return whether enough prompts are done, and no other prompt will be too old before it can be taken."""
         done = self._done()
-        if len(done) < wanted or self._settings.late_answers == "drop":
+        if len(done) == len(self._groups) or len(done) < wanted or self._settings.late_answers == "drop":
             return len(done) >= min(wanted, len(self._groups))
         staleness = self._settings.max_staleness
-        rest = [group for group in self._groups if group not in done[:wanted]]
-        # Of each number of following steps, the prompts that must be taken until then fit in the batches of these steps
+        rest = [*done[wanted:], *(group for group in self._groups if not group.done)]
+        # For each number of following steps: the prompts that must be trained within them must fit in their batches
         return all(
             sum(group.version + staleness <= version + steps for group in rest) <= steps * wanted
             for steps in range(staleness + 1)
@@ -160,8 +165,10 @@ class PartialRollout:
 
     def _results(self) -> dict[int, TurnResult]:
         """Return what follows the turns whose replies have arrived."""
-        answers = {number: answer for group in self._groups for number, answer in group.answers.items()}
         arrived = [number for number, reply in self._replies.items() if reply.done()]
+        if not arrived:
+            return {}
+        answers = {number: answer for group in self._groups for number, answer in group.answers.items()}
         return {number: self._turns.result(answers[number], self._replies.pop(number).result()) for number in arrived}
 
     def _forget(self, number: int, answer: Trajectory) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import gather_objects
+from hybrid3d.distributed import PHASE_TIMEOUT, gather_objects
 from hybrid3d.generation.engine import Engine
 from hybrid3d.generation.multi_turn import MultiTurnRollout
 from hybrid3d.generation.partial_rollout import PartialRollout, Place
@@ -210,8 +210,13 @@ class Rollouts:
 
     def _local(self, items: list) -> list:
         """Return this replica's consecutive share of the items."""
-        first, last = (len(items) * (self._engine.replica + i) // self._engine.replicas for i in (0, 1))
-        return items[first:last]
+        share = self._share(len(items), self._engine.replica)
+        return items[share.start : share.stop]
+
+    def _share(self, count: int, replica: int) -> range:
+        """Return the indices of a replica's share of so many items."""
+        first, last = (count * (replica + i) // self._engine.replicas for i in (0, 1))
+        return range(first, last)
 
     def _of_all_replicas(self, items: list) -> list:
         """Return the items of all replicas, in the order of replicas, which is the order of the shares."""
@@ -224,6 +229,9 @@ class PartialRollouts(Rollouts):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
+        # Replicas wait here for the slowest of a whole step, which is no failure however long it takes
+        members = dist.get_process_group_ranks(self._group)
+        self._group = dist.new_group(members, timeout=PHASE_TIMEOUT, backend="gloo")
         self._partial = PartialRollout(self._engine, self._turns, self._recipe.async_)
         self._places: list[Place] = []  # of all replicas' prompts that were drawn and not trained
         self._restored: list[Place] = []
@@ -244,7 +252,7 @@ class PartialRollouts(Rollouts):
             self._draw(self._restored, version)
         ahead, prompts = recipe.async_, recipe.algorithm.prompts_per_step
         self._fill(version, min(ahead.batches_in_flight, recipe.run.steps - version + 1), prompts)
-        wanted = len(self._local(list(range(prompts))))
+        wanted = len(self._share(prompts, self._engine.replica))
         self._partial.generate(version, wanted, recipe.rollout.temperature)
         groups = self._partial.take(wanted, version)
         trajectories = [answer for group in groups for answer in group.answers.values()]
@@ -282,14 +290,13 @@ class PartialRollouts(Rollouts):
 
     def _lacks_prompts(self, prompts: int) -> bool:
         """Return whether a replica has fewer prompts than its share of a step, as some were dropped."""
-        replicas = self._engine.replicas
-        shares = [range(prompts * r // replicas, prompts * (r + 1) // replicas) for r in range(replicas)]
+        shares = [self._share(prompts, replica) for replica in range(self._engine.replicas)]
         return any(sum(i in share for _, i in self._places) < len(share) for share in shares)
 
     def _draw(self, places: Sequence[Place], version: int) -> None:
         """Begin to answer the prompts at these places; each replica those of its share."""
         algorithm, seed = self._recipe.algorithm, self._recipe.run.seed
-        local = self._local(list(range(algorithm.prompts_per_step)))
+        local = self._share(algorithm.prompts_per_step, self._engine.replica)
         for batch, i in places:
             if i in local:
                 example = self.train.batch(batch, algorithm.prompts_per_step)[i]

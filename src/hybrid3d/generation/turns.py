@@ -71,10 +71,6 @@ class Trajectory:
             return self.seed
         return int.from_bytes(hashlib.sha256(f"{self.seed}/{self.requests}".encode()).digest()[:4], "little")
 
-    def restart(self) -> None:
-        """Begin the answer again."""
-        self.__init__(self.example, self.seed)  # type: ignore[misc]
-
     def append_completion(self, completion: Completion) -> None:
         """Append tokens that the policy generated."""
         self._append(completion.tokens, True, completion.weight_version)

@@ -156,7 +156,11 @@ def _run_once(arguments: list[str], recipe: Recipe, folder: RunFolder, group: Pl
     run_id = f"hybrid3d-{uuid.uuid4().hex[:12]}"
     actors = _start_actors(recipe, group)
     try:
-        locations = ray.get([actor.location.remote() for actor in actors])
+        try:
+            locations = ray.get([actor.location.remote() for actor in actors], timeout=PLACED_SECONDS)
+        except ray.exceptions.RayError as error:  # a node was lost, and the ranks are started again
+            lost = f"the nodes of its ranks do not answer within {PLACED_SECONDS} s"
+            raise RecipeError(recipe.name, [f"{lost}: {type(error).__name__}: start it again when they do"]) from error
         host, port, _ = locations[0]
         running = {}
         for ranks in _ranks_by_node(recipe):

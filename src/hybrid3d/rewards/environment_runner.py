@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from hybrid3d.rewards.environments import ENVIRONMENTS, Environment, find_enviro
 from hybrid3d.rewards.pool_client import ProcessPoolClient, load_in_subprocess
 from hybrid3d.rewards.pool_worker import CallResult
 from hybrid3d.rewards.registry import load_function
+
+POLL_SECONDS = 0.05
 
 T = TypeVar("T")
 
@@ -80,8 +83,10 @@ class EnvironmentRunner:
         if self._threads is not None:
             threads, self._threads = self._threads, None
             threads.shutdown(wait=False, cancel_futures=True)
-            for pool in self._singles:
-                pool.kill()  # ends calls that are being waited for
+            while self._idle.qsize() < len(self._singles):  # end the calls that are being waited for
+                for pool in self._singles:
+                    pool.kill()
+                time.sleep(POLL_SECONDS)
             threads.shutdown()
             for pool in self._singles:
                 pool.close()

@@ -61,8 +61,9 @@ class ProcessPoolClient:
 
     def kill(self) -> None:
         """End all processes during a call of another thread, which then returns that they died."""
-        if self._server is not None:
-            self._server[0].kill()
+        server = self._server
+        if server is not None:
+            server[0].kill()
 
     def close(self) -> None:
         """End all processes; the next call starts them again."""

@@ -36,6 +36,8 @@ class Colocated:
         train, held_out: the prompts.
     """
 
+    activities: Mapping[str, str] = {}
+
     def __init__(
         self,
         recipe: Recipe,

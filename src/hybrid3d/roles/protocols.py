@@ -100,7 +100,13 @@ class Roles(Generator, Trainer, Protocol):
     3. the calls of `Trainer`, which may begin the sync to `v + 1`.
 
     `close` ends the run. Each call takes the recipe with the settings of its step.
+
+    Attributes:
+        activities: what this rank does in a phase of the loop, where that is not the phase.
     """
+
+    @property
+    def activities(self) -> Mapping[str, str]: ...
 
     def sync(self, version: int, recipe: Recipe) -> Synced:
         """Sync the policy's weights, which have this version, to the generator."""

@@ -183,7 +183,7 @@ class RolloutEngine:
         """Generate the next token of the submitted requests; return the completions that have ended, by number."""
         if not self._llm.llm_engine.has_unfinished_requests():
             return {}
-        version = self._check_version(0)
+        version = self._check_version()
         rng = torch.get_rng_state()
         outputs = self._llm.llm_engine.step()
         torch.set_rng_state(rng)  # vLLM's sampling must not advance the trainer's random state
@@ -197,8 +197,9 @@ class RolloutEngine:
 
     def interrupt(self) -> dict[int, Completion]:
         """End all requests that were submitted, between two tokens, and return their tokens so far, by number."""
-        engine, version = self._llm.llm_engine, self._check_version(0)
-        engine.abort_request([str(number) for number in self._submitted])
+        engine, version = self._llm.llm_engine, self._check_version()
+        for number in self._submitted:  # one by one: vLLM ends several in an order that differs between TP ranks
+            engine.abort_request([str(number)])
         found = {number: _joined(parts, version) for number, parts in self._submitted.items()}
         self._submitted = {}
         while engine.has_unfinished_requests():  # of engines that share experts with this one
@@ -212,7 +213,7 @@ class RolloutEngine:
         """Return the value of the replica's leading rank."""
         return cast(T, get_tp_group().broadcast_object(value))
 
-    def _check_version(self, version: int) -> int:
+    def _check_version(self, version: int = 0) -> int:
         """Return the version of the weights, which must be at least `version`."""
         if self.weight_version is None:
             raise StaleWeights("vLLM's weights are incomplete: no sync has finished since the last change")

@@ -15,9 +15,18 @@ from hybrid3d.run.heartbeat import enter_phase
 
 
 class PhaseTimer:
-    """Times the phases of one step, as `time/<phase>`, and the step without its evaluation, as `time/step`."""
+    """Times the phases of one step, as `time/<phase>`, and the step without its evaluation, as `time/step`.
 
-    def __init__(self) -> None:
+    Attributes:
+        spans: what this rank did, and when it began and ended, in seconds since the epoch.
+
+    Args:
+        activities: what this rank does in a phase, where that is not the phase.
+    """
+
+    def __init__(self, activities: Mapping[str, str] | None = None) -> None:
+        self._activities = activities or {}
+        self.spans: list[tuple[str, float, float]] = []
         self._start = time.perf_counter()
         self._phases: dict[str, float] = {}
 
@@ -25,8 +34,9 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         """Time a phase; a phase may be entered several times."""
         enter_phase(phase)
-        start = time.perf_counter()
+        start, clock = time.perf_counter(), time.time()
         yield
+        self.spans.append((self._activities.get(phase, phase), clock, time.time()))
         self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 
     def row(self, tokens: int) -> dict[str, float]:

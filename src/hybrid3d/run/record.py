@@ -11,6 +11,7 @@ from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.rl.data import PromptData
 from hybrid3d.run.display import Display
 from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.timeline import Span, write_timeline
 
 SAMPLES_PER_STEP = 4  # written to samples.jsonl
 
@@ -49,6 +50,11 @@ class Record:
                 }
                 for s in kept
             )
+
+    def timeline(self, step: int, roles: Mapping[str, Sequence[int]], spans: Sequence[Sequence[Span]]) -> None:
+        """Record what each rank did during a step: see `write_timeline`."""
+        if self._is_rank_0:
+            write_timeline(self.folder, step, roles, spans)
 
     def event(self, event: str, message: str = "", **fields: Any) -> None:
         """Write an event with these fields to events.jsonl, and print the message unless it is empty."""

@@ -32,6 +32,7 @@ class RunFolder:
         self.samples = path / "samples.jsonl"
         self.events = path / "events.jsonl"
         self.curves = path / "curves.png"
+        self.timeline = path / "timeline.json"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
 

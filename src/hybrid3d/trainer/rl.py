@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hybrid3d.distributed import all_reduce_max
+from hybrid3d.distributed import all_reduce_max, gather_objects
 from hybrid3d.roles.protocols import Roles
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
@@ -21,6 +21,7 @@ def train_rl(
 
     Row s of the metrics belongs to policy version s; the last version is only evaluated.
     """
+    last: tuple[int, PhaseTimer] | None = None  # the last step that updated the models
     with checkpoints:
         step, progress = checkpoints.resume()
         live.restore(progress)
@@ -29,7 +30,7 @@ def train_rl(
             roles.restore(progress, live.recipe)
         while step <= live.recipe.run.steps:
             recipe = live.settings_for_step(step)
-            timer, row = PhaseTimer(), dict[str, float](step=step)
+            timer, row = PhaseTimer(roles.activities), dict[str, float](step=step)
             with timer("sync"):
                 synced = roles.sync(step, recipe)
             record.corrupted_sync(synced.corrupted, step)
@@ -49,6 +50,7 @@ def train_rl(
                 metrics.update(synced.metrics())
                 if step < recipe.run.steps:
                     metrics.update(roles.update(experience, step, recipe))
+                    last = step, timer
             samples = experience.samples
             with timer("wait"):  # for the slowest rank
                 row |= generated.metrics(samples, recipe.rollout, step) | metrics.reduce(group)
@@ -58,4 +60,6 @@ def train_rl(
             step += 1
             drawn = {"batch": batch, "unfinished": generated.unfinished or []}
             checkpoints.save_if_due(step, drawn | roles.progress | live.progress, recipe.run)
+    if last is not None:
+        record.timeline(last[0], live.recipe.role_ranks, gather_objects(last[1].spans, group))
     roles.close(live.recipe)

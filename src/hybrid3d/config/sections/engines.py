@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybrid3d.config.schema import (
+    BatchesInFlight,
     ClosedFraction,
     FilePath,
     Gibibytes,
@@ -151,7 +152,7 @@ class RoleRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class Async:
-    """How far generation runs ahead of training, on ranks of their own (`roles.generation.ranks`) or by parts.
+    """How far generation runs ahead of training: on ranks of its own (`roles.generation.ranks`), or with `partial`.
 
     Attributes:
         max_staleness: By how many steps the weights that generated a token may be older than those that are trained
@@ -166,7 +167,7 @@ class Async:
 
     max_staleness: Staleness = 0
     partial: Literal["continue", "restart"] | None = None
-    batches_in_flight: Repeats = 2
+    batches_in_flight: BatchesInFlight = 2
     late_answers: Literal["wait", "drop"] = "wait"
 
 

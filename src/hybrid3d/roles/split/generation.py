@@ -40,6 +40,7 @@ class GenerationRank:
     """
 
     models = None
+    activities: Mapping[str, str] = {"train": "generate"}  # ahead of training
 
     def __init__(self, recipe: Recipe, groups: RoleGroups, slots: Sequence[int]):
         self._groups, self._first = groups, recipe.role_ranks["generation"].start
@@ -84,9 +85,10 @@ class GenerationRank:
         """Generate ahead while the others update the models."""
         with self._busy:
             self._generate_ahead(step, recipe)
-        follows = recipe.async_.max_staleness and recipe.async_.partial is None
-        ahead = {"rollout/batches_ahead": float(len(self._ahead))} if follows else {}
-        return StepMetrics(maxima={"time/generation_busy": self._busy.lap(), **ahead})
+        metrics = StepMetrics(maxima={"time/generation_busy": self._busy.lap()})
+        if recipe.async_.max_staleness and recipe.async_.partial is None:
+            metrics.maxima["rollout/batches_ahead"] = len(self._ahead)
+        return metrics
 
     def _generate_ahead(self, step: int, recipe: Recipe) -> None:
         if recipe.async_.partial is not None:

@@ -30,6 +30,8 @@ class TrainingRank:
         train, held_out: the prompts.
     """
 
+    activities: Mapping[str, str] = {"generate": "wait", "eval": "wait"}
+
     def __init__(self, recipe: Recipe, groups: RoleGroups, guard: Guard | None, weights_of: Path | None):
         self._groups, self._first = groups, recipe.role_ranks["generation"].start
         config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)

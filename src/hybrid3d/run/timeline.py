@@ -1,0 +1,64 @@
+"""What every rank did during a step: a trace that Perfetto and chrome://tracing open, and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from hybrid3d.run.run_folder import RunFolder
+
+Span = tuple[str, float, float]
+"""An activity, and when it began and ended, in seconds since the epoch by the clock of its node."""
+
+COLORS = {"sync": "C3", "generate": "C0", "train": "C1", "wait": "0.85"}
+MAX_ROWS = 64  # of the picture; of more ranks it shows every n-th
+
+
+def write_timeline(
+    folder: RunFolder, step: int, roles: Mapping[str, Sequence[int]], spans: Sequence[Sequence[Span]]
+) -> None:
+    """Write `timeline.json`, in Chrome's trace format, and `timeline.png`.
+
+    Args:
+        roles: the ranks of each role.
+        spans: what each rank did, by rank.
+    """
+    start = min(begin for of_rank in spans for _, begin, _ in of_rank)
+    names = [" and ".join(role for role, ranks in roles.items() if rank in ranks) for rank in range(len(spans))]
+    events = [
+        {"name": name, "pid": names[rank], "tid": rank, "ph": "X"}  # a complete event, in microseconds
+        | {"ts": 1e6 * (begin - start), "dur": 1e6 * (end - begin)}
+        for rank, of_rank in enumerate(spans)
+        for name, begin, end in of_rank
+    ]
+    folder.timeline.write_text(json.dumps({"traceEvents": events, "otherData": {"step": step}}) + "\n")
+    _draw(folder, step, names, [[(name, begin - start, end - start) for name, begin, end in one] for one in spans])
+
+
+def _draw(folder: RunFolder, step: int, names: Sequence[str], spans: Sequence[Sequence[Span]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    shown = range(0, len(spans), -(-len(spans) // MAX_ROWS))
+    figure, axis = pyplot.subplots(figsize=(9, 1.4 + 0.28 * len(shown)))
+    for row, rank in enumerate(shown):
+        for name, begin, end in spans[rank]:
+            axis.barh(row, end - begin, left=begin, color=COLORS.get(name, "C7"), edgecolor="white", linewidth=0.5)
+    axis.set_yticks(range(len(shown)), [f"{names[rank]}, rank {rank}" for rank in shown], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel(f"seconds of step {step}")
+    found = sorted({name for of_rank in spans for name, _, _ in of_rank})
+    axis.legend(
+        handles=[Patch(color=COLORS.get(name, "C7"), label=name) for name in found],
+        ncols=len(found),
+        fontsize=8,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        frameon=False,
+    )
+    figure.tight_layout()
+    figure.savefig(folder.path / "timeline.png", dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,30 @@
+"""The timeline of a step, as a trace and as a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.timeline import MAX_ROWS, Span, write_timeline
+
+
+@pytest.mark.parametrize("ranks", [2, 3 * MAX_ROWS + 1])
+def test_a_step_of_two_roles(tmp_path: Path, ranks: int) -> None:
+    folder, first = RunFolder(tmp_path), 1_000_000.0
+    spans: list[list[Span]] = [
+        [("sync", first + rank / 1000, first + 1), ("train", first + 1, first + 3)] for rank in range(ranks)
+    ]
+    write_timeline(folder, 7, {"train": range(1), "generation": range(ranks)}, spans)
+    trace = json.loads(folder.timeline.read_text())
+    assert trace["otherData"] == {"step": 7}
+    events = trace["traceEvents"]
+    assert len(events) == 2 * ranks
+    (second, *_) = (event for event in events if event["tid"] == 1)
+    assert (second["name"], second["ph"], second["pid"]) == ("sync", "X", "generation")
+    assert (second["ts"], second["dur"]) == (pytest.approx(1000), pytest.approx(999e3))
+    assert (events[0]["pid"], events[1]["ts"], events[1]["dur"]) == ("train and generation", 1e6, 2e6)
+    assert Image.open(tmp_path / "timeline.png").size[1] < 110 * (2 + 0.28 * MAX_ROWS)
