@@ -171,8 +171,11 @@ def test_all_ranks_are_started_again_after_one_was_killed(work: Path) -> None:
     assert once == twice
 
 
-def printed_when_killed(work: Path, name: str, rank: int, *more: str, expect: int = 1) -> str:
-    """Start a run, kill a rank after the checkpoint of step 2, and return what the run prints until it ends."""
+def printed_when_killed(work: Path, name: str, rank: int | None, *more: str, expect: int = 1) -> str:
+    """Start a run, kill a rank after the checkpoint of step 2, and return what the run prints until it ends.
+
+    Without a rank, the command itself is killed, which the ranks must not outlive.
+    """
     run, mark = work / "runs" / name, uuid.uuid4().hex
     command = [sys.executable, "-m", "hybrid3d", "train", *settings(*SPLIT, f"name={name}", *more)]
     variables = environment(mark, PYTHONPATH=os.pathsep.join([str(work), str(ROOT / "src")]))
@@ -183,10 +186,14 @@ def printed_when_killed(work: Path, name: str, rank: int, *more: str, expect: in
             assert time.monotonic() < end
             assert process.poll() is None
             time.sleep(0.01)
-        (pid,) = ranks_of(run, rank)
+        assert len(ranks_of(run)) == 4
+        (pid,) = [process.pid] if rank is None else ranks_of(run, rank)
         os.kill(pid, signal.SIGKILL)
         printed, _ = process.communicate(timeout=60 if expect else 300)
         assert process.returncode == expect
+        end = time.monotonic() + (60 if rank is None else 0)
+        while ranks_of(run) and time.monotonic() < end:
+            time.sleep(0.1)
         assert not ranks_of(run)
         return printed
     finally:
@@ -263,3 +270,19 @@ def refused(work: Path, *more: str) -> str:
 def test_a_rank_that_is_killed_on_ray_is_named(work: Path, cluster: str) -> None:
     printed = printed_when_killed(work, "killed-on-ray", 3, "--ray", cluster)
     assert "rank 3 failed: killed by SIGKILL" in printed
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_the_command_on_ray_and_the_run_resumes(work: Path, cluster: str) -> None:
+    printed_when_killed(work, "lost-driver", None, "--ray", cluster, expect=-signal.SIGKILL)
+    assert "resumed from runs/lost-driver/checkpoints/step-" in train(work, *SPLIT, "name=lost-driver")
+    once, twice = (without(read_rows(work / "runs" / name), *OF_RESUME) for name in ("split", "lost-driver"))
+    assert once == twice
+
+
+@pytest.mark.slow
+def test_ranks_on_ray_are_started_again(work: Path, cluster: str) -> None:
+    printed = printed_when_killed(work, "again-on-ray", 3, "--ray", cluster, "run.max_restarts=1", expect=0)
+    assert "starting all ranks again, from the last checkpoint (1 of run.max_restarts=1)" in printed
+    once, twice = (without(read_rows(work / "runs" / name), *OF_RESUME) for name in ("split", "again-on-ray"))
+    assert once == twice
