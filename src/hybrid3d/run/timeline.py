@@ -49,6 +49,7 @@ def _draw(folder: RunFolder, step: int, names: Sequence[str], spans: Sequence[Se
             axis.barh(row, end - begin, left=begin, color=COLORS.get(name, "C7"), edgecolor="white", linewidth=0.5)
     axis.set_yticks(range(len(shown)), [f"{names[rank]}, rank {rank}" for rank in shown], fontsize=8)
     axis.invert_yaxis()
+    axis.set_xlim(0, max(end for of_rank in spans for _, _, end in of_rank))
     axis.set_xlabel(f"seconds of step {step}")
     found = sorted({name for of_rank in spans for name, _, _ in of_rank})
     axis.legend(
