@@ -42,7 +42,7 @@ KINDS = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "head"}  # 
 SYNCS = {"sync1": "second sync", "sync2": "third sync", "sync11": "twelfth sync"}
 
 
-ALL_ONLY = ("tp1", "tp2-bfloat16")  # in make test-all; TP1 with experts and float32 are in make test too
+ALL_ONLY = ("tp1", "tp4", "tp1-experts", "tp2-bfloat16")  # in make test-all; test_grid has every layout by value
 
 
 @pytest.fixture(scope="module", params=[pytest.param(n, marks=[pytest.mark.slow] * (n in ALL_ONLY)) for n in LAUNCHES])

@@ -161,6 +161,7 @@ def assert_repeats(work: Path, killed: Path) -> None:
     assert (killed / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_writes_a_checkpoint(
     work: Path, runs: dict[str, Any], dice: random.Random
 ) -> None:
