@@ -15,10 +15,16 @@ from checkpoints import make_checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def experts_folder(folder: Path, demo: Path, family: str) -> Path:
-    """Prepare `folder` for the demo recipe with a tiny model of `family`, and return the model's folder."""
+def demo_folder(folder: Path, demo: Path) -> Path:
+    """Prepare `folder` for the demo's recipes, with its data and its model before training; `folder` is returned."""
     (folder / "build").mkdir()
     (folder / "build" / "demo").symlink_to(demo)
+    return folder
+
+
+def experts_folder(folder: Path, demo: Path, family: str) -> Path:
+    """Prepare `folder` for the demo recipe with a tiny model of `family`, and return the model's folder."""
+    demo_folder(folder, demo)
     model = make_checkpoint(folder / "model", family, seed=1, vocab_size=600)  # the demo's tokenizer fits in
     for path in (demo / "base").glob("*token*"):
         shutil.copy(path, model)
@@ -31,8 +37,7 @@ def warm_checkpoint(folder: Path, demo: Path) -> Path:
     Returns:
         The folder, in which the demo's recipes run.
     """
-    (folder / "build").mkdir()
-    (folder / "build" / "demo").symlink_to(demo)
+    demo_folder(folder, demo)
     warmup = ["run.steps=70", "optimizer.warmup_steps=10", "optimizer.schedule=constant"]
     hybrid3d(folder, "train", str(ROOT / "recipes/demo-warmup.yaml"), *warmup)
     hybrid3d(folder, "export", "runs/demo-warmup", "warm")

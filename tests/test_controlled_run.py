@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import ROOT, hybrid3d, read_rows
+from commands import ROOT, demo_folder, hybrid3d, read_rows
 from hybrid3d.config import OFFLOADS
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -39,8 +39,7 @@ SCHEDULE = "schedule={1: {algorithm.entropy_coef: 0.01}, 2: {optimizer.lr: 1.0e-
 
 
 def test_a_run_that_is_controlled_and_runs_out_of_memory(demo: Path, tmp_path: Path) -> None:
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build" / "demo").symlink_to(demo)
+    demo_folder(tmp_path, demo)
     (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY)
     run = tmp_path / "runs" / "controlled"
     run.mkdir(parents=True)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import warm_python
-from commands import ROOT, read_rows
+from commands import ROOT, demo_folder, read_rows
 from hybrid3d.storage import manifest
 from run_ranks import environment
 
@@ -150,8 +150,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def test_a_kl_that_explodes_and_gradients_that_are_not_finite(demo: Path, tmp_path: Path) -> None:
     """The KL coefficient is fixed at step 1 and a batch skipped at step 2; another at step 3 exceeds the limit."""
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build" / "demo").symlink_to(demo)
+    demo_folder(tmp_path, demo)
     (tmp_path / "nan").mkdir()
     (tmp_path / "nan" / "sitecustomize.py").write_text(NAN)
     arguments = ["name=faults", "model.path=build/demo/base", "run.steps=9", "run.eval_every=99"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from checkpoints import make_checkpoint
-from commands import hybrid3d, read_rows
+from commands import demo_folder, hybrid3d, read_rows
 from run_ranks import ROOT, run_ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
@@ -58,9 +58,7 @@ def length(answer, reference, prompt):
 
 @pytest.fixture(scope="module")
 def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    work = tmp_path_factory.mktemp("partial")
-    (work / "build").mkdir()
-    (work / "build" / "demo").symlink_to(demo)
+    work = demo_folder(tmp_path_factory.mktemp("partial"), demo)
     (work / "talk.py").write_text(TALK)
     return work
 

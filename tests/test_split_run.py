@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from commands import ROOT, hybrid3d, read_rows, without
+from commands import ROOT, demo_folder, hybrid3d, read_rows, without
 from run_ranks import environment, kill_marked
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -60,9 +60,7 @@ def settings(*more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two runs of the same seed: on two ranks, and on two that train and two that generate."""
-    work = tmp_path_factory.mktemp("split")
-    (work / "build").mkdir()
-    (work / "build" / "demo").symlink_to(demo)
+    work = demo_folder(tmp_path_factory.mktemp("split"), demo)
     (work / "rewards.py").write_text(REWARDS)
     train(work, "name=colocated", "rollout.placement=consecutive")
     train(work, *SPLIT)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from commands import ROOT, hybrid3d, read_rows, without
+from commands import ROOT, demo_folder, hybrid3d, read_rows, without
 from hybrid3d.rewards import sandbox
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1500)]
@@ -33,9 +33,7 @@ def make_judge(model: Path, out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    work = tmp_path_factory.mktemp("ppo")
-    (work / "build").mkdir()
-    (work / "build" / "demo").symlink_to(demo)
+    work = demo_folder(tmp_path_factory.mktemp("ppo"), demo)
     make_judge(demo / "base", work / "judge")
     held_out = pq.read_table(demo / "eval.parquet").slice(0, 16)
     tests = pa.array(['{"tests": "assert answer == 1"}'] * 16)

@@ -93,8 +93,8 @@ class Bench:
         changed: float | None,
         on_progress: ProgressCallback,
     ):
-        self._groups, self._group = groups, groups.everyone
-        group = self._group
+        self._groups = groups
+        self._group = group = groups.everyone
         on_progress("building both engines")
         config, roles = read_config(recipe.model.path), recipe.role_ranks
         self._trained: MegatronWeights | None = None

@@ -162,10 +162,6 @@ class Rollouts:
         full = sum(reward == 1.0 for reward in rewards)
         return EvalResult(full / len(rewards), sum(rewards) / len(rewards), failures, of_kinds)
 
-    def generate_ahead(self, version: int, recipe: Recipe, stop: Callable[[], bool]) -> None:
-        """Generate answers that later steps train, until `stop` returns True on the leading rank of the replica."""
-        raise NotImplementedError("without partial rollouts only whole batches are generated")
-
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's progress."""
 
@@ -276,6 +272,7 @@ class PartialRollouts(Rollouts):
         )
 
     def generate_ahead(self, version: int, recipe: Recipe, stop: Callable[[], bool]) -> None:
+        """Generate answers that later steps train, until `stop` returns True on the leading rank of the replica."""
         ahead, prompts = recipe.async_, recipe.algorithm.prompts_per_step
         most = min(ahead.batches_in_flight, ahead.max_staleness, recipe.run.steps - version)
         self._fill(version, most, prompts)

@@ -76,34 +76,28 @@ class RolloutBatch:
         """
         staleness = [version - sample.weight_version for sample in samples]
         lengths = [len(sample.tokens) for sample in samples]
-        turns: dict[str, float] = {}
+        truncated = sum(length >= rollout.max_new_tokens for length in lengths)
+        found = {
+            "reward/mean": sum(sample.reward for sample in samples) / len(samples),
+            "rollout/response_tokens_mean": sum(lengths) / len(lengths),
+            "rollout/response_tokens_max": max(lengths),
+            "rollout/truncated_fraction": truncated / len(lengths),
+            "rollout/staleness_mean": sum(staleness) / len(staleness),
+            "rollout/staleness_max": max(staleness),
+            "rollout/batches": self.batches,
+            "rollout/zero_variance_groups": self.zero_variance_groups,
+            "reward/failures": sum(self.failures.values()),
+        }
         if rollout.environment is not None:
-            turns["rollout/turns_mean"] = sum(sample.turns for sample in samples) / len(samples)
             others = sum(lengths) - sum(sample.num_loss_tokens for sample in samples)
-            turns["rollout/environment_tokens_mean"] = others / len(samples)
-        partial: dict[str, float] = {}
+            found["rollout/turns_mean"] = sum(sample.turns for sample in samples) / len(samples)
+            found["rollout/environment_tokens_mean"] = others / len(samples)
         if self.unfinished is not None:
-            partial = {
-                "rollout/continued_fraction": sum(len(set(s.versions)) > 1 for s in samples) / len(samples),
-                "rollout/unfinished_prompts": len(self.unfinished),
-                "rollout/dropped_tokens": self.dropped_tokens,
-            }
-        return (
-            turns
-            | partial
-            | {
-                "reward/mean": sum(sample.reward for sample in samples) / len(samples),
-                "rollout/response_tokens_mean": sum(lengths) / len(lengths),
-                "rollout/response_tokens_max": max(lengths),
-                "rollout/truncated_fraction": sum(length >= rollout.max_new_tokens for length in lengths)
-                / len(lengths),
-                "rollout/staleness_mean": sum(staleness) / len(staleness),
-                "rollout/staleness_max": max(staleness),
-                "rollout/batches": self.batches,
-                "rollout/zero_variance_groups": self.zero_variance_groups,
-                "reward/failures": sum(self.failures.values()),
-            }
-        )
+            continued = sum(len(set(sample.versions)) > 1 for sample in samples)
+            found["rollout/continued_fraction"] = continued / len(samples)
+            found["rollout/unfinished_prompts"] = len(self.unfinished)
+            found["rollout/dropped_tokens"] = self.dropped_tokens
+        return found
 
 
 @dataclass(frozen=True)

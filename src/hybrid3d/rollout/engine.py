@@ -189,10 +189,10 @@ class RolloutEngine:
         torch.set_rng_state(rng)  # vLLM's sampling must not advance the trainer's random state
         ended = {}
         for output in outputs:
-            parts = self._submitted[int(output.request_id)]
-            parts.append(_completion(output.outputs[0], version))
+            number = int(output.request_id)
+            self._submitted[number].append(_completion(output.outputs[0], version))
             if output.finished:
-                ended[int(output.request_id)] = _joined(self._submitted.pop(int(output.request_id)), version)
+                ended[number] = _joined(self._submitted.pop(number), version)
         return ended
 
     def interrupt(self) -> dict[int, Completion]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import RoleGroups, broadcast_object
-from hybrid3d.generation.rollouts import FailedRewards, make_rollouts
+from hybrid3d.generation.rollouts import FailedRewards, PartialRollouts, make_rollouts
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.roles.split.exchange import is_updated, share, wait_for_all
@@ -91,7 +91,7 @@ class GenerationRank:
         return metrics
 
     def _generate_ahead(self, step: int, recipe: Recipe) -> None:
-        if recipe.async_.partial is not None:
+        if isinstance(self._rollouts, PartialRollouts):
             self._rollouts.generate_ahead(step, recipe, lambda: is_updated(self._groups.store, step))
             return
         most = min(recipe.async_.max_staleness, recipe.run.steps - step)
