@@ -39,6 +39,7 @@ class FakeRollouts:
 def role(alone: dist.ProcessGroup) -> tuple[Any, FakeRollouts]:
     rank, rollouts = object.__new__(GenerationRank), FakeRollouts()
     rank._groups = SimpleNamespace(own=alone, everyone=alone, store=dist.HashStore())
+    rank._sync = SimpleNamespace(begin=lambda version, verify: None, bucket_ready=lambda bucket, last: None)
     rank._first, rank._rollouts, rank._ahead, rank._next_batch, rank._busy = 0, rollouts, deque(), 0, Stopwatch()
     return rank, rollouts
 

@@ -134,6 +134,20 @@ def test_generation_runs_ahead_within_its_bound(work: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_sync_that_begins_during_the_last_update_is_the_same(work: Path) -> None:
+    """Also after a step that updates only the critic, in which there is no update of the policy to begin with."""
+    ppo = ("algorithm.name=ppo", "critic.warmup_steps=1", "model.dtype=float32", "run.checkpoint_every=0")
+    for name, overlap in (("overlapped", "true"), ("in-turn", "false")):
+        train(work, *SPLIT, *ppo, f"name={name}", f"sync.overlap={overlap}")
+    overlapped, in_turn = (read_rows(work / "runs" / name) for name in ("overlapped", "in-turn"))
+    assert "train/loss" not in overlapped[0]
+    assert "train/loss" in overlapped[1]
+    assert without(overlapped) == without(in_turn)
+    for row in overlapped[2:]:
+        assert row["sync/received_bytes"] == row["sync/lower_bound_bytes"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [1, 2, 4])
 def test_ten_thousand_samples_are_within_the_bound(work: Path, bound: int) -> None:
     name, steps = f"ahead-{bound}", 79

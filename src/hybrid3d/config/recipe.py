@@ -69,6 +69,11 @@ class Recipe:
         return self.sync.delta == "auto" and self.model.dtype == "bfloat16" and keeps_weights
 
     @property
+    def overlaps_sync(self) -> bool:
+        """Return whether a sync begins during a step's last update: not while ranks generate ahead of it."""
+        return self.sync.overlap and not (self.is_split and self.async_.max_staleness)
+
+    @property
     def sequences_per_step(self) -> int:
         """Return the number of sequences that a step trains on, over all data-parallel ranks."""
         samples = self.algorithm.samples_per_prompt if self.algorithm.generates else 1

@@ -115,8 +115,8 @@ UNUSED_RULES = (
     UnusedRule(
         "sync",
         ("overlap",),
-        lambda recipe: recipe.is_split,
-        _reason("with roles.generation.ranks no rank has both engines"),
+        lambda recipe: recipe.is_split and recipe.async_.max_staleness > 0,
+        _reason("with async.max_staleness samples are generated during the update"),
     ),
     UnusedRule(
         "rollout",

@@ -63,7 +63,7 @@ class Colocated:
             checkpoint.load_weights({"policy": self._policy}, weights_of, group)
         self._policy.offload(recipe.train)  # vLLM sizes its memory by what is free when it starts
         self._engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
-        self._overlaps = guard is not None and recipe.sync.overlap
+        self._overlaps = guard is not None and recipe.overlaps_sync
         buckets = self._policy.optimizer_buckets if self._overlaps else None
         self._sync = WeightSync(recipe, group, self._policy.weights, self._engine, buckets, self._policy.changes)
         self.train, self.held_out = read_data(recipe, self.config, self.tokenizer)
@@ -117,11 +117,5 @@ class Colocated:
         """Return a hook that syncs each optimizer bucket of the last update; None if syncs do not overlap it."""
         if not self._overlaps:
             return None
-
-        def hook(bucket: int, last: bool) -> None:
-            if bucket == 0:
-                self._engine.wake("weights")
-                self._sync.begin(version, is_verified(recipe.sync.verify, version))
-            self._sync.bucket_ready(bucket, last)
-
-        return hook
+        verify = is_verified(recipe.sync.verify, version)
+        return self._sync.begin_when_ready(version, verify, prepare=lambda: self._engine.wake("weights"))

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hybrid3d.distributed import broadcast_object
+from hybrid3d.distributed import all_reduce_max, broadcast_object
 
 T = TypeVar("T")
 
@@ -50,6 +50,11 @@ def announce_update(store: dist.Store, step: int) -> None:
 def is_updated(store: dist.Store, step: int) -> bool:
     """Return whether the update of this step is done."""
     return store.check(["updated"]) and int(store.get("updated")) >= step
+
+
+def meet(group: dist.ProcessGroup) -> None:
+    """Wait until all ranks of the group are here; not a barrier, which on GPUs would wait for the GPUs too."""
+    all_reduce_max([0], group)
 
 
 def wait_for_all(store: dist.Store, rank: int, ranks: int) -> None:

@@ -16,7 +16,7 @@ from hybrid3d.distributed import RoleGroups, broadcast_object
 from hybrid3d.generation.rollouts import FailedRewards, PartialRollouts, make_rollouts
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
-from hybrid3d.roles.split.exchange import is_updated, share, wait_for_all
+from hybrid3d.roles.split.exchange import is_updated, meet, share, wait_for_all
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.metrics import StepMetrics, Stopwatch
@@ -40,7 +40,6 @@ class GenerationRank:
     """
 
     models = None
-    activities: Mapping[str, str] = {"train": "generate"}  # ahead of training
 
     def __init__(self, recipe: Recipe, groups: RoleGroups, slots: Sequence[int]):
         self._groups, self._first = groups, recipe.role_ranks["generation"].start
@@ -49,11 +48,15 @@ class GenerationRank:
         self._sync = WeightSync(recipe, groups.everyone, engine=self._engine, transport_group=groups.weights)
         self.train, self.held_out = read_data(recipe, config, tokenizer)
         self._rollouts = make_rollouts(recipe, self._engine, tokenizer, self.train, self.held_out, groups.own)
+        self.activities: Mapping[str, str] = {"train": "generate" if recipe.async_.max_staleness else "wait"}
         self._ahead: deque[RolloutBatch | Exception] = deque()  # of the next steps
         self._next_batch = 0  # number of the first batch of prompts that is not generated yet
         self._busy = Stopwatch()
 
     def sync(self, version: int, recipe: Recipe) -> SyncReport:
+        """Sync to this version, or finish the overlapped sync to it."""
+        if self._sync.in_progress == version:
+            return self._sync.finish()
         return self._sync.run(version, is_verified(recipe.sync.verify, version))
 
     def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
@@ -82,9 +85,13 @@ class GenerationRank:
         return ForeignExperience(samples)
 
     def update(self, experience: Any, step: int, recipe: Recipe) -> StepMetrics:
-        """Generate ahead while the others update the models."""
+        """Generate ahead while the others update the models, or begin the sync with them during their last update."""
         with self._busy:
             self._generate_ahead(step, recipe)
+        if recipe.overlaps_sync:
+            meet(self._groups.everyone)  # the last update of the others has begun
+            self._sync.begin(step + 1, is_verified(recipe.sync.verify, step + 1))
+            self._sync.bucket_ready(0, last=True)
         metrics = StepMetrics(maxima={"time/generation_busy": self._busy.lap()})
         if recipe.async_.max_staleness and recipe.async_.partial is None:
             metrics.maxima["rollout/batches_ahead"] = len(self._ahead)

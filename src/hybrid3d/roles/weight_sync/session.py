@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from hybrid3d.roles.weight_sync.sharing import SharedStorage
 from hybrid3d.roles.weight_sync.verification import CorruptSync, corrupted_on_any, listed
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.train.runtime import SideStream, device, synchronize
+from hybrid3d.train.stepping import BucketHook
 from hybrid3d.train.weights import MegatronWeights
 
 if TYPE_CHECKING:  # a sync is between a source and a sink, so that ranks without vLLM can have one
@@ -203,6 +204,22 @@ class WeightSync:
             if self._plan.sink is not None:
                 self._plan.sink.begin()
             self._executing.begin(verify or self._delta.probes)
+
+    def begin_when_ready(self, version: int, verify: bool, prepare: Callable[[], None]) -> BucketHook:
+        """Return a hook for a step's last update, which syncs each optimizer bucket that it is called with.
+
+        Args:
+            version: of the weights after the update.
+            prepare: called before the sync begins, with the first bucket.
+        """
+
+        def hook(bucket: int, last: bool) -> None:
+            if bucket == 0:
+                prepare()
+                self.begin(version, verify)
+            self.bucket_ready(bucket, last)
+
+        return hook
 
     def bucket_ready(self, bucket: int, last: bool) -> None:
         """Send what this rank's optimizer buckets up to this one allow, without waiting for it to arrive.
