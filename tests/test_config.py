@@ -100,7 +100,7 @@ def test_defaults(load: Any) -> None:
         }
         | {"offload_parameters": False, "offload_gradients": False, "offload_optimizer": False},
         "rollout": None,
-        "roles": {"generation": {"ranks": None}},
+        "roles": {"generation": {"ranks": None, "active_ranks": None, "max_restarts": 10}},
         "async": {"max_staleness": 0, "partial": None, "batches_in_flight": 2, "late_answers": "wait"},
         "sync": {"bucket_mib": 64.0, "verify": "never", "overlap": True, "share_storage": False}
         | {"delta": "auto", "keep_loader_layout": False, "anchor_every": None},

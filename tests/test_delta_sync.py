@@ -38,7 +38,7 @@ def assert_right(results: list[list[dict]]) -> None:
     """Judge the syncs of one family: exact, sparse, near their entropy, with every change tracked."""
     for of_rank in results:
         assert [r["dense_reason"] for r in of_rank if r["what"] == "first"] == [
-            "it is the first sync of this process"
+            "it is the first sync of these processes"
         ] * 2
         second = [r for r in of_rank if r["what"] == "second"]  # of models with experts
         for result in second:

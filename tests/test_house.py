@@ -47,7 +47,8 @@ MAY_IMPORT = {
     },
     "planning": {"errors", "families", "distributed", "reshard", "config", "inputs", "train", "rollout"},
     "roles": {
-        *("distributed", "reshard", "rl", "config", "rewards", "inputs", "generation", "train", "rollout", "run"),
+        *("launch_environment", "process", "distributed", "reshard", "rl", "config", "rewards", "inputs", "generation"),
+        *("train", "rollout", "run"),
     },
     "trainer": {"storage", "distributed", "rl", "config", "inputs", "train", "run", "roles"},
     "bench": {"families", "distributed", "reshard", "config", "inputs", "train", "rollout", "run", "planning", "roles"},

@@ -105,7 +105,7 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: dist.ProcessGro
         examples = [Example(i, f"p{i}", f"r{i}", (*PROMPT, i + 1)) for i in range(len(texts))]
         try:
             seeds = None if greedy else [100 + i for i in range(len(texts))]
-            return conversations.run(examples, seeds, 7, 0.5), author
+            return conversations.run(examples, seeds or [None] * len(examples), 7, 0.5), author
         finally:
             of_recipe.close()
 

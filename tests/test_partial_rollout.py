@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hybrid3d.config import Async, load_recipe
 from hybrid3d.generation.engine import Completion, GenerationRequest
 from hybrid3d.generation.partial_rollout import PartialRollout
+from hybrid3d.generation.replicas import EngineReplicas
 from hybrid3d.generation.rollouts import PartialRollouts
 from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.generation.turns import Turns
@@ -83,9 +84,9 @@ def rollouts_on(engine: Engine, group: dist.ProcessGroup, recipe: Any) -> Partia
         return [Example(i, f"{number * prompts + i}", "", (number * prompts + i,)) for i in range(prompts)]
 
     train: Any = SimpleNamespace(batch=batch)
-    made = PartialRollouts(recipe, engine, tokenizer, train, train, group)
-    made._scorer = SimpleNamespace(score=lambda queries: Scores([1.0] * len(queries)))  # type: ignore[assignment]
-    return made
+    replicas = EngineReplicas(recipe, engine, tokenizer, group)
+    replicas._scorer = SimpleNamespace(score=lambda queries: Scores([1.0] * len(queries)))  # type: ignore[assignment]
+    return PartialRollouts(recipe, replicas, train, train)
 
 
 def run(recipe: Any, length: Callable[[int, int], int], steps: int, group: Any) -> tuple[list[RolloutBatch], Engine]:
@@ -230,7 +231,8 @@ def test_other_answers_are_generated_while_an_environment_thinks(
     recipe = recipe_of("rollout.environment=slow:reply", "async.max_staleness=4", "reward.workers=4")
     engine = Engine(lambda prompt, answer: 3)
     rollouts = rollouts_on(engine, alone, recipe)
-    rollouts._turns._tokenizer.encode = lambda text, add_special_tokens: [55, 56]
+    turns = rollouts._replicas._turns  # type: ignore[attr-defined]
+    turns._tokenizer.encode = lambda text, add_special_tokens: [55, 56]
     seen, batch = [], 0
     try:
         for step in range(5):
@@ -241,7 +243,7 @@ def test_other_answers_are_generated_while_an_environment_thinks(
             if step == 1:
                 Path("go").touch()
     finally:
-        rollouts._turns.close()
+        turns.close()
     assert not any(0 in trained(made) for made in seen[:2])
     (late,) = (made for made in seen[2:] if 0 in trained(made))
     sample = late.samples[trained(late).index(0) * ANSWERS]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hybrid3d.config import Recipe, load_recipe
-from hybrid3d.generation.rollouts import Rollouts
+from hybrid3d.generation.replicas import Answers, EngineReplicas
+from hybrid3d.generation.rollouts import NoReplicas, Rollouts
 from hybrid3d.generation.samples import Sample
 from hybrid3d.rewards.scorer import Scores
 from run_ranks import ROOT
@@ -22,9 +23,7 @@ def sample(prompt: str, reward: float) -> Sample:
 @pytest.fixture
 def rollouts() -> Any:
     """Without an engine, for what comes after it."""
-    made = object.__new__(Rollouts)
-    made._recipe = recipe_of(0)
-    return made
+    return Rollouts(recipe_of(0), SimpleNamespace(numbers=(0,)), None, None)  # type: ignore[arg-type]
 
 
 def recipe_of(extra_batches: int) -> Recipe:
@@ -38,7 +37,7 @@ def test_groups_that_teach_nothing_fill_up_where_they_were_drawn(rollouts: Any) 
     batches = ["-+--", "--+-", "++++"]
     asked: list[int] = []
 
-    def generate_samples(version: int, batch: int, temperature: float) -> tuple[list[Sample], list[Scores]]:
+    def generate_samples(version: int, batch: int, temperature: float) -> tuple[list[Sample], list[Answers]]:
         assert (version, temperature) == (3, 0.7)
         asked.append(batch)
         groups = enumerate(batches[batch - 7])
@@ -57,14 +56,44 @@ def test_groups_that_teach_nothing_fill_up_where_they_were_drawn(rollouts: Any) 
 
 def test_held_out_answers(rollouts: Any) -> None:
     """Full reward is 1, and what fails is told."""
-    rollouts._engine = SimpleNamespace(replica=0, replicas=1)
+    rewards = [sample("", reward) for reward in (1.0, 1.1, 0.5, 0.0)]
+    answers = {
+        0: Answers(rewards[:2], {"timeout": 1}, {"timeout": "first"}),
+        1: Answers(rewards[2:], {"timeout": 2}, {"timeout": "second"}),
+    }
     rollouts.held_out = SimpleNamespace(examples=(None,) * 4)
-    rollouts._multi_turn = SimpleNamespace(run=lambda examples, seeds, version: examples)
-    scores = [Scores([], {"timeout": 1}, {"timeout": "first"}), Scores([], {"timeout": 2}, {"timeout": "second"})]
-    rollouts._scored = lambda held: ([sample("", reward) for reward in (1.0, 1.1, 0.5, 0.0)], scores)
+    rollouts._replicas = SimpleNamespace(numbers=(0, 1), answer=lambda *arguments: answers)
     found = rollouts.evaluate(0)
     assert (found.accuracy, found.reward) == (0.25, pytest.approx(0.65))
     assert (found.failures, found.examples) == ({"timeout": 3}, {"timeout": "first"})
+
+
+def test_the_work_of_lost_replicas_is_done_by_the_others(rollouts: Any) -> None:
+    """Samples are in the order of the prompts, and those of a prompt are from one replica."""
+    asked: list[dict[int, list[str]]] = []
+
+    class Losing:
+        """Three replicas, two of which are lost one after the other."""
+
+        numbers: tuple[int, ...] = (0, 3, 5)
+
+        def answer(self, shares: Any, version: int, temperature: float, scored: bool) -> dict[int, Answers]:
+            asked.append({number: [example for example, _ in share] for number, share in shares.items()})
+            self.numbers, lost = (*self.numbers[:1], *self.numbers[2:]), self.numbers[1:2]
+            return {n: Answers([sample(e, 1.0) for e, _ in share]) for n, share in shares.items() if n not in lost}
+
+    rollouts._replicas = Losing()
+    rollouts.train = SimpleNamespace(batch=lambda batch, prompts: ["a", "b", "c", "d"])
+    batch = rollouts.generate_batch(0, 0, recipe_of(0))
+    assert [one.prompt for one in batch.samples] == ["a", "a", "b", "b", "c", "c", "d", "d"]
+    assert asked == [
+        {0: ["a"] * 2, 3: ["b"] * 2, 5: ["c", "c", "d", "d"]},
+        {0: [], 5: ["b"] * 2},
+        {0: ["b"] * 2},
+    ]
+    rollouts._replicas.numbers = ()
+    with pytest.raises(NoReplicas):
+        rollouts.generate_batch(0, 0, recipe_of(0))
 
 
 def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: Any) -> None:
@@ -76,22 +105,24 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     )  # fmt: skip
     versions: list[int] = []
 
-    def run(examples: list[Any], seeds: list[int] | None, version: int, temperature: float = 1.0) -> list[Any]:
+    def run(examples: list[Any], seeds: list[int | None], version: int, temperature: float) -> list[Any]:
         versions.append(version)
-        assert temperature == (1.0 if seeds is None else 0.7)
+        assert temperature == (1.0 if None in seeds else 0.7)
         return [held] * len(examples)
 
     def score(items: list[tuple[str, str, str]]) -> Scores:
         asked.extend(reference for _, reference, _ in items)
         return Scores([1.0] * len(items))
 
-    rollouts._engine = SimpleNamespace(replica=0, replicas=1, leads=True)
-    rollouts._tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
-    rollouts._scorer = SimpleNamespace(score=score)
+    replicas: Any = object.__new__(EngineReplicas)
+    replicas._engine = SimpleNamespace(replica=0, replicas=1, leads=True)
+    replicas._tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
+    replicas._scorer = SimpleNamespace(score=score)
+    replicas._multi_turn = SimpleNamespace(run=run)
+    replicas._of_all_replicas = lambda value: {0: value}
+    rollouts._replicas = replicas
     rollouts.train = SimpleNamespace(batch=lambda batch, prompts: [None] * prompts)
     rollouts.held_out = SimpleNamespace(examples=[None])
-    rollouts._multi_turn = SimpleNamespace(run=run)
-    rollouts._of_all_replicas = list
     batch = rollouts.generate_batch(3, 0, recipe_of(0))
     assert [(one.reward, one.weight_version) for one in batch.samples] == [(1.0, 6)] * 8
     assert asked == ["right"] * 8

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hybrid3d.config import load_recipe
+from hybrid3d.generation.replicas import Answers
 from hybrid3d.generation.rollouts import FailedRewards, Rollouts
 from hybrid3d.generation.samples import Sample
 from hybrid3d.rewards.scorer import Scorer, Scores
@@ -145,24 +146,21 @@ def sample(reward: float) -> Sample:
 @pytest.fixture
 def rollouts() -> Any:
     """Without an engine: 4 prompts, 2 answers to each."""
-    made = object.__new__(Rollouts)
     settings = ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2", "train.micro_batch_size=4"]
-    made._recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", settings)
-    made._engine = SimpleNamespace(replica=0, replicas=1)
-    made.held_out = SimpleNamespace(examples=(None,) * 8)
-    made._multi_turn = SimpleNamespace(run=lambda examples, seeds, version: examples)
-    return made
+    recipe, replicas = load_recipe(ROOT / "recipes/demo-cpu.yaml", settings), SimpleNamespace(numbers=(0,))
+    held_out: Any = SimpleNamespace(examples=(None,) * 8)
+    return Rollouts(recipe, replicas, held_out, held_out)  # type: ignore[arg-type]
 
 
 def of_step(rollouts: Any, **failures: int) -> None:
-    scores = [Scores([], failures, {kind: f"an example of {kind}" for kind in failures})]
-    rollouts._generate_samples = lambda version, batch, temperature: ([sample(0.0)] * 8, scores)
+    answers = [Answers([], failures, {kind: f"an example of {kind}" for kind in failures})]
+    rollouts._generate_samples = lambda version, batch, temperature: ([sample(0.0)] * 8, answers)
     rollouts.generate_batch(version=0, batch=0, recipe=rollouts._recipe)
 
 
 def of_held_out(rollouts: Any, **failures: int) -> None:
-    scores = [Scores([], failures, {kind: f"an example of {kind}" for kind in failures})]
-    rollouts._scored = lambda held: ([sample(0.0)] * 8, scores)
+    answers = Answers([sample(0.0)] * 8, failures, {kind: f"an example of {kind}" for kind in failures})
+    rollouts._replicas.answer = lambda shares, version, temperature, scored: {0: answers}
     rollouts.evaluate(0)
 
 

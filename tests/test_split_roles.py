@@ -1,9 +1,11 @@
-"""The roles on different ranks, without ranks: how far generation runs ahead, and how results are exchanged."""
+"""The roles on different ranks, without engines: how far generation runs ahead, and what is done about lost ranks."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +14,16 @@ import pytest
 import torch.distributed as dist
 
 from hybrid3d.config import load_recipe
+from hybrid3d.generation.replicas import Answers, NoReplicas
 from hybrid3d.generation.rollouts import FailedRewards
 from hybrid3d.generation.samples import RolloutBatch
-from hybrid3d.roles.split.exchange import announce_update, is_updated, share
-from hybrid3d.roles.split.generation import GenerationRank
-from hybrid3d.run.metrics import Stopwatch
+from hybrid3d.roles.split import connections, engines
+from hybrid3d.roles.split.ahead import GenerationAhead
+from hybrid3d.roles.split.connections import Disconnected, Line, connect
+from hybrid3d.roles.split.elastic_sync import Members
+from hybrid3d.roles.split.engines import Engines
+from hybrid3d.roles.split.messages import Call, Hello, Join, Joined, Leave, Reply
+from hybrid3d.run.metrics import StepMetrics
 
 pytestmark = pytest.mark.engines
 
@@ -36,68 +43,330 @@ class FakeRollouts:
         return RolloutBatch([], batches=2, zero_variance_groups=0)
 
 
-def role(alone: dist.ProcessGroup) -> tuple[Any, FakeRollouts]:
-    rank, rollouts = object.__new__(GenerationRank), FakeRollouts()
-    rank._groups = SimpleNamespace(own=alone, everyone=alone, store=dist.HashStore())
-    rank._sync = SimpleNamespace(begin=lambda version, verify: None, bucket_ready=lambda bucket, last: None)
-    rank._first, rank._rollouts, rank._ahead, rank._next_batch, rank._busy = 0, rollouts, deque(), 0, Stopwatch()
-    return rank, rollouts
+def generation_ahead() -> tuple[GenerationAhead, FakeRollouts]:
+    rollouts: Any = FakeRollouts()
+    return GenerationAhead(rollouts), rollouts
 
 
-def recipe_of(bound: int, steps: int = 40) -> Any:
-    more = ["roles.generation.ranks=2", "algorithm.correction.kind=truncate", f"async.max_staleness={bound}"]
-    return load_recipe(DEMO, [*more, f"run.steps={steps}"])
+def recipe_of(bound: int, steps: int = 40, *more: str) -> Any:
+    needed = ["roles.generation.ranks=2", "algorithm.correction.kind=truncate", f"async.max_staleness={bound}"]
+    return load_recipe(DEMO, [*needed, f"run.steps={steps}", *more])
 
 
-def run_step(rank: Any, step: int, batch: int, recipe: Any) -> int:
-    generated = rank.generate_batch(step, batch, recipe)
+def run_step(ahead: GenerationAhead, step: int, batch: int, recipe: Any, slow: bool = True) -> int:
+    """Take the samples of a step, and update: until as much is generated ahead as may be, if that is slow."""
+    generated = ahead.next_batch(step, batch, recipe)
     if step < recipe.run.steps:
-        rank.update(None, step, recipe)
-    return batch + int(generated.batches)
+        ahead.begin(step, recipe)
+        if slow and ahead._thread is not None:
+            ahead._thread.join()
+        ahead.end()
+    return batch + generated.batches
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
-def test_slow_updates_let_generation_run_ahead_up_to_the_bound(alone: dist.ProcessGroup, bound: int) -> None:
+def test_slow_updates_let_generation_run_ahead_up_to_the_bound(bound: int) -> None:
     """Prompts are used in order, and the samples of step s are from weights s - bound, or the first ones."""
-    (rank, rollouts), recipe, batch = role(alone), recipe_of(bound, steps=6), 10
+    (ahead, rollouts), recipe, batch = generation_ahead(), recipe_of(bound, steps=6), 10
     for step in range(7):
-        batch = run_step(rank, step, batch, recipe)
+        batch = run_step(ahead, step, batch, recipe)
     assert rollouts.generated == [(max(0, step - bound), 10 + 2 * step) for step in range(7)]
 
 
-def test_generation_joins_the_sync_when_the_update_is_done(alone: dist.ProcessGroup) -> None:
-    (rank, rollouts), recipe = role(alone), recipe_of(4)
-    rollouts.before = lambda: announce_update(rank._groups.store, 0)  # while the next samples are generated
-    run_step(rank, 0, 0, recipe)
+def test_generation_joins_the_sync_when_the_update_is_done() -> None:
+    (ahead, rollouts), recipe = generation_ahead(), recipe_of(4)
+    ahead.next_batch(0, 0, recipe)
+    rollouts.before = ahead._updated.set  # while the next samples are generated
+    ahead.begin(0, recipe)
+    ahead.end()
     assert rollouts.generated == [(0, 0), (0, 2)]
-    run_step(rank, 1, 2, recipe)  # which has samples; update 1 is not done before four steps are ahead
+    rollouts.before = lambda: None
+    run_step(ahead, 1, 2, recipe)  # which has samples; update 1 is not done before four steps are ahead
     assert rollouts.generated[2:] == [(1, batch) for batch in (4, 6, 8, 10)]
 
 
-def test_an_error_ahead_is_raised_by_the_step_that_needs_the_samples(alone: dist.ProcessGroup) -> None:
-    (rank, rollouts), recipe = role(alone), recipe_of(1)
-    rank.generate_batch(0, 0, recipe)
+def test_an_error_ahead_is_raised_by_the_step_that_needs_the_samples() -> None:
+    (ahead, rollouts), recipe = generation_ahead(), recipe_of(1)
+    ahead.next_batch(0, 0, recipe)
 
     def fail() -> None:
         raise FailedRewards("no reward today")
 
     rollouts.before = fail
-    rank.update(None, 0, recipe)
-    with pytest.raises(FailedRewards, match="no reward today") as raised:
-        rank.generate_batch(1, 2, recipe)
-    assert raised.value.raised_in_all_roles
+    ahead.begin(0, recipe)
+    ahead.end()
+    with pytest.raises(FailedRewards, match="no reward today"):
+        ahead.next_batch(1, 2, recipe)
 
 
-def test_an_error_of_one_rank_is_not_shared(alone: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize(("error", "raised"), [(NoReplicas("all lost"), False), (ValueError("of this rank"), True)])
+def test_the_step_goes_on_where_there_is_nobody_to_generate_ahead(error: Exception, raised: bool) -> None:
+    (ahead, rollouts), recipe = generation_ahead(), recipe_of(1)
+    ahead.next_batch(0, 0, recipe)
+
     def fail() -> None:
-        raise ValueError("of this rank")
+        raise error
 
-    with pytest.raises(ValueError, match="of this rank"):
-        share(fail, alone, 0)
+    rollouts.before = fail
+    ahead.begin(0, recipe)
+    if raised:
+        with pytest.raises(ValueError, match="of this rank"):
+            ahead.end()
+    else:
+        ahead.end()
+        rollouts.before = lambda: None
+        ahead.next_batch(1, 2, recipe)
+        assert rollouts.generated == [(0, 0), (1, 2)]
 
 
-def test_an_update_is_done_when_it_is_announced() -> None:
-    store = dist.HashStore()
-    assert not is_updated(store, 0)
-    announce_update(store, 3)
-    assert [is_updated(store, step) for step in (2, 3, 4)] == [True, True, False]
+# ---- engines that are lost and come back
+
+
+class FakeRank:
+    """A rank that generates, as a thread: it does what it is told, until it is killed."""
+
+    def __init__(self, rank: int, store: dist.Store):
+        self.rank, self.calls = rank, list[Call]()
+        self.killed_by: str | None = None  # the method during which it is killed
+        self.line: Line = connect(store)
+        self.incarnation: int | None = None
+        self.left = False
+        self.line.send(Hello(rank, confined_by=f"rank {rank}"))
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        try:
+            while not isinstance(message := self.line.receive(), Leave | None):
+                if isinstance(message, Join):
+                    self.incarnation = message.incarnation
+                    self.line.send(Joined())
+                elif isinstance(message, Call):
+                    self.calls.append(message)
+                    if message.method == self.killed_by:
+                        break
+                    self.line.send(self._reply(message))
+            else:
+                self.left = isinstance(message, Leave)
+                self.line.send(None)
+        except Disconnected:
+            pass
+        self.line.close()
+
+    def _reply(self, call: Call) -> Reply:
+        if call.method == "sync":
+            return Reply(StepMetrics(sums={"sync/received_bytes": 10.0}), peak_memory=self.rank)
+        if call.arguments.get("stoppable"):
+            while not self.line.has_message():
+                time.sleep(0.01)
+        begin = time.time()
+        return Reply(
+            {number: Answers([work for work, _ in share]) for number, share in call.arguments["shares"].items()},
+            [("generate", begin, begin + 1)],
+        )
+
+    def kill(self) -> None:
+        self.line.hang_up()
+        self.thread.join()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1234")  # of the store; unused here
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    return dist.HashStore()
+
+
+@pytest.fixture
+def events() -> list[tuple[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def made(store: dist.Store, events: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
+    """Four training ranks, and two engines of two ranks each that generate: 4, 5 and 6, 7."""
+    monkeypatch.setattr(engines, "CLOSE_SECONDS", 0.5)
+
+    def event(name: str, message: str = "", **fields: Any) -> None:
+        events.append((name, fields.get("ranks")))
+
+    recipe = recipe_of(0, 40, "roles.generation.ranks=4", "rollout.tp=2", "machine.gpus_per_node=8")
+    made = Engines(recipe, store, SimpleNamespace(event=event))  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+def start_all(made: Engines, store: dist.Store) -> tuple[dict[int, FakeRank], Members]:
+    """Start all ranks, and let them take part in a sync; return also its members."""
+    ranks = {rank: FakeRank(rank, store) for rank in range(4, 8)}
+    return ranks, sync(made, 0)
+
+
+def sync(made: Engines, version: int, active: int = 4) -> Members:
+    members = made.members(active)
+    made.begin_sync(members, version, verify=False)
+    assert made.finish_sync() is not None
+    return members
+
+
+def test_all_engines_take_part_in_the_first_sync(made: Engines, store: dist.Store) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        first = {rank: FakeRank(rank, store) for rank in (5, 6, 4)}
+        waiting = pool.submit(made.members, 4)
+        time.sleep(0.3)
+        assert not waiting.done()
+        assert first[6].incarnation is None  # before rank 7 is there
+        last = FakeRank(7, store)
+        assert waiting.result(timeout=10) == Members(1, tuple(range(8)))
+    made.begin_sync(Members(1, tuple(range(8))), 3, verify=True)
+    metrics = made.finish_sync()
+    assert metrics is not None
+    assert metrics.sums == {"sync/received_bytes": 40.0}
+    assert made.peak_memory == 7
+    assert made.confined_by == "rank 4"
+    assert last.calls == [Call("sync", {"members": Members(1, tuple(range(8))), "version": 3, "verify": True})]
+    assert made.members(4) == Members(1, tuple(range(8)))
+    assert made.unchanged
+
+
+def test_an_engine_is_lost_with_its_first_rank_and_comes_back(
+    made: Engines, store: dist.Store, events: list[tuple[str, Any]]
+) -> None:
+    ranks, _ = start_all(made, store)
+    assert made.numbers == [0, 1]
+    ranks[4].kill()
+    assert made.numbers == [1]
+    ranks[5].thread.join(10)  # it could only wait for rank 4
+    assert not ranks[5].thread.is_alive()
+    assert events == [("engine_lost", [4, 5])]
+    assert not made.unchanged
+    assert sync(made, 1) == Members(2, (0, 1, 2, 3, 6, 7))
+    again = [FakeRank(rank, store) for rank in (4, 5)]
+    while not made._engines[0].ready:
+        made._refresh()
+    assert [one.incarnation for one in again] == [1, 1]
+    assert made.numbers == [1]  # before it has weights
+    assert sync(made, 2) == Members(3, tuple(range(8)))
+    assert made.numbers == [0, 1]
+    assert events == [("engine_lost", [4, 5]), ("engine_joined", [4, 5])]
+
+
+def test_a_rank_that_is_there_again_shows_that_its_engine_was_lost(made: Engines, store: dist.Store) -> None:
+    """Also before anybody has noticed, as on a node that was switched off."""
+    ranks, _ = start_all(made, store)
+    FakeRank(6, store)
+    ranks[7].thread.join(10)
+    assert made.numbers == [0]
+    FakeRank(7, store)
+    while not made._engines[1].ready:
+        made._refresh()
+    assert sync(made, 1) == Members(2, tuple(range(8)))
+
+
+def test_the_share_of_an_engine_that_is_lost_is_not_answered(made: Engines, store: dist.Store) -> None:
+    ranks, _ = start_all(made, store)
+    ranks[5].killed_by = "answer"
+    shares: Any = {0: [("a", 1)], 1: [("b", 2), ("c", 3)]}
+    found = made.answer(shares, 0, 0.5, scored=True)
+    assert {number: answers.samples for number, answers in found.items()} == {1: ["b", "c"]}
+    assert ranks[7].calls[-1].arguments == {
+        "shares": {0: [("b", 2), ("c", 3)]},
+        "version": 0,
+        "temperature": 0.5,
+        "scored": True,
+    }
+    assert made.busy_seconds(time.time() - 100) == pytest.approx(1.0)
+    assert [name for name, _, _ in made.spans(time.time() - 100, time.time() + 100)[7]] == ["wait", "generate", "wait"]
+    ranks[6].killed_by = "answer"
+    assert made.answer({1: []}, 0, 0.5, scored=True) == {}
+    assert made.numbers == []
+
+
+def test_a_sync_is_done_if_those_that_are_left_have_done_it(made: Engines, store: dist.Store) -> None:
+    ranks, _ = start_all(made, store)
+    ranks[4].killed_by = "sync"
+    made.begin_sync(made.members(4), 1, verify=False)
+    metrics = made.finish_sync()
+    assert metrics is not None
+    assert metrics.sums == {"sync/received_bytes": 20.0}
+    assert sync(made, 1) == Members(2, (0, 1, 2, 3, 6, 7))
+    made.fail_sync()  # as a rank that trains has found
+    assert sync(made, 1) == Members(3, (0, 1, 2, 3, 6, 7))
+
+
+def test_what_is_generated_ahead_ends_when_it_is_told(made: Engines, store: dist.Store) -> None:
+    start_all(made, store)
+    asked = iter([False, False, True])
+    call = {0: Call("answer", {"shares": {0: [("a", 1)]}, "stoppable": True})}
+    replies = made._receive(made._send({made._engines[n]: one for n, one in call.items()}), lambda: next(asked))
+    assert [answers.samples for answers in replies[made._engines[0]][0].values()] == [["a"]]
+    assert made.numbers == [0, 1]
+
+
+def test_without_an_engine_the_run_waits_and_says_so(
+    made: Engines, store: dist.Store, events: list[tuple[str, Any]]
+) -> None:
+    ranks, _ = start_all(made, store)
+    for rank in (5, 6):
+        ranks[rank].kill()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(made.members, 4)
+        time.sleep(0.3)
+        assert not waiting.done()
+        assert events[-1] == ("no_engine", None)
+        again = [FakeRank(rank, store) for rank in (6, 7)]
+        assert waiting.result(timeout=10) == Members(2, (0, 1, 2, 3, 6, 7))
+    assert len(again) == 2
+
+
+def test_engines_leave_and_join_with_a_sync(made: Engines, store: dist.Store, events: list[tuple[str, Any]]) -> None:
+    ranks, _ = start_all(made, store)
+    assert sync(made, 1, active=2) == Members(2, (0, 1, 2, 3, 4, 5))
+    assert made.numbers == [0]
+    for rank in (6, 7):  # they exit, are started again, and wait
+        ranks[rank].thread.join(10)
+        assert ranks[rank].left
+    waiting = [FakeRank(rank, store) for rank in (6, 7)]
+    while len(made._engines[1].arriving) < 2:
+        time.sleep(0.01)
+    assert sync(made, 2, active=2) == Members(2, (0, 1, 2, 3, 4, 5))
+    assert [one.incarnation for one in waiting] == [None, None]
+    sync(made, 3, active=4)  # begins to start it
+    while not made._engines[1].ready:
+        made._refresh()
+    assert sync(made, 4, active=4) == Members(3, tuple(range(8)))
+    assert made.numbers == [0, 1]
+    assert events == [("engine_left", [6, 7]), ("engine_joined", [6, 7])]
+
+
+def test_the_end_reaches_ranks_that_are_just_being_started(
+    made: Engines, store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, _ = start_all(made, store)
+    ranks[4].kill()
+    monkeypatch.setattr(engines, "CLOSE_SECONDS", 10)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(made.close)
+        time.sleep(0.3)
+        assert not closing.done()
+        again = [FakeRank(rank, store) for rank in (4, 5)]
+        closing.result(timeout=5)
+    for one in (*again, ranks[6], ranks[7]):
+        one.thread.join(5)
+        assert not one.thread.is_alive()
+
+
+def test_who_does_not_know_the_secret_is_not_heard(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Line] = []
+    server = connections.listen(store, heard.append)
+    port = server.getsockname()[1]
+    forged = dist.HashStore()
+    forged.set("engines", f'[{port}, "{"00" * 32}"]')
+    with pytest.raises(Disconnected, match="digest sent was rejected"):
+        connect(forged)
+    assert not heard
+    connect(store).close()
+    while not heard:
+        time.sleep(0.01)
+    server.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ def parity(answer, reference, prompt):
 def none(answer, reference, prompt):
     raise ValueError("no reward today")
 """
+NO_RESTART = "roles.generation.max_restarts=0"
 SPLIT = ["name=split", "sync.verify=always", "roles.generation.ranks=2", "machine.gpus_per_node=2"]
 
 
@@ -166,11 +169,59 @@ def samples_of(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_that_generates_is_named_and_the_run_resumes(work: Path) -> None:
-    assert "rank 3 failed: killed by SIGKILL" in printed_when_killed(work, "killed", rank=3)
-    assert "resumed from runs/killed/checkpoints/step-000002" in train(work, *SPLIT, "name=killed")
+def test_a_killed_rank_that_may_not_be_started_again_is_named_and_the_run_resumes(work: Path) -> None:
+    assert "rank 3 failed: killed by SIGKILL" in printed_when_killed(work, "killed", 3, NO_RESTART)
+    assert "resumed from runs/killed/checkpoints/step-000002" in train(work, *SPLIT, "name=killed", NO_RESTART)
     once, twice = (without(read_rows(work / "runs" / name), *OF_RESUME) for name in ("split", "killed"))
     assert once == twice
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_training_goes_on_while_ranks_that_generate_are_killed(work: Path) -> None:
+    """All that is learned is as if there had been no kill; each sync, whose checksums are compared, is of all weights.
+
+    Every other kill comes when a step has been recorded, which is when a sync begins.
+    """
+    long = (*SPLIT, "run.steps=120", "run.eval_every=120", "run.checkpoint_every=0", "roles.generation.max_restarts=30")
+    train(work, *long, "name=steady")
+    run, draw, kills = work / "runs/shaken", random.Random(1), 20
+    with started(work, *long, "name=shaken") as process:
+        wait_for_rows(run, 2, process)
+        for kill in range(kills):
+            time.sleep(draw.uniform(2, 8))
+            if kill % 2:
+                wait_for_rows(run, recorded(run) + 1, process)
+                time.sleep(draw.uniform(0, 0.06))
+            attempt = attempt_of(run, draw.choice([2, 3]))
+            if attempt is not None:  # else it is being started again
+                os.kill(attempt, signal.SIGKILL)
+        process.communicate(timeout=400)
+        assert process.returncode == 0
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    lost, back = (sum(event["event"] == f"engine_{what}" for event in events) for what in ("lost", "joined"))
+    assert back >= lost - 1  # the last one may be there again too late
+    assert lost >= kills / 2  # some are lost while they start
+    assert "a sync failed because a rank was lost" in (run / "logs/rank-0.log").read_text()
+    steady, shaken = (read_rows(work / "runs" / name) for name in ("steady", "shaken"))
+    assert without(steady, *OF_RESUME) == without(shaken, *OF_RESUME)
+    for row in shaken:
+        assert not row["sync/dense"] or row["sync/received_bytes"] == row["sync/lower_bound_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_generates_and_is_stopped_is_started_again(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID3D_HEARTBEAT_SECONDS", "15")
+    run, more = work / "runs/stopped", ("name=stopped", "run.steps=40", "run.eval_every=40", "run.checkpoint_every=0")
+    with started(work, *SPLIT, *more) as process:
+        wait_for_rows(run, 2, process)
+        attempt = attempt_of(run, 2)
+        assert attempt is not None
+        os.kill(attempt, signal.SIGSTOP)
+        printed, _ = process.communicate(timeout=300)
+        assert process.returncode == 0
+    assert "rank 2 lost" in printed
+    assert "rank 2 there again after it was lost: killed by SIGKILL" in printed
 
 
 @pytest.mark.slow
@@ -188,18 +239,15 @@ def printed_when_killed(work: Path, name: str, rank: int | None, *more: str, exp
 
     Without a rank, the command itself is killed, which the ranks must not outlive.
     """
-    run, mark = work / "runs" / name, uuid.uuid4().hex
-    command = [sys.executable, "-m", "hybrid3d", "train", *settings(*SPLIT, f"name={name}", *more)]
-    variables = environment(mark, PYTHONPATH=os.pathsep.join([str(work), str(ROOT / "src")]))
-    process = subprocess.Popen(command, cwd=work, env=variables, stdout=subprocess.PIPE, text=True)
-    try:
+    run = work / "runs" / name
+    with started(work, *SPLIT, f"name={name}", *more) as process:
         end = time.monotonic() + 300
         while not (run / "checkpoints/step-000002").exists():
             assert time.monotonic() < end
             assert process.poll() is None
             time.sleep(0.01)
-        assert len(ranks_of(run)) == 4
-        (pid,) = [process.pid] if rank is None else ranks_of(run, rank)
+        assert len(ranks_of(run)) == 6  # those that generate have a parent each
+        pid = process.pid if rank is None else attempt_of(run, rank) or ranks_of(run, rank)[0]
         os.kill(pid, signal.SIGKILL)
         printed, _ = process.communicate(timeout=60 if expect else 300)
         assert process.returncode == expect
@@ -208,13 +256,43 @@ def printed_when_killed(work: Path, name: str, rank: int | None, *more: str, exp
             time.sleep(0.1)
         assert not ranks_of(run)
         return printed
+
+
+@contextmanager
+def started(work: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a run whose output is read later; at the end none of its processes is left."""
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", "hybrid3d", "train", *settings(*more)]
+    variables = environment(mark, PYTHONPATH=os.pathsep.join([str(work), str(ROOT / "src")]))
+    process = subprocess.Popen(command, cwd=work, env=variables, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
     finally:
         kill_marked(mark)
         process.wait()
 
 
-def ranks_of(run: Path, rank: int | None = None) -> list[int]:
-    """Return the processes of a run's ranks, or of one of them."""
+def recorded(run: Path) -> int:
+    """Return how many steps a run has recorded."""
+    return len((run / "metrics.jsonl").read_text().splitlines()) if (run / "metrics.jsonl").exists() else 0
+
+
+def wait_for_rows(run: Path, rows: int, process: subprocess.Popen[str]) -> None:
+    """Wait until a run has recorded so many steps."""
+    end = time.monotonic() + 300
+    while recorded(run) < rows:
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.002)
+
+
+def attempt_of(run: Path, rank: int) -> int | None:
+    """Return the process that generates as this rank now, which its parent starts again when it is lost."""
+    return next(iter(ranks_of(run, rank, attempts=True)), None)
+
+
+def ranks_of(run: Path, rank: int | None = None, attempts: bool = False) -> list[int]:
+    """Return the processes of a run's ranks, or of one of them; or only those that are started again."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -222,8 +300,9 @@ def ranks_of(run: Path, rank: int | None = None) -> list[int]:
         except OSError:  # it has ended, or is another user's
             continue
         numbers = [v for v in variables if v.startswith(b"RANK=")]
+        is_attempt = any(v.startswith(b"HYBRID3D_ATTEMPT=") for v in variables)
         if f"name={run.name}".encode() in command and numbers and (rank is None or f"RANK={rank}".encode() in numbers):
-            found.append(int(folder.name))
+            found += [int(folder.name)] if is_attempt or not attempts else []
     return found
 
 
@@ -280,7 +359,7 @@ def refused(work: Path, *more: str) -> str:
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_on_ray_is_named(work: Path, cluster: str) -> None:
-    printed = printed_when_killed(work, "killed-on-ray", 3, "--ray", cluster)
+    printed = printed_when_killed(work, "killed-on-ray", 3, NO_RESTART, "--ray", cluster)
     assert "rank 3 failed: killed by SIGKILL" in printed
 
 
@@ -294,7 +373,7 @@ def test_no_rank_outlives_the_command_on_ray_and_the_run_resumes(work: Path, clu
 
 @pytest.mark.slow
 def test_ranks_on_ray_are_started_again(work: Path, cluster: str) -> None:
-    printed = printed_when_killed(work, "again-on-ray", 3, "--ray", cluster, "run.max_restarts=1", expect=0)
+    printed = printed_when_killed(work, "again-on-ray", 3, NO_RESTART, "--ray", cluster, "run.max_restarts=1", expect=0)
     assert "starting all ranks again, from the last checkpoint (1 of run.max_restarts=1)" in printed
     once, twice = (without(read_rows(work / "runs" / name), *OF_RESUME) for name in ("split", "again-on-ray"))
     assert once == twice

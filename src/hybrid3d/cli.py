@@ -167,7 +167,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
         must_lock = CHECKED not in os.environ and launch_environment.rank() == 0  # our own launcher holds the lock
         task = functools.partial(tasks.train, recipe, folder)
-        return _run_rank(recipe, folder, task, _lock(folder) if must_lock else None)
+        return _run_rank(recipe, folder, task, _lock(folder) if must_lock else None, restarts=True)
     if options.ray is not None:
         from hybrid3d.launch.ray_cluster import launch_on_ray
 
@@ -192,7 +192,7 @@ def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
         return _launch(arguments, recipe, folder, _console())
     from hybrid3d.launch import tasks
 
-    return _run_rank(recipe, folder, functools.partial(tasks.evaluate, recipe, folder, step))
+    return _run_rank(recipe, folder, functools.partial(tasks.evaluate, recipe, folder, step), restarts=True)
 
 
 def _export(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -339,13 +339,19 @@ def _lock(folder: RunFolder) -> AbstractContextManager[None]:
     return folder.lock(functools.partial(_console(stderr=True).print, soft_wrap=True))
 
 
-def _run_rank(recipe: Recipe, folder: RunFolder, task: Task, lock: AbstractContextManager[None] | None = None) -> int:
+def _run_rank(
+    recipe: Recipe,
+    folder: RunFolder,
+    task: Task,
+    lock: AbstractContextManager[None] | None = None,
+    restarts: bool = False,
+) -> int:
     """Run a task as this rank, holding the lock if given, and return the exit code."""
     from hybrid3d.launch.worker import run_rank
 
     _check_world(recipe)
     with lock or nullcontext():
-        return run_rank(recipe, folder, task, launched=CHECKED in os.environ)
+        return run_rank(recipe, folder, task, launched=CHECKED in os.environ, restarts=restarts)
 
 
 def _check_world(recipe: Recipe) -> None:

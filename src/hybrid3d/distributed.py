@@ -28,6 +28,7 @@ from hybrid3d.launch_environment import (
 )
 
 __all__ = [
+    "LostPeer",
     "RoleGroups",
     "adopt_slurm",
     "all_reduce_max",
@@ -35,18 +36,23 @@ __all__ = [
     "broadcast_object",
     "gather_objects",
     "gather_unique",
+    "is_lost_peer",
     "local_rank",
     "local_world_size",
     "rank",
     "run_id",
+    "spanning_group",
     "start",
+    "start_among",
     "start_roles",
     "under_launcher",
+    "wait_for_all",
     "world_size",
 ]
 
 
 TIMEOUT = timedelta(minutes=10)  # of a collective
+MEETING_TIMEOUT = timedelta(minutes=1)  # of the creation of a group whose ranks may be lost meanwhile
 # Of a collective in which a role waits while another one generates or trains; heartbeats find a rank that is lost
 PHASE_TIMEOUT = timedelta(days=1)
 
@@ -91,9 +97,25 @@ def start_roles(store: dist.Store, roles: Mapping[str, range]) -> RoleGroups:
         roles: the ranks of each role.
     """
     name, ranks = next((name, ranks) for name, ranks in roles.items() if rank() in ranks)
-    own = _start_default(store=dist.PrefixStore(f"role/{name}", store), rank=ranks.index(rank()), world_size=len(ranks))
-    everyone, weights = (_spanning_group(store, name) for name in ("everyone", "weights"))
+    own = start_among(ranks, f"role/{name}", store)
+    everyone, weights = (spanning_group(range(world_size()), name, store) for name in ("everyone", "weights"))
     return RoleGroups(own, everyone, weights, dist.PrefixStore("roles", store))
+
+
+def wait_for_all(store: dist.Store, rank: int, ranks: int) -> None:
+    """Let rank 0, whose process may have the store, wait until all ranks have shut their engines down."""
+    store.set(f"closed/{rank}", "")
+    if rank == 0:
+        store.wait([f"closed/{other}" for other in range(ranks)])
+
+
+def start_among(ranks: Sequence[int], name: str, store: dist.Store) -> dist.ProcessGroup:
+    """Bind this rank to its GPU, where there is one, and create a default process group of these ranks alone.
+
+    Args:
+        name: different for each such group of the run.
+    """
+    return _start_default(store=dist.PrefixStore(name, store), rank=ranks.index(rank()), world_size=len(ranks))
 
 
 def _start_default(**rendezvous: Any) -> dist.ProcessGroup:
@@ -106,31 +128,58 @@ def _start_default(**rendezvous: Any) -> dist.ProcessGroup:
     return group
 
 
-def _spanning_group(store: dist.Store, name: str) -> dist.ProcessGroup:
-    """Create a process group of all ranks, also of those that are not in this rank's default group.
+def spanning_group(ranks: Sequence[int], name: str, store: dist.Store) -> dist.ProcessGroup:
+    """Create a process group of ranks that are in different default groups; each calls this after its own was created.
 
-    torch has no public function for it. Every rank calls this after its default group has been created.
+    torch has no public function for it.
 
     Args:
-        name: different for each group.
+        ranks: those of the launcher, in the order of the group.
+        name: different for each such group of the run.
     """
-    size = world_size()
     group, _ = distributed_c10d._new_process_group_helper(
-        size,
-        rank(),
+        len(ranks),
+        ranks.index(rank()),
         [],  # not a part of the default group
         dist.Backend(_backend()),
         dist.PrefixStore(f"spanning/{name}", store),
         group_name=f"hybrid3d_{name}",
-        timeout=PHASE_TIMEOUT,
+        timeout=MEETING_TIMEOUT,
         group_desc=name,
     )
-    distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}
+    distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(len(ranks))}
+    for device in group._device_types:  # of collectives; `GlooTransport` has its own
+        group._get_backend(device)._set_default_timeout(PHASE_TIMEOUT)
     return group
 
 
 def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+# Parts of the errors of gloo, and of NCCL through torch's ProcessGroupNCCL, on a rank that has lost a peer
+LOST_PEER_ERRORS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "gloo/transport",
+    "ncclRemoteError",
+    "remote process exited",
+    "communicator was aborted",
+    "Watchdog caught collective operation timeout",
+)
+
+
+class LostPeer(RuntimeError):
+    """Raised where another process of the run does not answer, or has gone."""
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error only says that another rank is lost, so that it is not the cause of the failure."""
+    if isinstance(error, LostPeer) or (
+        isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError)
+    ):
+        return True  # an error of the store or the network
+    return any(text in str(error) for text in LOST_PEER_ERRORS)  # other NCCL errors are failures of this rank
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:

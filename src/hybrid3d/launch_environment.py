@@ -18,6 +18,8 @@ CHECKED = "HYBRID3D_CHECKED"  # set by hybrid3d's own launcher, which has run al
 RENDEZVOUS_SECONDS = "HYBRID3D_RENDEZVOUS_SECONDS"
 HEARTBEAT_SECONDS = "HYBRID3D_HEARTBEAT_SECONDS"
 
+DISCONNECTED = 75  # exit code of a rank that generates: the run has ended, or its engine has lost a rank
+
 MAX_RANKS = 2**20
 MAX_SECONDS = 86_400.0
 BEAT_SECONDS = 2.0  # between two heartbeats of a rank

@@ -18,14 +18,13 @@ from hybrid3d.bench.gathering import GatherBaseline, Peers
 from hybrid3d.bench.values import SyntheticWeights, fill, wrong
 from hybrid3d.bench.wire import Wire, bytes_by_peer
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import RoleGroups
+from hybrid3d.distributed import RoleGroups, wait_for_all
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.classes import Signature
 from hybrid3d.reshard.delta import DeltaExecutor
 from hybrid3d.reshard.executor import Executor, NamedTensors
 from hybrid3d.reshard.layout import Demand
 from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.roles.split.exchange import wait_for_all
 from hybrid3d.roles.weight_sync import WeightSync, is_verified
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.rollout.weights import RolloutWeights

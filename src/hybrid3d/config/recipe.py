@@ -46,6 +46,11 @@ class Recipe:
         return self.roles.generation.ranks or self.train_ranks
 
     @property
+    def active_generation_ranks(self) -> int:
+        """Return the number of ranks that generate now; the others of `generation_ranks` wait to be needed."""
+        return self.roles.generation.active_ranks or self.generation_ranks
+
+    @property
     def world_size(self) -> int:
         """Return the total number of ranks."""
         return self.train_ranks + (self.roles.generation.ranks or 0)

@@ -87,6 +87,7 @@ def _check_split(recipe: Recipe) -> Iterator[str]:
     if not recipe.algorithm.generates:
         yield f"roles.generation.ranks={ranks}: algorithm.name={recipe.algorithm.name} never generates: leave it out"
     apart = "no rank has both engines"
+    yield from _check_active_ranks(recipe)
     yield from _check_nodes_of_engines(recipe)
     if recipe.sync.share_storage:
         yield f"sync.share_storage: {apart}, so that none shares memory: leave it out"
@@ -94,6 +95,19 @@ def _check_split(recipe: Recipe) -> Iterator[str]:
         yield f"rollout.keep_weights: {apart}, so that vLLM never sleeps: leave it out"
     for kind in train.offloads:
         yield f"train.offload_{kind}: {apart}, so that Megatron never makes room: leave it out"
+
+
+def _check_active_ranks(recipe: Recipe) -> Iterator[str]:
+    """Yield why this number of active ranks is not a number of whole engines."""
+    active, ranks, rollout = recipe.roles.generation.active_ranks, recipe.roles.generation.ranks, recipe.rollout
+    if active is None or ranks is None or rollout is None:
+        return
+    size = rollout.tp * rollout.dp
+    if active > ranks or active % size:
+        yield (
+            f"roles.generation.active_ranks={active}: expected a multiple of rollout.tp x rollout.dp = {size}, up to "
+            f"roles.generation.ranks={ranks}"
+        )
 
 
 def _check_async(recipe: Recipe) -> Iterator[str]:

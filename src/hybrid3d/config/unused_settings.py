@@ -100,6 +100,12 @@ UNUSED_RULES = (
         _reason("sync.delta applies to bfloat16, and model.dtype is float32"),
     ),
     UnusedRule(
+        "roles.generation",
+        ("max_restarts", "active_ranks"),
+        lambda recipe: not recipe.is_split,
+        _reason("without roles.generation.ranks the ranks that train also generate"),
+    ),
+    UnusedRule(
         "rollout",
         ("placement", "sleep"),
         lambda recipe: recipe.is_split and recipe.rollout is not None,

@@ -22,16 +22,16 @@ class MultiTurnRollout:
         self._turns, self._engine, self._group = turns, engine, group
 
     def run(
-        self, examples: Sequence[Example], seeds: Sequence[int] | None, version: int, temperature: float = 1.0
+        self, examples: Sequence[Example], seeds: Sequence[int | None], version: int, temperature: float = 1.0
     ) -> list[Trajectory]:
-        """Generate an answer to each example, turn by turn: with these seeds at a temperature, or greedily.
+        """Generate an answer to each example, turn by turn: with its seed at a temperature, or greedily without one.
 
         All replicas generate until the last answer of any is complete: engines that share experts step together.
 
         Args:
             version: the engine's weights must have this version or a later one.
         """
-        answers = [Trajectory(e, seed) for e, seed in zip(examples, seeds or [None] * len(examples), strict=True)]
+        answers = [Trajectory(example, seed) for example, seed in zip(examples, seeds, strict=True)]
         active, any_active = answers, True
         while any_active:
             requests = [self._turns.request(answer, temperature) for answer in active]

@@ -21,6 +21,16 @@ Place = tuple[int, int]
 """Where a prompt is in the data: the number of its batch, and its index in the batch."""
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that was drawn, to be answered once with each seed; `version` is that of the weights that begin it."""
+
+    place: Place
+    example: Example
+    seeds: Sequence[int]
+    version: int
+
+
 @dataclass(frozen=True, eq=False)
 class PromptGroup:
     """A prompt and the answers to it, which are trained together.
@@ -63,11 +73,11 @@ class PartialRollout:
         """The places of all prompts that were added and not taken."""
         return [group.place for group in self._groups]
 
-    def add(self, place: Place, example: Example, seeds: Sequence[int], version: int) -> None:
-        """Add a prompt, to be answered once with each seed; `version` is that of the weights that begin it."""
-        answers = {self._numbers + i: Trajectory(example, seed) for i, seed in enumerate(seeds)}
+    def add(self, prompt: Prompt) -> None:
+        """Add a prompt."""
+        answers = {self._numbers + i: Trajectory(prompt.example, seed) for i, seed in enumerate(prompt.seeds)}
         self._numbers += len(answers)
-        self._groups.append(PromptGroup(place, version, answers))
+        self._groups.append(PromptGroup(prompt.place, prompt.version, answers))
 
     def generate(self, version: int, wanted: int, temperature: float, stop: Callable[[], bool] | None = None) -> None:
         """Generate until `wanted` prompts can be taken, or `stop` returns True, and interrupt the other answers.

@@ -7,20 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import PHASE_TIMEOUT, gather_objects
-from hybrid3d.generation.engine import Engine
-from hybrid3d.generation.multi_turn import MultiTurnRollout
-from hybrid3d.generation.partial_rollout import PartialRollout, Place
+from hybrid3d.generation.partial_rollout import Place, Prompt
+from hybrid3d.generation.replicas import OF_ENVIRONMENT, Advanced, Answers, NoReplicas, Replicas, Work
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
-from hybrid3d.generation.turns import Trajectory, Turns
-from hybrid3d.rewards.scorer import Scorer, Scores
 from hybrid3d.rl.algorithms import ALGORITHMS
 from hybrid3d.rl.data import PromptData
-
-OF_ENVIRONMENT = "environment_"  # prefix of the kinds of failures of environments, not of rewards
 
 
 class FailedRewards(RuntimeError):
@@ -30,35 +22,17 @@ class FailedRewards(RuntimeError):
 
 
 class Rollouts:
-    """Generates and scores samples over all replicas of the engine. Every rank calls every method together.
+    """Generates and scores samples over all replicas. What a replica that is lost had to answer, the others answer.
 
     Attributes:
         train, held_out: the prompts.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        engine: Engine,
-        tokenizer: Any,
-        train: PromptData,
-        held_out: PromptData,
-        group: dist.ProcessGroup,
-    ):
-        """
-        Args:
-            group: all ranks that generate; the results are the same on each.
-        """
+    def __init__(self, recipe: Recipe, replicas: Replicas, train: PromptData, held_out: PromptData):
         self._recipe = recipe
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._group = group
-        self._turns = Turns(recipe, engine, tokenizer, group)
-        self._multi_turn = MultiTurnRollout(self._turns, engine, group)
+        self._replicas = replicas
         self.train = train
         self.held_out = held_out
-        reward = recipe.reward
-        self._scorer = Scorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
 
     @property
     def _scores_training(self) -> bool:
@@ -80,6 +54,7 @@ class Rollouts:
         Raises:
             StaleWeights: the engine's weights are older, or a sync of them was interrupted.
             FailedRewards: more than `reward.max_failures` of the samples' rewards failed, or all of them.
+            NoReplicas: all replicas have been lost.
         """
         wanted, group = recipe.algorithm.prompts_per_step, recipe.algorithm.samples_per_prompt
         extra = extra_batches(recipe)
@@ -90,15 +65,15 @@ class Rollouts:
         examples: dict[str, str] = {}
         batches = zero_variance = 0
         while len(found) < wanted and batches <= extra:
-            samples, scores = self._generate_samples(version, batch + batches, recipe.rollout.temperature)
-            batch_failures, batch_examples = _failures(scores)
+            samples, answers = self._generate_samples(version, batch + batches, recipe.rollout.temperature)
+            batch_failures, batch_examples = _failures(answers)
             failures.update(batch_failures)
             examples = batch_examples | examples
             for start in range(0, len(samples), group):
-                answers = samples[start : start + group]
-                uniform = self._has_zero_variance(answers)
+                of_prompt = samples[start : start + group]
+                uniform = self._has_zero_variance(of_prompt)
                 (fillers if uniform and extra else found).append(len(groups))
-                groups.append(answers)
+                groups.append(of_prompt)
                 zero_variance += uniform
             batches += 1
         self._check(failures, examples, batches * wanted * group, self._recipe.reward.max_failures)
@@ -131,18 +106,14 @@ class Rollouts:
         fix = f"fix {blamed}, or raise reward.timeout_seconds"
         raise FailedRewards(f"{failed} of {samples} {what} failed{where}: {kinds}; {bound}: {fix}")
 
-    def _generate_samples(self, version: int, batch: int, temperature: float) -> tuple[list[Sample], list[Scores]]:
+    def _generate_samples(self, version: int, batch: int, temperature: float) -> tuple[list[Sample], list[Answers]]:
         algorithm, run = self._recipe.algorithm, self._recipe.run
-        examples = self.train.batch(batch, algorithm.prompts_per_step)
-        work = [
+        work: list[Work] = [
             (example, seed)
-            for i, example in self._local(list(enumerate(examples)))
+            for i, example in enumerate(self.train.batch(batch, algorithm.prompts_per_step))
             for seed in request_seeds(run.seed, batch, i, algorithm.samples_per_prompt)
         ]
-        trajectories = self._multi_turn.run(
-            [example for example, _ in work], [s for _, s in work], version, temperature
-        )
-        return self._scored(trajectories, self._scores_training)
+        return self._answer(work, algorithm.samples_per_prompt, version, temperature, self._scores_training)
 
     def evaluate(self, version: int) -> EvalResult:
         """Answer the held-out problems greedily, and score the answers.
@@ -153,71 +124,52 @@ class Rollouts:
         Raises:
             StaleWeights: the engine's weights are older, or a sync of them was interrupted.
             FailedRewards: all of the rewards failed.
+            NoReplicas: all replicas have been lost.
         """
-        examples = self._local(list(self.held_out.examples))
-        samples, scores = self._scored(self._multi_turn.run(examples, None, version))
+        work: list[Work] = [(example, None) for example in self.held_out.examples]
+        samples, answers = self._answer(work, 1, version, temperature=1.0, scored=True)
         rewards = [sample.reward for sample in samples]
-        failures, of_kinds = _failures(scores)
+        failures, of_kinds = _failures(answers)
         self._check(failures, of_kinds, len(rewards), allowed=1.0, where=" on held-out problems")
         full = sum(reward == 1.0 for reward in rewards)
         return EvalResult(full / len(rewards), sum(rewards) / len(rewards), failures, of_kinds)
 
+    def _answer(
+        self, work: Sequence[Work], size: int, version: int, temperature: float, scored: bool
+    ) -> tuple[list[Sample], list[Answers]]:
+        """Return the samples in the order of the work, and all that replicas have answered.
+
+        Args:
+            size: the number of answers in a row that one replica gives.
+        """
+        samples: dict[int, Sample] = {}
+        answers: list[Answers] = []
+        remaining: Sequence[int] = range(len(work))
+        while remaining:
+            shares = self._divide(remaining, size)
+            found = self._replicas.answer(
+                {number: [work[i] for i in share] for number, share in shares.items()}, version, temperature, scored
+            )
+            for number, of_replica in found.items():
+                samples |= zip(shares[number], of_replica.samples, strict=True)
+                answers.append(of_replica)
+            remaining = [i for number, share in shares.items() if number not in found for i in share]
+        return [samples[i] for i in range(len(work))], answers
+
+    def _divide(self, items: Sequence[Any], size: int = 1) -> dict[int, Sequence[Any]]:
+        """Return each replica's consecutive share of the items, in units of `size` of them.
+
+        Raises:
+            NoReplicas: there is no replica.
+        """
+        numbers, units = self._replicas.numbers, len(items) // size
+        if not numbers:
+            raise NoReplicas("no rank can generate: all have been lost")
+        bounds = [units * i // len(numbers) * size for i in range(len(numbers) + 1)]
+        return {number: items[bounds[i] : bounds[i + 1]] for i, number in enumerate(numbers)}
+
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's progress."""
-
-    def close(self) -> None:
-        """End the processes that compute rewards and replies."""
-        self._scorer.close()
-        self._turns.close()
-
-    def _scored(self, trajectories: Sequence[Trajectory], by_name: bool = True) -> tuple[list[Sample], list[Scores]]:
-        """Return all replicas' samples and scores; one rank of each replica scores its own.
-
-        Without `by_name` all rewards are 0, until the reward model's scores replace them.
-        """
-        trajectories = trajectories if self._engine.leads else []
-        answers = [self._tokenizer.decode(trajectory.tokens, skip_special_tokens=True) for trajectory in trajectories]
-        queries = [
-            (a, trajectory.example.answer, trajectory.example.prompt)
-            for a, trajectory in zip(answers, trajectories, strict=True)
-        ]
-        scores = self._scorer.score(queries) if by_name else Scores([0.0] * len(queries))
-        samples = [
-            Sample(
-                prompt=trajectory.example.prompt,
-                prompt_ids=trajectory.example.prompt_ids,
-                tokens=tuple(trajectory.tokens),
-                loss_mask=tuple(trajectory.loss_mask),
-                logprobs=tuple(trajectory.logprobs),
-                answer=answer,
-                reward=reward,
-                versions=tuple(trajectory.versions),
-            )
-            for trajectory, answer, reward in zip(trajectories, answers, scores.rewards, strict=True)
-        ]
-        failed = {
-            f"{OF_ENVIRONMENT}{trajectory.failure}": trajectory.message
-            for trajectory in reversed(trajectories)
-            if trajectory.failure
-        }
-        failures = Counter(f"{OF_ENVIRONMENT}{trajectory.failure}" for trajectory in trajectories if trajectory.failure)
-        all_scores = Scores([], failures | scores.failures, failed | scores.examples)
-        return self._of_all_replicas(samples), self._of_all_replicas([all_scores])
-
-    def _local(self, items: list) -> list:
-        """Return this replica's consecutive share of the items."""
-        share = self._share(len(items), self._engine.replica)
-        return items[share.start : share.stop]
-
-    def _share(self, count: int, replica: int) -> range:
-        """Return the indices of a replica's share of so many items."""
-        first, last = (count * (replica + i) // self._engine.replicas for i in (0, 1))
-        return range(first, last)
-
-    def _of_all_replicas(self, items: list) -> list:
-        """Return the items of all replicas, in the order of replicas, which is the order of the shares."""
-        shares = gather_objects((self._engine.replica, items) if self._engine.leads else None, self._group)
-        return [item for _, share in sorted(filter(None, shares), key=lambda s: s[0]) for item in share]
 
 
 class PartialRollouts(Rollouts):
@@ -225,18 +177,17 @@ class PartialRollouts(Rollouts):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        # Replicas wait here for the slowest of a whole step, which is no failure however long it takes
-        members = dist.get_process_group_ranks(self._group)
-        self._group = dist.new_group(members, timeout=PHASE_TIMEOUT, backend="gloo")
-        self._partial = PartialRollout(self._engine, self._turns, self._recipe.async_)
-        self._places: list[Place] = []  # of all replicas' prompts that were drawn and not trained
-        self._restored: list[Place] = []
+        self._places: dict[int, list[Place]] = {}  # of each replica's prompts that were drawn and not trained
+        self._new: dict[int, list[Prompt]] = {}  # those of them that the replica does not know of yet
+        self._redrawn: list[Place] = []  # prompts of an earlier process, or of a replica that was lost
         self._drawn: int | None = None  # the number of batches of prompts that were drawn
-        self._reported = 0, 0  # numbers of batches and of dropped tokens that were reported
+        self._reported = 0  # the number of them that were reported
+        self._dropped_tokens = 0  # since the last report
+        self._taken: list[Answers] = []  # of the step, which goes on after all replicas were lost
 
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Draw the prompts again whose answers were not complete, or not trained, when the checkpoint was written."""
-        self._restored = [(batch, i) for batch, i in progress.get("unfinished", ())]
+        self._redrawn = [(batch, i) for batch, i in progress.get("unfinished", ())]
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
         """Generate until a step's samples are complete, and interrupt the other answers.
@@ -244,62 +195,82 @@ class PartialRollouts(Rollouts):
         Args and errors are those of `Rollouts.generate_batch`; `batch` is used by the first call.
         """
         if self._drawn is None:
-            self._drawn, self._reported = batch, (batch, 0)
-            self._draw(self._restored, version)
-        ahead, prompts = recipe.async_, recipe.algorithm.prompts_per_step
-        self._fill(version, min(ahead.batches_in_flight, recipe.run.steps - version + 1), prompts)
-        wanted = len(self._share(prompts, self._engine.replica))
-        self._partial.generate(version, wanted, recipe.rollout.temperature)
-        groups = self._partial.take(wanted, version)
-        trajectories = [answer for group in groups for answer in group.answers.values()]
-        samples, scores = self._scored(trajectories, self._scores_training)
-        failures, examples = _failures(scores)
-        self._check(failures, examples, len(samples), recipe.reward.max_failures)
-        self._places = self._of_all_replicas(self._partial.places)
-        dropped = sum(self._of_all_replicas([self._partial.dropped_tokens]))
-        reported, self._reported = self._reported, (self._drawn, dropped)
+            self._drawn = self._reported = batch
         size = recipe.algorithm.samples_per_prompt
+        most = min(recipe.async_.batches_in_flight, recipe.run.steps - version + 1)
+        while missing := recipe.algorithm.prompts_per_step - sum(len(a.samples) for a in self._taken) // size:
+            self._fill(version, most, missing, recipe)
+            wanted = {number: len(share) for number, share in self._divide(range(missing)).items()}
+            self._taken += [advanced.answers for advanced in self._advance(version, wanted, recipe)]
+        answers, self._taken = self._taken, []
+        samples = [sample for of_replica in answers for sample in of_replica.samples]
+        failures, examples = _failures(answers)
+        self._check(failures, examples, len(samples), recipe.reward.max_failures)
+        batches, self._reported = self._drawn - self._reported, self._drawn
+        dropped, self._dropped_tokens = self._dropped_tokens, 0
         return RolloutBatch(
             samples,
-            batches=self._drawn - reported[0],
+            batches=batches,
             zero_variance_groups=sum(
                 self._has_zero_variance(samples[start : start + size]) for start in range(0, len(samples), size)
             ),
             failures=failures,
             examples=examples,
-            unfinished=sorted(self._places),
-            dropped_tokens=dropped - reported[1],
+            unfinished=sorted([*self._redrawn, *(place for places in self._places.values() for place in places)]),
+            dropped_tokens=dropped,
         )
 
     def generate_ahead(self, version: int, recipe: Recipe, stop: Callable[[], bool]) -> None:
-        """Generate answers that later steps train, until `stop` returns True on the leading rank of the replica."""
-        ahead, prompts = recipe.async_, recipe.algorithm.prompts_per_step
-        most = min(ahead.batches_in_flight, ahead.max_staleness, recipe.run.steps - version)
-        self._fill(version, most, prompts)
-        self._partial.generate(version, len(self._partial.places), recipe.rollout.temperature, stop)
+        """Generate answers that later steps train, until `stop` returns True.
 
-    def _fill(self, version: int, batches: int, prompts: int) -> None:
-        """Draw batches of prompts until so many are being answered, and every replica has a step's share."""
+        Raises:
+            StaleWeights, NoReplicas: as for `generate_batch`.
+        """
+        ahead = recipe.async_
+        most = min(ahead.batches_in_flight, ahead.max_staleness, recipe.run.steps - version)
+        self._fill(version, most, recipe.algorithm.prompts_per_step, recipe)
+        self._advance(version, None, recipe, stop)
+
+    def _advance(
+        self, version: int, wanted: Mapping[int, int] | None, recipe: Recipe, stop: Callable[[], bool] | None = None
+    ) -> list[Advanced]:
+        new, self._new = self._new, {}
+        found = self._replicas.advance(new, wanted, version, recipe.rollout.temperature, self._scores_training, stop)
+        for number, advanced in found.items():
+            self._places[number] = list(advanced.unfinished)
+            self._dropped_tokens += advanced.dropped_tokens
+        return list(found.values())
+
+    def _fill(self, version: int, batches: int, wanted: int, recipe: Recipe) -> None:
+        """Draw prompts until so many batches are being answered, and each replica has its share of those wanted."""
         assert self._drawn is not None
-        while len(self._places) + prompts <= batches * prompts or (batches and self._lacks_prompts(prompts)):
+        prompts = recipe.algorithm.prompts_per_step
+        for number in self._places.keys() - set(self._replicas.numbers):
+            self._redrawn += self._places.pop(number)
+            self._new.pop(number, None)
+        redrawn, self._redrawn = self._redrawn, []
+        self._draw(redrawn, version)
+        while sum(map(len, self._places.values())) + prompts <= batches * prompts or (
+            batches and self._lacks_prompts(wanted)
+        ):
             self._draw([(self._drawn, i) for i in range(prompts)], version)
             self._drawn += 1
 
-    def _lacks_prompts(self, prompts: int) -> bool:
-        """Return whether a replica has fewer prompts than its share of a step, as some were dropped."""
-        shares = [self._share(prompts, replica) for replica in range(self._engine.replicas)]
-        return any(sum(i in share for _, i in self._places) < len(share) for share in shares)
+    def _lacks_prompts(self, wanted: int) -> bool:
+        """Return whether a replica has fewer prompts than its share, as some were dropped, or a replica was lost."""
+        shares = self._divide(range(wanted))
+        return any(len(self._places.get(number, ())) < len(share) for number, share in shares.items())
 
     def _draw(self, places: Sequence[Place], version: int) -> None:
-        """Begin to answer the prompts at these places; each replica those of its share."""
+        """Give the prompts at these places to replicas: by their index in the batch, whose order the replicas share."""
         algorithm, seed = self._recipe.algorithm, self._recipe.run.seed
-        local = self._share(algorithm.prompts_per_step, self._engine.replica)
+        shares = self._divide(range(algorithm.prompts_per_step))
         for batch, i in places:
-            if i in local:
-                example = self.train.batch(batch, algorithm.prompts_per_step)[i]
-                seeds = request_seeds(seed, batch, i, algorithm.samples_per_prompt)
-                self._partial.add((batch, i), example, seeds, version)
-        self._places += places
+            number = next(number for number, share in shares.items() if i in share)
+            example = self.train.batch(batch, algorithm.prompts_per_step)[i]
+            seeds = request_seeds(seed, batch, i, algorithm.samples_per_prompt)
+            self._new.setdefault(number, []).append(Prompt((batch, i), example, seeds, version))
+            self._places.setdefault(number, []).append((batch, i))
 
 
 def make_rollouts(recipe: Recipe, *args: Any) -> Rollouts:
@@ -307,13 +278,13 @@ def make_rollouts(recipe: Recipe, *args: Any) -> Rollouts:
     return (Rollouts if recipe.async_.partial is None else PartialRollouts)(recipe, *args)
 
 
-def _failures(scores: Sequence[Scores]) -> tuple[dict[str, int], dict[str, str]]:
+def _failures(answers: Sequence[Answers]) -> tuple[dict[str, int], dict[str, str]]:
     """Return how many rewards and environments failed, by kind, and an example of each kind."""
     failures: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    for replica_scores in scores:
-        failures.update(replica_scores.failures)
-        examples = {**replica_scores.examples, **examples}
+    for of_replica in answers:
+        failures.update(of_replica.failures)
+        examples = {**of_replica.examples, **examples}
     return dict(failures), examples
 
 

@@ -182,7 +182,8 @@ def check_folder(recipe: Recipe) -> None:
     if not folder.recipe.exists():
         return
     old, new = (flatten_settings(to_raw(r)) for r in (load_recipe(folder.recipe), recipe))
-    keys = [key for key in _differing_keys(old, new) if key != "run.max_restarts"]  # which changes no result
+    without_effect = {"run.max_restarts", "roles.generation.max_restarts"}  # on results
+    keys = [key for key in _differing_keys(old, new) if key not in without_effect]
     if not keys:
         return
     lines = [

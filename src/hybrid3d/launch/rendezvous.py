@@ -92,6 +92,15 @@ def meet(record: RankRecord, members: str = "ranks") -> dist.Store:
     return store
 
 
+def rejoin() -> dist.Store:
+    """Return the store of ranks that have met, to a rank that is started again.
+
+    Raises:
+        RendezvousError: rank 0 does not answer.
+    """
+    return _connect("ranks")
+
+
 def report(mistake: str) -> None:
     """Send a mistake of this rank to rank 0, which prints it. Rank 0 may have exited because of its own mistake."""
     _silence_stderr()

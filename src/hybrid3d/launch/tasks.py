@@ -19,6 +19,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.distributed import RoleGroups
 from hybrid3d.families import Config
 from hybrid3d.inputs.models import read_config
+from hybrid3d.launch.restarts import this_attempt
 from hybrid3d.rewards import sandbox
 from hybrid3d.run.heartbeat import enter_phase
 from hybrid3d.run.oom_recovery import OomRecovery, find_out_of_memory
@@ -26,7 +27,6 @@ from hybrid3d.run.run_folder import RunFolder, checkpoint_folder, draw_curves
 
 if TYPE_CHECKING:
     from hybrid3d.roles.colocated import Colocated
-    from hybrid3d.roles.split.generation import GenerationRank
     from hybrid3d.roles.split.training import TrainingRank
     from hybrid3d.run.health import Guard
     from hybrid3d.run.live_settings import LiveSettings
@@ -39,9 +39,10 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
     """Train to the last step, resuming from the last checkpoint in the folder if there is one."""
     from hybrid3d.run.display import Display
 
-    slots = _choose_placement(recipe, store) if recipe.algorithm.generates else ()
-    groups = _start(recipe, store)
-    group = groups.everyone
+    if rank not in recipe.role_ranks["train"]:
+        return _serve(recipe, store)
+    slots = _choose_placement(recipe, store) if recipe.algorithm.generates and not recipe.is_split else ()
+    group = _start_training(recipe, store)
     from hybrid3d.run.live_settings import LiveSettings
     from hybrid3d.run.record import Record
     from hybrid3d.train.kernels import in_use
@@ -53,14 +54,13 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
     recovery = distributed.broadcast_object(OomRecovery.from_folder(folder), group)
     with Display(recipe.name, recipe.run.steps, console) as display:
         record = Record(folder, rank, display)
-        if recipe.reward.name == "code":
-            first = recipe.role_ranks["generation"].start  # rewards are computed where answers are generated
-            confined_by = distributed.broadcast_object(sandbox.protection() if rank == first else None, group, first)
+        if recipe.reward.name == "code" and not recipe.is_split:  # where others generate, they compute rewards
+            confined_by = sandbox.protection() if rank == 0 else ""
             record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
         live = LiveSettings(recipe, record, recovery.settings, group)
         loop = _train_rl if recipe.algorithm.generates else _train_sft
         try:
-            loop(live, record, groups, slots)
+            loop(live, record, store, group, slots)
         except RuntimeError as error:
             cause = find_out_of_memory(error)
             if cause is None:
@@ -71,8 +71,31 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
         folder.add_event("end", step=live.recipe.run.steps)
 
 
+def _serve(recipe: Recipe, store: dist.Store) -> None:
+    """Generate for the ranks that train, to the end of their run."""
+    from hybrid3d.roles.split.generation import serve
+
+    try:
+        serve(recipe, store, this_attempt())
+    except RuntimeError as error:
+        cause = find_out_of_memory(error)
+        if cause is None:
+            raise
+        advice = "this rank only generates: lower rollout.gpu_memory_utilization"
+        raise RuntimeError(f"{cause}: {advice}") from error
+
+
+def _start_training(recipe: Recipe, store: dist.Store) -> dist.ProcessGroup:
+    """Create the default process group of the ranks that train, and Megatron's."""
+    from hybrid3d.train import runtime
+
+    group = distributed.start_among(recipe.role_ranks["train"], "train", store)
+    runtime.initialize(recipe.train, recipe.run.seed)
+    return group
+
+
 def _start(recipe: Recipe, store: dist.Store) -> RoleGroups:
-    """Create this rank's process groups, and Megatron's if it trains."""
+    """Create the process groups of a benchmark's rank, and Megatron's if it trains."""
     from hybrid3d.train import runtime
 
     if recipe.is_split:
@@ -87,45 +110,47 @@ def _start(recipe: Recipe, store: dist.Store) -> RoleGroups:
 
 def _make_roles(
     recipe: Recipe,
-    groups: RoleGroups,
+    store: dist.Store,
+    group: dist.ProcessGroup,
     slots: Sequence[int],
+    record: Record,
     guard: Guard | None = None,
     weights_of: Path | None = None,
-) -> Colocated | TrainingRank | GenerationRank:
-    """Build the engines of this rank: both, or the one of its role. Arguments are as for `Colocated`."""
-    if not recipe.is_split:
-        from hybrid3d.roles.colocated import Colocated
-
-        return Colocated(recipe, groups.everyone, slots, guard, weights_of)
-    if groups.everyone.rank() in recipe.role_ranks["train"]:
+) -> Colocated | TrainingRank:
+    """Build the engines of a rank that trains. Arguments are as for `Colocated` and `TrainingRank`."""
+    if recipe.is_split:
         from hybrid3d.roles.split.training import TrainingRank
 
-        return TrainingRank(recipe, groups, guard, weights_of)
-    from hybrid3d.roles.split.generation import GenerationRank
+        return TrainingRank(recipe, store, group, record, guard, weights_of)
+    from hybrid3d.roles.colocated import Colocated
 
-    return GenerationRank(recipe, groups, slots)
+    return Colocated(recipe, group, slots, guard, weights_of)
 
 
-def _train_rl(live: LiveSettings, record: Record, groups: RoleGroups, slots: Sequence[int]) -> None:
+def _train_rl(
+    live: LiveSettings, record: Record, store: dist.Store, group: dist.ProcessGroup, slots: Sequence[int]
+) -> None:
     from hybrid3d.run.health import Guard
     from hybrid3d.trainer.checkpoints import Checkpoints
     from hybrid3d.trainer.rl import train_rl
 
     guard, recipe = Guard(record), live.recipe
-    roles = _make_roles(recipe, groups, slots, guard)
+    roles = _make_roles(recipe, store, group, slots, record, guard)
+    assert roles.models is not None, "with a guard the roles train"
     record.data(train=roles.train, eval=roles.held_out)
-    models = None if roles.models is None else roles.models.trained
-    checkpoints = Checkpoints(models, recipe.train.dp, record, groups.own, groups.everyone)
-    train_rl(roles, live, guard, checkpoints, record, groups.everyone)
+    checkpoints = Checkpoints(roles.models.trained, recipe.train.dp, record, group)
+    train_rl(roles, live, guard, checkpoints, record, group)
 
 
-def _train_sft(live: LiveSettings, record: Record, groups: RoleGroups, slots: Sequence[int]) -> None:
+def _train_sft(
+    live: LiveSettings, record: Record, store: dist.Store, group: dist.ProcessGroup, slots: Sequence[int]
+) -> None:
     from hybrid3d.run.health import Guard
     from hybrid3d.train.policy import Policy
     from hybrid3d.trainer.checkpoints import Checkpoints
     from hybrid3d.trainer.sft import train_sft
 
-    guard, recipe, group = Guard(record), live.recipe, groups.own
+    guard, recipe = Guard(record), live.recipe
     policy = Policy(read_config(recipe.model.path), recipe, group.rank())
     checkpoints = Checkpoints({"policy": policy}, recipe.train.dp, record, group)
     train_sft(policy, live, guard, checkpoints, record, group)
@@ -142,9 +167,15 @@ def evaluate(
     recipe: Recipe, folder: RunFolder, step: int, rank: int, store: dist.Store, console: Console | None
 ) -> None:
     """Print the held-out accuracy of a checkpoint, from vLLM's greedy answers with the checkpoint's weights."""
-    slots = _choose_placement(recipe, store)
-    groups = _start(recipe, store)
-    roles = _make_roles(recipe, groups, slots, weights_of=checkpoint_folder(folder, step))
+    if rank not in recipe.role_ranks["train"]:
+        return _serve(recipe, store)
+    from hybrid3d.run.display import Display
+    from hybrid3d.run.record import Record
+
+    slots = () if recipe.is_split else _choose_placement(recipe, store)
+    group = _start_training(recipe, store)
+    record = Record(folder, rank, Display(recipe.name, recipe.run.steps, None))
+    roles = _make_roles(recipe, store, group, slots, record, weights_of=checkpoint_folder(folder, step))
     enter_phase("eval")
     roles.sync(step, recipe)
     if console is not None:

@@ -20,6 +20,7 @@ from rich.console import Console
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.launch import rendezvous
+from hybrid3d.launch.restarts import is_attempt, run_attempts, this_attempt
 from hybrid3d.process import (
     adopt_orphans,
     kill_descendants,
@@ -41,8 +42,25 @@ It first builds the default process group with the store.
 """
 
 
-def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> int:
-    """Run a task as one rank.
+def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, restarts: bool = False) -> int:
+    """Run a task as one rank; with `restarts`, one that only generates is started again when it is lost.
+
+    Arguments and result are those of `run_process`.
+    """
+    generates = restarts and recipe.is_split and distributed.rank() in recipe.role_ranks["generation"]
+    if not generates or is_attempt():
+        return run_process(recipe, folder, task, launched or generates, restarts)
+    rank = distributed.rank()
+    code, why = run_attempts(folder, recipe.roles.generation.max_restarts)
+    if why:
+        reason = {"rank": rank, "time": time.time(), "peer": False, "reason": why, "kind": "error"}
+        if not (_write_failure(folder.failure_path(rank), reason) and launched):
+            _print_error(terminal.plain_console(file=sys.stderr), failure_message(folder, rank, reason))
+    return code
+
+
+def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, restarts: bool) -> int:
+    """Run a task as one rank, in this process.
 
     The output of the rank and of all libraries goes to its log. The reason of a failure is written, in one line, to
     a file for the launcher. A rank that is not the first to fail usually fails because it has lost its peer.
@@ -50,13 +68,14 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
     Args:
         launched: whether hybrid3d's own launcher started the rank and reports failures; under torchrun and srun the
             rank reports its own.
+        restarts: whether ranks that only generate are started again when they are lost, so that the others do not end.
 
     Returns:
         The exit code: 0 for success, 1 for a failure, 2 if the ranks were not started with the same settings.
     """
     kill_when_parent_exits(os.getppid())  # the launcher, which ranks must not outlive
     adopt_orphans()  # processes that a reward started, after their pool was killed
-    rank = distributed.rank()
+    attempt, rank = this_attempt(), distributed.rank()
     folder.logs.mkdir(parents=True, exist_ok=True)
     folder.failure_path(rank).unlink(missing_ok=True)
     # Where NCCL's flight recorder writes what each rank was doing when a collective hung; it appends the rank
@@ -65,17 +84,20 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool) -> i
     console = _redirect(folder.log_path(rank), keep_console=rank == 0)
     _log_as(rank)
     try:
-        store = rendezvous.meet(rendezvous.describe_rank(recipe))
+        store = rendezvous.rejoin() if attempt.number else rendezvous.meet(rendezvous.describe_rank(recipe))
     except rendezvous.RendezvousError as error:
         logger.error("%s", error)
-        if not error.reported_by_rank_0 and distributed.local_rank() == 0:
+        if not error.reported_by_rank_0 and distributed.local_rank() == 0 and not attempt.number:
             _print_error(stderr, f"{recipe.name}: {error}")
         return error.code
     set_shared_memory_prefix(distributed.run_id())
 
     try:
         on_lost = functools.partial(_report_lost_rank, folder, launched, stderr)
-        heartbeat = Heartbeat(store, rank, distributed.world_size(), on_lost)
+        trains, watched = len(recipe.role_ranks["train"]) if restarts else distributed.world_size(), None
+        if rank >= trains:  # its parent watches it, and starts it again
+            watched = 0
+        heartbeat = Heartbeat(store, rank, trains, on_lost, watched)
         task(rank, store, console)
         if dist.is_initialized():
             dist.barrier()
@@ -176,25 +198,11 @@ def _redirect(log: Path, keep_console: bool) -> Console | None:
     return terminal.plain_console(file=terminal_file) if terminal_file else None
 
 
-# Parts of the errors of gloo, and of NCCL through torch's ProcessGroupNCCL, on a rank that has lost a peer
-LOST_PEER_ERRORS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "gloo/transport",
-    "ncclRemoteError",
-    "remote process exited",
-    "communicator was aborted",
-    "Watchdog caught collective operation timeout",
-)
-
-
 def _is_lost_peer(error: BaseException) -> bool:
     """Return whether an error only says that another rank is lost, so that it is not the cause of the failure."""
     if find_out_of_memory(error) is not None:
         return False  # torch quotes NCCL's reason in the error about a communicator that it has aborted for it
-    if isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError):
-        return True  # an error of the store or the network
-    return any(text in str(error) for text in LOST_PEER_ERRORS)  # other NCCL errors are failures of this rank
+    return distributed.is_lost_peer(error)
 
 
 def _one_line(error: BaseException) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+# Not the group's, which is that of meeting: a rank that waits for one that is lost notices its closed connection
+GLOO_TIMEOUT = timedelta(days=1)
 
 
 class Pending(Protocol):
@@ -36,13 +40,16 @@ class Transport(Protocol):
 
 
 class _Works:
-    def __init__(self, works: Sequence[dist.Work | None]):
-        self._works = works
+    def __init__(self, works: Sequence[dist.Work | None], timeout: timedelta | None = None):
+        self._works, self._timeout = works, timeout
 
     def wait(self) -> None:
         for work in self._works:
             assert work is not None, "every rank of the plan is in the group"
-            work.wait()
+            if self._timeout is None:
+                work.wait()
+            else:
+                work.wait(self._timeout)
 
 
 class _CountingTransport:
@@ -51,17 +58,20 @@ class _CountingTransport:
     Args:
         group: spans every rank of the plan.
         ranks_per_node: the number of consecutive ranks that share a node.
+        ranks: the plan's rank of each member of the group, by default their ranks in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int):
+    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int, ranks: Sequence[int] | None = None):
         self.received_bytes = 0
         self.network_bytes = 0
         self._group = group
-        self._ranks_per_node = ranks_per_node
+        ranks = ranks or range(group.size())
+        self._members = {rank: member for member, rank in enumerate(ranks)}
+        self._ranks_per_node, self._node = ranks_per_node, ranks[group.rank()] // ranks_per_node
 
     def _count(self, tensor: torch.Tensor, src: int) -> None:
         self.received_bytes += tensor.nbytes
-        if src // self._ranks_per_node != self._group.rank() // self._ranks_per_node:
+        if src // self._ranks_per_node != self._node:
             self.network_bytes += tensor.nbytes
 
 
@@ -70,19 +80,19 @@ class GlooTransport(_CountingTransport):
 
     blocks_host = True
 
-    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int):
-        super().__init__(group, ranks_per_node)
+    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int, ranks: Sequence[int] | None = None):
+        super().__init__(group, ranks_per_node, ranks)
         self._works: list[dist.Work | None] = []
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        self._works.append(dist.isend(tensor, group=self._group, group_dst=dst, tag=tag))
+        self._works.append(dist.isend(tensor, group=self._group, group_dst=self._members[dst], tag=tag))
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
         self._count(tensor, src)
-        self._works.append(dist.irecv(tensor, group=self._group, group_src=src, tag=tag))
+        self._works.append(dist.irecv(tensor, group=self._group, group_src=self._members[src], tag=tag))
 
     def run(self) -> Pending:
-        started, self._works = _Works(self._works), []
+        started, self._works = _Works(self._works, GLOO_TIMEOUT), []
         return started
 
 
@@ -91,16 +101,16 @@ class NcclTransport(_CountingTransport):
 
     blocks_host = False
 
-    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int):
-        super().__init__(group, ranks_per_node)
+    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int, ranks: Sequence[int] | None = None):
+        super().__init__(group, ranks_per_node, ranks)
         self._ops: list[dist.P2POp] = []
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        self._ops.append(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=dst))
+        self._ops.append(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=self._members[dst]))
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
         self._count(tensor, src)
-        self._ops.append(dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=src))
+        self._ops.append(dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=self._members[src]))
 
     def run(self) -> Pending:
         works = dist.batch_isend_irecv(self._ops) if self._ops else []
@@ -108,13 +118,20 @@ class NcclTransport(_CountingTransport):
         return _Works(works)
 
 
-def make_transport(device: torch.device, group: dist.ProcessGroup, ranks_per_node: int) -> Transport:
-    """Return the transport for tensors on `device`; every rank of `group` calls it."""
+def make_transport(
+    device: torch.device, group: dist.ProcessGroup, ranks_per_node: int, ranks: Sequence[int] | None = None
+) -> Transport:
+    """Return the transport for tensors on `device`; every rank of `group` calls it.
+
+    Args:
+        ranks_per_node: the number of consecutive ranks that share a node.
+        ranks: the plan's rank of each member of the group, by default their ranks in the group.
+    """
     if device.type != "cuda":
-        return GlooTransport(group, ranks_per_node)
+        return GlooTransport(group, ranks_per_node, ranks)
     # NCCL requires all ranks in the first operation of a group, and a bucket may involve only some of them
     dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return NcclTransport(group, ranks_per_node)
+    return NcclTransport(group, ranks_per_node, ranks)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
+from hybrid3d.generation.replicas import EngineReplicas
 from hybrid3d.generation.rollouts import make_rollouts
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
@@ -19,8 +20,10 @@ from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.run.timeline import Span
 from hybrid3d.train import checkpoint
 from hybrid3d.train.policy import Policy
+from hybrid3d.train.runtime import peak_memory
 from hybrid3d.train.stepping import BucketHook
 
 
@@ -67,7 +70,8 @@ class Colocated:
         buckets = self._policy.optimizer_buckets if self._overlaps else None
         self._sync = WeightSync(recipe, group, self._policy.weights, self._engine, buckets, self._policy.changes)
         self.train, self.held_out = read_data(recipe, self.config, self.tokenizer)
-        self._rollouts = make_rollouts(recipe, self._engine, self.tokenizer, self.train, self.held_out, group)
+        self._replicas = EngineReplicas(recipe, self._engine, self.tokenizer, group)
+        self._rollouts = make_rollouts(recipe, self._replicas, self.train, self.held_out)
         self.models: Models | None = None
         if guard is not None:
             self._engine.sleep()
@@ -107,9 +111,15 @@ class Colocated:
         self._learner.restore(progress, recipe)
         self._rollouts.restore(progress)
 
+    def peak_memory(self) -> int:
+        return peak_memory()
+
+    def other_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
+        return {}
+
     def close(self, recipe: Recipe) -> None:
         dist.barrier(self._group)
-        self._rollouts.close()
+        self._replicas.close()
         (self.models or self._policy).offload(recipe.train)  # vLLM wakes to shut down
         self._engine.close()
 

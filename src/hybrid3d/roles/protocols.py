@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from hybrid3d.config import Recipe
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.run.timeline import Span
 
 
 class Synced(Protocol):
@@ -93,7 +94,8 @@ class Trainer(Protocol):
 
 
 class Roles(Generator, Trainer, Protocol):
-    """All roles of a run, as the loop calls them. Every rank makes these calls, in this order, for each version `v`:
+    """All roles of a run, as the loop calls them, which runs on the ranks that train. Every one of them makes these
+    calls, in this order, for each version `v`:
 
     1. `sync(v)`;
     2. the calls of `Generator`;
@@ -110,6 +112,14 @@ class Roles(Generator, Trainer, Protocol):
 
     def sync(self, version: int, recipe: Recipe) -> Synced:
         """Sync the policy's weights, which have this version, to the generator."""
+        ...
+
+    def peak_memory(self) -> int:
+        """Return the most bytes of memory that this rank has used, or any other that does not run the loop."""
+        ...
+
+    def other_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
+        """Return what each rank that does not run the loop did between two moments, on the first rank."""
         ...
 
     def close(self, recipe: Recipe) -> None:

@@ -115,12 +115,12 @@ class RolloutEngine:
 
         Args:
             run_id: a name unique among the runs on this machine, for vLLM's shared memory.
-            slots: the slot of each rank in the rollout layout, numbered over all engines.
+            slots: the slot of each rank of the default process group in the rollout layout.
         """
         rollout = recipe.rollout
         assert rollout is not None, "checked when the recipe was read"
         self.replica, tp_rank = divmod(slots[rank], rollout.tp)
-        self.replicas = recipe.generation_ranks // rollout.tp
+        self.replicas = len(slots) // rollout.tp
         self.leads = tp_rank == 0
         self.weight_version: int | None = None
         self._submitted: dict[int, list[Completion]] = {}  # what each request has generated so far

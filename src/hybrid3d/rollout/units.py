@@ -140,6 +140,10 @@ class OpenUnit:
 
         self._live = swap_in_loader_layout(self.unit.root, memory_for)
 
+    def abandon(self) -> None:
+        """Put the live tensors back into an open unit, whose new weights are not complete."""
+        swap_back(self._live)
+
     def finalize(self, vllm_config: VllmConfig) -> None:
         """Run vLLM's processing after loading, and copy its results into the memory of the live tensors."""
         device = vllm_config.device_config.device

@@ -41,6 +41,7 @@ class RolloutWeights:
         self.demand = self._record(model, vllm_config, shapes)
         self._buffers = [DeviceBuffer(0, self._device)] * MAX_OPEN_UNITS
         self._open_units: dict[int | None, OpenUnit] = {}
+        self._opened: set[int | None] = set()  # units between `open` and `close`
         self._pending: set[int | None] = set()
         self._keeps = False
         self._apart: frozenset[str] = frozenset()
@@ -129,10 +130,18 @@ class RolloutWeights:
 
     def open(self, layer: int | None) -> None:
         self._open_units[layer].open()
+        self._opened.add(layer)
 
     def close(self, layer: int | None) -> None:
         self._open_units[layer].finalize(self._vllm_config)
+        self._opened.remove(layer)
         self._pending.remove(layer)
+
+    def abandon(self) -> None:
+        """Put the live tensors back where a sync was interrupted, so that another sink can write new weights."""
+        for layer in self._opened:
+            self._open_units[layer].abandon()
+        self._opened.clear()
 
     def skip(self, layer: int | None) -> None:
         """Count a layer as done without `open` and `close`: its data stays as written, and vLLM does not process it."""

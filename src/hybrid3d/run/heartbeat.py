@@ -37,16 +37,25 @@ class Heartbeat:
     in this rank's own beats, so that ranks that were all suspended and resume together do not report each other.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, on_lost: Callable[[int, str], None]):
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        on_lost: Callable[[int, str], None],
+        watched: int | None = None,
+    ):
         """Start the threads.
 
         Args:
             store: the store of the rendezvous; the threads use a connection of their own.
+            world_size: of the ranks that watch each other.
             on_lost: called once, in a thread, with a rank that does not answer and what is known about it. This process
                 exits when it returns.
+            watched: the rank to watch, on a rank that others do not watch.
         """
         self._store = store.clone()
-        self._rank, self._watched = rank, (rank + 1) % world_size
+        self._rank, self._watched = rank, (rank + 1) % world_size if watched is None else watched
         self._on_lost = on_lost
         self._stopped = threading.Event()
         self._identity = (os.getpid(), start_ticks(os.getpid()), socket.gethostname())
@@ -55,7 +64,7 @@ class Heartbeat:
         self._agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._answers, self._last_beat, self._refused = 0, "", False
         # Two threads, because a call to a store whose process is stopped never returns
-        runs = (self._beat, self._watch) if world_size > 1 else ()
+        runs = (self._beat, self._watch) if world_size > 1 or watched is not None else ()
         self._threads = [threading.Thread(target=run, name="heartbeat", daemon=True) for run in runs]
         for thread in self._threads:
             thread.start()

@@ -37,6 +37,7 @@ MUTABLE_SETTINGS = (
     "run.checkpoint_every",
     "run.keep_last",
     "sync.verify",
+    "roles.generation.active_ranks",
     "rollout.temperature",
     "train.micro_batch_size",
     "train.max_tokens_per_micro_batch",

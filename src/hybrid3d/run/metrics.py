@@ -88,19 +88,20 @@ class StepMetrics:
         self.maxima |= other.maxima
         self.replicated |= other.replicated
 
+    def add_rank(self, other: StepMetrics) -> None:
+        """Take in the share of another rank, which does not take part in `reduce`."""
+        for key, value in other.sums.items():
+            self.add(key, value)
+        for key, value in other.maxima.items():
+            self.maxima[key] = _larger(self.maxima.get(key, value), value)
+        self.replicated |= other.replicated
+
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
         """Return all metrics reduced over the group's ranks, which may have different ones; the same on every rank."""
-        row: dict[str, float] = {}
-        replicated: dict[str, float] = {}
-        for other in gather_objects((self.sums, self.maxima, self.replicated), group):
-            sums: Mapping[str, float]
-            sums, maxima, equal = other
-            replicated |= equal
-            for key, value in sums.items():
-                row[key] = row.get(key, 0) + value
-            for key, value in maxima.items():
-                row[key] = _larger(row.get(key, value), value)
-        return row | replicated
+        total = StepMetrics()
+        for other in gather_objects(self, group):
+            total.add_rank(other)
+        return total.sums | total.maxima | total.replicated
 
 
 def _larger(a: float, b: float) -> float:

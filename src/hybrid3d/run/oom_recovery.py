@@ -78,8 +78,6 @@ class OomRecovery:
         Returns:
             `OutOfMemoryRestart`, or another error if memory cannot be reduced further or has run out too often.
         """
-        if rank not in recipe.role_ranks["train"]:
-            return RuntimeError(f"{cause}: this rank only generates: lower rollout.gpu_memory_utilization")
         new = reduced_settings(recipe)
         if not new:
             return RuntimeError(f"{cause}: micro batches cannot be made smaller: {ADVICE}")

@@ -51,7 +51,7 @@ class Record:
                 for s in kept
             )
 
-    def timeline(self, step: int, roles: Mapping[str, Sequence[int]], spans: Sequence[Sequence[Span]]) -> None:
+    def timeline(self, step: int, roles: Mapping[str, Sequence[int]], spans: Mapping[int, Sequence[Span]]) -> None:
         """Record what each rank did during a step: see `write_timeline`."""
         if self._is_rank_0:
             write_timeline(self.folder, step, roles, spans)

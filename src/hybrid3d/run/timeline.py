@@ -15,14 +15,15 @@ MAX_ROWS = 64  # of the picture; of more ranks it shows every n-th
 
 
 def write_timeline(
-    folder: RunFolder, step: int, roles: Mapping[str, Sequence[int]], spans: Sequence[Sequence[Span]]
+    folder: RunFolder, step: int, roles: Mapping[str, Sequence[int]], by_rank: Mapping[int, Sequence[Span]]
 ) -> None:
     """Write `timeline.json`, in Chrome's trace format, and `timeline.png`.
 
     Args:
         roles: the ranks of each role.
-        spans: what each rank did, by rank.
+        by_rank: what each rank did.
     """
+    spans = [by_rank[rank] for rank in sorted(by_rank)]
     start = min(begin for of_rank in spans for _, begin, _ in of_rank)
     names = [" and ".join(role for role, ranks in roles.items() if rank in ranks) for rank in range(len(spans))]
     events = [

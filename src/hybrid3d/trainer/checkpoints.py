@@ -30,26 +30,22 @@ class Checkpoints:
 
     def __init__(
         self,
-        models: checkpoint.Models | None,
+        models: checkpoint.Models,
         replicas: int,
         record: Record,
         group: dist.ProcessGroup,
-        everyone: dist.ProcessGroup | None = None,
     ):
         """
         Args:
-            models: None on ranks that hold no models: they only learn where the run resumes.
             replicas: the data-parallel size, from which the size of the first checkpoint is estimated.
-            group: all ranks that hold shards of the models; unused on the others.
-            everyone: these and the ranks that hold none, by default there are none; its first rank holds some.
+            group: all ranks that hold shards of the models.
         """
-        self._models, self._replicas, self._group = models or {}, replicas, group
-        self._everyone, self._holds_models = everyone or group, models is not None
+        self._models, self._replicas, self._group = models, replicas, group
         self._record = record
         self._writing: CheckpointWriter | None = None
         self._updates = 0  # the number of updates before the checkpoint that is being written
         self._keep_last: int | None = None
-        self._first_rank = self._holds_models and group.rank() == 0
+        self._first_rank = group.rank() == 0
 
     def resume(self) -> tuple[int, dict[str, Any]]:
         """Load the last intact checkpoint, if there is one, and rename broken ones.
@@ -57,11 +53,6 @@ class Checkpoints:
         Returns:
             The policy's version, which is its number of updates, and the progress that was saved with it.
         """
-        resumed = broadcast_object(self._resume() if self._holds_models else None, self._everyone)
-        assert resumed is not None, "the first rank holds models"
-        return resumed
-
-    def _resume(self) -> tuple[int, dict[str, Any]]:
         folder = self._record.folder
         updates, progress = 0, dict[str, Any]()
         self._check_file_system()
@@ -119,8 +110,6 @@ class Checkpoints:
         Raises:
             CheckpointWriteError: this checkpoint or the previous one could not be written.
         """
-        if not self._holds_models:
-            return
         self._keep_last = run.keep_last
         if self._writing is not None and self._writing.is_written():
             self.close()
@@ -144,8 +133,6 @@ class Checkpoints:
             getattr(error, "raised_on_all_ranks", False) and not isinstance(error, CheckpointWriteError)
         ):
             self.close()
-        if getattr(error, "raised_in_all_roles", False):
-            dist.barrier(self._everyone)  # ranks that hold no models would end at once, and the launcher the others
 
     def close(self) -> None:
         """Finish the checkpoint that is being written.

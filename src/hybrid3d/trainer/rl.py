@@ -10,7 +10,7 @@ from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
 from hybrid3d.run.metrics import PhaseTimer
 from hybrid3d.run.record import Record
-from hybrid3d.train.runtime import peak_memory
+from hybrid3d.run.timeline import Span
 from hybrid3d.trainer.checkpoints import Checkpoints
 
 
@@ -21,7 +21,7 @@ def train_rl(
 
     Row s of the metrics belongs to policy version s; the last version is only evaluated.
     """
-    last: tuple[int, PhaseTimer] | None = None  # the last step that updated the models
+    last: tuple[int, list[Span]] | None = None  # the last step that updated the models, and what this rank did in it
     with checkpoints:
         step, progress = checkpoints.resume()
         live.restore(progress)
@@ -50,16 +50,18 @@ def train_rl(
                 metrics.update(synced.metrics())
                 if step < recipe.run.steps:
                     metrics.update(roles.update(experience, step, recipe))
-                    last = step, timer
+                    last = step, timer.spans
             samples = experience.samples
             with timer("wait"):  # for the slowest rank
                 row |= generated.metrics(samples, recipe.rollout, step) | metrics.reduce(group)
             row |= timer.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
             record.step(row, recipe.run.steps, samples)
-            guard.check_bounds(row, all_reduce_max([peak_memory()], group)[0] / 1e9, recipe)
+            guard.check_bounds(row, all_reduce_max([roles.peak_memory()], group)[0] / 1e9, recipe)
             step += 1
             drawn = {"batch": batch, "unfinished": generated.unfinished or []}
             checkpoints.save_if_due(step, drawn | roles.progress | live.progress, recipe.run)
     if last is not None:
-        record.timeline(last[0], live.recipe.role_ranks, gather_objects(last[1].spans, group))
+        step, own = last
+        spans = dict(enumerate(gather_objects(own, group)))
+        record.timeline(step, live.recipe.role_ranks, spans | roles.other_spans(own[0][1], own[-1][2]))
     roles.close(live.recipe)

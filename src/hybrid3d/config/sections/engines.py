@@ -16,6 +16,7 @@ from hybrid3d.config.schema import (
     Positive,
     Ranks,
     Repeats,
+    RepeatsOrZero,
     Sequences,
     Staleness,
     Temperature,
@@ -138,9 +139,15 @@ class GenerationRole:
     Attributes:
         ranks: Number of ranks that only generate, in addition to those that train; `null`: the ranks that train also
             generate, in turns.
+        max_restarts: With `ranks`, how many times each of them is started again when it is lost; training goes on
+            meanwhile with the others.
+        active_ranks: With `ranks`, how many of them generate; the others wait without a model, until this changes
+            during the run. `null`: all.
     """
 
     ranks: Ranks | None = None
+    active_ranks: Ranks | None = None
+    max_restarts: RepeatsOrZero = 10
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,130 +1,156 @@
-"""A rank that generates, where other ranks train."""
+"""A rank that generates, where other ranks train: it does what the first of those tells it."""
 
 from __future__ import annotations
 
-from collections import deque
+import os
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import RoleGroups, broadcast_object
-from hybrid3d.generation.rollouts import FailedRewards, PartialRollouts, make_rollouts
-from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
-from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
-from hybrid3d.roles.split.exchange import is_updated, meet, share, wait_for_all
-from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
+from hybrid3d.generation.partial_rollout import Prompt
+from hybrid3d.generation.replicas import EngineReplicas, Work
+from hybrid3d.inputs.models import read_tokenizer
+from hybrid3d.launch_environment import DISCONNECTED
+from hybrid3d.process import remove_shared_memory, set_shared_memory_prefix
+from hybrid3d.rewards import sandbox
+from hybrid3d.roles.split.connections import Line, connect
+from hybrid3d.roles.split.elastic_sync import ElasticSync, Members
+from hybrid3d.roles.split.messages import Call, Hello, Join, Joined, Leave, Reply, Stop
+from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.run.metrics import StepMetrics, Stopwatch
+from hybrid3d.run.heartbeat import enter_phase
+from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.train.runtime import peak_memory
 
-
-@dataclass(frozen=True)
-class ForeignExperience:
-    """The experience that other ranks have made; this rank knows its samples."""
-
-    samples: Sequence[Sample]
-    metrics: StepMetrics = field(default_factory=StepMetrics)
+ACTIVITIES = {"sync": "sync", "answer": "generate", "advance": "generate"}
 
 
 class GenerationRank:
-    """Implements `Roles` on a rank that generates.
+    """One rank of an engine.
 
-    While others train, it waits, or generates samples of the next steps as far ahead as `async.max_staleness` allows.
-
-    Attributes:
-        train, held_out: the prompts.
+    An engine is the ranks of `rollout.tp` x `rollout.dp`, and what is lost together: its ranks have process groups of
+    their own, apart from those of the syncs.
     """
 
-    models = None
+    def __init__(self, recipe: Recipe, store: dist.Store, ranks: range, incarnation: int, line: Line):
+        """
+        Args:
+            ranks: those of its engine.
+            incarnation: how many times the engine was started before.
+            line: to the first rank that trains.
+        """
+        number = ranks.start // len(ranks)
+        name = f"{distributed.run_id()}.engine{number}"
+        if incarnation:
+            remove_shared_memory(f"{name}.{incarnation - 1}")
+        set_shared_memory_prefix(f"{name}.{incarnation}")
+        group = distributed.start_among(ranks, f"engine/{ranks.start}/{incarnation}", store)
+        self._line, self._leads = line, group.rank() == 0
+        self._engine = RolloutEngine(recipe, group.rank(), f"{name}.{incarnation}", range(len(ranks)))
+        self._replicas = EngineReplicas(recipe, self._engine, read_tokenizer(recipe), group)
 
-    def __init__(self, recipe: Recipe, groups: RoleGroups, slots: Sequence[int]):
-        self._groups, self._first = groups, recipe.role_ranks["generation"].start
-        config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
-        self._engine = RolloutEngine(recipe, groups.own.rank(), distributed.run_id(), slots)
-        self._sync = WeightSync(recipe, groups.everyone, engine=self._engine, transport_group=groups.weights)
-        self.train, self.held_out = read_data(recipe, config, tokenizer)
-        self._rollouts = make_rollouts(recipe, self._engine, tokenizer, self.train, self.held_out, groups.own)
-        self.activities: Mapping[str, str] = {"train": "generate" if recipe.async_.max_staleness else "wait"}
-        self._ahead: deque[RolloutBatch | Exception] = deque()  # of the next steps
-        self._next_batch = 0  # number of the first batch of prompts that is not generated yet
-        self._busy = Stopwatch()
+        def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, members: tuple[int, ...]) -> WeightSync:
+            return WeightSync(recipe, everyone, engine=self._engine, transport_group=weights, ranks=members)
 
-    def sync(self, version: int, recipe: Recipe) -> SyncReport:
-        """Sync to this version, or finish the overlapped sync to it."""
-        if self._sync.in_progress == version:
-            return self._sync.finish()
-        return self._sync.run(version, is_verified(recipe.sync.verify, version))
+        self._sync = ElasticSync(store, make_sync)
+        self.has_synced = False
 
-    def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
-        return share(lambda: self._rollouts.evaluate(version), self._groups.everyone, self._first)
+    def sync(self, members: Members, version: int, verify: bool) -> StepMetrics | None:
+        """Sync the weights; return this rank's share of the metrics, or None if a member has been lost."""
+        self._sync.begin(members, version, verify)
+        self._sync.bucket_ready(0, last=True)
+        report = self._sync.finish()
+        self.has_synced |= report is not None
+        return None if report is None else report.metrics()
 
-    def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
-        if not self._ahead:
-            self._next_batch = batch
-        with self._busy:
-            return share(partial(self._next_samples, version, recipe), self._groups.everyone, self._first)
+    def answer(self, shares: Mapping[int, Sequence[Work]], version: int, temperature: float, scored: bool) -> Any:
+        """See `Replicas.answer`."""
+        return self._replicas.answer(shares, version, temperature, scored)
 
-    def _next_samples(self, version: int, recipe: Recipe) -> RolloutBatch:
-        """Return the samples of a step, or raise the error of them, which may be from while others trained."""
-        outcome = self._ahead.popleft() if self._ahead else self._generate(version, recipe)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+    def advance(
+        self,
+        prompts: Mapping[int, Sequence[Prompt]],
+        wanted: Mapping[int, int] | None,
+        version: int,
+        temperature: float,
+        scored: bool,
+        stoppable: bool,
+    ) -> Any:
+        """See `Replicas.advance`; if it is stoppable, until a message has arrived."""
+        stop = self._line.has_message if stoppable else None
+        return self._replicas.advance(prompts, wanted, version, temperature, scored, stop)
 
-    def _generate(self, version: int, recipe: Recipe) -> RolloutBatch:
-        """Generate the samples of the first step that has none yet."""
-        generated = self._rollouts.generate_batch(version, self._next_batch, recipe)
-        self._next_batch += generated.batches
-        return generated
+    def call(self, call: Call) -> Reply:
+        """Call the method, and return what it returned if this rank reports it."""
+        enter_phase(call.method)
+        begin = time.time()
+        result = getattr(self, call.method)(**call.arguments)
+        if call.method != "sync" and not self._leads:
+            result = None  # the same as that of the rank that leads
+        return Reply(result, [(ACTIVITIES[call.method], begin, time.time())], peak_memory())
 
-    def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> ForeignExperience:
-        return ForeignExperience(samples)
+    def close(self) -> None:
+        """Shut the engine down."""
+        self._sync.leave()
+        self._replicas.close()
+        self._engine.close()  # destroys the groups
 
-    def update(self, experience: Any, step: int, recipe: Recipe) -> StepMetrics:
-        """Generate ahead while the others update the models, or begin the sync with them during their last update."""
-        with self._busy:
-            self._generate_ahead(step, recipe)
-        if recipe.overlaps_sync:
-            meet(self._groups.everyone)  # the last update of the others has begun
-            self._sync.begin(step + 1, is_verified(recipe.sync.verify, step + 1))
-            self._sync.bucket_ready(0, last=True)
-        metrics = StepMetrics(maxima={"time/generation_busy": self._busy.lap()})
-        if recipe.async_.max_staleness and recipe.async_.partial is None:
-            metrics.maxima["rollout/batches_ahead"] = len(self._ahead)
-        return metrics
 
-    def _generate_ahead(self, step: int, recipe: Recipe) -> None:
-        if isinstance(self._rollouts, PartialRollouts):
-            self._rollouts.generate_ahead(step, recipe, lambda: is_updated(self._groups.store, step))
-            return
-        most = min(recipe.async_.max_staleness, recipe.run.steps - step)
-        while len(self._ahead) < most and not (self._ahead and self._is_updated(step)):
-            try:
-                self._ahead.append(self._generate(step, recipe))
-            except FailedRewards as error:  # the other ranks learn of it when they ask for these samples
-                self._ahead.append(error)
-                break
+class Progress(Protocol):
+    """Who is told how far this process has come."""
 
     @property
-    def progress(self) -> dict[str, Any]:
-        return {}
+    def lost(self) -> str:
+        """Why the process of this rank before this one ended; empty if this is the first."""
+        ...
 
-    def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
-        self._rollouts.restore(progress)
+    def connected(self) -> None: ...
 
-    def _is_updated(self, step: int) -> bool:
-        """Return whether the update of this step is done; the ranks that generate call this together, and agree."""
-        own = self._groups.own
-        return broadcast_object(is_updated(self._groups.store, step) if own.rank() == 0 else False, own)
+    def ready(self) -> None:
+        """The engine has weights."""
+        ...
 
-    def close(self, recipe: Recipe) -> None:
-        dist.barrier(self._groups.everyone)
-        self._rollouts.close()
-        everyone = self._groups.everyone
-        rank, ranks = everyone.rank(), everyone.size()
-        self._engine.close()  # destroys the groups
-        wait_for_all(self._groups.store, rank, ranks)
+    def leaving(self) -> None:
+        """The engine is not needed for now."""
+        ...
+
+    def ending(self) -> None: ...
+
+
+def serve(recipe: Recipe, store: dist.Store, progress: Progress) -> None:
+    """Start this rank's engine once its other ranks are there, and do what the first rank that trains says."""
+    line = connect(store)
+    done = False
+
+    def end() -> None:
+        if not done:  # the main thread may be waiting for a rank that is lost
+            os._exit(DISCONNECTED)
+
+    rank, rollout = distributed.rank(), recipe.rollout
+    assert rollout is not None, "checked when the recipe was read"
+    confined_by = sandbox.protection() if recipe.reward.name == "code" else None
+    line.send(Hello(rank, progress.lost, confined_by))
+    progress.connected()
+    line.when_hung_up(end)
+    message = line.receive()
+    served: GenerationRank | None = None
+    if isinstance(message, Join):
+        size, first = rollout.tp * rollout.dp, recipe.role_ranks["generation"].start
+        start = first + (rank - first) // size * size
+        served = GenerationRank(recipe, store, range(start, start + size), message.incarnation, line)
+        line.send(Joined())
+        while not isinstance(message := line.receive(), Leave | None):
+            if not isinstance(message, Stop):
+                ready = served.has_synced
+                line.send(served.call(message))
+                if served.has_synced > ready:
+                    progress.ready()
+    done = True
+    (progress.leaving if isinstance(message, Leave) else progress.ending)()
+    line.send(None)
+    if served is not None:
+        served.close()

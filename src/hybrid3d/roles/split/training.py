@@ -2,28 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import RoleGroups
+from hybrid3d.distributed import PHASE_TIMEOUT, all_reduce_min, broadcast_object
+from hybrid3d.generation.replicas import NoReplicas
+from hybrid3d.generation.rollouts import make_rollouts
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
+from hybrid3d.rewards import sandbox
 from hybrid3d.roles.learner import Experience, Learner
 from hybrid3d.roles.models import Models
-from hybrid3d.roles.split.exchange import announce_update, meet, receive, wait_for_all
+from hybrid3d.roles.split.ahead import GenerationAhead
+from hybrid3d.roles.split.elastic_sync import ElasticSync
+from hybrid3d.roles.split.engines import Engines
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics, Stopwatch
+from hybrid3d.run.record import Record
+from hybrid3d.run.timeline import Span
 from hybrid3d.train import checkpoint
 from hybrid3d.train.policy import Policy
+from hybrid3d.train.runtime import peak_memory
+from hybrid3d.train.stepping import BucketHook
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SplitSyncReport:
+    """The report of a sync on a rank that trains: its own, and on the first one the metrics of those that generate."""
+
+    own: SyncReport
+    others: StepMetrics
+
+    @property
+    def corrupted(self) -> tuple[str, ...]:
+        return self.own.corrupted
+
+    @property
+    def dense_reason(self) -> str:
+        return self.own.dense_reason
+
+    def metrics(self) -> StepMetrics:
+        metrics = self.own.metrics()
+        metrics.add_rank(self.others)
+        return metrics
 
 
 class TrainingRank:
-    """Implements `Roles` on a rank that trains: what other ranks generate it receives.
+    """Implements `Roles` on a rank that trains. The first one asks the engines, and tells the others what it has got.
 
     Attributes:
         models: the models in the train layout; None if the run does not train.
@@ -32,63 +66,154 @@ class TrainingRank:
 
     activities: Mapping[str, str] = {"generate": "wait", "eval": "wait"}
 
-    def __init__(self, recipe: Recipe, groups: RoleGroups, guard: Guard | None, weights_of: Path | None):
-        self._groups, self._first = groups, recipe.role_ranks["generation"].start
+    def __init__(
+        self,
+        recipe: Recipe,
+        store: dist.Store,
+        group: dist.ProcessGroup,
+        record: Record,
+        guard: Guard | None,
+        weights_of: Path | None,
+    ):
+        """
+        Args:
+            group: the ranks that train; the default group.
+            guard, weights_of: as for `Colocated`.
+        """
+        self._group = group
+        # Here ranks wait for those that generate, which is no failure however long it takes
+        self._patient = dist.new_group(dist.get_process_group_ranks(group), timeout=PHASE_TIMEOUT, backend="gloo")
         config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
-        self._policy = Policy(config, recipe, groups.own.rank(), trainable=guard is not None)
+        self.train, self.held_out = read_data(recipe, config, tokenizer)
+        self._engines: Engines | None = None
+        if group.rank() == 0:
+            self._engines = Engines(recipe, store, record)
+            self._rollouts = make_rollouts(recipe, self._engines, self.train, self.held_out)
+            self._ahead = GenerationAhead(self._rollouts)
+        self._record = record
+        self._policy = Policy(config, recipe, group.rank(), trainable=guard is not None)
         if weights_of is not None:
-            checkpoint.load_weights({"policy": self._policy}, weights_of, groups.own)
+            checkpoint.load_weights({"policy": self._policy}, weights_of, group)
         self._overlaps = guard is not None and recipe.overlaps_sync
-        self._sync = WeightSync(
+        self._sync = ElasticSync(store, lambda *members: self._make_sync(recipe, *members))
+        self._begun: int | None = None  # the version of a sync that has begun during an update
+        self._synced_before = False
+        self._busy, self._step_began = Stopwatch(), time.time()
+        self.models: Models | None = None
+        if guard is not None:
+            self.models = Models.of(recipe, self._policy, group.rank())
+            self._learner = Learner(recipe, self.models, guard, tokenizer.pad_token_id, group)
+
+    def _make_sync(
+        self, recipe: Recipe, everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: Sequence[int]
+    ) -> WeightSync:
+        return WeightSync(
             recipe,
-            groups.everyone,
+            everyone,
             self._policy.weights,
             optimizer_buckets=self._policy.optimizer_buckets if self._overlaps else None,
             changes=self._policy.changes,
-            transport_group=groups.weights,
+            transport_group=weights,
+            ranks=ranks,
         )
-        self.train, self.held_out = read_data(recipe, config, tokenizer)
-        self._busy = Stopwatch()
-        self.models: Models | None = None
-        if guard is not None:
-            self.models = Models.of(recipe, self._policy, groups.own.rank())
-            self._learner = Learner(recipe, self.models, guard, tokenizer.pad_token_id, groups.own)
 
-    def sync(self, version: int, recipe: Recipe) -> SyncReport:
-        """Sync to this version, or finish the overlapped sync to it."""
-        if self._sync.in_progress == version:
-            return self._sync.finish()
-        return self._sync.run(version, is_verified(recipe.sync.verify, version))
+    def sync(self, version: int, recipe: Recipe) -> SplitSyncReport:
+        """Sync to this version, or finish the overlapped sync to it; again without ranks that are lost meanwhile."""
+        begun, self._begun = self._begun == version, None
+        while True:
+            if not begun:
+                self._begin_sync(version, recipe)
+            begun = False
+            report, others = self._sync.finish(), StepMetrics()
+            found = others if self._engines is None else self._engines.finish_sync()
+            if all_reduce_min(int(report is not None and found is not None), self._patient):
+                assert report is not None
+                assert found is not None
+                self._tell_start(recipe, report)
+                return SplitSyncReport(report, found)
+            self._sync.leave()
+            if self._engines is not None:
+                self._engines.fail_sync()
+
+    def _begin_sync(self, version: int, recipe: Recipe) -> None:
+        verify = is_verified(recipe.sync.verify, version)
+        members = self._from_first(lambda engines: engines.members(recipe.active_generation_ranks))
+        if self._engines is not None:
+            self._engines.begin_sync(members, version, verify)
+        self._sync.begin(members, version, verify)
+
+    def _tell_start(self, recipe: Recipe, report: SyncReport) -> None:
+        """Record, after the first sync, what the ranks that generate have said of themselves."""
+        if not self._synced_before and self._engines is not None and recipe.reward.name == "code":
+            confined_by = self._engines.confined_by or ""
+            self._record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
+        self._synced_before = True
+
+    def _from_first(self, work: Callable[[Engines], T]) -> T:
+        """Return what the first rank finds, or raise the error that it has and that all ranks are to raise."""
+        outcome: T | Exception | None = None
+        if self._engines is not None:
+            try:
+                outcome = work(self._engines)
+            except Exception as error:
+                if not getattr(error, "raised_on_all_ranks", False):
+                    raise
+                outcome = error
+        outcome = broadcast_object(outcome, self._patient)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome  # type: ignore[return-value]
+
+    def _generate(self, version: int, recipe: Recipe, work: Callable[[Engines], T]) -> T:
+        """Return what the first rank has generated; if all engines are lost, begin again with those that come back."""
+        while True:
+            try:
+                return self._from_first(work)
+            except NoReplicas:
+                self.sync(version, recipe)
 
     def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
-        return receive(self._groups.everyone, self._first)
+        return self._generate(version, recipe, lambda _: self._rollouts.evaluate(version))
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
-        return receive(self._groups.everyone, self._first)
+        return self._generate(version, recipe, lambda _: self._ahead.next_batch(version, batch, recipe))
 
     def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
         with self._busy:
             return self._learner.make_experience(samples, step, recipe)
 
     def update(self, experience: Experience, step: int, recipe: Recipe) -> StepMetrics:
+        hook = self._overlap_hook(step + 1, recipe)
+        if self._engines is not None:
+            self._ahead.begin(step, recipe)
         with self._busy:
-            metrics = self._update(experience, step, recipe)
+            metrics = self._learner.update(experience, step, recipe, hook)
         metrics.maxima["time/training_busy"] = self._busy.lap()
-        if self._groups.own.rank() == 0:
-            announce_update(self._groups.store, step)
+        if self._engines is not None:
+            self._ahead.end()
+            metrics.maxima["time/generation_busy"] = self._engines.busy_seconds(self._step_began)
+            if recipe.async_.max_staleness and recipe.async_.partial is None:
+                metrics.maxima["rollout/batches_ahead"] = len(self._ahead)
+            self._step_began = time.time()
         return metrics
 
-    def _update(self, experience: Experience, step: int, recipe: Recipe) -> StepMetrics:
-        """Update the models, and begin the sync of the result, as the ranks that generate do meanwhile."""
-        if not self._overlaps:
-            return self._learner.update(experience, step, recipe)
-        verify, everyone = is_verified(recipe.sync.verify, step + 1), self._groups.everyone
-        hook = self._sync.begin_when_ready(step + 1, verify, prepare=lambda: meet(everyone))
-        metrics = self._learner.update(experience, step, recipe, hook)
-        if self._sync.in_progress is None:  # the policy was not updated
-            meet(everyone)
-            self._sync.begin(step + 1, verify)
-        return metrics
+    def _overlap_hook(self, version: int, recipe: Recipe) -> BucketHook | None:
+        """Return a hook that syncs each optimizer bucket of the last update; None if syncs do not overlap it."""
+        if not self._overlaps or not self._from_first(lambda engines: engines.unchanged):
+            return None
+        members, verify = self._sync.members, is_verified(recipe.sync.verify, version)
+        if members is None:
+            return None
+
+        def hook(bucket: int, last: bool) -> None:
+            if bucket == 0:
+                self._begun = version
+                if self._engines is not None:
+                    self._engines.begin_sync(members, version, verify)
+                self._sync.begin(members, version, verify)
+            self._sync.bucket_ready(bucket, last)
+
+        return hook
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -96,8 +221,18 @@ class TrainingRank:
 
     def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
         self._learner.restore(progress, recipe)
+        if self._engines is not None:
+            self._rollouts.restore(progress)
+
+    def peak_memory(self) -> int:
+        return max(peak_memory(), 0 if self._engines is None else self._engines.peak_memory)
+
+    def other_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
+        return {} if self._engines is None else self._engines.spans(begin, end)
 
     def close(self, recipe: Recipe) -> None:
-        everyone = self._groups.everyone
-        dist.barrier(everyone)
-        wait_for_all(self._groups.store, everyone.rank(), everyone.size())
+        dist.barrier(self._group)
+        self._sync.leave()
+        if self._engines is not None:
+            self._engines.close()
+        dist.barrier(self._patient)

@@ -45,7 +45,7 @@ _REASONS = (
     "sync.anchor_every",
     "weights were changed by something else than the optimizer",
     "vLLM may not have the weights of the last sync: it did not finish, or this one was to send everything",
-    "it is the first sync of this process",
+    "it is the first sync of these processes",
     "vLLM's permuted tensors are kept in loader layout for the first time",
     "vLLM keeps no tensor as it is loaded, or Megatron's optimizer updates none in bfloat16",
     "vLLM frees its weights while it sleeps: set rollout.keep_weights=true",

@@ -51,19 +51,22 @@ class SyncPlan:
         trained: MegatronWeights | None,
         engine: RolloutEngine | None,
         optimizer_buckets: Mapping[str, int],
+        ranks: Sequence[int] | None = None,
     ):
         """
         Args:
             optimizer_buckets: the optimizer bucket of each of the trainer's local tensors.
+            ranks: the rank of each member of the group, which says what node it is on; by default that in the group.
         """
-        self._group, self._rank = group, group.rank()
+        ranks = ranks or range(group.size())
+        self._group, self._rank = group, ranks[group.rank()]
         self._keep = recipe.sync.keep_loader_layout
         held = NOTHING_HELD if trained is None else trained.holdings
-        self.holders = gather_unique(signature_of(held), group)
+        self.holders = [([ranks[m] for m in same], found) for same, found in gather_unique(signature_of(held), group)]
         shapes = canonical_shapes([signature for _, signature in self.holders])
         self.sink: RolloutWeights | None = None if engine is None else engine.weights(shapes)
         wanted = NOTHING_WANTED if self.sink is None else self.sink.demand
-        readers = gather_unique(signature_of(wanted), group)
+        readers = [([ranks[m] for m in same], found) for same, found in gather_unique(signature_of(wanted), group)]
         check_same_tensors(self.holders, readers)
         per_node = recipe.machine.gpus_per_node
         self._routes = Routes(self.holders, readers, recipe.sync.bucket_bytes, per_node, relays=True)
@@ -71,7 +74,8 @@ class SyncPlan:
         self.transfers: Sequence[tuple[int, Transfer]] = self._routes.rank_transfers(self._rank, pieces)
         self._boundaries = self._routes.bucket_boundaries([self.transfers], partial(all_reduce_min, group=group))
         self.lower_bound = lower_bound({self._rank: held}, {self._rank: wanted})[self._rank]
-        first_of = {self._rank // per_node} if self._rank % per_node == 0 else set()
+        of_node = [rank for rank in ranks if rank // per_node == self._rank // per_node]
+        first_of = {self._rank // per_node} if self._rank == min(of_node) else set()
         self.network_bound = sum(network_lower_bound(self.holders, readers, per_node, nodes=first_of).values())
         self.bucket_of = {piece.name: optimizer_buckets.get(piece.view.tensor, -1) for piece in held.pieces}
         self.current, self.ready = self._bind(SharedStorage())

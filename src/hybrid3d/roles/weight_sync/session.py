@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -119,6 +119,7 @@ class WeightSync:
         optimizer_buckets: Mapping[str, int] | None = None,
         changes: ChangeSource | None = None,
         transport_group: dist.ProcessGroup | None = None,
+        ranks: Sequence[int] | None = None,
     ):
         """
         Args:
@@ -129,15 +130,16 @@ class WeightSync:
             changes: which of this rank's weights its updates have changed; without it every sync sends all.
             transport_group: the same ranks as `group`, for weights alone; needed if `group` is not within the default
                 group.
+            ranks: the rank of each member of the group, which says what node it is on; by default that in the group.
         """
         self._group, self._engine = group, engine
-        self._plan = SyncPlan(recipe, group, trained, engine, optimizer_buckets or {})
+        self._plan = SyncPlan(recipe, group, trained, engine, optimizer_buckets or {}, ranks)
         self.holders, self.lower_bound = self._plan.holders, self._plan.lower_bound
         self._trained = {} if trained is None else trained.tensors
         self.source = NamedTensors(self._trained)
         if transport_group is None:
             transport_group = dist.new_group(dist.get_process_group_ranks(group))
-        self.transport = make_transport(device(), transport_group, recipe.machine.gpus_per_node)
+        self.transport = make_transport(device(), transport_group, recipe.machine.gpus_per_node, ranks)
         self._shared = SharedStorage()
         self._to_share = recipe.sync.share_storage
         names = {name for _, signature in self.holders for held in signature.values() for name in held}
@@ -279,6 +281,11 @@ class WeightSync:
             delta_bound_bytes=done.bound_bytes if isinstance(done, DeltaReport) else 0.0,
             changed=changed,
         )
+
+    def abandon(self) -> None:
+        """Give up the sync in progress, if there is one, so that another session can sync this rank's engine."""
+        if self._plan.sink is not None:
+            self._plan.sink.abandon()
 
     @property
     def _sink(self) -> Sink:

@@ -1,0 +1,199 @@
+"""Replicas of the model that generates: what a step asks of them, and those whose ranks call it together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from hybrid3d.config import Recipe
+from hybrid3d.distributed import PHASE_TIMEOUT, gather_objects
+from hybrid3d.generation.engine import Engine
+from hybrid3d.generation.multi_turn import MultiTurnRollout
+from hybrid3d.generation.partial_rollout import PartialRollout, Place, Prompt
+from hybrid3d.generation.samples import Sample
+from hybrid3d.generation.turns import Trajectory, Turns
+from hybrid3d.rewards.scorer import Scorer, Scores
+from hybrid3d.rl.data import Example
+
+T = TypeVar("T")
+
+OF_ENVIRONMENT = "environment_"  # prefix of the kinds of failures of environments, not of rewards
+
+Work = tuple[Example, int | None]
+"""A prompt to answer, with the seed of its answer; None answers greedily."""
+
+
+class NoReplicas(RuntimeError):
+    """There is no replica that can generate: all have been lost."""
+
+    raised_on_all_ranks = True  # every rank raises it: one of them is enough to tell
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers of one replica.
+
+    Attributes:
+        failures: rewards and environments that failed, by kind; `examples` has what one of each said.
+    """
+
+    samples: list[Sample]
+    failures: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Advanced:
+    """How far a replica has come with its prompts.
+
+    Attributes:
+        answers: to the prompts that were taken, all answers to each in a row.
+        unfinished: the prompts that it has still.
+        dropped_tokens: how many generated tokens it has dropped since it was asked last.
+    """
+
+    answers: Answers
+    unfinished: list[Place]
+    dropped_tokens: int
+
+
+class Replicas(Protocol):
+    """Replicas that answer prompts, by number. Which there are may change between two calls.
+
+    A replica that is lost during a call is not in the call's result.
+    """
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The replicas that can generate, ascending."""
+        ...
+
+    def answer(
+        self, shares: Mapping[int, Sequence[Work]], version: int, temperature: float, scored: bool
+    ) -> Mapping[int, Answers]:
+        """Answer each replica's share of the work, with weights of this version or a later one.
+
+        Args:
+            scored: use the recipe's reward; otherwise all rewards are 0, until a reward model replaces them.
+
+        Raises:
+            StaleWeights: the engine's weights are older, or a sync of them was interrupted.
+        """
+        ...
+
+    def advance(
+        self,
+        prompts: Mapping[int, Sequence[Prompt]],
+        wanted: Mapping[int, int] | None,
+        version: int,
+        temperature: float,
+        scored: bool,
+        stop: Callable[[], bool] | None = None,
+    ) -> Mapping[int, Advanced]:
+        """Go on with the prompts of each replica, and with these more, as `PartialRollout` says.
+
+        Args:
+            wanted: how many prompts each replica is to complete and give back; None completes all that it has, or until
+                `stop` returns True, and gives none back.
+
+        Raises:
+            StaleWeights: as for `answer`.
+        """
+        ...
+
+
+class EngineReplicas:
+    """Implements `Replicas` for the replicas of one engine. Every rank of it calls every method together."""
+
+    def __init__(self, recipe: Recipe, engine: Engine, tokenizer: Any, group: dist.ProcessGroup):
+        """
+        Args:
+            group: all ranks of the engine; the results are the same on each.
+        """
+        self._engine, self._tokenizer, self._group = engine, tokenizer, group
+        self._turns = Turns(recipe, engine, tokenizer, group)
+        self._multi_turn = MultiTurnRollout(self._turns, engine, group)
+        reward = recipe.reward
+        self._scorer = Scorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
+        self._reported = 0  # number of dropped tokens
+        if recipe.async_.partial is not None:
+            # Replicas wait here for the slowest of a whole step, which is no failure however long it takes
+            self._group = dist.new_group(dist.get_process_group_ranks(group), timeout=PHASE_TIMEOUT, backend="gloo")
+            self._partial = PartialRollout(engine, self._turns, recipe.async_)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return range(self._engine.replicas)
+
+    def answer(
+        self, shares: Mapping[int, Sequence[Work]], version: int, temperature: float, scored: bool
+    ) -> Mapping[int, Answers]:
+        work = shares[self._engine.replica]
+        examples, seeds = [example for example, _ in work], [seed for _, seed in work]
+        trajectories = self._multi_turn.run(examples, seeds, version, temperature)
+        return self._of_all_replicas(self._scored(trajectories, scored))
+
+    def advance(
+        self,
+        prompts: Mapping[int, Sequence[Prompt]],
+        wanted: Mapping[int, int] | None,
+        version: int,
+        temperature: float,
+        scored: bool,
+        stop: Callable[[], bool] | None = None,
+    ) -> Mapping[int, Advanced]:
+        for prompt in prompts.get(self._engine.replica, ()):
+            self._partial.add(prompt)
+        taken: list[Trajectory] = []
+        if wanted is None:
+            self._partial.generate(version, len(self._partial.places), temperature, stop)
+        else:
+            count = wanted[self._engine.replica]
+            self._partial.generate(version, count, temperature, stop)
+            taken = [answer for group in self._partial.take(count, version) for answer in group.answers.values()]
+        dropped, self._reported = self._partial.dropped_tokens - self._reported, self._partial.dropped_tokens
+        return self._of_all_replicas(Advanced(self._scored(taken, scored), self._partial.places, dropped))
+
+    def close(self) -> None:
+        """End the processes that compute rewards and replies."""
+        self._scorer.close()
+        self._turns.close()
+
+    def _scored(self, trajectories: Sequence[Trajectory], by_name: bool) -> Answers:
+        """Return answers with their rewards; on the ranks that do not report for their replica none."""
+        trajectories = trajectories if self._engine.leads else []
+        answers = [self._tokenizer.decode(trajectory.tokens, skip_special_tokens=True) for trajectory in trajectories]
+        queries = [
+            (a, trajectory.example.answer, trajectory.example.prompt)
+            for a, trajectory in zip(answers, trajectories, strict=True)
+        ]
+        scores = self._scorer.score(queries) if by_name else Scores([0.0] * len(queries))
+        samples = [
+            Sample(
+                prompt=trajectory.example.prompt,
+                prompt_ids=trajectory.example.prompt_ids,
+                tokens=tuple(trajectory.tokens),
+                loss_mask=tuple(trajectory.loss_mask),
+                logprobs=tuple(trajectory.logprobs),
+                answer=answer,
+                reward=reward,
+                versions=tuple(trajectory.versions),
+            )
+            for trajectory, answer, reward in zip(trajectories, answers, scores.rewards, strict=True)
+        ]
+        failed = {
+            f"{OF_ENVIRONMENT}{trajectory.failure}": trajectory.message
+            for trajectory in reversed(trajectories)
+            if trajectory.failure
+        }
+        failures = Counter(f"{OF_ENVIRONMENT}{trajectory.failure}" for trajectory in trajectories if trajectory.failure)
+        return Answers(samples, dict(failures | scores.failures), failed | scores.examples)
+
+    def _of_all_replicas(self, value: T) -> dict[int, T]:
+        """Return the values of all replicas, by number; each replica's is that of its leading rank."""
+        values = gather_objects((self._engine.replica, value) if self._engine.leads else None, self._group)
+        return dict(sorted(filter(None, values), key=lambda pair: pair[0]))
