@@ -168,3 +168,14 @@ def test_a_run_of_one_rank_has_nobody_to_watch(store: dist.Store, tmp_path: Path
     alone = Heartbeat(store, 0, 1, lambda rank, said: pytest.fail(said))
     assert alone._threads == []
     alone.stop()
+
+
+def test_the_only_rank_that_trains_beats_for_those_that_generate(store: dist.Store, told: Told) -> None:
+    tell = lambda rank, said: told.append(("tell", rank))  # noqa: E731
+    trains, generates = (Heartbeat(store, rank, 1, tell, watched=0) for rank in (0, 3))
+    enter_phase("train")
+    wait(lambda: generates._last_beat, 10)
+    time.sleep(2 * LIMIT)
+    for one in (trains, generates):
+        one.stop()
+    assert told == []

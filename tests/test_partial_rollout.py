@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hybrid3d.config import Async, load_recipe
 from hybrid3d.generation.engine import Completion, GenerationRequest
 from hybrid3d.generation.partial_rollout import PartialRollout
-from hybrid3d.generation.replicas import EngineReplicas
+from hybrid3d.generation.replicas import EngineReplicas, NoReplicas
 from hybrid3d.generation.rollouts import PartialRollouts
 from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.generation.turns import Turns
@@ -202,6 +202,74 @@ def test_too_many_restored_prompts_do_not_stop_a_replica(alone: dist.ProcessGrou
         steps.append(rollouts.generate_batch(step, 3, recipe))
     assert [trained(batch) for batch in steps] == [[0, 1, 2, 3], [4, 5, 6, 7], [12, 13, 14, 15]]
     assert [batch.dropped_tokens for batch in steps] == [0, 4 * ANSWERS * 5, 0]
+
+
+class LosingReplicas:
+    """One replica, which can be replaced by another one that knows nothing of its prompts, or be lost."""
+
+    def __init__(self, make: Callable[[], EngineReplicas]):
+        self.make, self.number = make, 0
+        self.there: EngineReplicas | None = make()
+        self.before_advance: Callable[[], None] = lambda: None
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return () if self.there is None else (self.number,)
+
+    def replace(self, by_another: bool = True) -> None:
+        self.number, self.there = self.number + 1, self.make() if by_another else None
+
+    def advance(self, prompts: Any, wanted: Any, *more: Any) -> Any:
+        before = self.number
+        self.before_advance()
+        if self.number != before:
+            return {}  # it was lost during the call
+        assert self.there is not None
+        given = {0: wanted[self.number]} if wanted else wanted
+        found = self.there.advance({0: prompts.get(self.number, ())}, given, *more)
+        return {self.number: found[0]}
+
+
+@pytest.mark.parametrize("by_another", [True, False])
+@pytest.mark.parametrize("during", [True, False])
+def test_no_prompt_is_lost_with_a_replica(alone: dist.ProcessGroup, by_another: bool, during: bool) -> None:
+    """Whether another replica is there at once, or later; lost between two steps, or in one."""
+    recipe, engine = recipe_of(), Engine(lambda prompt, answer: 5 if prompt else 12)
+    rollouts = rollouts_on(engine, alone, recipe)
+    first = rollouts._replicas
+    made = [first]
+
+    def make() -> Any:
+        if made:
+            return made.pop()
+        engine.running = {}
+        another = rollouts_on(engine, alone, recipe)._replicas
+        return another
+
+    losing = LosingReplicas(make)
+    rollouts._replicas = losing  # type: ignore[assignment]
+    one = rollouts.generate_batch(0, 0, recipe)
+    assert trained(one) == [1, 2, 3, 4]
+    if during:
+
+        def lose() -> None:
+            losing.before_advance = lambda: None
+            losing.replace(by_another)
+
+        losing.before_advance = lose
+    else:
+        losing.replace(by_another)
+    if not by_another:
+        with pytest.raises(NoReplicas):
+            rollouts.generate_batch(0, 0, recipe)
+        losing.replace()
+    two = rollouts.generate_batch(0, 0, recipe)
+    assert trained(two) == [5, 6, 7, 8]
+    assert two.unfinished == [(0, 0), (2, 1), (2, 2), (2, 3)]
+    engine.version = 1
+    three = rollouts.generate_batch(1, 0, recipe)
+    assert 0 not in trained(three) or three.samples[0].versions[0] == 0
+    assert sum(batch.batches for batch in (one, two, three)) == 4
 
 
 def test_generation_ahead_stops_when_it_is_told(alone: dist.ProcessGroup) -> None:

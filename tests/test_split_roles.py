@@ -17,12 +17,12 @@ from hybrid3d.config import load_recipe
 from hybrid3d.generation.replicas import Answers, NoReplicas
 from hybrid3d.generation.rollouts import FailedRewards
 from hybrid3d.generation.samples import RolloutBatch
-from hybrid3d.roles.split import connections, engines
+from hybrid3d.roles.split import engines
 from hybrid3d.roles.split.ahead import GenerationAhead
-from hybrid3d.roles.split.connections import Disconnected, Line, connect
+from hybrid3d.roles.split.connections import Connection, Disconnected, Server, connect
 from hybrid3d.roles.split.elastic_sync import Members
 from hybrid3d.roles.split.engines import Engines
-from hybrid3d.roles.split.messages import Call, Hello, Join, Joined, Leave, Reply
+from hybrid3d.roles.split.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply
 from hybrid3d.run.metrics import StepMetrics
 
 pytestmark = pytest.mark.engines
@@ -123,41 +123,43 @@ def test_the_step_goes_on_where_there_is_nobody_to_generate_ahead(error: Excepti
 
 
 class FakeRank:
-    """A rank that generates, as a thread: it does what it is told, until it is killed."""
+    """A rank that generates, as a thread: it does what it is asked, until it is killed."""
 
     def __init__(self, rank: int, store: dist.Store):
         self.rank, self.calls = rank, list[Call]()
         self.killed_by: str | None = None  # the method during which it is killed
-        self.line: Line = connect(store)
-        self.incarnation: int | None = None
-        self.left = False
-        self.line.send(Hello(rank, confined_by=f"rank {rank}"))
+        self.restart_count: int | None = None
+        self.last: Any = None  # what it was asked for at last
+        connection = connect(store)
+        assert connection is not None
+        self.connection: Connection = connection
+        self.connection.send(Register(rank, confined_by=f"rank {rank}"))
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
     def _serve(self) -> None:
         try:
-            while not isinstance(message := self.line.receive(), Leave | None):
+            while not isinstance(self.last, Leave | End):
+                self.last = message = self.connection.receive()
                 if isinstance(message, Join):
-                    self.incarnation = message.incarnation
-                    self.line.send(Joined())
+                    self.restart_count = message.restart_count
+                    self.connection.send(Joined())
                 elif isinstance(message, Call):
                     self.calls.append(message)
                     if message.method == self.killed_by:
                         break
-                    self.line.send(self._reply(message))
+                    self.connection.send(self._reply(message))
             else:
-                self.left = isinstance(message, Leave)
-                self.line.send(None)
+                self.connection.send(Leaving())
         except Disconnected:
             pass
-        self.line.close()
+        self.connection.close()
 
     def _reply(self, call: Call) -> Reply:
         if call.method == "sync":
             return Reply(StepMetrics(sums={"sync/received_bytes": 10.0}), peak_memory=self.rank)
         if call.arguments.get("stoppable"):
-            while not self.line.has_message():
+            while not self.connection.has_message():
                 time.sleep(0.01)
         begin = time.time()
         return Reply(
@@ -166,7 +168,7 @@ class FakeRank:
         )
 
     def kill(self) -> None:
-        self.line.hang_up()
+        self.connection.disconnect()
         self.thread.join()
 
 
@@ -203,6 +205,11 @@ def start_all(made: Engines, store: dist.Store) -> tuple[dict[int, FakeRank], Me
     return ranks, sync(made, 0)
 
 
+def wait_for_start(made: Engines, place: int) -> None:
+    while made._engines[place] not in made._refresh():
+        time.sleep(0.01)
+
+
 def sync(made: Engines, version: int, active: int = 4) -> Members:
     members = made.members(active)
     made.begin_sync(members, version, verify=False)
@@ -216,18 +223,19 @@ def test_all_engines_take_part_in_the_first_sync(made: Engines, store: dist.Stor
         waiting = pool.submit(made.members, 4)
         time.sleep(0.3)
         assert not waiting.done()
-        assert first[6].incarnation is None  # before rank 7 is there
+        assert first[6].restart_count is None  # before rank 7 is there
         last = FakeRank(7, store)
-        assert waiting.result(timeout=10) == Members(1, tuple(range(8)))
-    made.begin_sync(Members(1, tuple(range(8))), 3, verify=True)
+        assert waiting.result(timeout=10) == Members(1, tuple(range(8)), (0, 1))
+    made.begin_sync(Members(1, tuple(range(8)), (0, 1)), 3, verify=True)
     metrics = made.finish_sync()
     assert metrics is not None
     assert metrics.sums == {"sync/received_bytes": 40.0}
     assert made.peak_memory == 7
-    assert made.confined_by == "rank 4"
-    assert last.calls == [Call("sync", {"members": Members(1, tuple(range(8))), "version": 3, "verify": True})]
-    assert made.members(4) == Members(1, tuple(range(8)))
-    assert made.unchanged
+    assert made.confined_by == "rank 7"
+    assert last.calls == [Call("sync", {"members": Members(1, tuple(range(8)), (0, 1)), "version": 3, "verify": True})]
+    assert made.members(4) == Members(1, tuple(range(8)), (0, 1))
+    assert made.unchanged(4)
+    assert not made.unchanged(2)
 
 
 def test_an_engine_is_lost_with_its_first_rank_and_comes_back(
@@ -240,15 +248,14 @@ def test_an_engine_is_lost_with_its_first_rank_and_comes_back(
     ranks[5].thread.join(10)  # it could only wait for rank 4
     assert not ranks[5].thread.is_alive()
     assert events == [("engine_lost", [4, 5])]
-    assert not made.unchanged
-    assert sync(made, 1) == Members(2, (0, 1, 2, 3, 6, 7))
+    assert not made.unchanged(4)
+    assert sync(made, 1) == Members(2, (0, 1, 2, 3, 6, 7), (1,))
     again = [FakeRank(rank, store) for rank in (4, 5)]
-    while not made._engines[0].ready:
-        made._refresh()
-    assert [one.incarnation for one in again] == [1, 1]
+    wait_for_start(made, 0)
+    assert [one.restart_count for one in again] == [1, 1]
     assert made.numbers == [1]  # before it has weights
-    assert sync(made, 2) == Members(3, tuple(range(8)))
-    assert made.numbers == [0, 1]
+    assert sync(made, 2) == Members(3, tuple(range(8)), (2, 1))
+    assert made.numbers == [2, 1]  # never those of replicas that were lost
     assert events == [("engine_lost", [4, 5]), ("engine_joined", [4, 5])]
 
 
@@ -259,9 +266,8 @@ def test_a_rank_that_is_there_again_shows_that_its_engine_was_lost(made: Engines
     ranks[7].thread.join(10)
     assert made.numbers == [0]
     FakeRank(7, store)
-    while not made._engines[1].ready:
-        made._refresh()
-    assert sync(made, 1) == Members(2, tuple(range(8)))
+    wait_for_start(made, 1)
+    assert sync(made, 1) == Members(2, tuple(range(8)), (0, 3))
 
 
 def test_the_share_of_an_engine_that_is_lost_is_not_answered(made: Engines, store: dist.Store) -> None:
@@ -290,17 +296,18 @@ def test_a_sync_is_done_if_those_that_are_left_have_done_it(made: Engines, store
     metrics = made.finish_sync()
     assert metrics is not None
     assert metrics.sums == {"sync/received_bytes": 20.0}
-    assert sync(made, 1) == Members(2, (0, 1, 2, 3, 6, 7))
-    made.fail_sync()  # as a rank that trains has found
-    assert sync(made, 1) == Members(3, (0, 1, 2, 3, 6, 7))
+    assert sync(made, 1) == Members(2, (0, 1, 2, 3, 6, 7), (1,))
+    made.fail_sync("of a loss")  # as a rank that trains has found
+    assert sync(made, 1) == Members(3, (0, 1, 2, 3, 6, 7), (1,))
 
 
 def test_what_is_generated_ahead_ends_when_it_is_told(made: Engines, store: dist.Store) -> None:
     start_all(made, store)
     asked = iter([False, False, True])
-    call = {0: Call("answer", {"shares": {0: [("a", 1)]}, "stoppable": True})}
-    replies = made._receive(made._send({made._engines[n]: one for n, one in call.items()}), lambda: next(asked))
-    assert [answers.samples for answers in replies[made._engines[0]][0].values()] == [["a"]]
+    engine, _ = made._taking_part
+    call = Call("answer", {"shares": {0: [("a", 1)]}, "stoppable": True})
+    replies = made._receive(made._send({engine: call}), lambda: next(asked))
+    assert [answers.samples for answers in replies[engine][0].values()] == [["a"]]
     assert made.numbers == [0, 1]
 
 
@@ -316,57 +323,72 @@ def test_without_an_engine_the_run_waits_and_says_so(
         assert not waiting.done()
         assert events[-1] == ("no_engine", None)
         again = [FakeRank(rank, store) for rank in (6, 7)]
-        assert waiting.result(timeout=10) == Members(2, (0, 1, 2, 3, 6, 7))
+        assert waiting.result(timeout=10) == Members(2, (0, 1, 2, 3, 6, 7), (3,))
     assert len(again) == 2
 
 
 def test_engines_leave_and_join_with_a_sync(made: Engines, store: dist.Store, events: list[tuple[str, Any]]) -> None:
     ranks, _ = start_all(made, store)
-    assert sync(made, 1, active=2) == Members(2, (0, 1, 2, 3, 4, 5))
+    assert sync(made, 1, active=2) == Members(2, (0, 1, 2, 3, 4, 5), (0,))
     assert made.numbers == [0]
     for rank in (6, 7):  # they exit, are started again, and wait
         ranks[rank].thread.join(10)
-        assert ranks[rank].left
+        assert isinstance(ranks[rank].last, Leave)
     waiting = [FakeRank(rank, store) for rank in (6, 7)]
-    while len(made._engines[1].arriving) < 2:
+    while len(made._registered[1]) < 2:
         time.sleep(0.01)
-    assert sync(made, 2, active=2) == Members(2, (0, 1, 2, 3, 4, 5))
-    assert [one.incarnation for one in waiting] == [None, None]
+    assert sync(made, 2, active=2) == Members(2, (0, 1, 2, 3, 4, 5), (0,))
+    assert [one.restart_count for one in waiting] == [None, None]
     sync(made, 3, active=4)  # begins to start it
-    while not made._engines[1].ready:
-        made._refresh()
-    assert sync(made, 4, active=4) == Members(3, tuple(range(8)))
-    assert made.numbers == [0, 1]
+    wait_for_start(made, 1)
+    assert sync(made, 4, active=4) == Members(3, tuple(range(8)), (0, 3))
+    assert made.numbers == [0, 3]
     assert events == [("engine_left", [6, 7]), ("engine_joined", [6, 7])]
 
 
-def test_the_end_reaches_ranks_that_are_just_being_started(
-    made: Engines, store: dist.Store, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_that_was_lost_meanwhile_takes_no_part(made: Engines, store: dist.Store) -> None:
+    """It is there again when the sync begins that was decided on before; what it sends is not taken for a reply."""
+    ranks, members = start_all(made, store)
+    ranks[4].kill()
+    again = [FakeRank(rank, store) for rank in (4, 5)]
+    wait_for_start(made, 0)
+    made.begin_sync(members, 1, verify=False)
+    metrics = made.finish_sync()
+    assert metrics is not None
+    assert metrics.sums == {"sync/received_bytes": 20.0}
+    assert not any(one.calls for one in again)
+
+
+def test_the_end_of_the_run_reaches_all(
+    made: Engines, store: dist.Store, events: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those that serve are asked to exit, others are disconnected, and who comes later finds that it has ended."""
     ranks, _ = start_all(made, store)
     ranks[4].kill()
+    ranks[5].thread.join(10)
+    half = FakeRank(4, store)
+    while not made._registered[0]:
+        time.sleep(0.01)
     monkeypatch.setattr(engines, "CLOSE_SECONDS", 10)
-    with ThreadPoolExecutor(1) as pool:
-        closing = pool.submit(made.close)
-        time.sleep(0.3)
-        assert not closing.done()
-        again = [FakeRank(rank, store) for rank in (4, 5)]
-        closing.result(timeout=5)
-    for one in (*again, ranks[6], ranks[7]):
+    made.close()
+    for one in (half, ranks[6], ranks[7]):
         one.thread.join(5)
         assert not one.thread.is_alive()
+    assert [isinstance(one.last, End) for one in (half, ranks[6], ranks[7])] == [False, True, True]
+    assert connect(store) is None
 
 
-def test_who_does_not_know_the_secret_is_not_heard(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[Line] = []
-    server = connections.listen(store, heard.append)
-    port = server.getsockname()[1]
+def test_who_does_not_know_the_secret_is_not_heard(store: dist.Store) -> None:
+    heard: list[Connection] = []
+    server = Server(store, heard.append)
     forged = dist.HashStore()
-    forged.set("engines", f'[{port}, "{"00" * 32}"]')
-    with pytest.raises(Disconnected, match="digest sent was rejected"):
+    forged.set("engines/address", f'[{server.port}, "{"00" * 32}"]')
+    with pytest.raises(Disconnected, match=f"no connection to rank 0 at 127.0.0.1:{server.port}: digest sent was reje"):
         connect(forged)
     assert not heard
-    connect(store).close()
+    right = connect(store)
+    assert right is not None
+    right.close()
     while not heard:
         time.sleep(0.01)
     server.close()

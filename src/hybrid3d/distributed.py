@@ -52,7 +52,7 @@ __all__ = [
 
 
 TIMEOUT = timedelta(minutes=10)  # of a collective
-MEETING_TIMEOUT = timedelta(minutes=1)  # of the creation of a group whose ranks may be lost meanwhile
+MEETING_TIMEOUT = timedelta(seconds=15)  # of the creation of a group of ranks that are known to be there
 # Of a collective in which a role waits while another one generates or trains; heartbeats find a rank that is lost
 PHASE_TIMEOUT = timedelta(days=1)
 
@@ -98,7 +98,10 @@ def start_roles(store: dist.Store, roles: Mapping[str, range]) -> RoleGroups:
     """
     name, ranks = next((name, ranks) for name, ranks in roles.items() if rank() in ranks)
     own = start_among(ranks, f"role/{name}", store)
-    everyone, weights = (spanning_group(range(world_size()), name, store) for name in ("everyone", "weights"))
+    everyone, weights = (
+        spanning_group(range(world_size()), name, store, PHASE_TIMEOUT, meeting=PHASE_TIMEOUT)
+        for name in ("everyone", "weights")
+    )
     return RoleGroups(own, everyone, weights, dist.PrefixStore("roles", store))
 
 
@@ -128,7 +131,9 @@ def _start_default(**rendezvous: Any) -> dist.ProcessGroup:
     return group
 
 
-def spanning_group(ranks: Sequence[int], name: str, store: dist.Store) -> dist.ProcessGroup:
+def spanning_group(
+    ranks: Sequence[int], name: str, store: dist.Store, timeout: timedelta, meeting: timedelta = MEETING_TIMEOUT
+) -> dist.ProcessGroup:
     """Create a process group of ranks that are in different default groups; each calls this after its own was created.
 
     torch has no public function for it.
@@ -136,6 +141,8 @@ def spanning_group(ranks: Sequence[int], name: str, store: dist.Store) -> dist.P
     Args:
         ranks: those of the launcher, in the order of the group.
         name: different for each such group of the run.
+        timeout: of its collectives; with gloo, that of sends and receives is that of the meeting, unless they are told.
+        meeting: the timeout of its creation; gloo takes up to six times as long to fail.
     """
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
@@ -144,12 +151,12 @@ def spanning_group(ranks: Sequence[int], name: str, store: dist.Store) -> dist.P
         dist.Backend(_backend()),
         dist.PrefixStore(f"spanning/{name}", store),
         group_name=f"hybrid3d_{name}",
-        timeout=MEETING_TIMEOUT,
+        timeout=meeting,
         group_desc=name,
     )
     distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(len(ranks))}
-    for device in group._device_types:  # of collectives; `GlooTransport` has its own
-        group._get_backend(device)._set_default_timeout(PHASE_TIMEOUT)
+    for device in group._device_types:
+        group._get_backend(device)._set_default_timeout(timeout)
     return group
 
 

@@ -6,6 +6,7 @@ standard library.
 
 from __future__ import annotations
 
+import enum
 import math
 import os
 import re
@@ -19,6 +20,17 @@ RENDEZVOUS_SECONDS = "HYBRID3D_RENDEZVOUS_SECONDS"
 HEARTBEAT_SECONDS = "HYBRID3D_HEARTBEAT_SECONDS"
 
 DISCONNECTED = 75  # exit code of a rank that generates: the run has ended, or its engine has lost a rank
+
+
+class State(bytes, enum.Enum):
+    """What a process that generates has reached, as it tells the one that restarts it."""
+
+    ALIVE = b"[alive]"
+    CONNECTED = b"[connected]"
+    READY = b"[ready]"  # it has had weights
+    LEAVING = b"[leaving]"  # it is not needed for now
+    ENDING = b"[ending]"  # the run has ended
+
 
 MAX_RANKS = 2**20
 MAX_SECONDS = 86_400.0

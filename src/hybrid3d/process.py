@@ -172,12 +172,17 @@ def set_shared_memory_prefix(run: str | None = None) -> None:
     current._config["semprefix"] = f"/mp-{os.environ[RUN]}"
 
 
+def engine_name(run: str, first_rank: int, restart_count: int) -> str:
+    """Return the name that the shared memory of one start of an engine is named after."""
+    return f"{run}.engine-{first_rank}-{restart_count}"
+
+
 def remove_shared_memory(run: str) -> None:
-    """Remove the shared memory segments and semaphores that a killed run has left behind.
+    """Remove the shared memory segments and semaphores that a killed run, or one start of an engine, has left behind.
 
     Names must match completely, because the id of another run may start with this one. Those of other users stay.
     """
-    name = re.escape(run)
+    name = re.escape(run) + r"(\.engine-\d+-\d+)?"
     pattern = re.compile(rf"psm_{name}_[0-9a-f]+|sem\.mp-{name}-\w{{8}}|{name}-[^-]+-\[[^\]]*\]-cpushm.*")
     for segment in SHARED_MEMORY.glob("*"):
         if pattern.fullmatch(segment.name):

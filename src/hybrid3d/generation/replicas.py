@@ -30,7 +30,7 @@ Work = tuple[Example, int | None]
 class NoReplicas(RuntimeError):
     """There is no replica that can generate: all have been lost."""
 
-    raised_on_all_ranks = True  # every rank raises it: one of them is enough to tell
+    raised_on_all_ranks = True  # the first rank that trains sends it to the others
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Advanced:
 class Replicas(Protocol):
     """Replicas that answer prompts, by number. Which there are may change between two calls.
 
-    A replica that is lost during a call is not in the call's result.
+    A replica that is lost during a call is not in the call's result, and no other replica ever has its number.
     """
 
     @property

@@ -248,8 +248,8 @@ class PartialRollouts(Rollouts):
         for number in self._places.keys() - set(self._replicas.numbers):
             self._redrawn += self._places.pop(number)
             self._new.pop(number, None)
-        redrawn, self._redrawn = self._redrawn, []
-        self._draw(redrawn, version)
+        self._draw(self._redrawn, version)
+        self._redrawn = []
         while sum(map(len, self._places.values())) + prompts <= batches * prompts or (
             batches and self._lacks_prompts(wanted)
         ):

@@ -1,7 +1,7 @@
-"""Runs a rank that generates in a process of its own, and starts it again when it is lost: the run goes on meanwhile.
+"""Runs a rank that generates in a child process, and starts it again when it is lost: the run goes on meanwhile.
 
-The process says through its standard output, which is a pipe, that it is alive and how far it has come. One that is
-silent is killed.
+The child tells through its standard output, which is a pipe, that it is alive and what state it has reached. One that
+does not is killed.
 """
 
 from __future__ import annotations
@@ -18,133 +18,131 @@ import time
 from contextlib import suppress
 
 from hybrid3d import launch_environment
-from hybrid3d.launch_environment import BEAT_SECONDS, CHECKED, DISCONNECTED, heartbeat_seconds
+from hybrid3d.launch_environment import BEAT_SECONDS, CHECKED, DISCONNECTED, State, heartbeat_seconds
 from hybrid3d.process import adopt_orphans, kill_descendants, kill_when_parent_exits
 from hybrid3d.run.heartbeat import START_SECONDS
 from hybrid3d.run.run_folder import RunFolder
 
-ATTEMPT, LOST = "HYBRID3D_ATTEMPT", "HYBRID3D_ATTEMPT_LOST"
-ALIVE, CONNECTED, READY, LEAVING, ENDING = b"[alive]", b"[connected]", b"[ready]", b"[leaving]", b"[ending]"
+RESTART_COUNT, FAILURE = "HYBRID3D_RESTART_COUNT", "HYBRID3D_RESTART_FAILURE"
+MAX_FAILURE_TEXT = 1000  # characters of a reason that are kept
+MAX_PAUSE_SECONDS = 30.0  # before a restart, when the one before did not come to have weights
+FORGIVEN_SECONDS = 3600.0  # after so long with weights, earlier restarts do not count any more
 
 
-class Attempt:
-    """This process as one attempt of its rank, which its parent watches; without a parent that does, nothing is said.
+class ChildProcess:
+    """This process as the child that runs a rank; where the rank has no such parent, nothing is told.
 
     It is made before standard output becomes the rank's log.
 
     Attributes:
-        number: how many times the rank was started before.
-        lost: why the process before this one ended; empty if this is the first.
+        restart_count: how many times the rank was started before.
+        failure: why the process before this one ended; empty if this is the first.
     """
 
     def __init__(self) -> None:
-        self.number, self.lost = int(os.environ.get(ATTEMPT, 0)), os.environ.get(LOST, "")
-        self._pipe = os.dup(1) if is_attempt() else None
+        self.restart_count, self.failure = int(os.environ.get(RESTART_COUNT, 0)), os.environ.get(FAILURE, "")
+        self._pipe = os.dup(1) if is_child() else None
         if self._pipe is not None:
             threading.Thread(target=self._beat, name="alive", daemon=True).start()
 
-    def connected(self) -> None:
-        """It has found the run."""
-        self._tell(CONNECTED)
-
-    def ready(self) -> None:
-        """Its engine has weights."""
-        self._tell(READY)
-
-    def leaving(self) -> None:
-        """Its engine is not needed for now."""
-        self._tell(LEAVING)
-
-    def ending(self) -> None:
-        """The run has ended, and this process is about to."""
-        self._tell(ENDING)
-
-    def _tell(self, what: bytes) -> None:
+    def tell(self, state: State) -> None:
+        """Tell the parent that this process has reached a state."""
         if self._pipe is not None:
             with suppress(OSError):
-                os.write(self._pipe, what)
+                os.write(self._pipe, state.value)
 
     def _beat(self) -> None:
         while True:
-            self._tell(ALIVE)
+            self.tell(State.ALIVE)
             time.sleep(BEAT_SECONDS)
 
 
-def is_attempt() -> bool:
-    """Return whether this process was started by `run_attempts`."""
-    return ATTEMPT in os.environ
+def is_child() -> bool:
+    """Return whether this process was started by `run_with_restarts`."""
+    return RESTART_COUNT in os.environ
 
 
 @functools.cache
-def this_attempt() -> Attempt:
-    """Return this process as an attempt of its rank; the first call begins to tell the parent that it is alive."""
-    return Attempt()
+def this_process() -> ChildProcess:
+    """Return this process as the child that runs a rank; from the first call on it tells that it is alive."""
+    return ChildProcess()
 
 
-def run_attempts(folder: RunFolder, max_restarts: int) -> tuple[int, str]:
+def run_with_restarts(folder: RunFolder, max_restarts: int) -> tuple[int, str]:
     """Run this rank's command as a child process, again each time it is lost, until it ends.
 
-    It is not started again if no attempt had weights before, as the next one would fail for the same reason, and not if
-    the last one did not find the run.
+    It is not started again if it fails by itself before it has had weights, as it would fail again.
 
     Returns:
-        The exit code, and why it failed; empty if that was not this rank's failure.
+        The exit code, and why it failed; empty where the child, or another rank, has reported it.
     """
     kill_when_parent_exits(os.getppid())
     adopt_orphans()
-    rank, lost, was_ready, attempt, restarts = launch_environment.rank(), "", False, 0, 0
-    while restarts <= max_restarts:
-        code, said = _run_attempt(attempt, lost)
-        attempt += 1
-        if LEAVING in said:
-            was_ready, lost = True, ""
+    rank, failure, had_weights, started, restarts, pauses = launch_environment.rank(), "", False, 0, 0, 0
+    while True:
+        code, states, ready_seconds = _run_child(started, failure)
+        started += 1
+        if State.LEAVING.value in states:
+            had_weights, failure = True, ""
             continue
-        if code == 0 or ENDING in said:
+        if code == 0 or State.ENDING.value in states:
             return 0, ""
+        connected, signaled = State.CONNECTED.value in states, code < 0
+        failure, of_peer = _failure(folder, rank, code)
+        if not connected and not signaled:
+            if started > 1:  # the run has probably ended
+                return 0, ""
+            return code, failure if folder.failure_path(rank).exists() and not of_peer else ""
+        had_weights |= State.READY.value in states
+        if not (had_weights or signaled or of_peer):
+            return 1, failure
+        if ready_seconds > FORGIVEN_SECONDS:
+            restarts = 0
+        pauses = 0 if State.READY.value in states else pauses + 1
+        if restarts == max_restarts:
+            again = f"; it was started again {max_restarts} times: raise roles.generation.max_restarts"
+            return 1, failure + (again if max_restarts else "")
         restarts += 1
-        failure = folder.failure_path(rank)
-        lost, is_peer = _reason(code), code == DISCONNECTED
-        with suppress(OSError, ValueError):
-            written = json.loads(failure.read_text())
-            lost, is_peer = written["reason"], written["peer"]
-        if CONNECTED not in said and code > 0:  # it did not find the run, which may have ended
-            return code, "" if attempt > 1 else lost
-        was_ready |= READY in said
-        if not was_ready:
-            return 1, "" if is_peer else lost
         with suppress(OSError):
-            failure.unlink()
-    again = f"; it was started again {max_restarts} times (roles.generation.max_restarts)" if max_restarts else ""
-    return 1, lost + again
+            folder.failure_path(rank).unlink()
+        time.sleep(min(MAX_PAUSE_SECONDS, 2.0**pauses - 1))
 
 
-def _run_attempt(attempt: int, lost: str) -> tuple[int, bytes]:
-    """Run one attempt; return its exit code, negative for a signal, and what it has told."""
-    variables = os.environ | {ATTEMPT: str(attempt), LOST: lost, CHECKED: "1"}  # the checks are done
+def _run_child(restart_count: int, failure: str) -> tuple[int, bytes, float]:
+    """Run the child once; return its exit code, negative for a signal, its states, and the seconds since `READY`."""
+    told = {RESTART_COUNT: str(restart_count), FAILURE: failure.replace("\0", "")[:MAX_FAILURE_TEXT]}
+    variables = os.environ | told | {CHECKED: "1"}  # the checks are done
     command = [sys.executable, "-m", "hybrid3d", *sys.argv[1:]]
     child = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE)
     assert child.stdout is not None
-    reading = child.stdout.fileno()
-    said, poll, heard = b"", select.poll(), time.monotonic()
-    poll.register(reading, select.POLLIN | select.POLLHUP)
+    pipe, states, silent, ready_at = child.stdout.fileno(), b"", 0.0, None
+    poll, before = select.poll(), time.monotonic()
+    poll.register(pipe, select.POLLIN | select.POLLHUP)
     while child.poll() is None:
         if poll.poll(1000 * BEAT_SECONDS):
-            heard_now = os.read(reading, 4096)
-            if not heard_now:  # it exits
+            data = os.read(pipe, 4096)
+            if not data:  # it exits
                 break
-            said, heard = said + heard_now.replace(ALIVE, b""), time.monotonic()
-        limit = heartbeat_seconds() if READY in said else max(heartbeat_seconds(), START_SECONDS)
-        if time.monotonic() - heard > limit:
+            states, silent = states + data.replace(State.ALIVE.value, b""), 0.0
+        now = time.monotonic()
+        silent, before = silent + min(now - before, 2 * BEAT_SECONDS), now  # not the time in which both were suspended
+        if ready_at is None and State.READY.value in states:
+            ready_at = now
+        if silent > (heartbeat_seconds() if ready_at is not None else max(heartbeat_seconds(), START_SECONDS)):
             child.send_signal(signal.SIGKILL)
     child.wait()
     kill_descendants()  # which may have the pipe too
-    while rest := os.read(reading, 4096):
-        said += rest.replace(ALIVE, b"")
+    while data := os.read(pipe, 4096):
+        states += data.replace(State.ALIVE.value, b"")
     child.stdout.close()
-    return child.returncode, said
+    return child.returncode, states, 0.0 if ready_at is None else time.monotonic() - ready_at
 
 
-def _reason(code: int) -> str:
+def _failure(folder: RunFolder, rank: int, code: int) -> tuple[str, bool]:
+    """Return why the child failed, and whether that was only because it had lost another rank."""
+    with suppress(OSError, ValueError):
+        written = json.loads(folder.failure_path(rank).read_text())
+        return written["reason"], written["peer"]
     if code == DISCONNECTED:
-        return "its connection to rank 0 was cut"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return "its connection to rank 0 ended", True
+    return (f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"), False

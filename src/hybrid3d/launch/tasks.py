@@ -19,7 +19,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.distributed import RoleGroups
 from hybrid3d.families import Config
 from hybrid3d.inputs.models import read_config
-from hybrid3d.launch.restarts import this_attempt
+from hybrid3d.launch.restarts import this_process
 from hybrid3d.rewards import sandbox
 from hybrid3d.run.heartbeat import enter_phase
 from hybrid3d.run.oom_recovery import OomRecovery, find_out_of_memory
@@ -76,7 +76,7 @@ def _serve(recipe: Recipe, store: dist.Store) -> None:
     from hybrid3d.roles.split.generation import serve
 
     try:
-        serve(recipe, store, this_attempt())
+        serve(recipe, store, this_process())
     except RuntimeError as error:
         cause = find_out_of_memory(error)
         if cause is None:
@@ -174,7 +174,7 @@ def evaluate(
 
     slots = () if recipe.is_split else _choose_placement(recipe, store)
     group = _start_training(recipe, store)
-    record = Record(folder, rank, Display(recipe.name, recipe.run.steps, None))
+    record = Record(folder, rank, Display(recipe.name, recipe.run.steps, console), keeps_events=False)
     roles = _make_roles(recipe, store, group, slots, record, weights_of=checkpoint_folder(folder, step))
     enter_phase("eval")
     roles.sync(step, recipe)

@@ -20,7 +20,8 @@ from rich.console import Console
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.launch import rendezvous
-from hybrid3d.launch.restarts import is_attempt, run_attempts, this_attempt
+from hybrid3d.launch.restarts import is_child, run_with_restarts, this_process
+from hybrid3d.launch_environment import DISCONNECTED
 from hybrid3d.process import (
     adopt_orphans,
     kill_descendants,
@@ -48,10 +49,10 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, rest
     Arguments and result are those of `run_process`.
     """
     generates = restarts and recipe.is_split and distributed.rank() in recipe.role_ranks["generation"]
-    if not generates or is_attempt():
+    if not generates or is_child():
         return run_process(recipe, folder, task, launched or generates, restarts)
     rank = distributed.rank()
-    code, why = run_attempts(folder, recipe.roles.generation.max_restarts)
+    code, why = run_with_restarts(folder, recipe.roles.generation.max_restarts)
     if why:
         reason = {"rank": rank, "time": time.time(), "peer": False, "reason": why, "kind": "error"}
         if not (_write_failure(folder.failure_path(rank), reason) and launched):
@@ -75,7 +76,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     """
     kill_when_parent_exits(os.getppid())  # the launcher, which ranks must not outlive
     adopt_orphans()  # processes that a reward started, after their pool was killed
-    attempt, rank = this_attempt(), distributed.rank()
+    child, rank = this_process(), distributed.rank()
     folder.logs.mkdir(parents=True, exist_ok=True)
     folder.failure_path(rank).unlink(missing_ok=True)
     # Where NCCL's flight recorder writes what each rank was doing when a collective hung; it appends the rank
@@ -84,10 +85,10 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     console = _redirect(folder.log_path(rank), keep_console=rank == 0)
     _log_as(rank)
     try:
-        store = rendezvous.rejoin() if attempt.number else rendezvous.meet(rendezvous.describe_rank(recipe))
+        store = rendezvous.rejoin() if child.restart_count else rendezvous.meet(rendezvous.describe_rank(recipe))
     except rendezvous.RendezvousError as error:
         logger.error("%s", error)
-        if not error.reported_by_rank_0 and distributed.local_rank() == 0 and not attempt.number:
+        if not error.reported_by_rank_0 and distributed.local_rank() == 0 and not child.restart_count:
             _print_error(stderr, f"{recipe.name}: {error}")
         return error.code
     set_shared_memory_prefix(distributed.run_id())
@@ -96,7 +97,9 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
         on_lost = functools.partial(_report_lost_rank, folder, launched, stderr)
         trains, watched = len(recipe.role_ranks["train"]) if restarts else distributed.world_size(), None
         if rank >= trains:  # its parent watches it, and starts it again
-            watched = 0
+            watched, on_lost = 0, _exit_disconnected
+        elif trains == 1 < distributed.world_size():
+            watched = 0  # itself, as only the ranks that generate watch it
         heartbeat = Heartbeat(store, rank, trains, on_lost, watched)
         task(rank, store, console)
         if dist.is_initialized():
@@ -124,6 +127,12 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
             remove_shared_memory(distributed.run_id())
         finally:
             os._exit(1)  # communication threads may be waiting for ranks that have exited
+
+
+def _exit_disconnected(lost_rank: int, message: str) -> None:
+    """Exit as a rank that generates, which is started again, and which does not know whether the run has ended."""
+    logger.error("rank %d: %s", lost_rank, message)
+    os._exit(DISCONNECTED)
 
 
 def _report_lost_rank(folder: RunFolder, launched: bool, stderr: Console, lost_rank: int, message: str) -> None:

@@ -9,9 +9,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-# Not the group's, which is that of meeting: a rank that waits for one that is lost notices its closed connection
-GLOO_TIMEOUT = timedelta(days=1)
-
 
 class Pending(Protocol):
     """Operations in flight; their tensors must not be touched until `wait` returns."""
@@ -80,8 +77,15 @@ class GlooTransport(_CountingTransport):
 
     blocks_host = True
 
-    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int, ranks: Sequence[int] | None = None):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks_per_node: int,
+        ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+    ):
         super().__init__(group, ranks_per_node, ranks)
+        self._timeout = timeout
         self._works: list[dist.Work | None] = []
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
@@ -92,7 +96,7 @@ class GlooTransport(_CountingTransport):
         self._works.append(dist.irecv(tensor, group=self._group, group_src=self._members[src], tag=tag))
 
     def run(self) -> Pending:
-        started, self._works = _Works(self._works, GLOO_TIMEOUT), []
+        started, self._works = _Works(self._works, self._timeout), []
         return started
 
 
@@ -119,16 +123,21 @@ class NcclTransport(_CountingTransport):
 
 
 def make_transport(
-    device: torch.device, group: dist.ProcessGroup, ranks_per_node: int, ranks: Sequence[int] | None = None
+    device: torch.device,
+    group: dist.ProcessGroup,
+    ranks_per_node: int,
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
 ) -> Transport:
     """Return the transport for tensors on `device`; every rank of `group` calls it.
 
     Args:
         ranks_per_node: the number of consecutive ranks that share a node.
         ranks: the plan's rank of each member of the group, by default their ranks in the group.
+        timeout: of a message over gloo, by default the group's.
     """
     if device.type != "cuda":
-        return GlooTransport(group, ranks_per_node, ranks)
+        return GlooTransport(group, ranks_per_node, ranks, timeout)
     # NCCL requires all ranks in the first operation of a group, and a bucket may involve only some of them
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     return NcclTransport(group, ranks_per_node, ranks)

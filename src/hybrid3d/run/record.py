@@ -19,9 +19,13 @@ SAMPLES_PER_STEP = 4  # written to samples.jsonl
 class Record:
     """Writes the records of a run and prints its messages. Only rank 0 does; on other ranks methods do nothing."""
 
-    def __init__(self, folder: RunFolder, rank: int, display: Display):
+    def __init__(self, folder: RunFolder, rank: int, display: Display, keeps_events: bool = True):
+        """
+        Args:
+            keeps_events: whether events are written to the folder, not only printed.
+        """
         self.folder = folder
-        self._is_rank_0 = rank == 0
+        self._is_rank_0, self._keeps_events = rank == 0, keeps_events
         self._display = display
         self._data_counts: dict[str, float] = {}
         self._dense_reason: str | None = None
@@ -59,7 +63,8 @@ class Record:
     def event(self, event: str, message: str = "", **fields: Any) -> None:
         """Write an event with these fields to events.jsonl, and print the message unless it is empty."""
         if self._is_rank_0:
-            self.folder.add_event(event, **fields)
+            if self._keeps_events:
+                self.folder.add_event(event, **fields)
             if message:
                 self._display.print(message)
 

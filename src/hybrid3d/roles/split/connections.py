@@ -3,53 +3,60 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from multiprocessing import AuthenticationError, connection
 from typing import Any
 
 import torch.distributed as dist
 
 from hybrid3d import launch_environment
-from hybrid3d.distributed import LostPeer
+from hybrid3d.distributed import PHASE_TIMEOUT, LostPeer
 
-_KEY = "engines"  # of the store: the port that the first rank listens at, and the secret of the run
-CONNECT_TIMEOUT = timedelta(minutes=10)
-# A node that is lost without a word is noticed after this many seconds of silence, probes and seconds between them
-KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPCNT, 4), (socket.TCP_KEEPINTVL, 10))
+logger = logging.getLogger(__name__)
+
+_ADDRESS, _ENDED = "engines/address", "engines/ended"  # keys of the store
+CONNECT_TIMEOUT = timedelta(minutes=1)
+ACCEPT_PAUSE_SECONDS = 1.0  # after an error, such as too many open files
+# A node that is lost and does not close its connections is noticed within a minute
+TCP_OPTIONS = (
+    (socket.TCP_NODELAY, 1),
+    (socket.TCP_KEEPIDLE, 20),
+    (socket.TCP_KEEPCNT, 4),
+    (socket.TCP_KEEPINTVL, 10),
+    (socket.TCP_USER_TIMEOUT, 60_000),
+)
 
 
 class Disconnected(LostPeer):
     """The process at the other end has closed the connection, or has exited."""
 
 
-class Line:
+class Connection:
     """One end of a connection. One thread at a time may receive, and one may send."""
 
     def __init__(self, of_socket: socket.socket):
         of_socket.setblocking(True)
         of_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        of_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option, value in KEEPALIVE:
+        for option, value in TCP_OPTIONS:
             of_socket.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._socket = of_socket  # kept, as another thread may hang up while one receives
-        self._connection = Connection(os.dup(of_socket.fileno()))
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
+        self._socket = of_socket  # kept, as another thread may disconnect while one receives
+        self._messages = connection.Connection(os.dup(of_socket.fileno()))
 
     def authenticate(self, secret: bytes, as_server: bool) -> None:
         """Have both ends prove that they know the run's secret, before either unpickles anything."""
-        steps: Sequence[Callable[[Connection, bytes], None]] = (deliver_challenge, answer_challenge)
+        steps: Sequence[Callable[[connection.Connection, bytes], None]]
+        steps = connection.deliver_challenge, connection.answer_challenge
         for step in steps if as_server else reversed(steps):
-            step(self._connection, secret)
+            step(self._messages, secret)
 
     def send(self, message: Any) -> None:
         """Send a message.
@@ -58,7 +65,7 @@ class Line:
             Disconnected: the other end does not receive.
         """
         try:
-            self._connection.send(message)
+            self._messages.send(message)
         except OSError as error:
             raise Disconnected(str(error)) from error
 
@@ -69,88 +76,109 @@ class Line:
             Disconnected: there is none, and none can come.
         """
         try:
-            return self._connection.recv()
+            return self._messages.recv()
         except (EOFError, OSError) as error:
             raise Disconnected(str(error)) from error
 
     def has_message(self) -> bool:
         """Return whether `receive` returns, or raises, at once."""
-        return bool(select_readable([self], 0.0))
+        return bool(wait([self], 0.0))
 
-    def hang_up(self) -> None:
-        """Disconnect both ends. Any thread may call it; the file stays open for the thread that receives."""
+    def disconnect(self) -> None:
+        """End the connection. Any thread may call it; the file stays open for the thread that receives."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up and free the files."""
-        self.hang_up()
-        self._connection.close()
+        """End the connection and close its files."""
+        self.disconnect()
+        self._messages.close()
         self._socket.close()
 
-    def when_hung_up(self, then: Callable[[], None]) -> None:
-        """Call a function in a thread once the other end has disconnected, also if messages have not been received."""
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        """Call a function, in a thread, once the connection has ended; messages may still be received."""
 
         def watch() -> None:
             poll = select.poll()
             poll.register(self._socket, select.POLLRDHUP)
             poll.poll()
-            then()
+            callback()
 
         threading.Thread(target=watch, name="connection", daemon=True).start()
 
 
-def select_readable(lines: Sequence[Line], seconds: float | None) -> list[Line]:
-    """Return the lines that have a message or are disconnected, after waiting for one at most so many seconds."""
-    by_connection = {line._connection: line for line in lines}
-    return [by_connection[ready] for ready in wait(list(by_connection), seconds)]  # type: ignore[index]
+def wait(connections: Sequence[Connection], seconds: float | None) -> list[Connection]:
+    """Return the connections that have a message or have ended, after waiting for one at most so many seconds."""
+    by_messages = {one._messages: one for one in connections}
+    return [by_messages[ready] for ready in connection.wait(list(by_messages), seconds)]  # type: ignore[index]
 
 
-def listen(store: dist.Store, on_line: Callable[[Line], None]) -> socket.socket:
-    """Listen for the ranks that generate, in a thread; each connection calls `on_line` in a thread of its own.
+class Server:
+    """Accepts connections of the ranks that generate, each in a thread of its own."""
 
-    Returns:
-        The socket; closing it ends this.
-    """
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    server = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=dual)
-    secret = secrets.token_bytes(32)
-    store.set(_KEY, json.dumps([server.getsockname()[1], secret.hex()]))
+    def __init__(self, store: dist.Store, on_connection: Callable[[Connection], None]):
+        """
+        Args:
+            on_connection: called in a thread for each.
+        """
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        self._socket = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=dual)
+        self._store, self._secret, self._on_connection = store, secrets.token_bytes(32), on_connection
+        self._closed = False
+        self.port: int = self._socket.getsockname()[1]
+        store.set(_ADDRESS, json.dumps([self.port, self._secret.hex()]))
+        threading.Thread(target=self._accept, name="engines", daemon=True).start()
 
-    def greet(accepted: socket.socket) -> None:
-        line = Line(accepted)
-        try:
-            line.authenticate(secret, as_server=True)
-        except Exception:  # whoever it is, it is not of this run
-            line.close()
-            return
-        on_line(line)
+    def end_run(self) -> None:
+        """Let ranks that are started from now on know that the run has ended."""
+        self._store.set(_ENDED, "")
 
-    def accept() -> None:
-        while True:
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._closed = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
             try:
-                accepted, _ = server.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=greet, args=(accepted,), name="engine", daemon=True).start()
+                accepted, _ = self._socket.accept()
+            except OSError as error:
+                if not self._closed:
+                    logger.warning("a connection of a rank that generates was not accepted: %s", error)
+                    time.sleep(ACCEPT_PAUSE_SECONDS)
+                continue
+            threading.Thread(target=self._authenticate, args=(accepted,), name="engine", daemon=True).start()
 
-    threading.Thread(target=accept, name="engines", daemon=True).start()
-    return server
+    def _authenticate(self, accepted: socket.socket) -> None:
+        made = Connection(accepted)
+        try:
+            made.authenticate(self._secret, as_server=True)
+        except (OSError, EOFError, AuthenticationError):  # not a process of this run
+            made.close()
+            return
+        self._on_connection(made)
 
 
-def connect(store: dist.Store) -> Line:
-    """Connect to the first rank that trains, when it listens.
+def connect(store: dist.Store) -> Connection | None:
+    """Connect to the first rank that trains, when it accepts connections; return None if the run has ended.
 
     Raises:
-        Disconnected: it does not, or does not know the secret.
+        Disconnected: it does not answer, or does not know the secret.
     """
+    if store.check([_ENDED]):
+        return None
     host, _ = launch_environment.master_address()
+    port = 0
     try:
-        store.wait([_KEY], CONNECT_TIMEOUT)
-        port, secret = json.loads(store.get(_KEY))
-        line = Line(socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds()))
-        line.authenticate(bytes.fromhex(secret), as_server=False)
+        store.wait([_ADDRESS], PHASE_TIMEOUT)  # it reads data and builds its model first; a heartbeat watches it
+        port, secret = json.loads(store.get(_ADDRESS))
+        made = Connection(socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds()))
+        made.authenticate(bytes.fromhex(secret), as_server=False)
     except (OSError, EOFError, AuthenticationError, dist.DistError) as error:
-        raise Disconnected(f"rank 0 does not answer at {host}: {error}") from error
-    return line
+        raise Disconnected(
+            f"no connection to rank 0 at {host}:{port}: {error}: is it alive, and is the port open between the nodes?"
+        ) from error
+    return made

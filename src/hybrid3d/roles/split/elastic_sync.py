@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hybrid3d.distributed import is_lost_peer, spanning_group
+from hybrid3d.distributed import TIMEOUT, LostPeer, is_lost_peer, spanning_group
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync
 
 logger = logging.getLogger(__name__)
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_SECONDS = 0.5
+RANKS_PER_POLL_SECOND = 5000  # that ask the store in the same time
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,14 @@ class Members:
     """The ranks of a sync.
 
     Attributes:
-        epoch: different for each new set of processes, also if their ranks are the same.
+        epoch: different for each attempt to create process groups of members.
         ranks: those of the launcher that train, and those of the engines that take part.
+        engines: a number for each start of an engine that takes part.
     """
 
     epoch: int
     ranks: tuple[int, ...]
+    engines: tuple[int, ...]
 
 
 MakeSync = Callable[[dist.ProcessGroup, dist.ProcessGroup, tuple[int, ...]], WeightSync]
@@ -50,14 +53,18 @@ class ElasticSync:
 
     Where a member is lost, `finish` returns None on each of the others, sooner or later: a rank that notices it leaves
     its process groups, which those that wait for this rank notice in turn. Then they begin again without the lost one.
-    With NCCL nobody would notice: its groups are aborted once the first rank that trains has called `tell_lost`.
+    With NCCL nobody would notice: its groups are aborted once `tell_lost` has been called.
+
+    Attributes:
+        failure: why the last sync that failed did.
     """
 
     def __init__(self, store: dist.Store, make_sync: MakeSync):
-        self._store, self._make_sync = store, make_sync
+        self._store, self._make_sync = store.clone(), make_sync
         self._members: Members | None = None
         self._groups: list[dist.ProcessGroup] = []
         self._sync: WeightSync | None = None
+        self.failure = ""
 
     @property
     def members(self) -> Members | None:
@@ -77,12 +84,23 @@ class ElasticSync:
 
     def _joined(self, members: Members) -> WeightSync:
         if self._sync is None:
+            self._meet(members)
             for name in (f"{members.epoch}/everyone", f"{members.epoch}/weights"):
-                self._groups.append(spanning_group(members.ranks, name, self._store))
+                self._groups.append(spanning_group(members.ranks, name, self._store, TIMEOUT))
             if torch.cuda.is_available():
                 threading.Thread(target=self._abort_when_lost, args=(members,), name="lost", daemon=True).start()
             self._sync = self._make_sync(self._groups[0], self._groups[1], members.ranks)
         return self._sync
+
+    def _meet(self, members: Members) -> None:
+        """Wait until all members are here, as creating a group with one that is lost takes a minute to fail."""
+        key, pause = f"arrived/{members.epoch}", max(0.01, len(members.ranks) / RANKS_PER_POLL_SECOND)
+        arrived = self._store.add(key, 1)
+        while arrived < len(members.ranks):
+            if self._store.check([f"lost/{members.epoch}"]):
+                raise LostPeer("a rank was lost before all had arrived")
+            time.sleep(pause)
+            arrived = self._store.add(key, 0)
 
     def bucket_ready(self, bucket: int, last: bool) -> None:
         """See `WeightSync.bucket_ready`; it does nothing once a member has been lost."""
@@ -129,6 +147,11 @@ class ElasticSync:
         except Exception as error:
             if not is_lost_peer(error):
                 raise
-            logger.warning("a sync failed because a rank was lost: %s", error)
+            self.failure = str(error)
+        logger.warning("a sync failed because a rank was lost: %s", self.failure)
+        if torch.cuda.is_available() and self._members is not None:  # the others do not notice that this rank leaves
+            tell_lost(self._store, self._members.epoch)
+            for group in self._groups:
+                group.abort()
         self.leave()  # not above: the error's traceback refers to the groups, as would the work, if it named them
         return None

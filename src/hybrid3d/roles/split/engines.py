@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import defaultdict
@@ -15,14 +14,12 @@ import torch.distributed as dist
 from hybrid3d.config import Recipe
 from hybrid3d.generation.partial_rollout import Prompt
 from hybrid3d.generation.replicas import Advanced, Answers, Work
-from hybrid3d.roles.split.connections import Disconnected, Line, listen, select_readable
+from hybrid3d.roles.split.connections import Connection, Disconnected, Server, wait
 from hybrid3d.roles.split.elastic_sync import Members, tell_lost
-from hybrid3d.roles.split.messages import Call, Hello, Join, Joined, Leave, Reply, Stop
+from hybrid3d.roles.split.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.record import Record
 from hybrid3d.run.timeline import Span
-
-logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 CLOSE_SECONDS = 60  # within which engines have shut down
@@ -30,26 +27,32 @@ KEPT_SPANS = 100  # of each rank
 
 
 class Engine:
-    """An engine: `rollout.tp` x `rollout.dp` ranks, which are lost together.
+    """One start of an engine: processes of `rollout.tp` x `rollout.dp` ranks, which are lost together.
 
     Attributes:
-        lines: to its ranks, in their order, once all are there; empty while it has none that are known to be alive.
-        arriving: to those of its next ranks that are there.
-        incarnation: how many times it was started, 0 before the first.
-        started: those of the lines whose ranks have started vLLM.
+        place: its number among the engines of the run.
+        number: different for each start.
+        connections: to its ranks, by rank.
+        failures: why the processes of its ranks before these ended.
+        started: those of the connections whose ranks have started vLLM.
+        lost: a rank of it has been lost, or it was asked to leave.
     """
 
-    def __init__(self, number: int, ranks: range):
-        self.number, self.ranks = number, ranks
-        self.lines: dict[int, Line] = {}
-        self.arriving: dict[int, Line] = {}
-        self.incarnation = 0
-        self.started: set[Line] = set()
+    def __init__(self, place: int, number: int, registered: Mapping[int, tuple[Connection, Register]]):
+        self.place, self.number = place, number
+        self.connections = {rank: connection for rank, (connection, _) in sorted(registered.items())}
+        self.failures = [register.failure for _, register in registered.values() if register.failure]
+        self.started: set[Connection] = set()
+        self.lost = False
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(self.connections)
 
     @property
     def ready(self) -> bool:
         """Whether all of its ranks have started vLLM, and none is known to be lost."""
-        return len(self.started) == len(self.ranks)
+        return not self.lost and len(self.started) == len(self.connections)
 
     def __str__(self) -> str:
         first, last = self.ranks[0], self.ranks[-1]
@@ -59,116 +62,131 @@ class Engine:
 class Engines:
     """Implements `Replicas` for all engines of a run. Only the first rank that trains has it.
 
-    An engine that is lost is started again by what started its ranks, and takes part from the next sync on. Threads
-    that wait for connections only change which engines there are; all else is called by one thread at a time.
+    An engine that is lost is started again by what started its ranks, and takes part from the next sync on. The threads
+    of connections only change which engines there are; all else is called by one thread at a time.
+
+    Attributes:
+        confined_by: what confines code that rewards run, on the rank that registered last; None if none is run.
+        peak_memory: the most bytes that a rank has used.
     """
 
     def __init__(self, recipe: Recipe, store: dist.Store, record: Record):
         rollout, ranks = recipe.rollout, recipe.role_ranks["generation"]
         assert rollout is not None, "checked when the recipe was read"
-        size = rollout.tp * rollout.dp
-        self._store, self._record, self._per_engine = store.clone(), record, rollout.dp
+        self._size, self._per_engine = rollout.tp * rollout.dp, rollout.dp
+        self._store, self._record, self._first = store.clone(), record, ranks.start
         self._training = tuple(recipe.role_ranks["train"])
-        self._engines = [Engine(i, ranks[first : first + size]) for i, first in enumerate(range(0, len(ranks), size))]
-        self._engine_of = {rank: engine for engine in self._engines for rank in engine.ranks}
-        self._lock = threading.Lock()
-        self._hellos: dict[int, Hello] = {}
-        self._lost: list[tuple[Engine, float]] = []  # which is not told yet, and when
-        self._syncing: dict[Line, tuple[Engine, int]] = {}
-        self._taking_part: list[tuple[Engine, int]] = []  # engines of the last sync, and their incarnations
+        places = len(ranks) // self._size
+        self._lock = threading.Lock()  # of all that follows, up to the engines that take part
+        self._active, self._ended = recipe.active_generation_ranks // self._size, False
+        self._registered: list[dict[int, tuple[Connection, Register]]] = [{} for _ in range(places)]
+        self._engines: list[Engine | None] = [None] * places
+        self._starts = [0] * places
+        self._lost: list[tuple[Engine, float]] = []  # that was not recorded yet, and when
         self._epoch = 0
+        self._taking_part: list[Engine] = []  # in the last sync
+        self._had_sync = False
+        self._syncing: dict[Connection, tuple[Engine, int]] = {}
         self._spans: dict[int, list[Span]] = defaultdict(list)
+        self.confined_by: str | None = None
         self.peak_memory = 0
-        self._closing, self._active = False, recipe.active_generation_ranks // size
-        self._dismissed: dict[int, Line] = {}  # the ranks that were told that the run has ended
-        self._server = listen(store, self._arrive)
+        self._server = Server(store, self._register)
 
     # Which engines there are
 
-    def _arrive(self, line: Line) -> None:
+    def _register(self, connection: Connection) -> None:
         """Take in a rank that has started; when all of its engine are there, start the engine."""
         try:
-            hello: Hello = line.receive()
+            register: Register = connection.receive()
         except Disconnected:
-            line.close()
+            connection.close()
             return
+        place = (register.rank - self._first) // self._size
         with self._lock:
-            if self._closing:
-                self._dismiss(hello.rank, line)
+            if self._ended:
+                connection.close()
                 return
-            engine = self._engine_of[hello.rank]
-            if engine.lines:
+            engine = self._engines[place]
+            if engine is not None:
                 self._lose(engine)
-            engine.arriving[hello.rank] = line
-            line.when_hung_up(lambda: self._hung_up(engine, line))
-            self._hellos[hello.rank] = hello
-            self._start_if_there(engine)
+            self._registered[place][register.rank] = connection, register
+            self.confined_by = register.confined_by
+            self._start_if_complete(place)
+        connection.on_disconnect(lambda: self._disconnected(place, register.rank, connection))
 
-    def _start_if_there(self, engine: Engine) -> None:
-        """Start an engine that is needed and whose ranks are all there."""
-        if engine.number >= self._active or len(engine.arriving) < len(engine.ranks):
+    def _start_if_complete(self, place: int) -> None:
+        """Start an engine that is needed, once its ranks have registered."""
+        registered = self._registered[place]
+        if place >= self._active or len(registered) < self._size:
             return
-        engine.lines, engine.arriving = dict(sorted(engine.arriving.items())), {}
-        join, engine.incarnation = Join(engine.incarnation), engine.incarnation + 1
-        for line in engine.lines.values():
-            try:
-                line.send(join)
-            except Disconnected:
-                self._lose(engine)
-                return
-
-    def _set_active(self, ranks: int) -> None:
-        """Start engines until so many ranks generate, as soon as theirs are there, or let the last engines go."""
-        with self._lock:
-            self._active = ranks // len(self._engines[0].ranks)
-            for engine in self._engines:
-                self._start_if_there(engine)
-                if engine.number >= self._active and engine.lines:
-                    leaving, engine.lines, engine.started = engine.lines, {}, set()
-                    for line in leaving.values():
-                        with suppress(Disconnected):
-                            line.send(Leave())
-                    self._record.event("engine_left", f"{engine} not needed for now", ranks=list(engine.ranks))
+        restart_count, self._registered[place] = self._starts[place], {}
+        self._starts[place] += 1
+        engine = Engine(place, restart_count * len(self._engines) + place, registered)
+        self._engines[place] = engine
+        for connection in engine.connections.values():
+            with suppress(Disconnected):  # noticed when it is received from
+                connection.send(Join(restart_count))
 
     def _lose(self, engine: Engine) -> None:
         """Give an engine up: those of its ranks that are alive exit, as they could only wait for the others."""
-        for line in engine.lines.values():
-            line.hang_up()
-        if engine.lines:
-            self._lost.append((engine, time.time()))
-            if any(one is engine for one, _ in self._taking_part):
-                tell_lost(self._store, self._epoch)
-        engine.lines, engine.started = {}, set()
+        if engine.lost:
+            return
+        engine.lost = True
+        self._engines[engine.place] = None
+        self._lost.append((engine, time.time()))
+        if engine in self._taking_part:
+            tell_lost(self._store, self._epoch)
+        for connection in engine.connections.values():
+            connection.disconnect()
 
-    def _hung_up(self, engine: Engine, line: Line) -> None:
+    def _disconnected(self, place: int, rank: int, connection: Connection) -> None:
         """Give an engine up of which a rank has exited; also while this rank waits for it in a sync."""
         with self._lock:
-            if line in engine.lines.values() and not self._closing:
+            engine = self._engines[place]
+            if engine is not None and connection in engine.connections.values() and not self._ended:
                 self._lose(engine)
-            for rank in [rank for rank, arrived in engine.arriving.items() if arrived is line]:
-                del engine.arriving[rank]
+            if self._registered[place].get(rank, (None,))[0] is connection:
+                del self._registered[place][rank]
 
-    def _give_up(self, engine: Engine, line: Line) -> None:
-        """Give an engine up of which a line is disconnected, unless it has been started again already."""
+    def _set_active(self, ranks: int) -> None:
+        """Let so many ranks generate: start engines once theirs have registered, or let the last engines go."""
+        left = []
         with self._lock:
-            if line in engine.lines.values():
-                self._lose(engine)
-        line.close()
+            self._active = ranks // self._size
+            for place, engine in enumerate(self._engines):
+                if place < self._active:
+                    if engine is None:
+                        self._start_if_complete(place)
+                elif engine is not None:
+                    engine.lost, self._engines[place] = True, None
+                    left.append(engine)
+                    for connection in engine.connections.values():
+                        with suppress(Disconnected):
+                            connection.send(Leave())
+        for engine in left:
+            message = f"{engine} stopped generating: roles.generation.active_ranks={ranks}"
+            self._record.event("engine_left", message, ranks=engine.ranks)
 
-    def _refresh(self) -> None:
-        """Find out which engines have been lost, and which have started, since the last call."""
-        for engine in self._engines:
-            for line in select_readable(list(engine.lines.values()), 0.0):
-                try:
-                    assert isinstance(line.receive(), Joined), "a call's replies are received by who made it"
-                    engine.started.add(line)
-                except Disconnected:
-                    self._give_up(engine, line)
+    def _refresh(self) -> list[Engine]:
+        """Return the engines that are ready; record those that have been lost since the last call."""
+        for engine in filter(None, self._engines):
+            starting = [one for one in engine.connections.values() if one not in engine.started]
+            for connection in wait(starting, 0.0):
+                with suppress(Disconnected):  # then its thread loses the engine
+                    assert isinstance(connection.receive(), Joined), "all else is received by who asked for it"
+                    engine.started.add(connection)
         with self._lock:
+            ready = [engine for engine in self._engines if engine is not None and engine.ready]
             lost, self._lost = self._lost, []
         for engine, moment in lost:
-            message = f"{engine} lost: the others generate until it is there again"
-            self._record.event("engine_lost", message, ranks=list(engine.ranks), time=moment)
+            message = (
+                f"{engine} lost: {len(ready)} of {self._active} engines can generate, and its ranks are started again, "
+                "at most roles.generation.max_restarts times"
+            )
+            self._record.event("engine_lost", message, ranks=engine.ranks, time=moment)
+            for connection in engine.connections.values():
+                connection.close()
+        return ready
 
     def members(self, active_ranks: int) -> Members:
         """Return the members of the next sync, after waiting for an engine; before the first sync, for all engines.
@@ -178,72 +196,63 @@ class Engines:
         """
         self._set_active(active_ranks)
         told = False
-        while not (ready := self._ready()):
-            if self._taking_part and not told:
+        while True:
+            ready = self._refresh()
+            if len(ready) >= (1 if self._had_sync else self._active):
+                with self._lock:
+                    before, self._taking_part = self._taking_part, [engine for engine in ready if not engine.lost]
+                    if self._taking_part != before:
+                        self._epoch += 1
+                break
+            if self._had_sync and not told:
                 self._record.event("no_engine", "no rank can generate: waiting for one to come back")
                 told = True
             time.sleep(POLL_SECONDS)
-        taking_part = [(engine, engine.incarnation) for engine in ready]
-        if taking_part != self._taking_part:
-            self._epoch += 1
-        for engine, _ in [one for one in taking_part if self._taking_part and one not in self._taking_part]:
-            why = "; ".join(self._hellos[rank].lost for rank in engine.ranks if self._hellos[rank].lost)
-            message = f"{engine} {'there again after it was lost: ' + why if why else 'there to generate'}"
-            self._record.event("engine_joined", message, ranks=list(engine.ranks), why=why)
-        self._taking_part = taking_part
-        return Members(self._epoch, (*self._training, *(rank for engine in ready for rank in engine.ranks)))
+        for engine in self._taking_part if self._had_sync else ():
+            if engine not in before:
+                why = "; ".join(engine.failures)
+                reason = f" again after it was lost: {why}" if why else ""
+                self._record.event("engine_joined", f"{engine} generates{reason}", ranks=engine.ranks, why=why)
+        ranks = [rank for engine in self._taking_part for rank in engine.ranks]
+        return Members(self._epoch, (*self._training, *ranks), tuple(engine.number for engine in self._taking_part))
 
-    def _ready(self) -> list[Engine]:
-        """Return the engines that have started, none if that are too few to go on."""
-        self._refresh()
-        ready = [engine for engine in self._engines if engine.ready]
-        return ready if self._taking_part or len(ready) == self._active else []
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether the engines of the last sync are those of the next one, as far as is known."""
-        return [(engine, engine.incarnation) for engine in self._ready()] == self._taking_part
-
-    @property
-    def confined_by(self) -> str | None:
-        """What confines code that rewards run, on the first rank that generates."""
-        return self._hellos[self._engines[0].ranks[0]].confined_by
+    def unchanged(self, active_ranks: int) -> bool:
+        """Return whether the engines of the last sync are those of the next one, as far as is known."""
+        return active_ranks // self._size == self._active and self._refresh() == self._taking_part
 
     # The sync
 
     def begin_sync(self, members: Members, version: int, verify: bool) -> None:
-        """Have the engines take part in a sync, which begins."""
+        """Have the engines that are left take part in a sync, which begins."""
         arguments = {"members": members, "version": version, "verify": verify}
-        self._syncing = self._send({engine: Call("sync", arguments) for engine, _ in self._taking_part})
+        self._syncing = self._send({engine: Call("sync", arguments) for engine in self._generating()})
 
     def finish_sync(self) -> StepMetrics | None:
         """Return the metrics of all ranks of the engines; None if the sync failed on one that is not lost."""
         metrics, intact = StepMetrics(), True
-        replies = self._receive(self._syncing)
-        for engine, _ in self._taking_part:
-            for share in replies.get(engine, ()):
+        for shares in self._receive(self._syncing).values():
+            for share in shares:
                 intact &= share is not None
                 metrics.add_rank(share or StepMetrics())
-        if not intact:
-            self._epoch += 1
+        self._had_sync |= intact
         return metrics if intact else None
 
-    def fail_sync(self) -> None:
+    def fail_sync(self, why: str) -> None:
         """Have the next sync begin with new process groups."""
-        self._epoch += 1
+        with self._lock:
+            self._epoch += 1
+        self._record.event("sync_failed", why=why, epoch=self._epoch)
 
     # Generation
 
     @property
     def numbers(self) -> Sequence[int]:
+        """The replicas of the engines that have weights. A replica that is lost never has its number again."""
         return [engine.number * self._per_engine + i for engine in self._generating() for i in range(self._per_engine)]
 
     def _generating(self) -> list[Engine]:
-        """Return the engines that have weights."""
         self._refresh()
-        return [
-            engine for engine, incarnation in self._taking_part if engine.ready and engine.incarnation == incarnation
-        ]
+        return [engine for engine in self._taking_part if engine.ready]
 
     def answer(
         self, shares: Mapping[int, Sequence[Work]], version: int, temperature: float, scored: bool
@@ -278,8 +287,7 @@ class Engines:
             by_replica: the arguments of which each engine gets those of its replicas, by their numbers in it.
             arguments: the others.
         """
-        k = self._per_engine
-        calls = {}
+        k, calls = self._per_engine, {}
         for engine in self._generating():
             own = {
                 name: None if values is None else {n % k: v for n, v in values.items() if n // k == engine.number}
@@ -291,53 +299,47 @@ class Engines:
 
     # Calls
 
-    def _send(self, calls: Mapping[Engine, Call]) -> dict[Line, tuple[Engine, int]]:
-        """Send calls to all ranks of engines; return the lines to those that will reply, with their engine and rank."""
+    def _send(self, calls: Mapping[Engine, Call]) -> dict[Connection, tuple[Engine, int]]:
+        """Send calls to all ranks of engines; return the connections that will reply, with their engine and rank."""
         sent = {}
         for engine, call in calls.items():
-            for rank, line in list(engine.lines.items()):
-                try:
-                    line.send(call)
-                    sent[line] = engine, rank
-                except Disconnected:
-                    self._give_up(engine, line)
+            for rank, connection in engine.connections.items():
+                sent[connection] = engine, rank
+                with suppress(Disconnected):  # noticed when the reply is received
+                    connection.send(call)
         return sent
 
     def _receive(
-        self, sent: Mapping[Line, tuple[Engine, int]], stop: Callable[[], bool] | None = None
+        self, sent: Mapping[Connection, tuple[Engine, int]], stop: Callable[[], bool] | None = None
     ) -> dict[Engine, list[Any]]:
         """Return the replies to a call of each engine that is not lost, by rank; until `stop`, which ends the calls."""
-        waiting, results, lost, stopped = dict(sent), dict[int, Any](), set[Engine](), False
+        waiting, results, stopped = dict(sent), dict[Engine, dict[int, Any]](), False
         while waiting:
             if stop is not None and not stopped and stop():
                 stopped = True
-                for line, (engine, _) in waiting.items():
-                    try:
-                        line.send(Stop())
-                    except Disconnected:
-                        self._give_up(engine, line)
-            for line in select_readable(list(waiting), None if stop is None or stopped else POLL_SECONDS):
-                engine, rank = waiting.pop(line)
+                for connection in waiting:
+                    with suppress(Disconnected):
+                        connection.send(Stop())
+            for connection in wait(list(waiting), None if stop is None or stopped else POLL_SECONDS):
+                engine, rank = waiting.pop(connection)
                 try:
-                    reply: Reply = line.receive()
+                    reply: Reply = connection.receive()
                 except Disconnected:
-                    self._give_up(engine, line)
-                    lost.add(engine)
+                    with self._lock:
+                        self._lose(engine)
                     continue
-                results[rank] = reply.result
+                results.setdefault(engine, {})[rank] = reply.result
                 self._spans[rank] = [*self._spans[rank], *reply.spans][-KEPT_SPANS:]
                 self.peak_memory = max(self.peak_memory, reply.peak_memory)
-        engines = dict.fromkeys(engine for engine, _ in sent.values())
-        return {
-            e: [results[r] for r in e.ranks] for e in engines if e not in lost and all(r in results for r in e.ranks)
-        }
+        whole = {engine: found for engine, found in results.items() if len(found) == len(engine.ranks)}
+        return {engine: [found[rank] for rank in engine.ranks] for engine, found in whole.items()}
 
     # What is seen, and the end
 
     def spans(self, begin: float, end: float) -> dict[int, list[Span]]:
         """Return what each rank that generates did between two moments; it waited in the rest of the time."""
         found: dict[int, list[Span]] = {}
-        for rank in sorted(self._engine_of):
+        for rank in range(self._first, self._first + len(self._engines) * self._size):
             found[rank], last = [], begin
             for activity, start, stop in self._spans[rank]:
                 start, stop = max(start, last), min(stop, end)
@@ -355,30 +357,24 @@ class Engines:
         )
 
     def close(self) -> None:
-        """End all engines, also those that are being started again."""
+        """End the run on all ranks that generate; those that are being started exit by themselves."""
+        self._server.end_run()
         with self._lock:
-            self._closing = True
-            for engine in self._engines:
-                for rank, line in {**engine.lines, **engine.arriving}.items():
-                    self._dismiss(rank, line)
-        end, knowing = time.monotonic() + CLOSE_SECONDS, set[int]()
-        while (self._dismissed or len(knowing) < len(self._engine_of)) and time.monotonic() < end:
-            with self._lock:
-                waiting = {line: rank for rank, line in self._dismissed.items()}
-            for line in select_readable(list(waiting), POLL_SECONDS):
+            self._ended = True
+            ready = [engine for engine in self._engines if engine is not None and engine.ready]
+            waiting = {one for engine in ready for one in engine.connections.values()}
+            engines = [engine.connections for engine in self._engines if engine is not None and not engine.ready]
+            registered = [{rank: one for rank, (one, _) in ranks.items()} for ranks in self._registered]
+            for connection in [one for ranks in (*engines, *registered) for one in ranks.values()]:
+                connection.disconnect()
+        for connection in waiting:
+            with suppress(Disconnected):
+                connection.send(End())
+        end = time.monotonic() + CLOSE_SECONDS
+        while waiting and time.monotonic() < end:
+            for connection in wait(list(waiting), POLL_SECONDS):
                 try:
-                    if line.receive() is None:
-                        knowing.add(waiting[line])
-                except Disconnected:  # it has exited, or was lost before it knew, and will be there again
-                    line.close()
-                    with self._lock:
-                        del self._dismissed[waiting[line]]
+                    assert isinstance(connection.receive(), Leaving), "no call is waiting for its reply"
+                except Disconnected:
+                    waiting.remove(connection)
         self._server.close()
-
-    def _dismiss(self, rank: int, line: Line) -> None:
-        """Tell a rank that the run has ended."""
-        try:
-            line.send(None)
-            self._dismissed[rank] = line
-        except Disconnected:  # it will be there again
-            line.close()

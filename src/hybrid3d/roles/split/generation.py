@@ -14,12 +14,12 @@ from hybrid3d.config import Recipe
 from hybrid3d.generation.partial_rollout import Prompt
 from hybrid3d.generation.replicas import EngineReplicas, Work
 from hybrid3d.inputs.models import read_tokenizer
-from hybrid3d.launch_environment import DISCONNECTED
-from hybrid3d.process import remove_shared_memory, set_shared_memory_prefix
+from hybrid3d.launch_environment import DISCONNECTED, State
+from hybrid3d.process import engine_name, remove_shared_memory, set_shared_memory_prefix
 from hybrid3d.rewards import sandbox
-from hybrid3d.roles.split.connections import Line, connect
+from hybrid3d.roles.split.connections import Connection, connect
 from hybrid3d.roles.split.elastic_sync import ElasticSync, Members
-from hybrid3d.roles.split.messages import Call, Hello, Join, Joined, Leave, Reply, Stop
+from hybrid3d.roles.split.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply
 from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.heartbeat import enter_phase
@@ -36,21 +36,21 @@ class GenerationRank:
     their own, apart from those of the syncs.
     """
 
-    def __init__(self, recipe: Recipe, store: dist.Store, ranks: range, incarnation: int, line: Line):
+    def __init__(self, recipe: Recipe, store: dist.Store, ranks: range, restart_count: int, connection: Connection):
         """
         Args:
             ranks: those of its engine.
-            incarnation: how many times the engine was started before.
-            line: to the first rank that trains.
+            restart_count: how many times the engine was started before.
+            connection: to the first rank that trains.
         """
-        number = ranks.start // len(ranks)
-        name = f"{distributed.run_id()}.engine{number}"
-        if incarnation:
-            remove_shared_memory(f"{name}.{incarnation - 1}")
-        set_shared_memory_prefix(f"{name}.{incarnation}")
-        group = distributed.start_among(ranks, f"engine/{ranks.start}/{incarnation}", store)
-        self._line, self._leads = line, group.rank() == 0
-        self._engine = RolloutEngine(recipe, group.rank(), f"{name}.{incarnation}", range(len(ranks)))
+        run = distributed.run_id()
+        if restart_count:
+            remove_shared_memory(engine_name(run, ranks.start, restart_count - 1))
+        name = engine_name(run, ranks.start, restart_count)
+        set_shared_memory_prefix(name)
+        group = distributed.start_among(ranks, f"engine/{ranks.start}/{restart_count}", store)
+        self._connection, self._leads = connection, group.rank() == 0
+        self._engine = RolloutEngine(recipe, group.rank(), name, range(len(ranks)))
         self._replicas = EngineReplicas(recipe, self._engine, read_tokenizer(recipe), group)
 
         def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, members: tuple[int, ...]) -> WeightSync:
@@ -81,7 +81,7 @@ class GenerationRank:
         stoppable: bool,
     ) -> Any:
         """See `Replicas.advance`; if it is stoppable, until a message has arrived."""
-        stop = self._line.has_message if stoppable else None
+        stop = self._connection.has_message if stoppable else None
         return self._replicas.advance(prompts, wanted, version, temperature, scored, stop)
 
     def call(self, call: Call) -> Reply:
@@ -101,56 +101,50 @@ class GenerationRank:
 
 
 class Progress(Protocol):
-    """Who is told how far this process has come."""
+    """Who is told what state this process has reached."""
 
     @property
-    def lost(self) -> str:
+    def failure(self) -> str:
         """Why the process of this rank before this one ended; empty if this is the first."""
         ...
 
-    def connected(self) -> None: ...
-
-    def ready(self) -> None:
-        """The engine has weights."""
-        ...
-
-    def leaving(self) -> None:
-        """The engine is not needed for now."""
-        ...
-
-    def ending(self) -> None: ...
+    def tell(self, state: State) -> None: ...
 
 
 def serve(recipe: Recipe, store: dist.Store, progress: Progress) -> None:
-    """Start this rank's engine once its other ranks are there, and do what the first rank that trains says."""
-    line = connect(store)
-    done = False
+    """Start this rank's engine once all of its ranks have registered, and do what the first rank that trains asks.
 
-    def end() -> None:
-        if not done:  # the main thread may be waiting for a rank that is lost
-            os._exit(DISCONNECTED)
-
+    Raises:
+        Disconnected: the first rank that trains does not answer.
+    """
+    connection = connect(store)
+    if connection is None:
+        progress.tell(State.ENDING)
+        return
     rank, rollout = distributed.rank(), recipe.rollout
     assert rollout is not None, "checked when the recipe was read"
+    asked_to_exit = False
+
+    def on_disconnect() -> None:
+        if not asked_to_exit:  # the main thread may be waiting for a rank that is lost
+            os._exit(DISCONNECTED)
+
     confined_by = sandbox.protection() if recipe.reward.name == "code" else None
-    line.send(Hello(rank, progress.lost, confined_by))
-    progress.connected()
-    line.when_hung_up(end)
-    message = line.receive()
-    served: GenerationRank | None = None
-    if isinstance(message, Join):
-        size, first = rollout.tp * rollout.dp, recipe.role_ranks["generation"].start
-        start = first + (rank - first) // size * size
-        served = GenerationRank(recipe, store, range(start, start + size), message.incarnation, line)
-        line.send(Joined())
-        while not isinstance(message := line.receive(), Leave | None):
-            if not isinstance(message, Stop):
-                ready = served.has_synced
-                line.send(served.call(message))
-                if served.has_synced > ready:
-                    progress.ready()
-    done = True
-    (progress.leaving if isinstance(message, Leave) else progress.ending)()
-    line.send(None)
-    if served is not None:
-        served.close()
+    connection.send(Register(rank, progress.failure, confined_by))
+    progress.tell(State.CONNECTED)
+    connection.on_disconnect(on_disconnect)
+    join: Join = connection.receive()
+    size, first = rollout.tp * rollout.dp, recipe.role_ranks["generation"].start
+    start = first + (rank - first) // size * size
+    served = GenerationRank(recipe, store, range(start, start + size), join.restart_count, connection)
+    connection.send(Joined())
+    while not isinstance(message := connection.receive(), Leave | End):
+        if isinstance(message, Call):
+            had_weights = served.has_synced
+            connection.send(served.call(message))
+            if served.has_synced and not had_weights:
+                progress.tell(State.READY)
+    asked_to_exit = True
+    progress.tell(State.LEAVING if isinstance(message, Leave) else State.ENDING)
+    connection.send(Leaving())
+    served.close()

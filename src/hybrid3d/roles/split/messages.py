@@ -1,4 +1,4 @@
-"""What the first rank that trains and the ranks that generate say to each other."""
+"""The messages between the first rank that trains and the ranks that generate."""
 
 from __future__ import annotations
 
@@ -10,56 +10,51 @@ from hybrid3d.run.timeline import Span
 
 
 @dataclass(frozen=True)
-class Hello:
-    """A rank that generates has started, and does not have an engine yet.
+class Register:
+    """Sent by a rank that generates when it has started; it has no engine yet.
 
     Attributes:
-        lost: why its process before this one ended; empty if this is the first.
+        failure: why its process before this one ended; empty if this is the first.
         confined_by: what confines code that rewards run there; None if nothing does, or none is run.
     """
 
     rank: int
-    lost: str = ""
+    failure: str = ""
     confined_by: str | None = None
 
 
 @dataclass(frozen=True)
 class Join:
-    """All ranks of an engine are there: start it.
+    """Asks a rank to start its engine: all ranks of the engine have registered.
 
     Attributes:
-        incarnation: how many times the engine was started before.
+        restart_count: how many times the engine was started before.
     """
 
-    incarnation: int
+    restart_count: int
 
 
 @dataclass(frozen=True)
 class Joined:
-    """The engine of a rank has started."""
+    """Sent when the engine of a rank has started."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Call a method of the rank, with these arguments."""
+    """Asks for a call of this method of the rank, with these arguments."""
 
     method: str
     arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Leave:
-    """The engine is not needed for now: exit, and wait to be needed again."""
-
-
-@dataclass(frozen=True)
 class Stop:
-    """Return from a call that generates ahead; without effect if it has returned."""
+    """Asks for an early return from a call that generates ahead; without effect if it has returned."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A call has returned.
+    """Sent when a call has returned.
 
     Attributes:
         result: on ranks whose result is not needed None.
@@ -70,3 +65,18 @@ class Reply:
     result: Any
     spans: list[Span] = field(default_factory=list)
     peak_memory: int = 0
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Asks a rank to exit: its engine is not needed for now. It registers again."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Asks a rank to exit: the run has ended."""
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Sent in answer to `Leave` and `End`."""

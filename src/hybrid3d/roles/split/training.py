@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from hybrid3d.rewards import sandbox
 from hybrid3d.roles.learner import Experience, Learner
 from hybrid3d.roles.models import Models
 from hybrid3d.roles.split.ahead import GenerationAhead
-from hybrid3d.roles.split.elastic_sync import ElasticSync
+from hybrid3d.roles.split.elastic_sync import ElasticSync, Members
 from hybrid3d.roles.split.engines import Engines
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
 from hybrid3d.run.health import Guard
@@ -33,6 +34,8 @@ from hybrid3d.train.runtime import peak_memory
 from hybrid3d.train.stepping import BucketHook
 
 T = TypeVar("T")
+
+MAX_FAILED_SYNCS = 3  # in a row, without another start of an engine
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,10 @@ class TrainingRank:
         self._group = group
         # Here ranks wait for those that generate, which is no failure however long it takes
         self._patient = dist.new_group(dist.get_process_group_ranks(group), timeout=PHASE_TIMEOUT, backend="gloo")
+        self._engines = Engines(recipe, store, record) if group.rank() == 0 else None
         config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
         self.train, self.held_out = read_data(recipe, config, tokenizer)
-        self._engines: Engines | None = None
-        if group.rank() == 0:
-            self._engines = Engines(recipe, store, record)
+        if self._engines is not None:
             self._rollouts = make_rollouts(recipe, self._engines, self.train, self.held_out)
             self._ahead = GenerationAhead(self._rollouts)
         self._record = record
@@ -96,7 +98,7 @@ class TrainingRank:
             checkpoint.load_weights({"policy": self._policy}, weights_of, group)
         self._overlaps = guard is not None and recipe.overlaps_sync
         self._sync = ElasticSync(store, lambda *members: self._make_sync(recipe, *members))
-        self._begun: int | None = None  # the version of a sync that has begun during an update
+        self._begun: Members | None = None  # of a sync that has begun during an update
         self._synced_before = False
         self._busy, self._step_began = Stopwatch(), time.time()
         self.models: Models | None = None
@@ -119,30 +121,35 @@ class TrainingRank:
 
     def sync(self, version: int, recipe: Recipe) -> SplitSyncReport:
         """Sync to this version, or finish the overlapped sync to it; again without ranks that are lost meanwhile."""
-        begun, self._begun = self._begun == version, None
+        members, self._begun = self._begun, None
+        failed: Counter[tuple[int, ...]] = Counter()
         while True:
-            if not begun:
-                self._begin_sync(version, recipe)
-            begun = False
+            if members is None:
+                members = self._begin_sync(version, recipe)
             report, others = self._sync.finish(), StepMetrics()
             found = others if self._engines is None else self._engines.finish_sync()
             if all_reduce_min(int(report is not None and found is not None), self._patient):
                 assert report is not None
                 assert found is not None
-                self._tell_start(recipe, report)
+                self._record_start(recipe)
                 return SplitSyncReport(report, found)
             self._sync.leave()
             if self._engines is not None:
-                self._engines.fail_sync()
+                self._engines.fail_sync(self._sync.failure)
+            failed[members.engines] += 1
+            if failed[members.engines] == MAX_FAILED_SYNCS:
+                raise RuntimeError(f"{MAX_FAILED_SYNCS} syncs of the same ranks failed: {self._sync.failure}")
+            members = None
 
-    def _begin_sync(self, version: int, recipe: Recipe) -> None:
+    def _begin_sync(self, version: int, recipe: Recipe) -> Members:
         verify = is_verified(recipe.sync.verify, version)
         members = self._from_first(lambda engines: engines.members(recipe.active_generation_ranks))
         if self._engines is not None:
             self._engines.begin_sync(members, version, verify)
         self._sync.begin(members, version, verify)
+        return members
 
-    def _tell_start(self, recipe: Recipe, report: SyncReport) -> None:
+    def _record_start(self, recipe: Recipe) -> None:
         """Record, after the first sync, what the ranks that generate have said of themselves."""
         if not self._synced_before and self._engines is not None and recipe.reward.name == "code":
             confined_by = self._engines.confined_by or ""
@@ -195,11 +202,14 @@ class TrainingRank:
             if recipe.async_.max_staleness and recipe.async_.partial is None:
                 metrics.maxima["rollout/batches_ahead"] = len(self._ahead)
             self._step_began = time.time()
+        if recipe.async_.max_staleness:  # the first rank waits for what is being generated, however long it takes
+            all_reduce_min(1, self._patient)
         return metrics
 
     def _overlap_hook(self, version: int, recipe: Recipe) -> BucketHook | None:
         """Return a hook that syncs each optimizer bucket of the last update; None if syncs do not overlap it."""
-        if not self._overlaps or not self._from_first(lambda engines: engines.unchanged):
+        active = recipe.active_generation_ranks
+        if not self._overlaps or not self._from_first(lambda engines: engines.unchanged(active)):
             return None
         members, verify = self._sync.members, is_verified(recipe.sync.verify, version)
         if members is None:
@@ -207,7 +217,7 @@ class TrainingRank:
 
         def hook(bucket: int, last: bool) -> None:
             if bucket == 0:
-                self._begun = version
+                self._begun = members
                 if self._engines is not None:
                     self._engines.begin_sync(members, version, verify)
                 self._sync.begin(members, version, verify)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
+from hybrid3d.distributed import TIMEOUT
 from hybrid3d.reshard.delta import DeltaReport
 from hybrid3d.reshard.executor import ExecutionReport, Executor, NamedTensors
 from hybrid3d.reshard.protocols import ChangeSource, Sink
@@ -139,7 +140,8 @@ class WeightSync:
         self.source = NamedTensors(self._trained)
         if transport_group is None:
             transport_group = dist.new_group(dist.get_process_group_ranks(group))
-        self.transport = make_transport(device(), transport_group, recipe.machine.gpus_per_node, ranks)
+        timeout = None if ranks is None else TIMEOUT  # such a group's own timeout is that of its creation
+        self.transport = make_transport(device(), transport_group, recipe.machine.gpus_per_node, ranks, timeout)
         self._shared = SharedStorage()
         self._to_share = recipe.sync.share_storage
         names = {name for _, signature in self.holders for held in signature.values() for name in held}
