@@ -17,7 +17,7 @@ import pytest
 
 from hybrid3d import process
 from hybrid3d.launch import worker
-from hybrid3d.process import child_pids, remove_shared_memory
+from hybrid3d.process import child_pids, engine_name, remove_shared_memory
 from hybrid3d.rewards.environment_runner import EnvironmentRunner
 from hybrid3d.rewards.pool_client import load_in_subprocess
 from hybrid3d.rewards.scorer import Scorer
@@ -197,6 +197,7 @@ def test_what_a_pool_shares_bears_the_name_of_the_run(mark: str, monkeypatch: py
 def test_what_bears_another_name_or_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "SHARED_MEMORY", tmp_path)
     ours = ["psm_run-1_0f0f", "sem.mp-run-1-ab_d0123", "run-1-tp:0-[0-1]-cpushm_0", "run-1-world-[0-3]-cpushm_1"]
+    ours += [name.replace("run-1", engine_name("run-1", 12, 3)) for name in ours]
     others = [name.replace("run-1", "run-10") for name in ours] + [name.replace("run-1", "a-run-1") for name in ours]
     others += ["run-1-b-tp:0-[0-1]-cpushm_0", "psm_run-1_b_0f0f", "sem.mp-run-1-b-ab_d0123", "notes about run-1"]
     for name in [*ours, *others]:

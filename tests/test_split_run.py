@@ -193,9 +193,9 @@ def test_training_goes_on_through_twenty_kills_of_ranks_that_generate(work: Path
             if kill % 2:
                 wait_for_rows(run, recorded(run) + 1, process)
                 time.sleep(draw.uniform(0, 0.06))
-            attempt = attempt_of(run, draw.choice(present(run)))
-            assert attempt is not None
-            os.kill(attempt, signal.SIGKILL)
+            child = child_of(run, draw.choice(present(run)))
+            assert child is not None
+            os.kill(child, signal.SIGKILL)
             wait_until(lambda: len(engine_events(run, "lost")) == kill + 1, process)  # noqa: B023
         wait_until(lambda: len(present(run)) == 2, process)
         (run / "control.yaml").write_text(f"run.steps: {recorded(run) + 5}\n")
@@ -244,13 +244,13 @@ def test_a_rank_that_generates_and_is_stopped_is_started_again(work: Path, monke
     run, more = work / "runs/stopped", ("name=stopped", "run.steps=40", "run.eval_every=40", "run.checkpoint_every=0")
     with started(work, *SPLIT, *more) as process:
         wait_for_rows(run, 2, process)
-        attempt = attempt_of(run, 2)
-        assert attempt is not None
-        os.kill(attempt, signal.SIGSTOP)
+        child = child_of(run, 2)
+        assert child is not None
+        os.kill(child, signal.SIGSTOP)
         printed, _ = process.communicate(timeout=300)
         assert process.returncode == 0
-    assert "rank 2 lost" in printed
-    assert "rank 2 there again after it was lost: killed by SIGKILL" in printed
+    assert "rank 2 lost: 1 of 2 engines can generate" in printed
+    assert "rank 2 generates again after it was lost: killed by SIGKILL" in printed
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def printed_when_killed(work: Path, name: str, rank: int | None, *more: str, exp
             assert process.poll() is None
             time.sleep(0.01)
         assert len(ranks_of(run)) == 6  # those that generate have a parent each
-        pid = process.pid if rank is None else attempt_of(run, rank) or ranks_of(run, rank)[0]
+        pid = process.pid if rank is None else child_of(run, rank) or ranks_of(run, rank)[0]
         os.kill(pid, signal.SIGKILL)
         printed, _ = process.communicate(timeout=60 if expect else 300)
         assert process.returncode == expect
@@ -336,13 +336,13 @@ def present(run: Path) -> list[int]:
     return [rank for rank in (2, 3) if last.get(rank) != "engine_lost"]
 
 
-def attempt_of(run: Path, rank: int) -> int | None:
+def child_of(run: Path, rank: int) -> int | None:
     """Return the process that generates as this rank now, which its parent starts again when it is lost."""
-    return next(iter(ranks_of(run, rank, attempts=True)), None)
+    return next(iter(ranks_of(run, rank, children=True)), None)
 
 
-def ranks_of(run: Path, rank: int | None = None, attempts: bool = False) -> list[int]:
-    """Return the processes of a run's ranks, or of one of them; or only those that are started again."""
+def ranks_of(run: Path, rank: int | None = None, children: bool = False) -> list[int]:
+    """Return the processes of a run's ranks, or of one of them; or only those that are children of another one."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -350,9 +350,9 @@ def ranks_of(run: Path, rank: int | None = None, attempts: bool = False) -> list
         except OSError:  # it has ended, or is another user's
             continue
         numbers = [v for v in variables if v.startswith(b"RANK=")]
-        is_attempt = any(v.startswith(b"HYBRID3D_ATTEMPT=") for v in variables)
+        is_child = any(v.startswith(b"HYBRID3D_RESTART_COUNT=") for v in variables)
         if f"name={run.name}".encode() in command and numbers and (rank is None or f"RANK={rank}".encode() in numbers):
-            found += [int(folder.name)] if is_attempt or not attempts else []
+            found += [int(folder.name)] if is_child or not children else []
     return found
 
 
