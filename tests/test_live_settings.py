@@ -402,13 +402,6 @@ def test_what_takes_less_memory(settings: list[str], less: dict[str, Any]) -> No
     assert reduced_settings(load_recipe(DEMO, settings)) == {f"train.{key}": value for key, value in less.items()}
 
 
-def test_a_rank_that_only_generates_is_not_restarted_with_less_to_train(tmp_path: Path) -> None:
-    recipe = load_recipe(DEMO, ["roles.generation.ranks=2"])
-    error = OomRecovery().prepare_restart("CUDA out of memory", recipe, RunFolder(tmp_path), rank=4)
-    assert not isinstance(error, OutOfMemoryRestart)
-    assert str(error) == "CUDA out of memory: this rank only generates: lower rollout.gpu_memory_utilization"
-
-
 OUT = find_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.\nsomething else"))
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with "
 NCCL += "NCCL_DEBUG=INFO for details), NCCL version 2.28.9\nncclUnhandledCudaError: Call to CUDA function failed.\n"

@@ -11,13 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hybrid3d.config import load_recipe
 from hybrid3d.generation.replicas import Answers, NoReplicas
 from hybrid3d.generation.rollouts import FailedRewards
 from hybrid3d.generation.samples import RolloutBatch
-from hybrid3d.roles.split import engines
+from hybrid3d.launch import tasks
+from hybrid3d.roles.split import engines, generation
 from hybrid3d.roles.split.ahead import GenerationAhead
 from hybrid3d.roles.split.connections import Connection, Disconnected, Server, connect
 from hybrid3d.roles.split.elastic_sync import Members
@@ -392,3 +394,17 @@ def test_who_does_not_know_the_secret_is_not_heard(store: dist.Store) -> None:
     while not heard:
         time.sleep(0.01)
     server.close()
+
+
+def test_a_rank_that_only_generates_says_what_to_lower_where_memory_runs_out(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(generation, "serve", serve)
+    with pytest.raises(RuntimeError) as raised:
+        tasks._serve(recipe_of(0), store)
+    assert str(raised.value) == (
+        "CUDA out of memory. Tried to allocate 2 GiB.: this rank only generates: lower rollout.gpu_memory_utilization"
+    )

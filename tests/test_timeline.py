@@ -15,9 +15,9 @@ from hybrid3d.run.timeline import MAX_ROWS, Span, write_timeline
 @pytest.mark.parametrize("ranks", [2, 3 * MAX_ROWS + 1])
 def test_a_step_of_two_roles(tmp_path: Path, ranks: int) -> None:
     folder, first = RunFolder(tmp_path), 1_000_000.0
-    spans: list[list[Span]] = [
-        [("sync", first + rank / 1000, first + 1), ("train", first + 1, first + 3)] for rank in range(ranks)
-    ]
+    spans: dict[int, list[Span]] = {
+        rank: [("sync", first + rank / 1000, first + 1), ("train", first + 1, first + 3)] for rank in range(ranks)
+    }
     write_timeline(folder, 7, {"train": range(1), "generation": range(ranks)}, spans)
     trace = json.loads(folder.timeline.read_text())
     assert trace["otherData"] == {"step": 7}
