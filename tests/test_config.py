@@ -101,7 +101,8 @@ def test_defaults(load: Any) -> None:
         | {"offload_parameters": False, "offload_gradients": False, "offload_optimizer": False},
         "rollout": None,
         "roles": {"generation": {"ranks": None, "active_ranks": None, "max_restarts": 10}},
-        "async": {"max_staleness": 0, "partial": None, "batches_in_flight": 2, "late_answers": "wait"},
+        "async": {"max_staleness": 0, "partial": None, "keep_cache": False, "batches_in_flight": 2}
+        | {"late_answers": "wait"},
         "sync": {"bucket_mib": 64.0, "verify": "never", "overlap": True, "share_storage": False}
         | {"delta": "auto", "keep_loader_layout": False, "anchor_every": None},
         "data": {
@@ -506,6 +507,10 @@ def test_partial_rollouts_have_a_bound_and_whole_batches_no_say(load: Any) -> No
     ]
     partial = ["async.partial=restart", "async.max_staleness=2", corrected]
     load(DEMO, [*partial, "async.batches_in_flight=3", "async.late_answers=drop"])
+    load(DEMO, [*partial, "async.keep_cache=true", "rollout.sleep=false"])
+    assert problems(load, *partial, "async.keep_cache=true") == [
+        "async.keep_cache=true: vLLM frees its KV cache while it sleeps: set rollout.sleep=false"
+    ]
     assert problems(load, *partial, "async.batches_in_flight=4") == [
         "async.batches_in_flight=4: more than async.max_staleness + 1 = 3, so that prompts would be too old when they "
         "are trained: at most that"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +39,7 @@ class Engine:
     def __init__(self, length: Callable[[int, int], int]):
         self.length, self.version, self.steps = length, 0, 0
         self.running: dict[int, tuple[GenerationRequest, list[int]]] = {}
+        self.told: dict[int, int] = {}  # how many tokens of a paused request were given back
         self.asked: list[tuple[int, int, int]] = []  # prompt, version, tokens that the answer has
 
     def submit(self, requests: Mapping[int, GenerationRequest], version: int) -> None:
@@ -55,13 +56,22 @@ class Engine:
             last = before + 1 >= self.length(request.prompt_ids[0], number % ANSWERS)
             tokens.append(END if last else 100 + self.version)
             if last or len(tokens) == request.max_new_tokens:
-                ended[number] = self._completion(tokens)
+                ended[number] = self._completion(tokens[self.told.pop(number, 0) :])
         self.running = {number: one for number, one in self.running.items() if number not in ended}
         return ended
 
     def interrupt(self) -> dict[int, Completion]:
         running, self.running = self.running, {}
         return {number: self._completion(tokens) for number, (_, tokens) in running.items()}
+
+    def pause(self) -> tuple[dict[int, Completion], dict[int, Completion]]:
+        paused = {n: self._completion(tokens[self.told.get(n, 0) :]) for n, (_, tokens) in self.running.items()}
+        self.told = {n: len(tokens) for n, (_, tokens) in self.running.items()}
+        return {}, paused
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            del self.running[number]
 
     def _completion(self, tokens: list[int]) -> Completion:
         return Completion(tuple(tokens), tuple(-float(self.version) for _ in tokens), self.version)
@@ -134,6 +144,26 @@ def test_late_prompts_are_dropped_where_the_recipe_says_so(alone: dist.ProcessGr
     batches, _ = run(recipe, lambda prompt, answer: 40 if prompt == 1 and answer else 5, 4, alone)
     assert [trained(batch) for batch in batches] == [[0, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
     assert [batch.dropped_tokens for batch in batches] == [0, 5 + 10, 0, 0]  # of both answers to prompt 1
+
+
+def test_answers_that_keep_their_cache_are_not_asked_for_again(alone: dist.ProcessGroup) -> None:
+    recipe = recipe_of("async.keep_cache=true", "rollout.sleep=false")
+    batches, engine = run(recipe, lambda prompt, answer: 5 if prompt else 12, 3, alone)
+    assert [trained(batch) for batch in batches] == [[1, 2, 3, 4], [5, 6, 7, 8], [0, 9, 10, 11]]
+    long = batches[2].samples[0]
+    assert long.tokens == (100,) * 5 + (101,) * 5 + (102, END)
+    assert long.versions == (0,) * 5 + (1,) * 5 + (2,) * 2
+    assert long.logprobs == tuple(-float(version) for version in long.versions)
+    assert [asked for asked in engine.asked if not asked[0]] == [(0, 0, 0)] * 2
+    assert engine.steps == 5 + 5 + 2
+
+
+def test_late_answers_that_keep_their_cache_are_cancelled(alone: dist.ProcessGroup) -> None:
+    more = ("async.max_staleness=1", "async.late_answers=drop", "async.keep_cache=true", "rollout.sleep=false")
+    batches, engine = run(recipe_of(*more), lambda prompt, answer: 40 if prompt == 1 and answer else 5, 4, alone)
+    assert [trained(batch) for batch in batches] == [[0, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
+    assert [batch.dropped_tokens for batch in batches] == [0, 5 + 10, 0, 0]
+    assert not any(request.prompt_ids[0] == 1 for request, _ in engine.running.values())
 
 
 def test_answers_that_restart_are_of_one_version(alone: dist.ProcessGroup) -> None:

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 
 def test_an_answer_in_pieces_is_the_answer(tmp_path: Path) -> None:
-    """Greedy answers are the same; of sampled ones, the first piece is, with its log-probabilities."""
+    """Greedy answers are the same; of sampled ones, the first piece is, or all of it if the cache is kept."""
     make_checkpoint(tmp_path / "model", "qwen3", seed=1)
     run_ranks(ROOT / "tests/jobs/partial.py", 4, [str(tmp_path / "model"), str(tmp_path)], timeout=300)
     said: list[Any] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
@@ -33,6 +33,10 @@ def test_an_answer_in_pieces_is_the_answer(tmp_path: Path) -> None:
             assert pieces[:5] == whole[:5]
             assert some[:5] == pytest.approx(all_of_them[:5], abs=1e-5)
             assert len(some) == len(pieces)
+        assert one["paused"]["interrupted"] > 10
+        for pieces, whole, some, all_of_them in one["paused"]["pairs"]:  # vLLM goes on with the request's own generator
+            assert pieces == whole
+            assert some == pytest.approx(all_of_them, abs=1e-4)
 
 
 SHORT = ["model.path=build/demo/base", "train.pp=1", "rollout.tp=1", "guard.initial_mismatch=ignore"]
@@ -107,3 +111,12 @@ def test_a_run_whose_answers_go_on_over_syncs_resumes(work: Path) -> None:
 def test_partial_rollouts_on_ranks_of_their_own(work: Path) -> None:
     train(work, "name=split", "roles.generation.ranks=2")
     check(work / "runs/split")
+
+
+@pytest.mark.slow
+def test_answers_that_keep_their_cache(work: Path) -> None:
+    """Of one turn, so that they stop within it; the evaluation in between ends their requests."""
+    one_turn = ("rollout.environment=null", "rollout.max_turns=8", "run.eval_every=2")
+    train(work, "name=kept", *one_turn, "async.keep_cache=true", "rollout.sleep=false")
+    check(work / "runs/kept")
+    assert max(row["rollout/continued_fraction"] for row in read_rows(work / "runs/kept")) > 0

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid3d import distributed
-from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
+from hybrid3d.config import Algorithm, Async, Data, Model, Optimizer, Recipe, Rollout, Run, Train
 from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights
 from hybrid3d.inputs.models import read_config
 from hybrid3d.roles.weight_sync import WeightSync
@@ -52,6 +52,27 @@ def pieces(engine: RolloutEngine, requests: dict[int, GenerationRequest]) -> tup
     return found, interrupted
 
 
+def paused_pieces(engine: RolloutEngine, requests: dict[int, GenerationRequest]) -> tuple[dict[int, Completion], int]:
+    """The same of requests that are paused, which vLLM goes on with by itself."""
+    found = {number: Completion((), (), 0) for number in requests}
+    engine.submit(requests, 3)
+    going_on, interrupted = set(requests), 0
+    while going_on:
+        completions: list[tuple[int, Completion]] = []
+        for _ in range(STEPS):
+            ended = engine.step()
+            completions += ended.items()
+            going_on -= ended.keys()
+        ended, paused = engine.pause()
+        going_on -= ended.keys()
+        for number, completion in (*completions, *ended.items(), *paused.items()):
+            found[number] = joined(found[number], completion)
+        assert paused.keys() == going_on
+        interrupted += len(paused)
+        engine.reset_cache()  # as a sync does; nothing is in it
+    return found, interrupted
+
+
 def joined(one: Completion, other: Completion) -> Completion:
     return Completion(one.tokens + other.tokens, one.logprobs + other.logprobs, other.weight_version)
 
@@ -65,6 +86,7 @@ def main(folder: str, out: Path) -> None:
         rollout=Rollout(tp=2, max_model_len=128, max_new_tokens=64, kv_cache_gib=1 / 16),
         data=Data(train="-", eval="-"),
         algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),
+        async_=Async(max_staleness=1, partial="continue", keep_cache=True),
         optimizer=Optimizer(lr=1e-3),
         run=Run(steps=1),
     )
@@ -80,13 +102,13 @@ def main(folder: str, out: Path) -> None:
     WeightSync(recipe, group, policy.weights, engine).run(3)
     lengths = [1, 30, 17, 5, 23, 4, 6, 30]
     prompts = [[5, 7, 11, 13 + engine.replica, 17 + n] for n in range(len(lengths))]
-    for kind in ("greedy", "sampled"):
+    for kind in ("greedy", "sampled", "paused"):
         requests = {
             10 * n: GenerationRequest(prompt, length, [3], None if kind == "greedy" else n, 0.7)
             for n, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
         }
         state = torch.get_rng_state()
-        found, interrupted = pieces(engine, requests)
+        found, interrupted = (paused_pieces if kind == "paused" else pieces)(engine, requests)
         assert torch.get_rng_state().equal(state)
         expected = dict(zip(requests, engine.generate(list(requests.values()), 3), strict=True))
         said[kind] = {

@@ -131,6 +131,13 @@ def _check_async(recipe: Recipe) -> Iterator[str]:
         )
     if ahead.partial is None or rollout is None:
         return
+    if ahead.keep_cache and rollout.sleep and not recipe.is_split:
+        yield "async.keep_cache=true: vLLM frees its KV cache while it sleeps: set rollout.sleep=false"
+    if ahead.keep_cache and rollout.dp > 1:
+        yield (
+            f"async.keep_cache=true: with rollout.dp={rollout.dp} engines that share experts must end their requests "
+            "together before a sync: leave it out"
+        )
     if ahead.batches_in_flight > ahead.max_staleness + 1:
         yield (
             f"async.batches_in_flight={ahead.batches_in_flight}: more than async.max_staleness + 1 = "

@@ -114,6 +114,12 @@ UNUSED_RULES = (
     UnusedRule("async", ("max_staleness", "partial"), _is_sft, _reason("algorithm.name={name} does not generate")),
     UnusedRule(
         "async",
+        ("keep_cache",),
+        lambda recipe: recipe.async_.partial != "continue",
+        _reason("without async.partial=continue no answer goes on over a sync"),
+    ),
+    UnusedRule(
+        "async",
         ("batches_in_flight", "late_answers"),
         lambda recipe: recipe.async_.partial is None,
         _reason("without async.partial a step waits for all of its answers"),

@@ -88,6 +88,19 @@ class Engine(Protocol):
         """End all requests that were submitted, between two tokens, and return their tokens so far, by number."""
         ...
 
+    def pause(self) -> tuple[dict[int, Completion], dict[int, Completion]]:
+        """Stop between two tokens; the next `step` goes on with the same requests, and their KV cache.
+
+        Returns:
+            The completions that have ended, and what the other requests have generated since they were submitted or
+            paused, by number.
+        """
+        ...
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """End paused requests."""
+        ...
+
     def broadcast(self, value: T | None) -> T:
         """Return the value of the replica's leading rank."""
         ...

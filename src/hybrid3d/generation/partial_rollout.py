@@ -5,12 +5,12 @@ An environment's replies are awaited while other answers are generated, and duri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from hybrid3d.config import Async
-from hybrid3d.generation.engine import Engine
+from hybrid3d.generation.engine import Completion, Engine
 from hybrid3d.generation.turns import Trajectory, TurnResult, Turns
 from hybrid3d.rewards.environment_runner import Reply
 from hybrid3d.rl.data import Example
@@ -64,6 +64,7 @@ class PartialRollout:
         self._engine, self._turns, self._settings = engine, turns, settings
         self._groups: list[PromptGroup] = []
         self._numbers = 0  # of answers so far
+        self._paused: set[int] = set()  # answers that the engine goes on with by itself
         self._awaiting: set[int] = set()  # answers whose environment has not replied yet
         self._replies: dict[int, Future[Reply]] = {}  # of these, on the leading rank
         self.dropped_tokens = 0
@@ -89,12 +90,11 @@ class PartialRollout:
         if self._settings.partial == "restart":
             self._restart_answers_before(version)
         answers = {n: answer for group in self._groups for n, answer in group.answers.items() if not answer.done}
-        self._submit({n: answer for n, answer in answers.items() if n not in self._awaiting}, version, temperature)
+        held = self._awaiting | self._paused
+        self._submit({n: answer for n, answer in answers.items() if n not in held}, version, temperature)
         stopped = enough = self._can_take(wanted, version)
         while not (stopped or enough):
-            for number, completion in self._engine.step().items():
-                answers[number].append_completion(completion)
-                self._end_turn(number, answers[number])
+            self._end_turns(answers, self._engine.step())
             idle = all(answer.done or number in self._awaiting for number, answer in answers.items())
             stopped, results = self._agree(stop, idle)
             for number, result in results.items():
@@ -103,9 +103,29 @@ class PartialRollout:
             self._submit({n: answers[n] for n, result in results.items() if not result.done}, version, temperature)
             enough = any(answer.done for answer in answers.values()) and self._can_take(wanted, version)
             answers = {number: answer for number, answer in answers.items() if not answer.done}
-        for number, completion in self._engine.interrupt().items():
+        for number, completion in self._interrupt(answers).items():
             if completion.tokens:
                 answers[number].append_completion(completion)
+
+    def _interrupt(self, answers: Mapping[int, Trajectory]) -> dict[int, Completion]:
+        """Stop the engine between two tokens; return what unfinished answers have gained since it was asked last."""
+        if not self._settings.keep_cache:
+            return self._engine.interrupt()
+        ended, paused = self._engine.pause()
+        self._end_turns(answers, ended)
+        self._paused = set(paused)
+        return paused
+
+    def _end_turns(self, answers: Mapping[int, Trajectory], completions: Mapping[int, Completion]) -> None:
+        for number, completion in completions.items():
+            answers[number].append_completion(completion)
+            self._paused.discard(number)
+            self._end_turn(number, answers[number])
+
+    def end_requests(self) -> None:
+        """End the requests that are paused, before the engine is asked for other answers; they are submitted again."""
+        self._engine.cancel(sorted(self._paused))
+        self._paused.clear()
 
     def _restart_answers_before(self, version: int) -> None:
         """Begin unfinished answers again of which older weights have generated a part."""
@@ -185,5 +205,8 @@ class PartialRollout:
         """Drop the tokens of an answer, and the reply that it waits for."""
         self.dropped_tokens += sum(answer.loss_mask)
         self._awaiting.discard(number)
+        if number in self._paused:
+            self._paused.remove(number)
+            self._engine.cancel([number])
         if number in self._replies:
             self._replies.pop(number).cancel()

@@ -120,6 +120,7 @@ class EngineReplicas:
         reward = recipe.reward
         self._scorer = Scorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
         self._reported = 0  # number of dropped tokens
+        self._partial: PartialRollout | None = None
         if recipe.async_.partial is not None:
             # Replicas wait here for the slowest of a whole step, which is no failure however long it takes
             self._group = dist.new_group(dist.get_process_group_ranks(group), timeout=PHASE_TIMEOUT, backend="gloo")
@@ -132,6 +133,8 @@ class EngineReplicas:
     def answer(
         self, shares: Mapping[int, Sequence[Work]], version: int, temperature: float, scored: bool
     ) -> Mapping[int, Answers]:
+        if self._partial is not None:
+            self._partial.end_requests()
         work = shares[self._engine.replica]
         examples, seeds = [example for example, _ in work], [seed for _, seed in work]
         trajectories = self._multi_turn.run(examples, seeds, version, temperature)
@@ -146,6 +149,7 @@ class EngineReplicas:
         scored: bool,
         stop: Callable[[], bool] | None = None,
     ) -> Mapping[int, Advanced]:
+        assert self._partial is not None, "only partial rollouts advance"
         for prompt in prompts.get(self._engine.replica, ()):
             self._partial.add(prompt)
         taken: list[Trajectory] = []

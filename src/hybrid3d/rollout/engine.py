@@ -124,6 +124,7 @@ class RolloutEngine:
         self.leads = tp_rank == 0
         self.weight_version: int | None = None
         self._submitted: dict[int, list[Completion]] = {}  # what each request has generated so far
+        self._caches_prefixes = not recipe.async_.keep_cache  # a new answer must not use what older weights computed
         self._asleep: set[EngineMemory] = set()
         self._sleeps = (  # where ranks also train; sleep mode frees GPU memory only
             rollout.sleep and not recipe.is_split and not current_platform.is_cpu()
@@ -141,6 +142,7 @@ class RolloutEngine:
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(rollout.kv_cache_gib * 2**30) if current_platform.is_cpu() else None,
                 enable_sleep_mode=self._sleeps,
+                enable_prefix_caching=None if self._caches_prefixes else False,
                 logprobs_mode="processed_logprobs",  # of the distribution that is sampled, after temperature
                 disable_log_stats=True,
                 seed=recipe.run.seed,
@@ -209,6 +211,28 @@ class RolloutEngine:
             engine.step()
         return found
 
+    def pause(self) -> tuple[dict[int, Completion], dict[int, Completion]]:
+        """Stop between two tokens; the next `step` goes on with the same requests, and their KV cache.
+
+        Returns:
+            The completions that have ended, and what the other requests have generated since they were submitted or
+            paused, by number.
+        """
+        ended: dict[int, Completion] = {}
+        core = self._llm.llm_engine.engine_core.engine_core
+        while core.batch_queue:  # a batch that was scheduled ahead must not run while weights are synced
+            ended |= self.step()
+        version = self._check_version()
+        paused = {number: _joined(parts, version) for number, parts in self._submitted.items()}
+        self._submitted = {number: [] for number in paused}
+        return ended, paused
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """End paused requests."""
+        for number in numbers:
+            self._llm.llm_engine.abort_request([str(number)])
+            del self._submitted[number]
+
     def broadcast(self, value: T | None) -> T:
         """Return the value of the replica's leading rank."""
         return cast(T, get_tp_group().broadcast_object(value))
@@ -228,11 +252,13 @@ class RolloutEngine:
         return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
     def reset_cache(self) -> None:
-        """Drop the prefix cache, which was computed with older weights.
+        """Drop the prefix cache, which was computed with older weights; with paused requests there is none.
 
         Raises:
             RuntimeError: vLLM still has running requests.
         """
+        if self._submitted and not self._caches_prefixes:
+            return
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache because requests are still running")
 

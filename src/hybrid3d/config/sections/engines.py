@@ -166,6 +166,8 @@ class Async:
             with it; with 0, each of both waits for the other.
         partial: A step trains the first answers that are complete. With `continue`, the others keep their tokens and go
             on with the next weights; with `restart`, they begin again. `null`: a step waits for all of its answers.
+        keep_cache: With `partial: continue`, whether answers go on with the KV cache that older weights have computed;
+            otherwise it is computed again.
         batches_in_flight: With `partial`, how many batches of `algorithm.prompts_per_step` prompts are answered at a
             time.
         late_answers: With `partial`, what is done with answers that would exceed `max_staleness` in the next step: the
@@ -174,6 +176,7 @@ class Async:
 
     max_staleness: Staleness = 0
     partial: Literal["continue", "restart"] | None = None
+    keep_cache: bool = False
     batches_in_flight: BatchesInFlight = 2
     late_answers: Literal["wait", "drop"] = "wait"
 
