@@ -359,6 +359,7 @@ def ranks_of(run: Path, rank: int | None = None, children: bool = False) -> list
 def test_an_error_of_all_ranks_that_generate_ends_the_run(work: Path) -> None:
     train(work, *SPLIT, "name=fails", "reward.name=rewards:none", expect=1)
     reasons = [json.loads(path.read_text()) for path in (work / "runs/fails/logs").glob("rank-*.failure")]
+    reasons = [reason for reason in reasons if not reason["peer"]]  # ranks that generate have lost the others
     assert reasons
     assert all(reason["on_all_ranks"] and "no reward today" in reason["reason"] for reason in reasons)
 

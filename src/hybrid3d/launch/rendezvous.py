@@ -65,11 +65,12 @@ def describe_rank(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def meet(record: RankRecord, members: str = "ranks") -> dist.Store:
+def meet(record: RankRecord, members: str = "ranks", again: bool = False) -> dist.Store:
     """Write this rank's record, wait for rank 0's answer, and return the store for further use by the ranks.
 
     Args:
         members: what takes part, `ranks` or `nodes`, for messages.
+        again: this rank is started again; if it had arrived before, it does not wait for the others.
 
     Raises:
         RendezvousError: rank 0 does not answer, not all have arrived, or their records differ.
@@ -77,6 +78,8 @@ def meet(record: RankRecord, members: str = "ranks") -> dist.Store:
     store = _connect(members)
     rank, member = distributed.rank(), members.removesuffix("s")
     try:
+        if again and store.check([f"record/{rank}"]):
+            return store
         store.set(f"record/{rank}", json.dumps(record))
         store.add("arrived", 1)
         if rank == 0:
@@ -90,15 +93,6 @@ def meet(record: RankRecord, members: str = "ranks") -> dist.Store:
     if code:
         raise RendezvousError(message, code, reported_by_rank_0=True)
     return store
-
-
-def rejoin() -> dist.Store:
-    """Return the store of ranks that have met, to a rank that is started again.
-
-    Raises:
-        RendezvousError: rank 0 does not answer.
-    """
-    return _connect("ranks")
 
 
 def report(mistake: str) -> None:

@@ -68,13 +68,14 @@ def this_process() -> ChildProcess:
     return ChildProcess()
 
 
-def run_with_restarts(folder: RunFolder, max_restarts: int) -> tuple[int, str]:
+def run_with_restarts(folder: RunFolder, max_restarts: int) -> tuple[int, str, bool]:
     """Run this rank's command as a child process, again each time it is lost, until it ends.
 
     It is not started again if it fails by itself before it has had weights, as it would fail again.
 
     Returns:
-        The exit code, and why it failed; empty where the child, or another rank, has reported it.
+        The exit code, why it failed (empty where the child, or another rank, has reported it), and whether that was
+        only because it had lost another rank.
     """
     kill_when_parent_exits(os.getppid())
     adopt_orphans()
@@ -86,22 +87,22 @@ def run_with_restarts(folder: RunFolder, max_restarts: int) -> tuple[int, str]:
             had_weights, failure = True, ""
             continue
         if code == 0 or State.ENDING.value in states:
-            return 0, ""
-        connected, signaled = State.CONNECTED.value in states, code < 0
+            return 0, "", False
+        written = folder.failure_path(rank).exists()
         failure, of_peer = _failure(folder, rank, code)
-        if not connected and not signaled:
-            if started > 1:  # the run has probably ended
-                return 0, ""
-            return code, failure if folder.failure_path(rank).exists() and not of_peer else ""
+        if code == 1 and State.CONNECTED.value in states and not written:  # rank 0 hangs, and it has reported that
+            return 1, "", False
+        if code in (1, 2) and State.CONNECTED.value not in states and not written:  # the ranks have not met, or the
+            return (code if started == 1 else 0), "", False  # store is gone because the run has ended
         had_weights |= State.READY.value in states
-        if not (had_weights or signaled or of_peer):
-            return 1, failure
+        if not (had_weights or code < 0 or of_peer):
+            return 1, failure, False
         if ready_seconds > FORGIVEN_SECONDS:
             restarts = 0
         pauses = 0 if State.READY.value in states else pauses + 1
         if restarts == max_restarts:
             again = f"; it was started again {max_restarts} times: raise roles.generation.max_restarts"
-            return 1, failure + (again if max_restarts else "")
+            return 1, failure + (again if max_restarts else ""), of_peer
         restarts += 1
         with suppress(OSError):
             folder.failure_path(rank).unlink()

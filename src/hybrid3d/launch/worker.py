@@ -52,10 +52,10 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, rest
     if not generates or is_child():
         return run_process(recipe, folder, task, launched or generates, restarts)
     rank = distributed.rank()
-    code, why = run_with_restarts(folder, recipe.roles.generation.max_restarts)
+    code, why, of_peer = run_with_restarts(folder, recipe.roles.generation.max_restarts)
     if why:
-        reason = {"rank": rank, "time": time.time(), "peer": False, "reason": why, "kind": "error"}
-        if not (_write_failure(folder.failure_path(rank), reason) and launched):
+        reason = {"rank": rank, "time": time.time(), "peer": of_peer, "reason": why, "kind": "error"}
+        if not (_write_failure(folder.failure_path(rank), reason) and launched) and not of_peer:
             _print_error(terminal.plain_console(file=sys.stderr), failure_message(folder, rank, reason))
     return code
 
@@ -85,7 +85,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     console = _redirect(folder.log_path(rank), keep_console=rank == 0)
     _log_as(rank)
     try:
-        store = rendezvous.rejoin() if child.restart_count else rendezvous.meet(rendezvous.describe_rank(recipe))
+        store = rendezvous.meet(rendezvous.describe_rank(recipe), again=child.restart_count > 0)
     except rendezvous.RendezvousError as error:
         logger.error("%s", error)
         if not error.reported_by_rank_0 and distributed.local_rank() == 0 and not child.restart_count:
@@ -97,7 +97,9 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
         on_lost = functools.partial(_report_lost_rank, folder, launched, stderr)
         trains, watched = len(recipe.role_ranks["train"]) if restarts else distributed.world_size(), None
         if rank >= trains:  # its parent watches it, and starts it again
-            watched, on_lost = 0, _exit_disconnected
+            watched = 0
+            if trains > 1:  # the next rank that trains reports rank 0
+                on_lost = _exit_disconnected
         elif trains == 1 < distributed.world_size():
             watched = 0  # itself, as only the ranks that generate watch it
         heartbeat = Heartbeat(store, rank, trains, on_lost, watched)

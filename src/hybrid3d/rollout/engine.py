@@ -25,6 +25,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.interface import PauseState
 
 from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights
 from hybrid3d.patches import apply
@@ -183,8 +184,9 @@ class RolloutEngine:
 
     def step(self) -> dict[int, Completion]:
         """Generate the next token of the submitted requests; return the completions that have ended, by number."""
-        if not self._llm.llm_engine.has_unfinished_requests():
-            return {}
+        return self._step() if self._llm.llm_engine.has_unfinished_requests() else {}
+
+    def _step(self) -> dict[int, Completion]:
         version = self._check_version()
         rng = torch.get_rng_state()
         outputs = self._llm.llm_engine.step()
@@ -220,8 +222,10 @@ class RolloutEngine:
         """
         ended: dict[int, Completion] = {}
         core = self._llm.llm_engine.engine_core.engine_core
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         while core.batch_queue:  # a batch that was scheduled ahead must not run while weights are synced
-            ended |= self.step()
+            ended |= self._step()
+        core.scheduler.set_pause_state(PauseState.UNPAUSED)
         version = self._check_version()
         paused = {number: _joined(parts, version) for number, parts in self._submitted.items()}
         self._submitted = {number: [] for number in paused}

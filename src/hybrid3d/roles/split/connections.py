@@ -98,10 +98,14 @@ class Connection:
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         """Call a function, in a thread, once the connection has ended; messages may still be received."""
 
-        def watch() -> None:
-            poll = select.poll()
+        poll = select.poll()
+        closed = self._socket.fileno() < 0
+        if not closed:
             poll.register(self._socket, select.POLLRDHUP)
-            poll.poll()
+
+        def watch() -> None:
+            if not closed:
+                poll.poll()
             callback()
 
         threading.Thread(target=watch, name="connection", daemon=True).start()
@@ -162,13 +166,18 @@ class Server:
         self._on_connection(made)
 
 
+def has_ended(store: dist.Store) -> bool:
+    """Return whether the run has ended."""
+    return bool(store.check([_ENDED]))
+
+
 def connect(store: dist.Store) -> Connection | None:
     """Connect to the first rank that trains, when it accepts connections; return None if the run has ended.
 
     Raises:
         Disconnected: it does not answer, or does not know the secret.
     """
-    if store.check([_ENDED]):
+    if has_ended(store):
         return None
     host, _ = launch_environment.master_address()
     port = 0

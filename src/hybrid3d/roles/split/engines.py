@@ -134,10 +134,11 @@ class Engines:
         engine.lost = True
         self._engines[engine.place] = None
         self._lost.append((engine, time.time()))
-        if engine in self._taking_part:
-            tell_lost(self._store, self._epoch)
         for connection in engine.connections.values():
             connection.disconnect()
+        if engine in self._taking_part:
+            with suppress(dist.DistError):  # without the store the run ends
+                tell_lost(self._store, self._epoch)
 
     def _disconnected(self, place: int, rank: int, connection: Connection) -> None:
         """Give an engine up of which a rank has exited; also while this rank waits for it in a sync."""
@@ -157,7 +158,7 @@ class Engines:
                 if place < self._active:
                     if engine is None:
                         self._start_if_complete(place)
-                elif engine is not None:
+                elif engine is not None and engine.ready:  # one that is starting goes once it has started
                     engine.lost, self._engines[place] = True, None
                     left.append(engine)
                     for connection in engine.connections.values():
@@ -176,7 +177,7 @@ class Engines:
                     assert isinstance(connection.receive(), Joined), "all else is received by who asked for it"
                     engine.started.add(connection)
         with self._lock:
-            ready = [engine for engine in self._engines if engine is not None and engine.ready]
+            ready = self._ready()
             lost, self._lost = self._lost, []
         for engine, moment in lost:
             message = (
@@ -188,6 +189,9 @@ class Engines:
                 connection.close()
         return ready
 
+    def _ready(self) -> list[Engine]:
+        return [engine for engine in self._engines[: self._active] if engine is not None and engine.ready]
+
     def members(self, active_ranks: int) -> Members:
         """Return the members of the next sync, after waiting for an engine; before the first sync, for all engines.
 
@@ -197,13 +201,13 @@ class Engines:
         self._set_active(active_ranks)
         told = False
         while True:
-            ready = self._refresh()
-            if len(ready) >= (1 if self._had_sync else self._active):
-                with self._lock:
-                    before, self._taking_part = self._taking_part, [engine for engine in ready if not engine.lost]
-                    if self._taking_part != before:
-                        self._epoch += 1
-                break
+            self._refresh()
+            with self._lock:
+                ready = self._ready()
+                if len(ready) >= (1 if self._had_sync else self._active):
+                    before, self._taking_part = self._taking_part, ready
+                    self._epoch += ready != before
+                    break
             if self._had_sync and not told:
                 self._record.event("no_engine", "no rank can generate: waiting for one to come back")
                 told = True
@@ -361,7 +365,7 @@ class Engines:
         self._server.end_run()
         with self._lock:
             self._ended = True
-            ready = [engine for engine in self._engines if engine is not None and engine.ready]
+            ready = [engine for engine in self._engines if engine is not None and engine.ready]  # also to leave
             waiting = {one for engine in ready for one in engine.connections.values()}
             engines = [engine.connections for engine in self._engines if engine is not None and not engine.ready]
             registered = [{rank: one for rank, (one, _) in ranks.items()} for ranks in self._registered]

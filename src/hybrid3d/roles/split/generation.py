@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from hybrid3d.inputs.models import read_tokenizer
 from hybrid3d.launch_environment import DISCONNECTED, State
 from hybrid3d.process import engine_name, remove_shared_memory, set_shared_memory_prefix
 from hybrid3d.rewards import sandbox
-from hybrid3d.roles.split.connections import Connection, connect
+from hybrid3d.roles.split.connections import Connection, Disconnected, connect, has_ended
 from hybrid3d.roles.split.elastic_sync import ElasticSync, Members
 from hybrid3d.roles.split.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply
 from hybrid3d.roles.weight_sync import WeightSync
@@ -26,6 +28,7 @@ from hybrid3d.run.heartbeat import enter_phase
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.train.runtime import peak_memory
 
+CLOSE_SECONDS = 60.0  # within which an engine has shut down
 ACTIVITIES = {"sync": "sync", "answer": "generate", "advance": "generate"}
 
 
@@ -123,28 +126,40 @@ def serve(recipe: Recipe, store: dist.Store, progress: Progress) -> None:
         return
     rank, rollout = distributed.rank(), recipe.rollout
     assert rollout is not None, "checked when the recipe was read"
-    asked_to_exit = False
+    asked_to_exit, for_thread = False, store.clone()
 
     def on_disconnect() -> None:
-        if not asked_to_exit:  # the main thread may be waiting for a rank that is lost
+        """Exit, as the main thread may be waiting for a rank that is lost."""
+        if not asked_to_exit:
+            with suppress(dist.DistError):
+                if has_ended(for_thread):
+                    progress.tell(State.ENDING)
             os._exit(DISCONNECTED)
 
-    confined_by = sandbox.protection() if recipe.reward.name == "code" else None
-    connection.send(Register(rank, progress.failure, confined_by))
-    progress.tell(State.CONNECTED)
-    connection.on_disconnect(on_disconnect)
-    join: Join = connection.receive()
-    size, first = rollout.tp * rollout.dp, recipe.role_ranks["generation"].start
-    start = first + (rank - first) // size * size
-    served = GenerationRank(recipe, store, range(start, start + size), join.restart_count, connection)
-    connection.send(Joined())
-    while not isinstance(message := connection.receive(), Leave | End):
-        if isinstance(message, Call):
-            had_weights = served.has_synced
-            connection.send(served.call(message))
-            if served.has_synced and not had_weights:
-                progress.tell(State.READY)
+    try:
+        confined_by = sandbox.protection() if recipe.reward.name == "code" else None
+        connection.send(Register(rank, progress.failure, confined_by))
+        progress.tell(State.CONNECTED)
+        connection.on_disconnect(on_disconnect)
+        join: Join = connection.receive()
+        size, first = rollout.tp * rollout.dp, recipe.role_ranks["generation"].start
+        start = first + (rank - first) // size * size
+        served = GenerationRank(recipe, store, range(start, start + size), join.restart_count, connection)
+        connection.send(Joined())
+        while not isinstance(message := connection.receive(), Leave | End):
+            if isinstance(message, Call):
+                had_weights = served.has_synced
+                connection.send(served.call(message))
+                if served.has_synced and not had_weights:
+                    progress.tell(State.READY)
+    except Disconnected:
+        on_disconnect()
+        raise
     asked_to_exit = True
     progress.tell(State.LEAVING if isinstance(message, Leave) else State.ENDING)
-    connection.send(Leaving())
+    late = threading.Timer(CLOSE_SECONDS, os._exit, [1])  # where another rank of the engine is lost meanwhile
+    late.daemon = True
+    late.start()
+    with suppress(Disconnected):
+        connection.send(Leaving())
     served.close()
