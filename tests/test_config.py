@@ -507,8 +507,9 @@ def test_partial_rollouts_have_a_bound_and_whole_batches_no_say(load: Any) -> No
     ]
     partial = ["async.partial=restart", "async.max_staleness=2", corrected]
     load(DEMO, [*partial, "async.batches_in_flight=3", "async.late_answers=drop"])
-    load(DEMO, [*partial, "async.keep_cache=true", "rollout.sleep=false"])
-    assert problems(load, *partial, "async.keep_cache=true") == [
+    kept = ["async.partial=continue", "async.keep_cache=true", *partial[1:]]
+    load(DEMO, [*kept, "rollout.sleep=false"])
+    assert problems(load, *kept) == [
         "async.keep_cache=true: vLLM frees its KV cache while it sleeps: set rollout.sleep=false"
     ]
     assert problems(load, *partial, "async.batches_in_flight=4") == [

@@ -115,8 +115,7 @@ def test_partial_rollouts_on_ranks_of_their_own(work: Path) -> None:
 
 @pytest.mark.slow
 def test_answers_that_keep_their_cache(work: Path) -> None:
-    """Of one turn, so that they stop within it; the evaluation in between ends their requests."""
-    one_turn = ("rollout.environment=null", "rollout.max_turns=8", "run.eval_every=2")
-    train(work, "name=kept", *one_turn, "async.keep_cache=true", "rollout.sleep=false")
+    """Over syncs that find requests paused, and over an evaluation, which ends them."""
+    train(work, "name=kept", "run.eval_every=2", "async.keep_cache=true", "rollout.sleep=false")
     check(work / "runs/kept")
     assert max(row["rollout/continued_fraction"] for row in read_rows(work / "runs/kept")) > 0

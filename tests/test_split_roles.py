@@ -169,9 +169,14 @@ class FakeRank:
             [("generate", begin, begin + 1)],
         )
 
-    def kill(self) -> None:
+    def kill(self, made: Engines) -> None:
+        """End this rank, and wait until it is noticed."""
+        engine = made._engines[(self.rank - 4) // 2]
+        assert engine is not None
         self.connection.disconnect()
         self.thread.join()
+        while not engine.lost:
+            time.sleep(0.01)
 
 
 @pytest.fixture
@@ -245,7 +250,7 @@ def test_an_engine_is_lost_with_its_first_rank_and_comes_back(
 ) -> None:
     ranks, _ = start_all(made, store)
     assert made.numbers == [0, 1]
-    ranks[4].kill()
+    ranks[4].kill(made)
     assert made.numbers == [1]
     ranks[5].thread.join(10)  # it could only wait for rank 4
     assert not ranks[5].thread.is_alive()
@@ -318,7 +323,7 @@ def test_without_an_engine_the_run_waits_and_says_so(
 ) -> None:
     ranks, _ = start_all(made, store)
     for rank in (5, 6):
-        ranks[rank].kill()
+        ranks[rank].kill(made)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(made.members, 4)
         time.sleep(0.3)
@@ -351,7 +356,7 @@ def test_engines_leave_and_join_with_a_sync(made: Engines, store: dist.Store, ev
 def test_an_engine_that_was_lost_meanwhile_takes_no_part(made: Engines, store: dist.Store) -> None:
     """It is there again when the sync begins that was decided on before; what it sends is not taken for a reply."""
     ranks, members = start_all(made, store)
-    ranks[4].kill()
+    ranks[4].kill(made)
     again = [FakeRank(rank, store) for rank in (4, 5)]
     wait_for_start(made, 0)
     made.begin_sync(members, 1, verify=False)
@@ -366,7 +371,7 @@ def test_the_end_of_the_run_reaches_all(
 ) -> None:
     """Those that serve are asked to exit, others are disconnected, and who comes later finds that it has ended."""
     ranks, _ = start_all(made, store)
-    ranks[4].kill()
+    ranks[4].kill(made)
     ranks[5].thread.join(10)
     half = FakeRank(4, store)
     while not made._registered[0]:
