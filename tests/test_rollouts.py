@@ -118,7 +118,7 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     replicas._engine = SimpleNamespace(replica=0, replicas=1, leads=True)
     replicas._tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
     replicas._scorer = SimpleNamespace(score=score)
-    replicas._multi_turn = SimpleNamespace(run=run)
+    replicas._multi_turn, replicas._partial = SimpleNamespace(run=run), None
     replicas._of_all_replicas = lambda value: {0: value}
     rollouts._replicas = replicas
     rollouts.train = SimpleNamespace(batch=lambda batch, prompts: [None] * prompts)
