@@ -254,12 +254,16 @@ def test_a_rank_that_generates_and_is_stopped_is_started_again(work: Path, monke
 
 
 @pytest.mark.slow
-def test_all_ranks_are_started_again_after_one_was_killed(work: Path) -> None:
-    printed = printed_when_killed(work, "again", 0, "run.max_restarts=1", expect=0)
-    assert "rank 0 failed: killed by SIGKILL" in printed
-    assert "starting all ranks again, from the last checkpoint (1 of run.max_restarts=1)" in printed
-    assert "resumed from runs/again/checkpoints/step-000002" in printed
-    once, twice = (without(read_rows(work / "runs" / name), *OF_RESUME) for name in ("split", "again"))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_those_that_generate_stay_up_while_those_that_train_are_started_again(work: Path, rank: int) -> None:
+    name = f"again-{rank}"
+    printed = printed_when_killed(work, name, rank, "run.max_restarts=1", expect=0)
+    assert f"rank {rank} failed: killed by SIGKILL" in printed
+    assert "starting the ranks that train again, from the last checkpoint (1 of run.max_restarts=1)" in printed
+    assert f"resumed from runs/{name}/checkpoints/step-000002" in printed
+    run = work / "runs" / name
+    assert [event["ranks"] for event in engine_events(run, "kept", "lost", "joined")] == [[2], [3]]
+    once, twice = (without(read_rows(path), *OF_RESUME) for path in (work / "runs/split", run))
     assert once == twice
 
 
@@ -275,7 +279,7 @@ def printed_when_killed(work: Path, name: str, rank: int | None, *more: str, exp
             assert time.monotonic() < end
             assert process.poll() is None
             time.sleep(0.01)
-        assert len(ranks_of(run)) == 6  # those that generate have a parent each
+        assert len(ranks_of(run)) == (8 if "run.max_restarts=1" in more else 6)  # which have a parent each if restarted
         pid = process.pid if rank is None else child_of(run, rank) or ranks_of(run, rank)[0]
         os.kill(pid, signal.SIGKILL)
         printed, _ = process.communicate(timeout=60 if expect else 300)
@@ -419,6 +423,16 @@ def test_no_rank_outlives_the_command_on_ray_and_the_run_resumes(work: Path, clu
     printed_when_killed(work, "lost-driver", None, "--ray", cluster, expect=-signal.SIGKILL)
     assert "resumed from runs/lost-driver/checkpoints/step-" in train(work, *SPLIT, "name=lost-driver")
     once, twice = (without(read_rows(work / "runs" / name), *OF_RESUME) for name in ("split", "lost-driver"))
+    assert once == twice
+
+
+@pytest.mark.slow
+def test_those_that_generate_on_ray_stay_up_too(work: Path, cluster: str) -> None:
+    printed = printed_when_killed(work, "kept-on-ray", 0, "--ray", cluster, "run.max_restarts=1", expect=0)
+    assert "rank 0 failed: killed by SIGKILL" in printed
+    assert "starting the ranks that train again" in printed
+    assert [event["ranks"] for event in engine_events(work / "runs/kept-on-ray", "kept", "lost")] == [[2], [3]]
+    once, twice = (without(read_rows(work / "runs" / name), *OF_RESUME) for name in ("split", "kept-on-ray"))
     assert once == twice
 
 

@@ -167,7 +167,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
         must_lock = CHECKED not in os.environ and launch_environment.rank() == 0  # our own launcher holds the lock
         task = functools.partial(tasks.train, recipe, folder)
-        return _run_rank(recipe, folder, task, _lock(folder) if must_lock else None, restarts=True)
+        return _run_rank(recipe, folder, task, _lock(folder) if must_lock else None, True, restarts_training=True)
     if options.ray is not None:
         from hybrid3d.launch.ray_cluster import launch_on_ray
 
@@ -345,13 +345,14 @@ def _run_rank(
     task: Task,
     lock: AbstractContextManager[None] | None = None,
     restarts: bool = False,
+    restarts_training: bool = False,
 ) -> int:
     """Run a task as this rank, holding the lock if given, and return the exit code."""
-    from hybrid3d.launch.worker import run_rank
+    from hybrid3d.launch.rank import run_rank
 
     _check_world(recipe)
     with lock or nullcontext():
-        return run_rank(recipe, folder, task, launched=CHECKED in os.environ, restarts=restarts)
+        return run_rank(recipe, folder, task, CHECKED in os.environ, restarts, restarts_training)
 
 
 def _check_world(recipe: Recipe) -> None:

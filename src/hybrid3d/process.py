@@ -177,12 +177,15 @@ def engine_name(run: str, first_rank: int, restart_count: int) -> str:
     return f"{run}.engine-{first_rank}-{restart_count}"
 
 
-def remove_shared_memory(run: str) -> None:
+def remove_shared_memory(run: str, engines: bool = True) -> None:
     """Remove the shared memory segments and semaphores that a killed run, or one start of an engine, has left behind.
 
     Names must match completely, because the id of another run may start with this one. Those of other users stay.
+
+    Args:
+        engines: also those of its engines, where ranks only generate.
     """
-    name = re.escape(run) + r"(\.engine-\d+-\d+)?"
+    name = re.escape(run) + (r"(\.engine-\d+-\d+)?" if engines else "")
     pattern = re.compile(rf"psm_{name}_[0-9a-f]+|sem\.mp-{name}-\w{{8}}|{name}-[^-]+-\[[^\]]*\]-cpushm.*")
     for segment in SHARED_MEMORY.glob("*"):
         if pattern.fullmatch(segment.name):

@@ -127,6 +127,13 @@ class PartialRollout:
         self._engine.cancel(sorted(self._paused))
         self._paused.clear()
 
+    def reset(self) -> None:
+        """Drop all prompts."""
+        for group in self._groups:
+            for number, answer in group.answers.items():
+                self._forget(number, answer)
+        self._groups = []
+
     def _restart_answers_before(self, version: int) -> None:
         """Begin unfinished answers again of which older weights have generated a part."""
         for group in self._groups:

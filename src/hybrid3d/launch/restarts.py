@@ -41,7 +41,7 @@ class ChildProcess:
 
     def __init__(self) -> None:
         self.restart_count, self.failure = int(os.environ.get(RESTART_COUNT, 0)), os.environ.get(FAILURE, "")
-        self._pipe = os.dup(1) if is_child() else None
+        self._pipe = os.dup(1) if FAILURE in os.environ else None  # those that train tell nothing
         if self._pipe is not None:
             threading.Thread(target=self._beat, name="alive", daemon=True).start()
 
@@ -58,7 +58,7 @@ class ChildProcess:
 
 
 def is_child() -> bool:
-    """Return whether this process was started by `run_with_restarts`."""
+    """Return whether this process was started by one that starts its rank again."""
     return RESTART_COUNT in os.environ
 
 

@@ -89,7 +89,7 @@ def _start_training(recipe: Recipe, store: dist.Store) -> dist.ProcessGroup:
     """Create the default process group of the ranks that train, and Megatron's."""
     from hybrid3d.train import runtime
 
-    group = distributed.start_among(recipe.role_ranks["train"], "train", store)
+    group = distributed.start_among(recipe.role_ranks["train"], f"train/{this_process().restart_count}", store)
     runtime.initialize(recipe.train, recipe.run.seed)
     return group
 
@@ -121,7 +121,7 @@ def _make_roles(
     if recipe.is_split:
         from hybrid3d.roles.split.training import TrainingRank
 
-        return TrainingRank(recipe, store, group, record, guard, weights_of)
+        return TrainingRank(recipe, store, group, record, guard, weights_of, this_process().restart_count)
     from hybrid3d.roles.colocated import Colocated
 
     return Colocated(recipe, group, slots, guard, weights_of)

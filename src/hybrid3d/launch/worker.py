@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
@@ -20,7 +18,8 @@ from rich.console import Console
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.launch import rendezvous
-from hybrid3d.launch.restarts import is_child, run_with_restarts, this_process
+from hybrid3d.launch.failures import failure_message, print_error, write_failure
+from hybrid3d.launch.restarts import is_child, this_process
 from hybrid3d.launch_environment import DISCONNECTED
 from hybrid3d.process import (
     adopt_orphans,
@@ -41,23 +40,6 @@ Task = Callable[[int, dist.Store, "Console | None"], None]
 
 It first builds the default process group with the store.
 """
-
-
-def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, restarts: bool = False) -> int:
-    """Run a task as one rank; with `restarts`, one that only generates is started again when it is lost.
-
-    Arguments and result are those of `run_process`.
-    """
-    generates = restarts and recipe.is_split and distributed.rank() in recipe.role_ranks["generation"]
-    if not generates or is_child():
-        return run_process(recipe, folder, task, launched or generates, restarts)
-    rank = distributed.rank()
-    code, why, of_peer = run_with_restarts(folder, recipe.roles.generation.max_restarts)
-    if why:
-        reason = {"rank": rank, "time": time.time(), "peer": of_peer, "reason": why, "kind": "error"}
-        if not (_write_failure(folder.failure_path(rank), reason) and launched) and not of_peer:
-            _print_error(terminal.plain_console(file=sys.stderr), failure_message(folder, rank, reason))
-    return code
 
 
 def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, restarts: bool) -> int:
@@ -89,7 +71,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     except rendezvous.RendezvousError as error:
         logger.error("%s", error)
         if not error.reported_by_rank_0 and distributed.local_rank() == 0 and not child.restart_count:
-            _print_error(stderr, f"{recipe.name}: {error}")
+            print_error(stderr, f"{recipe.name}: {error}")
         return error.code
     set_shared_memory_prefix(distributed.run_id())
 
@@ -118,15 +100,15 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
         if on_all_ranks:
             reason |= {"peer": False, "on_all_ranks": True, "reason": str(error)}
         reason["kind"] = "out_of_memory" if isinstance(error, OutOfMemoryRestart) else "error"
-        reported = _write_failure(folder.failure_path(rank), reason) and launched
+        reported = write_failure(folder.failure_path(rank), reason) and launched
         if not reported and not reason["peer"] and (rank == 0 or not on_all_ranks):
-            _print_error(stderr, failure_message(folder, rank, reason))
+            print_error(stderr, failure_message(folder, rank, reason))
         try:
             with suppress(OSError):  # the disk of its log may be full
                 traceback.print_exception(error)
                 sys.stderr.flush()
             kill_descendants()
-            remove_shared_memory(distributed.run_id())
+            remove_shared_memory(distributed.run_id(), engines=not is_child())
         finally:
             os._exit(1)  # communication threads may be waiting for ranks that have exited
 
@@ -143,49 +125,12 @@ def _report_lost_rank(folder: RunFolder, launched: bool, stderr: Console, lost_r
         logger.error("rank %d: %s", lost_rank, message)
     reason = {"rank": lost_rank, "time": time.time(), "peer": False, "reason": message, "kind": "error"}
     try:
-        reported = _write_failure(folder.failure_path(lost_rank), reason, exclusive=True) and launched
+        reported = write_failure(folder.failure_path(lost_rank), reason, exclusive=True) and launched
     except FileExistsError:  # the lost rank has reported its own failure, or another rank has reported it
         reported = True
     if not reported:
-        _print_error(stderr, failure_message(folder, lost_rank, reason))
-    remove_shared_memory(distributed.run_id())
-
-
-def failure_message(folder: RunFolder, rank: int, reason: Mapping[str, Any]) -> str:
-    """Return the message about a failed run, from the reason of one rank or one that all ranks raised together."""
-    if reason.get("on_all_ranks"):
-        return f"stopped: {reason['reason']}"
-    return f"rank {rank} failed: {reason['reason']}\nits log: {folder.log_path(rank)}"
-
-
-def _write_failure(path: Path, reason: Mapping[str, Any], exclusive: bool = False) -> bool:
-    """Write a failure's reason for the launcher, atomically, because the launcher may read it at any moment.
-
-    Returns:
-        False if it cannot be written, as on a full disk.
-
-    Raises:
-        FileExistsError: with `exclusive`, the file exists already.
-    """
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        draft.write_text(json.dumps(reason))
-        if exclusive:
-            os.link(draft, path)
-        else:
-            draft.replace(path)
-        return True
-    except FileExistsError:
-        raise
-    except OSError:
-        return False
-    finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
-
-
-def _print_error(console: Console, message: str) -> None:
-    console.print(message, style="red", highlight=False, markup=False, soft_wrap=True)
+        print_error(stderr, failure_message(folder, lost_rank, reason))
+    remove_shared_memory(distributed.run_id(), engines=not is_child())
 
 
 def _log_as(rank: int) -> None:

@@ -275,8 +275,9 @@ class Run:
         checkpoint_every: Steps between checkpoints; 0: only at the end.
         keep_last: Number of most recent checkpoints to keep; 0: all.
         async_checkpoints: Write checkpoints in the background from a copy in host memory while training continues.
-        max_restarts: How often `hybrid3d train`, also with `--ray`, starts all ranks again from the last checkpoint
-            after one of them has failed or was killed (torchrun has an option of its own).
+        max_restarts: How often ranks are started again from the last checkpoint after one of them has failed or was
+            killed: with `roles.generation.ranks` those that train, also under torchrun and srun; otherwise all, by
+            `hybrid3d train`, also with `--ray` (torchrun has an option of its own).
         seed: Seed of all random numbers.
         dir: Folder that contains the folder of the run, which is called `name`.
     """

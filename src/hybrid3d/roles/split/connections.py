@@ -23,7 +23,7 @@ from hybrid3d.distributed import PHASE_TIMEOUT, LostPeer
 
 logger = logging.getLogger(__name__)
 
-_ADDRESS, _ENDED = "engines/address", "engines/ended"  # keys of the store
+_ENDED = "engines/ended"  # key of the store
 CONNECT_TIMEOUT = timedelta(minutes=1)
 ACCEPT_PAUSE_SECONDS = 1.0  # after an error, such as too many open files
 # A node that is lost and does not close its connections is noticed within a minute
@@ -120,9 +120,10 @@ def wait(connections: Sequence[Connection], seconds: float | None) -> list[Conne
 class Server:
     """Accepts connections of the ranks that generate, each in a thread of its own."""
 
-    def __init__(self, store: dist.Store, on_connection: Callable[[Connection], None]):
+    def __init__(self, store: dist.Store, start: int, on_connection: Callable[[Connection], None]):
         """
         Args:
+            start: number of the start of the ranks that train.
             on_connection: called in a thread for each.
         """
         dual = socket.has_dualstack_ipv6()
@@ -131,7 +132,7 @@ class Server:
         self._store, self._secret, self._on_connection = store, secrets.token_bytes(32), on_connection
         self._closed = False
         self.port: int = self._socket.getsockname()[1]
-        store.set(_ADDRESS, json.dumps([self.port, self._secret.hex()]))
+        store.set(_address(start), json.dumps([self.port, self._secret.hex()]))
         threading.Thread(target=self._accept, name="engines", daemon=True).start()
 
     def end_run(self) -> None:
@@ -166,13 +167,21 @@ class Server:
         self._on_connection(made)
 
 
+def _address(start: int) -> str:
+    """Return the key of the address at which ranks that generate are accepted."""
+    return f"engines/address/{start}"
+
+
 def has_ended(store: dist.Store) -> bool:
     """Return whether the run has ended."""
     return bool(store.check([_ENDED]))
 
 
-def connect(store: dist.Store) -> Connection | None:
+def connect(store: dist.Store, start: int) -> Connection | None:
     """Connect to the first rank that trains, when it accepts connections; return None if the run has ended.
+
+    Args:
+        start: number of the start of the ranks that train.
 
     Raises:
         Disconnected: it does not answer, or does not know the secret.
@@ -182,8 +191,8 @@ def connect(store: dist.Store) -> Connection | None:
     host, _ = launch_environment.master_address()
     port = 0
     try:
-        store.wait([_ADDRESS], PHASE_TIMEOUT)  # it reads data and builds its model first; a heartbeat watches it
-        port, secret = json.loads(store.get(_ADDRESS))
+        store.wait([_address(start)], PHASE_TIMEOUT)  # it reads data and builds its model first; a heartbeat watches it
+        port, secret = json.loads(store.get(_address(start)))
         made = Connection(socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds()))
         made.authenticate(bytes.fromhex(secret), as_server=False)
     except (OSError, EOFError, AuthenticationError, dist.DistError) as error:

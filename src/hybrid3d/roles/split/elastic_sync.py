@@ -130,6 +130,12 @@ class ElasticSync:
                 return
             time.sleep(POLL_SECONDS)
 
+    def interrupt(self) -> None:
+        """Let the sync in progress fail, as a member is lost. Any thread may call it."""
+        members = self._members
+        if members is not None:
+            tell_lost(self._store.clone(), members.epoch)
+
     def leave(self) -> None:
         """Leave the process groups of the last members, so that none of them waits for this rank."""
         if self._sync is not None:

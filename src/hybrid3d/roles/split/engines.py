@@ -24,6 +24,7 @@ from hybrid3d.run.timeline import Span
 POLL_SECONDS = 0.05
 CLOSE_SECONDS = 60  # within which engines have shut down
 KEPT_SPANS = 100  # of each rank
+_EPOCHS = "sync/epochs"  # key of the store, with the number of the last one
 
 
 class Engine:
@@ -34,6 +35,7 @@ class Engine:
         number: different for each start.
         connections: to its ranks, by rank.
         failures: why the processes of its ranks before these ended.
+        kept: it was up before the ranks that train were started.
         started: those of the connections whose ranks have started vLLM.
         lost: a rank of it has been lost, or it was asked to leave.
     """
@@ -42,6 +44,7 @@ class Engine:
         self.place, self.number = place, number
         self.connections = {rank: connection for rank, (connection, _) in sorted(registered.items())}
         self.failures = [register.failure for _, register in registered.values() if register.failure]
+        self.kept = all(register.engine_start is not None for _, register in registered.values())
         self.started: set[Connection] = set()
         self.lost = False
 
@@ -70,7 +73,11 @@ class Engines:
         peak_memory: the most bytes that a rank has used.
     """
 
-    def __init__(self, recipe: Recipe, store: dist.Store, record: Record):
+    def __init__(self, recipe: Recipe, store: dist.Store, record: Record, start: int):
+        """
+        Args:
+            start: number of this start of the ranks that train.
+        """
         rollout, ranks = recipe.rollout, recipe.role_ranks["generation"]
         assert rollout is not None, "checked when the recipe was read"
         self._size, self._per_engine = rollout.tp * rollout.dp, rollout.dp
@@ -81,16 +88,15 @@ class Engines:
         self._active, self._ended = recipe.active_generation_ranks // self._size, False
         self._registered: list[dict[int, tuple[Connection, Register]]] = [{} for _ in range(places)]
         self._engines: list[Engine | None] = [None] * places
-        self._starts = [0] * places
         self._lost: list[tuple[Engine, float]] = []  # that was not recorded yet, and when
-        self._epoch = 0
+        self._epoch = self._store.add(_EPOCHS, 1)
         self._taking_part: list[Engine] = []  # in the last sync
         self._had_sync = False
         self._syncing: dict[Connection, tuple[Engine, int]] = {}
         self._spans: dict[int, list[Span]] = defaultdict(list)
         self.confined_by: str | None = None
         self.peak_memory = 0
-        self._server = Server(store, self._register)
+        self._server = Server(store, start, self._register)
 
     # Which engines there are
 
@@ -119,13 +125,23 @@ class Engines:
         registered = self._registered[place]
         if place >= self._active or len(registered) < self._size:
             return
-        restart_count, self._registered[place] = self._starts[place], {}
-        self._starts[place] += 1
-        engine = Engine(place, restart_count * len(self._engines) + place, registered)
+        up = {register.engine_start for _, register in registered.values()}
+        if len(up) > 1:  # a rank of it was lost: the others exit too, and register again
+            for rank, (connection, register) in list(registered.items()):
+                if register.engine_start is not None:
+                    del registered[rank]
+                    with suppress(Disconnected):
+                        connection.send(Leave())
+            return
+        self._registered[place] = {}
+        start = up.pop()
+        if start is None:
+            start = self._store.add(f"engines/{place}/starts", 1) - 1
+        engine = Engine(place, start * len(self._engines) + place, registered)
         self._engines[place] = engine
         for connection in engine.connections.values():
             with suppress(Disconnected):  # noticed when it is received from
-                connection.send(Join(restart_count))
+                connection.send(Join(start))
 
     def _lose(self, engine: Engine) -> None:
         """Give an engine up: those of its ranks that are alive exit, as they could only wait for the others."""
@@ -206,14 +222,18 @@ class Engines:
                 ready = self._ready()
                 if len(ready) >= (1 if self._had_sync else self._active):
                     before, self._taking_part = self._taking_part, ready
-                    self._epoch += ready != before
+                    if ready != before:
+                        self._epoch = self._store.add(_EPOCHS, 1)
                     break
             if self._had_sync and not told:
                 self._record.event("no_engine", "no rank can generate: waiting for one to come back")
                 told = True
             time.sleep(POLL_SECONDS)
-        for engine in self._taking_part if self._had_sync else ():
-            if engine not in before:
+        for engine in self._taking_part:
+            if not self._had_sync:
+                if engine.kept:
+                    self._record.event("engine_kept", f"{engine} stayed up", ranks=engine.ranks)
+            elif engine not in before:
                 why = "; ".join(engine.failures)
                 reason = f" again after it was lost: {why}" if why else ""
                 self._record.event("engine_joined", f"{engine} generates{reason}", ranks=engine.ranks, why=why)
@@ -244,7 +264,7 @@ class Engines:
     def fail_sync(self, why: str) -> None:
         """Have the next sync begin with new process groups."""
         with self._lock:
-            self._epoch += 1
+            self._epoch = self._store.add(_EPOCHS, 1)
         self._record.event("sync_failed", why=why, epoch=self._epoch)
 
     # Generation

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 
@@ -22,13 +23,17 @@ from hybrid3d.rewards import sandbox
 from hybrid3d.roles.split.connections import Connection, Disconnected, connect, has_ended
 from hybrid3d.roles.split.elastic_sync import ElasticSync, Members
 from hybrid3d.roles.split.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply
+from hybrid3d.roles.split.training_starts import TrainingStarts
 from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.heartbeat import enter_phase
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.train.runtime import peak_memory
 
+logger = logging.getLogger(__name__)
+
 CLOSE_SECONDS = 60.0  # within which an engine has shut down
+RECONNECT_SECONDS = 60.0  # within which a rank has noticed that those that train are started again
 ACTIVITIES = {"sync": "sync", "answer": "generate", "advance": "generate"}
 
 
@@ -37,22 +42,26 @@ class GenerationRank:
 
     An engine is the ranks of `rollout.tp` x `rollout.dp`, and what is lost together: its ranks have process groups of
     their own, apart from those of the syncs.
+
+    Attributes:
+        start: number of the start of the engine.
+        has_synced: whether it has had weights.
     """
 
-    def __init__(self, recipe: Recipe, store: dist.Store, ranks: range, restart_count: int, connection: Connection):
+    def __init__(self, recipe: Recipe, store: dist.Store, ranks: range, start: int):
         """
         Args:
             ranks: those of its engine.
-            restart_count: how many times the engine was started before.
-            connection: to the first rank that trains.
+            start: number of this start of the engine.
         """
         run = distributed.run_id()
-        if restart_count:
-            remove_shared_memory(engine_name(run, ranks.start, restart_count - 1))
-        name = engine_name(run, ranks.start, restart_count)
+        if start:
+            remove_shared_memory(engine_name(run, ranks.start, start - 1))
+        name = engine_name(run, ranks.start, start)
         set_shared_memory_prefix(name)
-        group = distributed.start_among(ranks, f"engine/{ranks.start}/{restart_count}", store)
-        self._connection, self._leads = connection, group.rank() == 0
+        group = distributed.start_among(ranks, f"engine/{ranks.start}/{start}", store)
+        self.start, self._leads = start, group.rank() == 0
+        self._has_message: Callable[[], bool] | None = None
         self._engine = RolloutEngine(recipe, group.rank(), name, range(len(ranks)))
         self._replicas = EngineReplicas(recipe, self._engine, read_tokenizer(recipe), group)
 
@@ -61,6 +70,16 @@ class GenerationRank:
 
         self._sync = ElasticSync(store, make_sync)
         self.has_synced = False
+
+    def begin(self, connection: Connection) -> None:
+        """Begin to serve a start of the ranks that train; what an earlier one has asked for is dropped."""
+        self._sync.leave()
+        self._replicas.reset()
+        self._has_message = connection.has_message
+
+    def interrupt(self) -> None:
+        """Let the sync in progress fail. Any thread may call it."""
+        self._sync.interrupt()
 
     def sync(self, members: Members, version: int, verify: bool) -> StepMetrics | None:
         """Sync the weights; return this rank's share of the metrics, or None if a member has been lost."""
@@ -84,8 +103,9 @@ class GenerationRank:
         stoppable: bool,
     ) -> Any:
         """See `Replicas.advance`; if it is stoppable, until a message has arrived."""
-        stop = self._connection.has_message if stoppable else None
-        return self._replicas.advance(prompts, wanted, version, temperature, scored, stop)
+        return self._replicas.advance(
+            prompts, wanted, version, temperature, scored, self._has_message if stoppable else None
+        )
 
     def call(self, call: Call) -> Reply:
         """Call the method, and return what it returned if this rank reports it."""
@@ -117,49 +137,118 @@ class Progress(Protocol):
 def serve(recipe: Recipe, store: dist.Store, progress: Progress) -> None:
     """Start this rank's engine once all of its ranks have registered, and do what the first rank that trains asks.
 
+    If the ranks that train are started again, the engine stays up, and is at the service of their next start.
+
     Raises:
         Disconnected: the first rank that trains does not answer.
     """
-    connection = connect(store)
-    if connection is None:
-        progress.tell(State.ENDING)
-        return
-    rank, rollout = distributed.rank(), recipe.rollout
-    assert rollout is not None, "checked when the recipe was read"
-    asked_to_exit, for_thread = False, store.clone()
+    Service(recipe, store, progress).run()
 
-    def on_disconnect() -> None:
-        """Exit, as the main thread may be waiting for a rank that is lost."""
-        if not asked_to_exit:
-            with suppress(dist.DistError):
-                if has_ended(for_thread):
-                    progress.tell(State.ENDING)
-            os._exit(DISCONNECTED)
 
-    try:
-        confined_by = sandbox.protection() if recipe.reward.name == "code" else None
-        connection.send(Register(rank, progress.failure, confined_by))
-        progress.tell(State.CONNECTED)
-        connection.on_disconnect(on_disconnect)
-        join: Join = connection.receive()
-        size, first = rollout.tp * rollout.dp, recipe.role_ranks["generation"].start
-        start = first + (rank - first) // size * size
-        served = GenerationRank(recipe, store, range(start, start + size), join.restart_count, connection)
-        connection.send(Joined())
+class Service:
+    """What a rank that generates does until the end of the run."""
+
+    def __init__(self, recipe: Recipe, store: dist.Store, progress: Progress):
+        self._recipe, self._store, self._progress = recipe, store, progress
+        self._outlives_training = recipe.run.max_restarts > 0
+        self._starts = TrainingStarts(store, distributed.world_size())
+        self._rank: GenerationRank | None = None
+        self._asked_to_exit = False
+
+    def run(self) -> None:
+        """See `serve`."""
+        start = self._starts.latest()
+        while not self._serve(start):
+            start += 1
+
+    def _serve(self, start: int) -> bool:
+        """Serve a start of the ranks that train; return False if there is another start."""
+        try:
+            connection = connect(self._store, start)
+        except Disconnected:
+            if self._has_failed(start):
+                return False
+            raise
+        if connection is None:
+            self._progress.tell(State.ENDING)
+            return True
+        noticed = threading.Event()
+        try:
+            self._answer(connection, noticed)
+        except Disconnected:
+            noticed.set()
+            connection.close()
+            if self._has_failed(start):
+                logger.info("a rank that trains was lost: waiting for their next start")
+                return False
+            self._exit_disconnected()
+        self._close(connection)
+        return True
+
+    def _has_failed(self, start: int) -> bool:
+        """Return whether this start of the ranks that train has failed, and this rank waits for the next one."""
+        return self._outlives_training and self._starts.await_failure(start, RECONNECT_SECONDS)
+
+    def _answer(self, connection: Connection, noticed: threading.Event) -> None:
+        """Do what the first rank that trains asks for, until it asks this rank to exit.
+
+        Args:
+            noticed: set by the caller when it has noticed that the connection has ended.
+        """
+        self._register(connection, noticed)
         while not isinstance(message := connection.receive(), Leave | End):
             if isinstance(message, Call):
-                had_weights = served.has_synced
-                connection.send(served.call(message))
-                if served.has_synced and not had_weights:
-                    progress.tell(State.READY)
-    except Disconnected:
-        on_disconnect()
-        raise
-    asked_to_exit = True
-    progress.tell(State.LEAVING if isinstance(message, Leave) else State.ENDING)
-    late = threading.Timer(CLOSE_SECONDS, os._exit, [1])  # where another rank of the engine is lost meanwhile
-    late.daemon = True
-    late.start()
-    with suppress(Disconnected):
-        connection.send(Leaving())
-    served.close()
+                assert self._rank is not None, "calls come after Join"
+                had_weights = self._rank.has_synced
+                connection.send(self._rank.call(message))
+                if self._rank.has_synced and not had_weights:
+                    self._progress.tell(State.READY)
+            elif isinstance(message, Join):
+                self._join(message, connection)
+        self._asked_to_exit = True
+        self._progress.tell(State.LEAVING if isinstance(message, Leave) else State.ENDING)
+
+    def _register(self, connection: Connection, noticed: threading.Event) -> None:
+        confined_by = sandbox.protection() if self._recipe.reward.name == "code" else None
+        engine_start = None if self._rank is None else self._rank.start
+        connection.send(Register(distributed.rank(), self._progress.failure, confined_by, engine_start))
+        self._progress.tell(State.CONNECTED)
+        connection.on_disconnect(lambda: self._on_disconnect(noticed))
+
+    def _join(self, join: Join, connection: Connection) -> None:
+        """Start the engine, or take up the one that is up."""
+        if self._rank is None:
+            recipe, rank = self._recipe, distributed.rank()
+            assert recipe.rollout is not None, "checked when the recipe was read"
+            size, first = recipe.rollout.tp * recipe.rollout.dp, recipe.role_ranks["generation"].start
+            lowest = first + (rank - first) // size * size
+            self._rank = GenerationRank(recipe, self._store, range(lowest, lowest + size), join.start)
+        self._rank.begin(connection)
+        connection.send(Joined())
+
+    def _on_disconnect(self, noticed: threading.Event) -> None:
+        """Exit, as the main thread may wait for a rank that is lost, unless it goes on with the next start."""
+        if self._asked_to_exit:
+            return
+        if self._outlives_training:
+            with suppress(dist.DistError):
+                if self._rank is not None:
+                    self._rank.interrupt()
+            if noticed.wait(RECONNECT_SECONDS):
+                return
+        self._exit_disconnected()
+
+    def _exit_disconnected(self) -> NoReturn:
+        with suppress(dist.DistError):
+            if has_ended(self._store.clone()):
+                self._progress.tell(State.ENDING)
+        os._exit(DISCONNECTED)
+
+    def _close(self, connection: Connection) -> None:
+        late = threading.Timer(CLOSE_SECONDS, os._exit, [1])  # where another rank of the engine is lost meanwhile
+        late.daemon = True
+        late.start()
+        with suppress(Disconnected):
+            connection.send(Leaving())
+        if self._rank is not None:
+            self._rank.close()

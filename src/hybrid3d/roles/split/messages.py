@@ -11,27 +11,30 @@ from hybrid3d.run.timeline import Span
 
 @dataclass(frozen=True)
 class Register:
-    """Sent by a rank that generates when it has started; it has no engine yet.
+    """Sent by a rank that generates when it has started, and when the ranks that train have.
 
     Attributes:
         failure: why its process before this one ended; empty if this is the first.
         confined_by: what confines code that rewards run there; None if nothing does, or none is run.
+        engine_start: number of the start of its engine, which is up since before the ranks that train were started
+            again; None if it has none yet.
     """
 
     rank: int
     failure: str = ""
     confined_by: str | None = None
+    engine_start: int | None = None
 
 
 @dataclass(frozen=True)
 class Join:
-    """Asks a rank to start its engine: all ranks of the engine have registered.
+    """Asks a rank to start its engine, unless it is up: all ranks of the engine have registered.
 
     Attributes:
-        restart_count: how many times the engine was started before.
+        start: number of this start of the engine.
     """
 
-    restart_count: int
+    start: int
 
 
 @dataclass(frozen=True)

@@ -77,16 +77,18 @@ class TrainingRank:
         record: Record,
         guard: Guard | None,
         weights_of: Path | None,
+        start: int,
     ):
         """
         Args:
             group: the ranks that train; the default group.
             guard, weights_of: as for `Colocated`.
+            start: number of this start of the ranks that train.
         """
         self._group = group
         # Here ranks wait for those that generate, which is no failure however long it takes
         self._patient = dist.new_group(dist.get_process_group_ranks(group), timeout=PHASE_TIMEOUT, backend="gloo")
-        self._engines = Engines(recipe, store, record) if group.rank() == 0 else None
+        self._engines = Engines(recipe, store, record, start) if group.rank() == 0 else None
         config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
         self.train, self.held_out = read_data(recipe, config, tokenizer)
         if self._engines is not None:

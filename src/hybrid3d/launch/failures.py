@@ -1,0 +1,75 @@
+"""Why ranks failed: the records that they write for who started them, the one that caused the others, and messages."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hybrid3d.run.run_folder import RunFolder
+
+
+def find_root_cause(folder: RunFolder, failures: Mapping[int, Any]) -> dict[str, Any]:
+    """Return the failure that caused the others, with `rank`, `reason` and `kind`.
+
+    It is the first error that is not about a lost peer; otherwise a rank that was killed by a signal; otherwise the
+    first error about a lost peer.
+
+    Args:
+        failures: the launcher's record of each rank that failed: `exitcode`, negative for a signal.
+    """
+    reasons = [json.loads(path.read_text()) for path in sorted(folder.logs.glob("rank-*.failure"))]
+    causes = sorted((r for r in reasons if not r["peer"]), key=lambda r: r["time"])
+    killed = {rank: -f.exitcode for rank, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
+    if causes:
+        return causes[0]
+    if killed:
+        rank, number = next(iter(killed.items()))
+        return {"rank": rank, "reason": f"killed by {signal.Signals(number).name}", "kind": "error"}
+    if reasons:
+        return min(reasons, key=lambda r: r["time"])
+    rank, failure = next(iter(failures.items()))
+    return {"rank": rank, "reason": f"ended with exit code {failure.exitcode}", "kind": "error"}
+
+
+def failure_message(folder: RunFolder, rank: int, reason: Mapping[str, Any]) -> str:
+    """Return the message about a failed run, from the reason of one rank or one that all ranks raised together."""
+    if reason.get("on_all_ranks"):
+        return f"stopped: {reason['reason']}"
+    return f"rank {rank} failed: {reason['reason']}\nits log: {folder.log_path(rank)}"
+
+
+def write_failure(path: Path, reason: Mapping[str, Any], exclusive: bool = False) -> bool:
+    """Write a failure's reason for the launcher, atomically, because the launcher may read it at any moment.
+
+    Returns:
+        False if it cannot be written, as on a full disk.
+
+    Raises:
+        FileExistsError: with `exclusive`, the file exists already.
+    """
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(json.dumps(reason))
+        if exclusive:
+            os.link(draft, path)
+        else:
+            draft.replace(path)
+        return True
+    except FileExistsError:
+        raise
+    except OSError:
+        return False
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def print_error(console: Console, message: str) -> None:
+    console.print(message, style="red", highlight=False, markup=False, soft_wrap=True)

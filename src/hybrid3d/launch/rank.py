@@ -1,0 +1,51 @@
+"""Runs one rank: in this process, or in a child process that is started again when it is lost."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from hybrid3d import distributed
+from hybrid3d.config import Recipe
+from hybrid3d.launch.failures import failure_message, print_error, write_failure
+from hybrid3d.launch.restarts import is_child, run_with_restarts
+from hybrid3d.launch.training_restarts import run_training_rank
+from hybrid3d.launch.worker import Task, run_process
+from hybrid3d.run import terminal
+from hybrid3d.run.run_folder import RunFolder
+
+
+def run_rank(
+    recipe: Recipe,
+    folder: RunFolder,
+    task: Task,
+    launched: bool,
+    restarts: bool = False,
+    restarts_training: bool = False,
+) -> int:
+    """Run a task as one rank.
+
+    Args:
+        restarts: whether ranks that only generate are started again when they are lost.
+        restarts_training: whether all ranks that train are started again when one is lost, as often as
+            `run.max_restarts` says, while those that only generate stay up.
+
+    The other arguments and the result are those of `run_process`.
+    """
+    if not (restarts and recipe.is_split) or is_child():
+        return run_process(recipe, folder, task, launched or is_child(), restarts)
+    rank = distributed.rank()
+    if rank in recipe.role_ranks["generation"]:
+        return _run_generation_rank(recipe, folder, rank, launched)
+    if restarts_training and recipe.run.max_restarts:
+        return run_training_rank(recipe, folder, launched)
+    return run_process(recipe, folder, task, launched, restarts)
+
+
+def _run_generation_rank(recipe: Recipe, folder: RunFolder, rank: int, launched: bool) -> int:
+    code, why, of_peer = run_with_restarts(folder, recipe.roles.generation.max_restarts)
+    if why:
+        reason = {"rank": rank, "time": time.time(), "peer": of_peer, "reason": why, "kind": "error"}
+        if not (write_failure(folder.failure_path(rank), reason) and launched) and not of_peer:
+            print_error(terminal.plain_console(file=sys.stderr), failure_message(folder, rank, reason))
+    return code

@@ -1,0 +1,86 @@
+"""How often the ranks that train have been started, and why they ended: what ranks that outlive them read in the store.
+
+Each start has a number, from 0. All of these ranks end when one of them is lost, and the next start has all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+POLL_SECONDS = 0.5
+RANKS_PER_POLL_SECOND = 5000  # that ask the store in the same time
+
+
+class TrainingStarts:
+    """The starts of the ranks that train, in a run in which they are started again."""
+
+    def __init__(self, store: dist.Store, world_size: int):
+        """
+        Args:
+            world_size: of all roles.
+        """
+        self._store = store.clone()
+        self._poll_seconds = max(POLL_SECONDS, world_size / RANKS_PER_POLL_SECOND)
+
+    def latest(self) -> int:
+        """Return the number of the latest start."""
+        return self._store.add("starts", 0)
+
+    def begin_next(self) -> None:
+        """Let all ranks know that there is to be another start."""
+        self._store.add("starts", 1)
+
+    def fail(self, start: int) -> None:
+        """Let all ranks know that one that trains is lost, so that the others end."""
+        self._store.set(f"starts/{start}/failed", "")
+
+    def has_failed(self, start: int) -> bool:
+        """Return whether a rank of this start is lost."""
+        return self._store.check([f"starts/{start}/failed"])
+
+    def await_failure(self, start: int, seconds: float) -> bool:
+        """Wait until a rank of this start is known to be lost, and return whether it is."""
+        try:
+            self._store.wait([f"starts/{start}/failed"], timedelta(seconds=seconds))
+        except dist.DistError:
+            return False
+        return True
+
+    def report_end(self, start: int, rank: int, exit_code: int) -> None:
+        """Report how this rank's process of a start has ended."""
+        self._store.set(f"starts/{start}/exit/{rank}", str(exit_code))
+
+    def await_ends(self, start: int, ranks: range, seconds: float) -> dict[int, int]:
+        """Return the exit codes of this start's processes by rank, without those that are not reported in time."""
+        end = time.monotonic() + seconds
+        while True:
+            codes = {}
+            for rank in ranks:
+                if self._store.check([f"starts/{start}/exit/{rank}"]):
+                    codes[rank] = int(self._store.get(f"starts/{start}/exit/{rank}"))
+            if len(codes) == len(ranks) or time.monotonic() > end:
+                return codes
+            time.sleep(self._poll_seconds)
+
+    def decide(self, start: int, again: bool) -> None:
+        """Let the other ranks know whether there is another start after this one."""
+        if again:
+            self.begin_next()
+        self._store.set(f"starts/{start}/again", json.dumps(again))
+
+    def is_there_another(self, start: int, seconds: float) -> bool:
+        """Wait for what rank 0 decides; without an answer there is no other start."""
+        with suppress(dist.DistError):
+            self._store.wait([f"starts/{start}/again"], timedelta(seconds=seconds))
+            return bool(json.loads(self._store.get(f"starts/{start}/again")))
+        return False
+
+    @property
+    def poll_seconds(self) -> float:
+        """The time between two reads of the store by each rank."""
+        return self._poll_seconds
