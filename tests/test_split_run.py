@@ -267,6 +267,29 @@ def test_those_that_generate_stay_up_while_those_that_train_are_started_again(wo
     assert once == twice
 
 
+@pytest.mark.slow
+def test_the_loss_of_ranks_that_train_beyond_the_restarts_ends_the_run(work: Path) -> None:
+    """The first is before the ranks have met; then one that generates is lost too, while the others are restarted."""
+    run = work / "runs/thrice"
+    with started(work, *SPLIT, "name=thrice", "run.steps=999", "run.max_restarts=2") as process:
+        for kill in range(3):
+            if kill:
+                wait_for_rows(run, kill, process)
+            wait_until(lambda: child_of(run, 0), process)
+            victims = [child_of(run, rank) for rank in ((0,), (1, 3), (0,))[kill]]
+            for victim in victims:
+                assert victim is not None
+                os.kill(victim, signal.SIGKILL)
+            if kill == 0:
+                wait_until(lambda: (child_of(run, 0) or victims[0]) != victims[0], process)  # noqa: B023
+        printed, _ = process.communicate(timeout=100)
+        assert process.returncode == 1
+        assert not ranks_of(run)
+    assert "(1 of run.max_restarts=2)" in printed
+    assert "(2 of run.max_restarts=2)" in printed
+    assert [event["ranks"] for event in engine_events(run, "kept")] == [[2]]
+
+
 def printed_when_killed(work: Path, name: str, rank: int | None, *more: str, expect: int = 1) -> str:
     """Start a run, kill a rank after the checkpoint of step 2, and return what the run prints until it ends.
 

@@ -167,7 +167,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
         must_lock = CHECKED not in os.environ and launch_environment.rank() == 0  # our own launcher holds the lock
         task = functools.partial(tasks.train, recipe, folder)
-        return _run_rank(recipe, folder, task, _lock(folder) if must_lock else None, True, restarts_training=True)
+        return _run_rank(recipe, folder, task, _lock(folder) if must_lock else None, restarts=True)
     if options.ray is not None:
         from hybrid3d.launch.ray_cluster import launch_on_ray
 
@@ -192,6 +192,7 @@ def _evaluate(options: argparse.Namespace, arguments: list[str]) -> int:
         return _launch(arguments, recipe, folder, _console())
     from hybrid3d.launch import tasks
 
+    recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, max_restarts=0))
     return _run_rank(recipe, folder, functools.partial(tasks.evaluate, recipe, folder, step), restarts=True)
 
 
@@ -345,14 +346,13 @@ def _run_rank(
     task: Task,
     lock: AbstractContextManager[None] | None = None,
     restarts: bool = False,
-    restarts_training: bool = False,
 ) -> int:
     """Run a task as this rank, holding the lock if given, and return the exit code."""
     from hybrid3d.launch.rank import run_rank
 
     _check_world(recipe)
     with lock or nullcontext():
-        return run_rank(recipe, folder, task, CHECKED in os.environ, restarts, restarts_training)
+        return run_rank(recipe, folder, task, CHECKED in os.environ, restarts)
 
 
 def _check_world(recipe: Recipe) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping
+import time
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,27 +16,37 @@ from rich.console import Console
 from hybrid3d.run.run_folder import RunFolder
 
 
-def find_root_cause(folder: RunFolder, failures: Mapping[int, Any]) -> dict[str, Any]:
+def find_root_cause(
+    folder: RunFolder, failures: Mapping[int, Any], ranks: Container[int] | None = None
+) -> dict[str, Any]:
     """Return the failure that caused the others, with `rank`, `reason` and `kind`.
 
-    It is the first error that is not about a lost peer; otherwise a rank that was killed by a signal; otherwise the
-    first error about a lost peer.
+    It is the one after which ranks that train were not started again; otherwise the first error that is not about a
+    lost peer; otherwise a rank that was killed by a signal; otherwise the first error about a lost peer.
 
     Args:
         failures: the launcher's record of each rank that failed: `exitcode`, negative for a signal.
+        ranks: those whose errors count; None if those of all do.
     """
     reasons = [json.loads(path.read_text()) for path in sorted(folder.logs.glob("rank-*.failure"))]
-    causes = sorted((r for r in reasons if not r["peer"]), key=lambda r: r["time"])
+    reasons = [reason for reason in reasons if ranks is None or reason["rank"] in ranks]
+    final = [reason for reason in reasons if reason.get("final")]
+    causes = final or sorted((r for r in reasons if not r["peer"]), key=lambda r: r["time"])
     killed = {rank: -f.exitcode for rank, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
     if causes:
         return causes[0]
     if killed:
         rank, number = next(iter(killed.items()))
-        return {"rank": rank, "reason": f"killed by {signal.Signals(number).name}", "kind": "error"}
+        return _record(rank, f"killed by {signal.Signals(number).name}")
     if reasons:
         return min(reasons, key=lambda r: r["time"])
     rank, failure = next(iter(failures.items()))
-    return {"rank": rank, "reason": f"ended with exit code {failure.exitcode}", "kind": "error"}
+    return _record(rank, f"ended with exit code {failure.exitcode}")
+
+
+def _record(rank: int, reason: str) -> dict[str, Any]:
+    """Return the record of a rank that has left none."""
+    return {"rank": rank, "time": time.time(), "peer": False, "reason": reason, "kind": "error"}
 
 
 def failure_message(folder: RunFolder, rank: int, reason: Mapping[str, Any]) -> str:

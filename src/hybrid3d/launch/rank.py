@@ -15,20 +15,12 @@ from hybrid3d.run import terminal
 from hybrid3d.run.run_folder import RunFolder
 
 
-def run_rank(
-    recipe: Recipe,
-    folder: RunFolder,
-    task: Task,
-    launched: bool,
-    restarts: bool = False,
-    restarts_training: bool = False,
-) -> int:
+def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, restarts: bool = False) -> int:
     """Run a task as one rank.
 
     Args:
-        restarts: whether ranks that only generate are started again when they are lost.
-        restarts_training: whether all ranks that train are started again when one is lost, as often as
-            `run.max_restarts` says, while those that only generate stay up.
+        restarts: whether, where other ranks generate than train, ranks are started again when they are lost: each that
+            generates by itself, and all that train together, as often as the recipe says.
 
     The other arguments and the result are those of `run_process`.
     """
@@ -37,7 +29,7 @@ def run_rank(
     rank = distributed.rank()
     if rank in recipe.role_ranks["generation"]:
         return _run_generation_rank(recipe, folder, rank, launched)
-    if restarts_training and recipe.run.max_restarts:
+    if recipe.run.max_restarts:
         return run_training_rank(recipe, folder, launched)
     return run_process(recipe, folder, task, launched, restarts)
 

@@ -79,10 +79,12 @@ def meet(record: RankRecord, members: str = "ranks", again: bool = False) -> dis
     store = connect(members)
     rank, member = distributed.rank(), members.removesuffix("s")
     try:
-        if again and store.check([f"record/{rank}"]):
+        arrived = again and store.check([f"record/{rank}"])
+        if arrived and (rank > 0 or store.check(["answer"])):
             return store
         store.set(f"record/{rank}", json.dumps(record))
-        store.add("arrived", 1)
+        if not arrived:
+            store.add("arrived", 1)
         if rank == 0:
             return _compare_and_answer(store, members)
         store.wait(["answer"], timedelta(seconds=rendezvous_seconds() + 60))

@@ -79,6 +79,7 @@ def run_with_restarts(folder: RunFolder, max_restarts: int) -> tuple[int, str, b
     """
     kill_when_parent_exits(os.getppid())
     adopt_orphans()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # its child dies with it
     rank, failure, had_weights, started, restarts, pauses = launch_environment.rank(), "", False, 0, 0, 0
     while True:
         code, states, ready_seconds = _run_child(started, failure)

@@ -7,12 +7,15 @@ last checkpoint, and those that generate, whose engines are up, register with th
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,16 +25,19 @@ from hybrid3d.config import Recipe
 from hybrid3d.launch import rendezvous
 from hybrid3d.launch.failures import failure_message, find_root_cause, print_error, write_failure
 from hybrid3d.launch.restarts import RESTART_COUNT
-from hybrid3d.launch_environment import CHECKED, local_rank, rank
-from hybrid3d.process import adopt_orphans, kill_descendants, kill_when_parent_exits
+from hybrid3d.launch_environment import CHECKED, local_rank, rank, run_id
+from hybrid3d.process import adopt_orphans, kill_descendants, kill_when_parent_exits, remove_shared_memory
 from hybrid3d.roles.split.connections import has_ended
 from hybrid3d.roles.split.training_starts import TrainingStarts
 from hybrid3d.run import terminal
 from hybrid3d.run.run_folder import RunFolder
 
+logger = logging.getLogger(__name__)
+
 EXIT_SECONDS = 10.0  # within which ranks that have lost a peer have written why they fail, and have ended
 REPORT_SECONDS = 60.0  # within which the parents of all ranks report
 DECISION_SECONDS = 120.0  # within which rank 0's parent has decided
+ANSWER_SECONDS = 300.0  # within which the store has answered all of it, unless its process is stopped
 STOPPED = -signal.SIGTERM  # exit code of a rank that was killed because another one is lost
 
 
@@ -46,44 +52,53 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
     """
     kill_when_parent_exits(os.getppid())
     adopt_orphans()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # its child dies with it
     stderr = terminal.plain_console(file=os.fdopen(os.dup(2), "w"))
-    first = None if rank() == 0 else _start(0)
+    child = None if rank() == 0 else _start(0)
     try:
         store = _connect()
     except rendezvous.RendezvousError as error:
-        if first is not None:
-            return first.wait()  # it has tried the same, and reports it
+        if child is not None:
+            return child.wait()  # it has tried the same, and reports it
         if not error.reported_by_rank_0 and local_rank() == 0:
             print_error(stderr, f"{recipe.name}: {error}")
         return error.code
     starts, restarts = TrainingStarts(store, recipe.world_size), 0
     for start in itertools.count():
-        if start:
-            with suppress(dist.DistError):  # the next heartbeat comes after a start, which takes longer
-                store.delete_key(f"beat/{rank()}")
-            folder.failure_path(rank()).unlink(missing_ok=True)
-        child = first if start == 0 and first is not None else _start(start)
-        code = _wait(child, starts, start)
-        kill_descendants()
+        code = _wait(child or _start(start), starts, start)
+        no_answer = threading.Timer(ANSWER_SECONDS, os._exit, [1])
+        no_answer.daemon = True
+        no_answer.start()
         try:
-            if code > 0 and not rendezvous.have_met(store):
-                return code  # as it has reported
-            starts.report_end(start, rank(), code)
-            if code == 0:
-                return 0
+            if code == 0 or (code > 0 and not rendezvous.have_met(store)):
+                with suppress(dist.DistError):  # rank 0 may have ended before
+                    starts.report_end(start, rank(), code)
+                return code
             starts.fail(start)
+            store.delete_key(f"beat/{rank()}")  # the next one comes after a start, which takes longer
+            kill_descendants()
+            starts.report_end(start, rank(), code)
             if rank() > 0:
                 again = starts.is_there_another(start, DECISION_SECONDS)
             else:
                 codes = starts.await_ends(start, recipe.role_ranks["train"], REPORT_SECONDS)
-                cause, again = _decide(recipe, folder, codes, restarts, has_ended(store))
-                _tell(recipe, folder, cause, restarts, again, launched)
-                restarts += again and cause["kind"] != "out_of_memory"
+                decision = _decide(recipe, folder, codes, restarts, has_ended(store))
+                _tell(recipe, folder, decision, restarts, launched)
+                restarts += decision.counts
+                again = decision.again
                 starts.decide(start, again)
-        except dist.DistError:  # the store is gone, and with it rank 0's node
+        except dist.DistError as error:  # the store is gone, and with it rank 0's node
             again = False
+            if not launched and local_rank() == 0:
+                cause = find_root_cause(folder, {rank(): SimpleNamespace(exitcode=code)})
+                print_error(stderr, failure_message(folder, cause["rank"], cause))
+                logger.error("%s", error)
+        no_answer.cancel()
         if not again:
             break
+        child = None
+        folder.failure_path(rank()).unlink(missing_ok=True)
+    remove_shared_memory(run_id())
     return max(code, 1)
 
 
@@ -105,46 +120,66 @@ def _start(start: int) -> subprocess.Popen[bytes]:
 
 def _wait(child: subprocess.Popen[bytes], starts: TrainingStarts, start: int) -> int:
     """Wait until the process ends, or end it if another rank is lost; return its exit code, negative for a signal."""
-    ends_at = None
-    while True:
+    failed = threading.Event()
+
+    def watch() -> None:
+        with suppress(dist.DistError):
+            while child.poll() is None and not starts.has_failed(start):
+                time.sleep(starts.poll_seconds)
+            failed.set()
+
+    threading.Thread(target=watch, name="starts", daemon=True).start()  # the store may be stopped and never answer
+    while not failed.is_set():
         with suppress(subprocess.TimeoutExpired):
             return child.wait(starts.poll_seconds)
-        with suppress(dist.DistError):
-            if ends_at is None and starts.has_failed(start):
-                ends_at = time.monotonic() + EXIT_SECONDS
-        if ends_at is not None and time.monotonic() > ends_at:
-            child.kill()
-            child.wait()
-            return STOPPED
+    with suppress(subprocess.TimeoutExpired):
+        return child.wait(EXIT_SECONDS)
+    child.kill()
+    child.wait()
+    return STOPPED
 
 
-def _decide(
-    recipe: Recipe, folder: RunFolder, codes: dict[int, int], restarts: int, ended: bool
-) -> tuple[dict[str, Any], bool]:
-    """Return the failure that caused the others, and whether all ranks that train are started again.
+@dataclass(frozen=True)
+class Decision:
+    """What follows from the failure of a start.
+
+    Attributes:
+        cause: the failure that caused the others.
+        again: whether all ranks that train are started again.
+        counts: whether that is one of `run.max_restarts`.
+        final: whether nothing else is to start them again either.
+    """
+
+    cause: dict[str, Any]
+    again: bool
+    counts: bool
+    final: bool
+
+
+def _decide(recipe: Recipe, folder: RunFolder, codes: dict[int, int], restarts: int, ended: bool) -> Decision:
+    """Return what follows from the failure of a start.
 
     Args:
         codes: the exit codes of their processes.
         restarts: how often they were started again.
         ended: whether those that generate have been told that the run has ended.
     """
+    ranks = recipe.role_ranks["train"]
     failed = {number: SimpleNamespace(exitcode=code) for number, code in codes.items() if code}
-    cause = find_root_cause(folder, failed)
-    if cause["kind"] == "out_of_memory":
-        more = True  # with settings that need less
-    else:
-        more = restarts < recipe.run.max_restarts and not cause.get("on_all_ranks")
-    return cause, more and not ended and len(failed) == len(recipe.role_ranks["train"])
+    cause = find_root_cause(folder, failed, ranks)
+    out_of_memory = cause["kind"] == "out_of_memory"  # its next start has settings that need less
+    more = out_of_memory or (restarts < recipe.run.max_restarts and not cause.get("on_all_ranks"))
+    again = more and not ended and len(failed) == len(ranks)
+    return Decision(cause, again, counts=again and not out_of_memory, final=not more)
 
 
-def _tell(recipe: Recipe, folder: RunFolder, cause: dict[str, Any], restarts: int, again: bool, launched: bool) -> None:
+def _tell(recipe: Recipe, folder: RunFolder, decision: Decision, restarts: int, launched: bool) -> None:
     """Print the cause and what follows from it; if nothing does, leave that to the launcher if there is one."""
-    console = terminal.plain_console(file=sys.stdout if again else sys.stderr)
-    reported = not again and write_failure(folder.failure_path(cause["rank"]), cause | {"final": True})
+    console, cause = terminal.plain_console(file=sys.stdout if decision.again else sys.stderr), decision.cause
+    record = cause | {"final": decision.final}
+    reported = not decision.again and write_failure(folder.failure_path(cause["rank"]), record)
     if not (reported and launched):
         print_error(console, failure_message(folder, cause["rank"], cause))
-    if again and cause["kind"] == "out_of_memory":
-        print_error(console, "starting the ranks that train again, from the last checkpoint")
-    elif again:
-        counted = f"{restarts + 1} of run.max_restarts={recipe.run.max_restarts}"
-        print_error(console, f"starting the ranks that train again, from the last checkpoint ({counted})")
+    if decision.again:
+        counted = f" ({restarts + 1} of run.max_restarts={recipe.run.max_restarts})" if decision.counts else ""
+        print_error(console, f"starting the ranks that train again, from the last checkpoint{counted}")

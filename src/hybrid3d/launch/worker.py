@@ -28,6 +28,7 @@ from hybrid3d.process import (
     remove_shared_memory,
     set_shared_memory_prefix,
 )
+from hybrid3d.roles.split.training_starts import TrainingStarts
 from hybrid3d.run import terminal
 from hybrid3d.run.heartbeat import Heartbeat
 from hybrid3d.run.oom_recovery import OutOfMemoryRestart, find_out_of_memory
@@ -77,14 +78,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
 
     try:
         on_lost = functools.partial(_report_lost_rank, folder, launched, stderr)
-        trains, watched = len(recipe.role_ranks["train"]) if restarts else distributed.world_size(), None
-        if rank >= trains:  # its parent watches it, and starts it again
-            watched = 0
-            if trains > 1:  # the next rank that trains reports rank 0
-                on_lost = _exit_disconnected
-        elif trains == 1 < distributed.world_size():
-            watched = 0  # itself, as only the ranks that generate watch it
-        heartbeat = Heartbeat(store, rank, trains, on_lost, watched)
+        heartbeat = _start_heartbeat(recipe, folder, store, on_lost, restarts)
         task(rank, store, console)
         if dist.is_initialized():
             dist.barrier()
@@ -113,9 +107,45 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
             os._exit(1)  # communication threads may be waiting for ranks that have exited
 
 
+def _start_heartbeat(
+    recipe: Recipe, folder: RunFolder, store: dist.Store, on_lost: Callable[[int, str], None], restarts: bool
+) -> Heartbeat:
+    """Start the heartbeat of this rank.
+
+    Args:
+        on_lost: what is done about a lost rank of those that all end together.
+        restarts: as for `run_process`.
+    """
+    rank, trains, watched = distributed.rank(), distributed.world_size(), None
+    if restarts:
+        trains = len(recipe.role_ranks["train"])
+    if rank >= trains:  # its parent watches it, and starts it again
+        watched = 0
+        if recipe.run.max_restarts:  # it outlives those that train
+            on_lost = functools.partial(_fail_training, folder, store)
+            watched = rank if trains > 1 else 0
+        elif trains > 1:  # the next rank that trains reports rank 0
+            on_lost = _exit_disconnected
+    elif trains == 1 < distributed.world_size():
+        watched = 0  # itself, as only the ranks that generate watch it
+    return Heartbeat(store, rank, trains, on_lost, watched)
+
+
 def _exit_disconnected(lost_rank: int, message: str) -> None:
     """Exit as a rank that generates, which is started again, and which does not know whether the run has ended."""
     logger.error("rank %d: %s", lost_rank, message)
+    os._exit(DISCONNECTED)
+
+
+def _fail_training(folder: RunFolder, store: dist.Store, lost_rank: int, message: str) -> None:
+    """Report the only rank that trains, which is started again, and exit as a rank that generates, which is too."""
+    logger.error("rank %d: %s", lost_rank, message)
+    reason = {"rank": lost_rank, "time": time.time(), "peer": False, "reason": message, "kind": "error"}
+    with suppress(OSError):
+        write_failure(folder.failure_path(lost_rank), reason, exclusive=True)
+    with suppress(dist.DistError):
+        starts = TrainingStarts(store, distributed.world_size())
+        starts.fail(starts.latest())
     os._exit(DISCONNECTED)
 
 

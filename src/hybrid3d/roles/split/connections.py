@@ -19,12 +19,13 @@ from typing import Any
 import torch.distributed as dist
 
 from hybrid3d import launch_environment
-from hybrid3d.distributed import PHASE_TIMEOUT, LostPeer
+from hybrid3d.distributed import LostPeer
 
 logger = logging.getLogger(__name__)
 
 _ENDED = "engines/ended"  # key of the store
 CONNECT_TIMEOUT = timedelta(minutes=1)
+ADDRESS_POLL_SECONDS = 0.5
 ACCEPT_PAUSE_SECONDS = 1.0  # after an error, such as too many open files
 # A node that is lost and does not close its connections is noticed within a minute
 TCP_OPTIONS = (
@@ -177,21 +178,25 @@ def has_ended(store: dist.Store) -> bool:
     return bool(store.check([_ENDED]))
 
 
-def connect(store: dist.Store, start: int) -> Connection | None:
+def connect(store: dist.Store, start: int, has_failed: Callable[[], bool]) -> Connection | None:
     """Connect to the first rank that trains, when it accepts connections; return None if the run has ended.
 
     Args:
         start: number of the start of the ranks that train.
+        has_failed: whether that start has failed, before it accepts connections.
 
     Raises:
-        Disconnected: it does not answer, or does not know the secret.
+        Disconnected: it does not answer, or does not know the secret, or has failed.
     """
     if has_ended(store):
         return None
     host, _ = launch_environment.master_address()
     port = 0
     try:
-        store.wait([_address(start)], PHASE_TIMEOUT)  # it reads data and builds its model first; a heartbeat watches it
+        while not store.check([_address(start)]):  # it imports its engine first; a heartbeat watches it
+            if has_failed():
+                raise Disconnected("a rank that trains was lost")
+            time.sleep(ADDRESS_POLL_SECONDS)
         port, secret = json.loads(store.get(_address(start)))
         made = Connection(socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds()))
         made.authenticate(bytes.fromhex(secret), as_server=False)

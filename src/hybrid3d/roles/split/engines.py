@@ -16,6 +16,7 @@ from hybrid3d.generation.partial_rollout import Prompt
 from hybrid3d.generation.replicas import Advanced, Answers, Work
 from hybrid3d.roles.split.connections import Connection, Disconnected, Server, wait
 from hybrid3d.roles.split.elastic_sync import Members, tell_lost
+from hybrid3d.roles.split.engine import Engine
 from hybrid3d.roles.split.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.record import Record
@@ -25,41 +26,6 @@ POLL_SECONDS = 0.05
 CLOSE_SECONDS = 60  # within which engines have shut down
 KEPT_SPANS = 100  # of each rank
 _EPOCHS = "sync/epochs"  # key of the store, with the number of the last one
-
-
-class Engine:
-    """One start of an engine: processes of `rollout.tp` x `rollout.dp` ranks, which are lost together.
-
-    Attributes:
-        place: its number among the engines of the run.
-        number: different for each start.
-        connections: to its ranks, by rank.
-        failures: why the processes of its ranks before these ended.
-        kept: it was up before the ranks that train were started.
-        started: those of the connections whose ranks have started vLLM.
-        lost: a rank of it has been lost, or it was asked to leave.
-    """
-
-    def __init__(self, place: int, number: int, registered: Mapping[int, tuple[Connection, Register]]):
-        self.place, self.number = place, number
-        self.connections = {rank: connection for rank, (connection, _) in sorted(registered.items())}
-        self.failures = [register.failure for _, register in registered.values() if register.failure]
-        self.kept = all(register.engine_start is not None for _, register in registered.values())
-        self.started: set[Connection] = set()
-        self.lost = False
-
-    @property
-    def ranks(self) -> list[int]:
-        return list(self.connections)
-
-    @property
-    def ready(self) -> bool:
-        """Whether all of its ranks have started vLLM, and none is known to be lost."""
-        return not self.lost and len(self.started) == len(self.connections)
-
-    def __str__(self) -> str:
-        first, last = self.ranks[0], self.ranks[-1]
-        return f"rank {first}" if first == last else f"ranks {first} to {last}"
 
 
 class Engines:
@@ -230,10 +196,11 @@ class Engines:
                 told = True
             time.sleep(POLL_SECONDS)
         for engine in self._taking_part:
-            if not self._had_sync:
-                if engine.kept:
-                    self._record.event("engine_kept", f"{engine} stayed up", ranks=engine.ranks)
-            elif engine not in before:
+            if engine in before:
+                continue
+            if not self._had_sync and engine.kept:
+                self._record.event("engine_kept", f"{engine} stayed up", ranks=engine.ranks)
+            elif self._had_sync:
                 why = "; ".join(engine.failures)
                 reason = f" again after it was lost: {why}" if why else ""
                 self._record.event("engine_joined", f"{engine} generates{reason}", ranks=engine.ranks, why=why)

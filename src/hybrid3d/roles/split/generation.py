@@ -33,7 +33,8 @@ from hybrid3d.train.runtime import peak_memory
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 60.0  # within which an engine has shut down
-RECONNECT_SECONDS = 60.0  # within which a rank has noticed that those that train are started again
+FAILED_SECONDS = 10.0  # within which it is known that a rank that trains is lost
+BUSY_SECONDS = 600.0  # within which this rank, after it has lost them, has finished what they had asked for
 ACTIVITIES = {"sync": "sync", "answer": "generate", "advance": "generate"}
 
 
@@ -151,6 +152,7 @@ class Service:
     def __init__(self, recipe: Recipe, store: dist.Store, progress: Progress):
         self._recipe, self._store, self._progress = recipe, store, progress
         self._outlives_training = recipe.run.max_restarts > 0
+        self._starts_store = store.clone()  # for threads, too
         self._starts = TrainingStarts(store, distributed.world_size())
         self._rank: GenerationRank | None = None
         self._asked_to_exit = False
@@ -164,7 +166,7 @@ class Service:
     def _serve(self, start: int) -> bool:
         """Serve a start of the ranks that train; return False if there is another start."""
         try:
-            connection = connect(self._store, start)
+            connection = connect(self._store, start, lambda: self._has_failed(start, 0.0))
         except Disconnected:
             if self._has_failed(start):
                 return False
@@ -174,7 +176,7 @@ class Service:
             return True
         noticed = threading.Event()
         try:
-            self._answer(connection, noticed)
+            self._answer(connection, start, noticed)
         except Disconnected:
             noticed.set()
             connection.close()
@@ -185,17 +187,21 @@ class Service:
         self._close(connection)
         return True
 
-    def _has_failed(self, start: int) -> bool:
-        """Return whether this start of the ranks that train has failed, and this rank waits for the next one."""
-        return self._outlives_training and self._starts.await_failure(start, RECONNECT_SECONDS)
+    def _has_failed(self, start: int, seconds: float = FAILED_SECONDS) -> bool:
+        """Return whether this start of the ranks that train has failed, or does within so many seconds."""
+        with suppress(dist.DistError):
+            ends = not self._outlives_training or has_ended(self._starts_store)
+            return not ends and self._starts.await_failure(start, seconds)
+        return False
 
-    def _answer(self, connection: Connection, noticed: threading.Event) -> None:
+    def _answer(self, connection: Connection, start: int, noticed: threading.Event) -> None:
         """Do what the first rank that trains asks for, until it asks this rank to exit.
 
         Args:
             noticed: set by the caller when it has noticed that the connection has ended.
         """
-        self._register(connection, noticed)
+        self._register(connection)
+        connection.on_disconnect(lambda: self._on_disconnect(start, noticed))
         while not isinstance(message := connection.receive(), Leave | End):
             if isinstance(message, Call):
                 assert self._rank is not None, "calls come after Join"
@@ -208,12 +214,11 @@ class Service:
         self._asked_to_exit = True
         self._progress.tell(State.LEAVING if isinstance(message, Leave) else State.ENDING)
 
-    def _register(self, connection: Connection, noticed: threading.Event) -> None:
+    def _register(self, connection: Connection) -> None:
         confined_by = sandbox.protection() if self._recipe.reward.name == "code" else None
         engine_start = None if self._rank is None else self._rank.start
         connection.send(Register(distributed.rank(), self._progress.failure, confined_by, engine_start))
         self._progress.tell(State.CONNECTED)
-        connection.on_disconnect(lambda: self._on_disconnect(noticed))
 
     def _join(self, join: Join, connection: Connection) -> None:
         """Start the engine, or take up the one that is up."""
@@ -226,21 +231,21 @@ class Service:
         self._rank.begin(connection)
         connection.send(Joined())
 
-    def _on_disconnect(self, noticed: threading.Event) -> None:
+    def _on_disconnect(self, start: int, noticed: threading.Event) -> None:
         """Exit, as the main thread may wait for a rank that is lost, unless it goes on with the next start."""
         if self._asked_to_exit:
             return
-        if self._outlives_training:
+        if self._has_failed(start):
             with suppress(dist.DistError):
                 if self._rank is not None:
                     self._rank.interrupt()
-            if noticed.wait(RECONNECT_SECONDS):
+            if noticed.wait(BUSY_SECONDS):
                 return
         self._exit_disconnected()
 
     def _exit_disconnected(self) -> NoReturn:
         with suppress(dist.DistError):
-            if has_ended(self._store.clone()):
+            if has_ended(self._starts_store):
                 self._progress.tell(State.ENDING)
         os._exit(DISCONNECTED)
 

@@ -1,4 +1,4 @@
-"""How often the ranks that train have been started, and why they ended: what ranks that outlive them read in the store.
+"""How often the ranks that train have been started, and how they ended: what ranks that outlive them read in the store.
 
 Each start has a number, from 0. All of these ranks end when one of them is lost, and the next start has all of them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -17,7 +18,11 @@ RANKS_PER_POLL_SECOND = 5000  # that ask the store in the same time
 
 
 class TrainingStarts:
-    """The starts of the ranks that train, in a run in which they are started again."""
+    """The starts of the ranks that train, in a run in which they are started again.
+
+    Attributes:
+        poll_seconds: the time between two reads of the store by each rank.
+    """
 
     def __init__(self, store: dist.Store, world_size: int):
         """
@@ -25,15 +30,11 @@ class TrainingStarts:
             world_size: of all roles.
         """
         self._store = store.clone()
-        self._poll_seconds = max(POLL_SECONDS, world_size / RANKS_PER_POLL_SECOND)
+        self.poll_seconds = max(POLL_SECONDS, world_size / RANKS_PER_POLL_SECOND)
 
     def latest(self) -> int:
         """Return the number of the latest start."""
-        return self._store.add("starts", 0)
-
-    def begin_next(self) -> None:
-        """Let all ranks know that there is to be another start."""
-        self._store.add("starts", 1)
+        return int(self._store.add("starts", 0))
 
     def fail(self, start: int) -> None:
         """Let all ranks know that one that trains is lost, so that the others end."""
@@ -41,15 +42,11 @@ class TrainingStarts:
 
     def has_failed(self, start: int) -> bool:
         """Return whether a rank of this start is lost."""
-        return self._store.check([f"starts/{start}/failed"])
+        return bool(self._store.check([f"starts/{start}/failed"]))
 
     def await_failure(self, start: int, seconds: float) -> bool:
         """Wait until a rank of this start is known to be lost, and return whether it is."""
-        try:
-            self._store.wait([f"starts/{start}/failed"], timedelta(seconds=seconds))
-        except dist.DistError:
-            return False
-        return True
+        return self._await(lambda: self.has_failed(start), seconds)
 
     def report_end(self, start: int, rank: int, exit_code: int) -> None:
         """Report how this rank's process of a start has ended."""
@@ -57,20 +54,14 @@ class TrainingStarts:
 
     def await_ends(self, start: int, ranks: range, seconds: float) -> dict[int, int]:
         """Return the exit codes of this start's processes by rank, without those that are not reported in time."""
-        end = time.monotonic() + seconds
-        while True:
-            codes = {}
-            for rank in ranks:
-                if self._store.check([f"starts/{start}/exit/{rank}"]):
-                    codes[rank] = int(self._store.get(f"starts/{start}/exit/{rank}"))
-            if len(codes) == len(ranks) or time.monotonic() > end:
-                return codes
-            time.sleep(self._poll_seconds)
+        keys = {rank: f"starts/{start}/exit/{rank}" for rank in ranks}
+        self._await(lambda: self._store.check(list(keys.values())), seconds)
+        return {rank: int(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
     def decide(self, start: int, again: bool) -> None:
         """Let the other ranks know whether there is another start after this one."""
         if again:
-            self.begin_next()
+            self._store.add("starts", 1)
         self._store.set(f"starts/{start}/again", json.dumps(again))
 
     def is_there_another(self, start: int, seconds: float) -> bool:
@@ -80,7 +71,8 @@ class TrainingStarts:
             return bool(json.loads(self._store.get(f"starts/{start}/again")))
         return False
 
-    @property
-    def poll_seconds(self) -> float:
-        """The time between two reads of the store by each rank."""
-        return self._poll_seconds
+    def _await(self, condition: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not (met := condition()) and time.monotonic() < end:
+            time.sleep(self.poll_seconds)
+        return met
