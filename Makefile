@@ -6,6 +6,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 RAY_STAMP := $(VENV)/.installed-ray
+TRACKING_STAMP := $(VENV)/.installed-tracking
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
@@ -43,17 +44,22 @@ $(RAY_STAMP): requirements/ray.txt $(STAMP)
 	@$(PIP) --no-deps -r requirements/ray.txt
 	@touch $@
 
+$(TRACKING_STAMP): requirements/tracking.txt $(STAMP)
+	@echo "Installing $$(grep -c '^[^#].*==' requirements/tracking.txt) pinned packages for the tests of trackers into $(VENV): 0.2 GB"
+	@$(PIP) --no-deps -r requirements/tracking.txt
+	@touch $@
+
 # With .venv where there is one, else with whatever is installed, from these sources
 gpu-check: ## check what this machine's GPU does: 20 minutes or less (ARGS="--only NAME --json OUT")
 	@PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m hybrid3d doctor --gpu $(ARGS)
 
-test: lint ## lint, and all tests except the slow ones (what CI runs)
+test: lint $(TRACKING_STAMP) ## lint, and all tests except the slow ones (what CI runs)
 	$(BIN)/pytest -m "not slow" $(TWO_AT_A_TIME) --durations=40
 
 test-fast: $(STAMP) ## the tests that start no processes and import no engine: 60 s
 	$(BIN)/pytest -m "not slow and not engines and not processes" $(TWO_AT_A_TIME)
 
-test-all: lint $(DEMO_STAMP) $(RAY_STAMP) ## lint, and all tests
+test-all: lint $(DEMO_STAMP) $(RAY_STAMP) $(TRACKING_STAMP) ## lint, and all tests
 	$(BIN)/pytest
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy

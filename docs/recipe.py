@@ -28,6 +28,8 @@ HEADER = f"""\
 A recipe is a YAML file with a `name` and the sections below. Settings can also be given on the command line, as in
 `hybrid3d train recipes/demo-cpu.yaml train.tp=1 name=demo-tp1`. A setting without a default is required. Settings with
 a star can change during a run: by the section `schedule`, or by a file in the run's folder (`docs/run-folder.md`).
+
+`tracking: [tensorboard, wandb, mlflow, prometheus]`, or some of these, sends the metrics there (`docs/tracking.md`).
 """
 
 

@@ -166,6 +166,7 @@ def test_defaults(load: Any) -> None:
             "seed": 1,
             "dir": "runs",
         },
+        "tracking": [],
         "schedule": {},
         "machine": {"gpus_per_node": 8, "kind": "h100-8x400g"}
         | dict.fromkeys(("memory_gb", "copies_gb_per_s", "nvlink_gb_per_s", "network_gb_per_s")),
@@ -364,7 +365,7 @@ def test_the_error_survives_pickling(load: Any) -> None:
         (
             "optimiser.lr=1",
             "optimiser: unknown key, did you mean optimizer?; known sections: name, model, train, rollout, roles, "
-            "async, sync, data, reward, algorithm, optimizer, critic, guard, run, schedule, machine",
+            "async, sync, data, reward, algorithm, optimizer, critic, guard, run, tracking, schedule, machine",
         ),
         ("train", "override 'train': expected section.key=value"),
         ("=3", "override '=3': expected section.key=value"),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hybrid3d.config.schema import Name, Schedule
 from hybrid3d.config.sections.engines import Async, Machine, Model, RoleRanks, Rollout, Sync, Train
 from hybrid3d.config.sections.learning import Algorithm, Critic, Data, Guard, Optimizer, Reward, Run
+
+Tracker = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,7 @@ class Recipe:
     critic: Critic = Critic()
     guard: Guard = Guard()
     run: Run
+    tracking: tuple[Tracker, ...] = ()
     schedule: Schedule = field(default_factory=dict, hash=False)
     machine: Machine = Machine()
 

@@ -1,8 +1,8 @@
 """Reads YAML into frozen dataclasses. It is independent of the recipe, whose sections `recipe.py` defines.
 
-A dataclass is a section and its fields are the keys. A field is a str, int, float, bool, Literal, a section, or a
-section or None; `Annotated[type, Rule(...)]` restricts its values. A `Schedule` maps steps to settings by dotted key.
-All problems are collected, so that a user can fix a file in one pass.
+A dataclass is a section and its fields are the keys. A field is a str, int, float, bool, Literal, a tuple of one of
+these, a section, or a section or None; `Annotated[type, Rule(...)]` restricts its values. A `Schedule` maps steps to
+settings by dotted key. All problems are collected, so that a user can fix a file in one pass.
 """
 
 from __future__ import annotations
@@ -235,7 +235,8 @@ def key_of(field_name: str) -> str:
 
 def to_raw(recipe: Any) -> dict[str, Any]:
     """Return a recipe as `read_section` reads it."""
-    return {key_of(name): value for name, value in dataclasses.asdict(recipe).items()}
+    raw = {key_of(name): value for name, value in dataclasses.asdict(recipe).items()}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in raw.items()}
 
 
 def read_section(kind: type[T], raw: object, path: str, problems: list[str]) -> T | None:
@@ -315,6 +316,10 @@ def read_value(hint: Any, raw: object) -> Any:
         ValueError: the value does not fit; with what is expected, the value and its type.
     """
     kind, rules = _split(hint)
+    if get_origin(kind) is tuple:
+        if not isinstance(raw, list) or len(set(map(str, raw))) < len(raw):
+            raise ValueError(f"expected {describe_type(hint)}, got {_format_value(raw)}")
+        return tuple(read_value(get_args(kind)[0], value) for value in raw)
     value = _to_float(raw) if kind is float else raw
     if get_origin(kind) is Literal:
         valid, suggestion = value in get_args(kind), _did_you_mean(raw, get_args(kind))
@@ -354,6 +359,8 @@ def describe_type(hint: Any) -> str:
     kind, rules = _split(hint)
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
+    if get_origin(kind) is tuple:
+        return f"a list without repetitions, each {describe_type(get_args(kind)[0])}"
     return ", ".join([_TYPE_NAMES[kind], *(rule.description for rule in rules)])
 
 

@@ -31,6 +31,7 @@ from hybrid3d.rewards.registry import check_references
 from hybrid3d.rewards.scorer import check_reward
 from hybrid3d.rl.data import MAX_ROWS_IN_MESSAGE, DataError, PromptData
 from hybrid3d.run.run_folder import RunFolder, checkpoint_folder
+from hybrid3d.run.trackers import find_problems
 from hybrid3d.storage.manifest import check_sizes
 
 MAX_DIFFERENCES = 20  # differing keys of two recipes that a message lists
@@ -65,6 +66,18 @@ def check_run(recipe: Recipe) -> None:
     if recipe.reward.model is not None:
         check_scorer(recipe.reward.model, "reward.model", config, recipe)
     check_fit(recipe)
+    check_trackers(recipe)
+
+
+def check_trackers(recipe: Recipe) -> None:
+    """Check that the recipe's trackers have what they need.
+
+    Raises:
+        RecipeError: one has not.
+    """
+    problems = find_problems(recipe.tracking)
+    if problems:
+        raise RecipeError(recipe.name, [f"tracking: {problem}" for problem in problems])
 
 
 def check_prompts(recipe: Recipe, config: Config) -> None:
@@ -182,7 +195,7 @@ def check_folder(recipe: Recipe) -> None:
     if not folder.recipe.exists():
         return
     old, new = (flatten_settings(to_raw(r)) for r in (load_recipe(folder.recipe), recipe))
-    without_effect = {"run.max_restarts", "roles.generation.max_restarts"}  # on results
+    without_effect = {"run.max_restarts", "roles.generation.max_restarts", "tracking"}  # on results
     keys = [key for key in _differing_keys(old, new) if key not in without_effect]
     if not keys:
         return

@@ -54,6 +54,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
     recovery = distributed.broadcast_object(OomRecovery.from_folder(folder), group)
     with Display(recipe.name, recipe.run.steps, console) as display:
         record = Record(folder, rank, display)
+        record.track(recipe)
         if recipe.reward.name == "code" and not recipe.is_split:  # where others generate, they compute rewards
             confined_by = sandbox.protection() if rank == 0 else ""
             record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
@@ -66,6 +67,8 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
             if cause is None:
                 raise
             raise recovery.prepare_restart(cause, live.recipe, folder, rank) from error
+        finally:
+            record.close()
     if rank == 0:
         draw_curves(folder)
         folder.add_event("end", step=live.recipe.run.steps)

@@ -7,11 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybrid3d.config import Recipe
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.rl.data import PromptData
 from hybrid3d.run.display import Display
 from hybrid3d.run.run_folder import RunFolder
 from hybrid3d.run.timeline import Span, write_timeline
+from hybrid3d.run.trackers import Trackers
 
 SAMPLES_PER_STEP = 4  # written to samples.jsonl
 
@@ -29,6 +31,22 @@ class Record:
         self._display = display
         self._data_counts: dict[str, float] = {}
         self._dense_reason: str | None = None
+        self._trackers: Trackers | None = None
+
+    def track(self, recipe: Recipe) -> None:
+        """Send the metrics to the recipe's trackers, too."""
+        if self._is_rank_0 and recipe.tracking:
+            self._trackers = Trackers(recipe, self.folder, self._tracker_failed)
+
+    def _tracker_failed(self, tracker: str, error: Exception) -> None:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        message = f"{tracker} failed and is not used any more, metrics.jsonl has all metrics: {why}"
+        self.event("tracker_failed", message, tracker=tracker, why=why)
+
+    def close(self) -> None:
+        """Send trackers what is left."""
+        if self._trackers is not None:
+            self._trackers.close()
 
     def step(self, row: Mapping[str, float], steps: int, samples: Sequence[Sample] = ()) -> None:
         """Record the metrics of a step and a few of its samples.
@@ -40,6 +58,8 @@ class Record:
         if self._is_rank_0:
             row = {**row, **self._data_counts}
             self.folder.add_metrics({key: value if math.isfinite(value) else None for key, value in row.items()})
+            if self._trackers is not None:
+                self._trackers.log(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
             kept = samples[:: max(1, len(samples) // SAMPLES_PER_STEP)][:SAMPLES_PER_STEP]
             self.folder.add_samples(
                 {

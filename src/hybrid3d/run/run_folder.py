@@ -33,6 +33,7 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.curves = path / "curves.png"
         self.timeline = path / "timeline.json"
+        self.trackers = path / "trackers.json"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
 
