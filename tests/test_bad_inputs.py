@@ -342,7 +342,7 @@ def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def harness(work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Harness:
     started: list[object] = []
     monkeypatch.setattr(launcher, "launch", lambda *unused: started.append(unused) or cli.FAILED)
-    monkeypatch.setattr("hybrid3d.launch.worker.run_rank", lambda *unused, **more: started.append(unused) or cli.FAILED)
+    monkeypatch.setattr("hybrid3d.launch.rank.run_rank", lambda *unused, **more: started.append(unused) or cli.FAILED)
     return Harness(work, started, capsys, monkeypatch)
 
 

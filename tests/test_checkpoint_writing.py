@@ -17,9 +17,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from hybrid3d.launch import worker
-from hybrid3d.launch.launcher import find_root_cause
-from hybrid3d.launch.worker import failure_message
+from hybrid3d.launch import failures
+from hybrid3d.launch.failures import failure_message, find_root_cause
 from hybrid3d.run.run_folder import RunFolder
 from hybrid3d.storage.disk import CheckpointWriteError
 from hybrid3d.train import checkpoint, patches, writing
@@ -96,7 +95,7 @@ def test_a_reason_is_seen_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "write_text", by_halves)
     reason = {"rank": 0, "reason": "boom"}
-    assert worker._write_failure(folder.failure_path(0), reason)
+    assert failures.write_failure(folder.failure_path(0), reason)
     assert seen == [[], []]
     assert json.loads(folder.failure_path(0).read_text()) == reason
 

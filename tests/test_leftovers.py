@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hybrid3d import process
-from hybrid3d.launch import worker
+from hybrid3d.launch import failures
 from hybrid3d.process import child_pids, engine_name, remove_shared_memory
 from hybrid3d.rewards.environment_runner import EnvironmentRunner
 from hybrid3d.rewards.pool_client import load_in_subprocess
@@ -218,9 +218,9 @@ def test_a_worker_waits_for_what_it_adopts(mark: str) -> None:
 
 def test_the_first_reason_counts(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.failure"
-    assert worker._write_failure(path, {"reason": "first"}, exclusive=True)
+    assert failures.write_failure(path, {"reason": "first"}, exclusive=True)
     with pytest.raises(FileExistsError):
-        worker._write_failure(path, {"reason": "second"}, exclusive=True)
+        failures.write_failure(path, {"reason": "second"}, exclusive=True)
     assert [json.loads(one.read_text()) for one in tmp_path.iterdir()] == [{"reason": "first"}]
 
 

@@ -123,19 +123,21 @@ def test_the_step_goes_on_where_there_is_nobody_to_generate_ahead(error: Excepti
 
 # ---- engines that are lost and come back
 
+RECIPE = recipe_of(0, 40, "roles.generation.ranks=4", "rollout.tp=2", "machine.gpus_per_node=8")
+
 
 class FakeRank:
     """A rank that generates, as a thread: it does what it is asked, until it is killed."""
 
-    def __init__(self, rank: int, store: dist.Store):
+    def __init__(self, rank: int, store: dist.Store, engine_start: int | None = None, start: int = 0):
         self.rank, self.calls = rank, list[Call]()
         self.killed_by: str | None = None  # the method during which it is killed
-        self.restart_count: int | None = None
+        self.engine_start: int | None = None
         self.last: Any = None  # what it was asked for at last
-        connection = connect(store)
+        connection = connect(store, start, lambda: False)
         assert connection is not None
         self.connection: Connection = connection
-        self.connection.send(Register(rank, confined_by=f"rank {rank}"))
+        self.connection.send(Register(rank, confined_by=f"rank {rank}", engine_start=engine_start))
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
@@ -144,7 +146,7 @@ class FakeRank:
             while not isinstance(self.last, Leave | End):
                 self.last = message = self.connection.receive()
                 if isinstance(message, Join):
-                    self.restart_count = message.restart_count
+                    self.engine_start = message.start
                     self.connection.send(Joined())
                 elif isinstance(message, Call):
                     self.calls.append(message)
@@ -200,8 +202,7 @@ def made(store: dist.Store, events: list[tuple[str, Any]], monkeypatch: pytest.M
     def event(name: str, message: str = "", **fields: Any) -> None:
         events.append((name, fields.get("ranks")))
 
-    recipe = recipe_of(0, 40, "roles.generation.ranks=4", "rollout.tp=2", "machine.gpus_per_node=8")
-    made = Engines(recipe, store, SimpleNamespace(event=event))  # type: ignore[arg-type]
+    made = Engines(RECIPE, store, SimpleNamespace(event=event), 0)  # type: ignore[arg-type]
     yield made
     made.close()
 
@@ -230,7 +231,7 @@ def test_all_engines_take_part_in_the_first_sync(made: Engines, store: dist.Stor
         waiting = pool.submit(made.members, 4)
         time.sleep(0.3)
         assert not waiting.done()
-        assert first[6].restart_count is None  # before rank 7 is there
+        assert first[6].engine_start is None  # before rank 7 is there
         last = FakeRank(7, store)
         assert waiting.result(timeout=10) == Members(1, tuple(range(8)), (0, 1))
     made.begin_sync(Members(1, tuple(range(8)), (0, 1)), 3, verify=True)
@@ -259,7 +260,7 @@ def test_an_engine_is_lost_with_its_first_rank_and_comes_back(
     assert sync(made, 1) == Members(2, (0, 1, 2, 3, 6, 7), (1,))
     again = [FakeRank(rank, store) for rank in (4, 5)]
     wait_for_start(made, 0)
-    assert [one.restart_count for one in again] == [1, 1]
+    assert [one.engine_start for one in again] == [1, 1]
     assert made.numbers == [1]  # before it has weights
     assert sync(made, 2) == Members(3, tuple(range(8)), (2, 1))
     assert made.numbers == [2, 1]  # never those of replicas that were lost
@@ -275,6 +276,30 @@ def test_a_rank_that_is_there_again_shows_that_its_engine_was_lost(made: Engines
     FakeRank(7, store)
     wait_for_start(made, 1)
     assert sync(made, 1) == Members(2, tuple(range(8)), (0, 3))
+
+
+def test_an_engine_that_is_up_is_taken_up_by_the_next_start_of_training(
+    made: Engines, store: dist.Store, events: list[tuple[str, Any]]
+) -> None:
+    """One that has lost a rank meanwhile is started anew, once all of its ranks have registered without it."""
+    _, before = start_all(made, store)
+    second = Engines(RECIPE, store, made._record, start=1)
+    kept = [FakeRank(rank, store, engine_start=0, start=1) for rank in (4, 5)]
+    left, fresh = FakeRank(6, store, engine_start=0, start=1), FakeRank(7, store, start=1)
+    left.thread.join(10)
+    assert isinstance(left.last, Leave)
+    again = FakeRank(6, store, start=1)
+    members = second.members(4)
+    assert [one.engine_start for one in (*kept, again, fresh)] == [0, 0, 1, 1]
+    assert members.engines == (0, 3)  # not the number of the start that is lost
+    assert members.epoch > before.epoch  # whose groups are others
+    assert events == [("engine_kept", [4, 5])]
+    second.close()
+
+
+def test_a_start_of_training_that_fails_before_it_accepts_connections_is_given_up(store: dist.Store) -> None:
+    with pytest.raises(Disconnected, match="a rank that trains was lost"):
+        connect(store, 0, lambda: True)
 
 
 def test_the_share_of_an_engine_that_is_lost_is_not_answered(made: Engines, store: dist.Store) -> None:
@@ -345,7 +370,7 @@ def test_engines_leave_and_join_with_a_sync(made: Engines, store: dist.Store, ev
     while len(made._registered[1]) < 2:
         time.sleep(0.01)
     assert sync(made, 2, active=2) == Members(2, (0, 1, 2, 3, 4, 5), (0,))
-    assert [one.restart_count for one in waiting] == [None, None]
+    assert [one.engine_start for one in waiting] == [None, None]
     sync(made, 3, active=4)  # begins to start it
     wait_for_start(made, 1)
     assert sync(made, 4, active=4) == Members(3, tuple(range(8)), (0, 3))
@@ -382,18 +407,18 @@ def test_the_end_of_the_run_reaches_all(
         one.thread.join(5)
         assert not one.thread.is_alive()
     assert [isinstance(one.last, End) for one in (half, ranks[6], ranks[7])] == [False, True, True]
-    assert connect(store) is None
+    assert connect(store, 0, lambda: False) is None
 
 
 def test_who_does_not_know_the_secret_is_not_heard(store: dist.Store) -> None:
     heard: list[Connection] = []
-    server = Server(store, heard.append)
+    server = Server(store, 0, heard.append)
     forged = dist.HashStore()
-    forged.set("engines/address", f'[{server.port}, "{"00" * 32}"]')
+    forged.set("engines/address/0", f'[{server.port}, "{"00" * 32}"]')
     with pytest.raises(Disconnected, match=f"no connection to rank 0 at 127.0.0.1:{server.port}: digest sent was reje"):
-        connect(forged)
+        connect(forged, 0, lambda: False)
     assert not heard
-    right = connect(store)
+    right = connect(store, 0, lambda: False)
     assert right is not None
     right.close()
     while not heard:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hybrid3d import distributed
 from hybrid3d.config import load_recipe
-from hybrid3d.launch.worker import run_rank
+from hybrid3d.launch.rank import run_rank
 from hybrid3d.rewards.scorer import Scorer
 from hybrid3d.run.heartbeat import enter_phase
 from hybrid3d.run.run_folder import RunFolder

@@ -58,7 +58,7 @@ def describe_rank(recipe: Recipe) -> dict[str, Any]:
     """Return what must be equal on all ranks: all settings, package versions and the device type."""
     installed = {f"version of {name}": _version(name) for name in PACKAGES}
     return {
-        **flatten_settings(to_raw(recipe)),
+        **{key: str(v) if isinstance(v, list) else v for key, v in flatten_settings(to_raw(recipe)).items()},
         "ranks started": distributed.world_size(),
         "version of hybrid3d": __version__,
         **{name: found for name, found in installed.items() if found},

@@ -55,7 +55,7 @@ class Engines:
         self._registered: list[dict[int, tuple[Connection, Register]]] = [{} for _ in range(places)]
         self._engines: list[Engine | None] = [None] * places
         self._lost: list[tuple[Engine, float]] = []  # that was not recorded yet, and when
-        self._epoch = self._store.add(_EPOCHS, 1)
+        self._epoch = 0
         self._taking_part: list[Engine] = []  # in the last sync
         self._had_sync = False
         self._syncing: dict[Connection, tuple[Engine, int]] = {}
