@@ -37,14 +37,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-def log(folder: RunFolder, tracker: str, steps: range, read: Any = None) -> Any:
+def log(folder: RunFolder, tracker: str, steps: range, read: Any = None, failed: bool = False) -> Any:
     """Log these steps, as a run that starts or resumes with the first of them; return what is read at the end."""
     failures: list[Any] = []
     trackers = Trackers(recipe(tracker), folder, lambda name, error: failures.append(error))
     for step in steps:
         trackers.log(step, ROWS[step])
     found = read() if read is not None else None
-    trackers.close()
+    trackers.close(failed)
     assert not failures
     return found
 
@@ -64,19 +64,22 @@ def test_tensorboard_has_each_step_once(folder: RunFolder) -> None:
 
 def test_weights_and_biases_has_the_run_and_goes_on_with_it(folder: RunFolder) -> None:
     pytest.importorskip("wandb")
-    log(folder, "wandb", range(3))
+    log(folder, "wandb", range(3), failed=True)
     time.sleep(1)  # which the name of its folder ends with
     log(folder, "wandb", range(3, 6))
-    ids, values = set(), {}
+    ids, values, ends = set(), {}, []
     for path in sorted((folder.path / "wandb").glob("offline-run-*/run-*.wandb")):
         for record in wandb_records(path):
             if record.HasField("run"):
                 ids.add(record.run.run_id)
                 assert (record.run.project, record.run.display_name) == ("hybrid3d", "demo-cpu")
+            if record.HasField("exit"):
+                ends.append(record.exit.exit_code)
             if record.HasField("history"):
                 items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
                 values[int(items["_step"])] = float(items["reward/mean"])
     assert len(ids) == 1
+    assert ends == [1, 0]
     assert values == {step: row["reward/mean"] for step, row in ROWS.items()}
 
 
@@ -100,10 +103,12 @@ def wandb_records(path: Path) -> list[Any]:
 
 def test_mlflow_has_the_run_and_goes_on_with_it(folder: RunFolder) -> None:
     tracking = pytest.importorskip("mlflow.tracking")
-    log(folder, "mlflow", range(3))
-    log(folder, "mlflow", range(3, 6))
     client = tracking.MlflowClient()
+    log(folder, "mlflow", range(3), failed=True)
     experiment = client.get_experiment_by_name("hybrid3d")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FAILED"
+    log(folder, "mlflow", range(3, 6))
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("demo-cpu", "FINISHED")
     assert run.data.params["optimizer.lr"] == str(recipe().optimizer.lr)
@@ -138,7 +143,7 @@ def test_one_that_fails_is_named_once_and_the_others_go_on(folder: RunFolder, mo
         trackers.log(step, row)
     with urllib.request.urlopen("http://localhost:29464/metrics", timeout=10) as answer:
         assert 'hybrid3d_step{run="demo-cpu"} 5.0' in answer.read().decode()
-    trackers.close()
+    trackers.close(failed=False)
     ((name, error),) = failures
     assert name == "mlflow"
     assert "127.0.0.1" in str(error)

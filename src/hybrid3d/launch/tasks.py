@@ -54,21 +54,19 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
     recovery = distributed.broadcast_object(OomRecovery.from_folder(folder), group)
     with Display(recipe.name, recipe.run.steps, console) as display:
         record = Record(folder, rank, display)
-        record.track(recipe)
         if recipe.reward.name == "code" and not recipe.is_split:  # where others generate, they compute rewards
             confined_by = sandbox.protection() if rank == 0 else ""
             record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
         live = LiveSettings(recipe, record, recovery.settings, group)
         loop = _train_rl if recipe.algorithm.generates else _train_sft
         try:
-            loop(live, record, store, group, slots)
+            with record.tracking(recipe):
+                loop(live, record, store, group, slots)
         except RuntimeError as error:
             cause = find_out_of_memory(error)
             if cause is None:
                 raise
             raise recovery.prepare_restart(cause, live.recipe, folder, rank) from error
-        finally:
-            record.close()
     if rank == 0:
         draw_curves(folder)
         folder.add_event("end", step=live.recipe.run.steps)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hybrid3d.config import Recipe
@@ -33,20 +34,23 @@ class Record:
         self._dense_reason: str | None = None
         self._trackers: Trackers | None = None
 
-    def track(self, recipe: Recipe) -> None:
-        """Send the metrics to the recipe's trackers, too."""
-        if self._is_rank_0 and recipe.tracking:
-            self._trackers = Trackers(recipe, self.folder, self._tracker_failed)
+    @contextmanager
+    def tracking(self, recipe: Recipe) -> Iterator[None]:
+        """Send the metrics that are recorded in this context to the recipe's trackers, too."""
+        if not (self._is_rank_0 and recipe.tracking):
+            yield
+            return
+        self._trackers, failed = Trackers(recipe, self.folder, self._tracker_failed), True
+        try:
+            yield
+            failed = False
+        finally:
+            self._trackers.close(failed)
 
     def _tracker_failed(self, tracker: str, error: Exception) -> None:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         message = f"{tracker} failed and is not used any more, metrics.jsonl has all metrics: {why}"
         self.event("tracker_failed", message, tracker=tracker, why=why)
-
-    def close(self) -> None:
-        """Send trackers what is left."""
-        if self._trackers is not None:
-            self._trackers.close()
 
     def step(self, row: Mapping[str, float], steps: int, samples: Sequence[Sample] = ()) -> None:
         """Record the metrics of a step and a few of its samples.

@@ -43,8 +43,8 @@ class Tracker(Protocol):
         """Send the metrics of a step."""
         ...
 
-    def close(self) -> None:
-        """Send what is left."""
+    def close(self, failed: bool) -> None:
+        """Send what is left, and how the run has ended."""
         ...
 
 
@@ -69,9 +69,9 @@ class Trackers:
         """Send the metrics of a step."""
         self._each(lambda tracker: tracker.log(step, row))
 
-    def close(self) -> None:
-        """Send what is left."""
-        self._each(lambda tracker: tracker.close())
+    def close(self, failed: bool) -> None:
+        """Send what is left, and whether the run has failed."""
+        self._each(lambda tracker: tracker.close(failed))
 
     def _each(self, work: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
@@ -127,7 +127,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         if self._writer is not None:
             self._writer.close()
 
@@ -153,8 +153,8 @@ class WeightsAndBiases:
     def log(self, step: int, row: Mapping[str, float]) -> None:
         self._run.log(dict(row), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
         self._teardown()  # ends the process that writes, which may not have finished
 
 
@@ -175,14 +175,15 @@ class MLflow:
             _write_id(folder, "mlflow", self._id)
             for key, value in flatten_settings(to_raw(recipe)).items():
                 self._client.log_param(self._id, key, str(value)[:MAX_PARAMETER])
+        self._client.update_run(self._id, status="RUNNING")
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         entities: Any = importlib.import_module("mlflow.entities")
         now = int(1000 * time.time())
         self._client.log_batch(self._id, [entities.Metric(name, value, now, step) for name, value in row.items()])
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
 class Prometheus:
@@ -202,7 +203,7 @@ class Prometheus:
                 self._gauges[name] = self._make_gauge(name, f"{key} of the last step", ["run"], registry=self._registry)
             self._gauges[name].labels(run=self._name).set(value)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -220,7 +221,7 @@ def _read_ids(folder: RunFolder) -> dict[str, str]:
     """Return the ids that trackers know the run by."""
     try:
         found: dict[str, str] = json.loads(folder.trackers.read_text())
-    except OSError:
+    except (OSError, ValueError):  # there is none, or a full disk has cut it off
         return {}
     return found
 
