@@ -6,11 +6,12 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 RAY_STAMP := $(VENV)/.installed-ray
+DOCS_STAMP := $(VENV)/.installed-docs
 TRACKING_STAMP := $(VENV)/.installed-tracking
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm gpu-check test test-fast test-all lint format audit-cuda clean
+.PHONY: help setup demo demo-llm docs gpu-check test test-fast test-all lint format audit-cuda clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -49,6 +50,15 @@ $(TRACKING_STAMP): requirements/tracking.txt $(STAMP)
 	@$(PIP) --no-deps -r requirements/tracking.txt
 	@touch $@
 
+docs: $(DOCS_STAMP) ## make the site of docs/ in build/site, with warnings, such as broken links, as errors
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
+	@echo "build/site/index.html"
+
+$(DOCS_STAMP): requirements/docs.txt $(STAMP)
+	@echo "Installing $$(grep -c '^[^#].*==' requirements/docs.txt) pinned packages for the site into $(VENV): 0.1 GB"
+	@$(PIP) --no-deps -r requirements/docs.txt
+	@touch $@
+
 # With .venv where there is one, else with whatever is installed, from these sources
 gpu-check: ## check what this machine's GPU does: 20 minutes or less (ARGS="--only NAME --json OUT")
 	@PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m hybrid3d doctor --gpu $(ARGS)
@@ -59,7 +69,7 @@ test: lint $(TRACKING_STAMP) ## lint, and all tests except the slow ones (what C
 test-fast: $(STAMP) ## the tests that start no processes and import no engine: 60 s
 	$(BIN)/pytest -m "not slow and not engines and not processes" $(TWO_AT_A_TIME)
 
-test-all: lint $(DEMO_STAMP) $(RAY_STAMP) $(TRACKING_STAMP) ## lint, and all tests
+test-all: lint docs $(DEMO_STAMP) $(RAY_STAMP) $(TRACKING_STAMP) ## lint, and all tests
 	$(BIN)/pytest
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
