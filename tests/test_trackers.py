@@ -169,7 +169,10 @@ def test_what_a_tracker_needs_is_checked_before_ranks_start(monkeypatch: pytest.
 def test_a_run_that_resumes_goes_on_with_its_trackers(demo: Path, tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     work = demo_folder(tmp_path, demo)
-    train = ("train", str(ROOT / "recipes/demo-cpu.yaml"), "run.steps=3", "run.checkpoint_every=2", "train.pp=1")
+    train = (
+        *("train", str(ROOT / "recipes/demo-cpu.yaml"), "model.path=build/demo/base", "train.pp=1"),
+        *("run.steps=3", "run.checkpoint_every=2"),
+    )
     hybrid3d(work, *train, "tracking=[tensorboard,prometheus]")
     checkpoints = work / "runs/demo-cpu/checkpoints"
     (checkpoints / "step-000003").rename(work / "step-000003")
