@@ -162,7 +162,7 @@ class FakeRank:
     def _reply(self, call: Call) -> Reply:
         if call.method == "sync":
             return Reply(StepMetrics(sums={"sync/received_bytes": 10.0}), peak_memory=self.rank)
-        if call.arguments.get("stoppable"):
+        if call.stoppable:
             while not self.connection.has_message():
                 time.sleep(0.01)
         begin = time.time()
@@ -337,7 +337,7 @@ def test_what_is_generated_ahead_ends_when_it_is_told(made: Engines, store: dist
     start_all(made, store)
     asked = iter([False, False, True])
     engine, _ = made._taking_part
-    call = Call("answer", {"shares": {0: [("a", 1)]}, "stoppable": True})
+    call = Call("answer", {"shares": {0: [("a", 1)]}}, stoppable=True)
     replies = made._receive(made._send({engine: call}), lambda: next(asked))
     assert [answers.samples for answers in replies[engine][0].values()] == [["a"]]
     assert made.numbers == [0, 1]

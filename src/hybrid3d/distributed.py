@@ -51,6 +51,7 @@ __all__ = [
 ]
 
 
+RANKS_PER_POLL_SECOND = 5000  # that ask the store in the same time
 TIMEOUT = timedelta(minutes=10)  # of a collective
 MEETING_TIMEOUT = timedelta(seconds=15)  # of the creation of a group of ranks that are known to be there
 # Of a collective in which a role waits while another one generates or trains; heartbeats find a rank that is lost

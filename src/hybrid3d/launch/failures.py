@@ -37,16 +37,20 @@ def find_root_cause(
         return causes[0]
     if killed:
         rank, number = next(iter(killed.items()))
-        return _record(rank, f"killed by {signal.Signals(number).name}")
+        return failure_record(rank, f"killed by {signal.Signals(number).name}")
     if reasons:
         return min(reasons, key=lambda r: r["time"])
     rank, failure = next(iter(failures.items()))
-    return _record(rank, f"ended with exit code {failure.exitcode}")
+    return failure_record(rank, f"ended with exit code {failure.exitcode}")
 
 
-def _record(rank: int, reason: str) -> dict[str, Any]:
-    """Return the record of a rank that has left none."""
-    return {"rank": rank, "time": time.time(), "peer": False, "reason": reason, "kind": "error"}
+def failure_record(rank: int, reason: str, peer: bool = False) -> dict[str, Any]:
+    """Return the record of a rank that has failed now.
+
+    Args:
+        peer: only because it has lost another rank.
+    """
+    return {"rank": rank, "time": time.time(), "peer": peer, "reason": reason, "kind": "error"}
 
 
 def failure_message(folder: RunFolder, rank: int, reason: Mapping[str, Any]) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-import time
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
-from hybrid3d.launch.failures import failure_message, print_error, write_failure
+from hybrid3d.launch.failures import failure_message, failure_record, print_error, write_failure
 from hybrid3d.launch.restarts import is_child, run_with_restarts
 from hybrid3d.launch.training_restarts import run_training_rank
 from hybrid3d.launch.worker import Task, run_process
@@ -37,7 +36,7 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, rest
 def _run_generation_rank(recipe: Recipe, folder: RunFolder, rank: int, launched: bool) -> int:
     code, why, of_peer = run_with_restarts(folder, recipe.roles.generation.max_restarts)
     if why:
-        reason = {"rank": rank, "time": time.time(), "peer": of_peer, "reason": why, "kind": "error"}
+        reason = failure_record(rank, why, of_peer)
         if not (write_failure(folder.failure_path(rank), reason) and launched) and not of_peer:
             print_error(terminal.plain_console(file=sys.stderr), failure_message(folder, rank, reason))
     return code

@@ -100,7 +100,7 @@ def meet(record: RankRecord, members: str = "ranks", again: bool = False) -> dis
 
 def report(mistake: str) -> None:
     """Send a mistake of this rank to rank 0, which prints it. Rank 0 may have exited because of its own mistake."""
-    _silence_stderr()
+    silence_stderr()
     with suppress(RendezvousError):
         meet({"mistake": mistake})
 
@@ -224,7 +224,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _silence_stderr() -> int:
+def silence_stderr() -> int:
     """Discard stderr, where the store prints its errors, and return a file descriptor of the original stderr."""
     stderr = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -237,7 +237,7 @@ def _short(error: BaseException) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the rendezvous of a torchrun's nodes before it starts, and return the exit code."""
-    stderr = _silence_stderr()
+    stderr = silence_stderr()
     try:
         launch_environment.validate()
         store = meet(describe_rank(load_recipe(arguments[0], arguments[1:])), members="nodes")

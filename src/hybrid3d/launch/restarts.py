@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 
 from hybrid3d import launch_environment
@@ -68,6 +69,22 @@ def this_process() -> ChildProcess:
     return ChildProcess()
 
 
+def become_parent() -> None:
+    """Prepare this process, which runs a rank in a child process: what the child leaves ends with it."""
+    kill_when_parent_exits(os.getppid())
+    adopt_orphans()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the child dies with it
+
+
+def start_child(
+    restart_count: int, variables: Mapping[str, str] | None = None, stdout: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start this process's command as the child that runs the rank."""
+    told = {RESTART_COUNT: str(restart_count), CHECKED: "1", **(variables or {})}  # the checks are done
+    command = [sys.executable, "-m", "hybrid3d", *sys.argv[1:]]
+    return subprocess.Popen(command, env=os.environ | told, stdout=stdout)
+
+
 def run_with_restarts(folder: RunFolder, max_restarts: int) -> tuple[int, str, bool]:
     """Run this rank's command as a child process, again each time it is lost, until it ends.
 
@@ -77,9 +94,7 @@ def run_with_restarts(folder: RunFolder, max_restarts: int) -> tuple[int, str, b
         The exit code, why it failed (empty where the child, or another rank, has reported it), and whether that was
         only because it had lost another rank.
     """
-    kill_when_parent_exits(os.getppid())
-    adopt_orphans()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # its child dies with it
+    become_parent()
     rank, failure, had_weights, started, restarts, pauses = launch_environment.rank(), "", False, 0, 0, 0
     while True:
         code, states, ready_seconds = _run_child(started, failure)
@@ -112,10 +127,7 @@ def run_with_restarts(folder: RunFolder, max_restarts: int) -> tuple[int, str, b
 
 def _run_child(restart_count: int, failure: str) -> tuple[int, bytes, float]:
     """Run the child once; return its exit code, negative for a signal, its states, and the seconds since `READY`."""
-    told = {RESTART_COUNT: str(restart_count), FAILURE: failure.replace("\0", "")[:MAX_FAILURE_TEXT]}
-    variables = os.environ | told | {CHECKED: "1"}  # the checks are done
-    command = [sys.executable, "-m", "hybrid3d", *sys.argv[1:]]
-    child = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE)
+    child = start_child(restart_count, {FAILURE: failure.replace("\0", "")[:MAX_FAILURE_TEXT]}, subprocess.PIPE)
     assert child.stdout is not None
     pipe, states, silent, ready_at = child.stdout.fileno(), b"", 0.0, None
     poll, before = select.poll(), time.monotonic()

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from hybrid3d.config import Recipe
 from hybrid3d.launch import rendezvous
 from hybrid3d.launch.failures import failure_message, find_root_cause, print_error, write_failure
-from hybrid3d.launch.restarts import RESTART_COUNT
-from hybrid3d.launch_environment import CHECKED, local_rank, rank, run_id
-from hybrid3d.process import adopt_orphans, kill_descendants, kill_when_parent_exits, remove_shared_memory
+from hybrid3d.launch.restarts import become_parent, start_child
+from hybrid3d.launch_environment import local_rank, rank, run_id
+from hybrid3d.process import kill_descendants, remove_shared_memory
 from hybrid3d.roles.split.connections import has_ended
 from hybrid3d.roles.split.training_starts import TrainingStarts
 from hybrid3d.run import terminal
@@ -50,11 +50,9 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
     Returns:
         The exit code.
     """
-    kill_when_parent_exits(os.getppid())
-    adopt_orphans()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # its child dies with it
+    become_parent()
     stderr = terminal.plain_console(file=os.fdopen(os.dup(2), "w"))
-    child = None if rank() == 0 else _start(0)
+    child = None if rank() == 0 else start_child(0)
     try:
         store = _connect()
     except rendezvous.RendezvousError as error:
@@ -65,7 +63,7 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
         return error.code
     starts, restarts = TrainingStarts(store, recipe.world_size), 0
     for start in itertools.count():
-        code = _wait(child or _start(start), starts, start)
+        code = _wait(child or start_child(start), starts, start)
         no_answer = threading.Timer(ANSWER_SECONDS, os._exit, [1])
         no_answer.daemon = True
         no_answer.start()
@@ -104,18 +102,12 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
 
 def _connect() -> dist.Store:
     """Return the store of the run, which this process has if it is that of rank 0 and no agent has it."""
-    stderr = os.dup(2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where the store prints its errors
+    stderr = rendezvous.silence_stderr()
     try:
         return rendezvous.connect("ranks")
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-
-
-def _start(start: int) -> subprocess.Popen[bytes]:
-    variables = os.environ | {RESTART_COUNT: str(start), CHECKED: "1"}  # the checks are done
-    return subprocess.Popen([sys.executable, "-m", "hybrid3d", *sys.argv[1:]], env=variables)
 
 
 def _wait(child: subprocess.Popen[bytes], starts: TrainingStarts, start: int) -> int:

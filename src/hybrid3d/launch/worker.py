@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +17,7 @@ from rich.console import Console
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.launch import rendezvous
-from hybrid3d.launch.failures import failure_message, print_error, write_failure
+from hybrid3d.launch.failures import failure_message, failure_record, print_error, write_failure
 from hybrid3d.launch.restarts import is_child, this_process
 from hybrid3d.launch_environment import DISCONNECTED
 from hybrid3d.process import (
@@ -90,10 +89,11 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     # not subclasses of Exception.
     except BaseException as error:
         on_all_ranks = getattr(error, "raised_on_all_ranks", False)
-        reason = {"rank": rank, "time": time.time(), "peer": _is_lost_peer(error), "reason": _one_line(error)}
+        reason = failure_record(rank, _one_line(error), peer=_is_lost_peer(error))
         if on_all_ranks:
             reason |= {"peer": False, "on_all_ranks": True, "reason": str(error)}
-        reason["kind"] = "out_of_memory" if isinstance(error, OutOfMemoryRestart) else "error"
+        if isinstance(error, OutOfMemoryRestart):
+            reason["kind"] = "out_of_memory"
         reported = write_failure(folder.failure_path(rank), reason) and launched
         if not reported and not reason["peer"] and (rank == 0 or not on_all_ranks):
             print_error(stderr, failure_message(folder, rank, reason))
@@ -140,7 +140,7 @@ def _exit_disconnected(lost_rank: int, message: str) -> None:
 def _fail_training(folder: RunFolder, store: dist.Store, lost_rank: int, message: str) -> None:
     """Report the only rank that trains, which is started again, and exit as a rank that generates, which is too."""
     logger.error("rank %d: %s", lost_rank, message)
-    reason = {"rank": lost_rank, "time": time.time(), "peer": False, "reason": message, "kind": "error"}
+    reason = failure_record(lost_rank, message)
     with suppress(OSError):
         write_failure(folder.failure_path(lost_rank), reason, exclusive=True)
     with suppress(dist.DistError):
@@ -153,7 +153,7 @@ def _report_lost_rank(folder: RunFolder, launched: bool, stderr: Console, lost_r
     """Report a rank that does not answer and clean up, because this process exits too."""
     with suppress(OSError):  # the disk of its log may be full
         logger.error("rank %d: %s", lost_rank, message)
-    reason = {"rank": lost_rank, "time": time.time(), "peer": False, "reason": message, "kind": "error"}
+    reason = failure_record(lost_rank, message)
     try:
         reported = write_failure(folder.failure_path(lost_rank), reason, exclusive=True) and launched
     except FileExistsError:  # the lost rank has reported its own failure, or another rank has reported it

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hybrid3d.distributed import TIMEOUT, LostPeer, is_lost_peer, spanning_group
+from hybrid3d.distributed import RANKS_PER_POLL_SECOND, TIMEOUT, LostPeer, is_lost_peer, spanning_group
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_SECONDS = 0.5
-RANKS_PER_POLL_SECOND = 5000  # that ask the store in the same time
 
 
 @dataclass(frozen=True)

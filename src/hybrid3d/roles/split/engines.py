@@ -261,7 +261,7 @@ class Engines:
         scored: bool,
         stop: Callable[[], bool] | None = None,
     ) -> Mapping[int, Advanced]:
-        arguments = {"version": version, "temperature": temperature, "scored": scored, "stoppable": stop is not None}
+        arguments = {"version": version, "temperature": temperature, "scored": scored}
         found: Mapping[int, Advanced] = self._ask("advance", {"prompts": prompts, "wanted": wanted}, arguments, stop)
         return found
 
@@ -284,7 +284,7 @@ class Engines:
                 name: None if values is None else {n % k: v for n, v in values.items() if n // k == engine.number}
                 for name, values in by_replica.items()
             }
-            calls[engine] = Call(method, {**own, **arguments})
+            calls[engine] = Call(method, {**own, **arguments}, stoppable=stop is not None)
         replies = self._receive(self._send(calls), stop)
         return {engine.number * k + i: value for engine, (first, *_) in replies.items() for i, value in first.items()}
 

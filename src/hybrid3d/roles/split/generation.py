@@ -6,16 +6,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
-from hybrid3d.generation.partial_rollout import Prompt
-from hybrid3d.generation.replicas import EngineReplicas, Work
+from hybrid3d.generation.replicas import EngineReplicas
 from hybrid3d.inputs.models import read_tokenizer
 from hybrid3d.launch_environment import DISCONNECTED, State
 from hybrid3d.process import engine_name, remove_shared_memory, set_shared_memory_prefix
@@ -90,31 +89,16 @@ class GenerationRank:
         self.has_synced |= report is not None
         return None if report is None else report.metrics()
 
-    def answer(self, shares: Mapping[int, Sequence[Work]], version: int, temperature: float, scored: bool) -> Any:
-        """See `Replicas.answer`."""
-        return self._replicas.answer(shares, version, temperature, scored)
-
-    def advance(
-        self,
-        prompts: Mapping[int, Sequence[Prompt]],
-        wanted: Mapping[int, int] | None,
-        version: int,
-        temperature: float,
-        scored: bool,
-        stoppable: bool,
-    ) -> Any:
-        """See `Replicas.advance`; if it is stoppable, until a message has arrived."""
-        return self._replicas.advance(
-            prompts, wanted, version, temperature, scored, self._has_message if stoppable else None
-        )
-
     def call(self, call: Call) -> Reply:
         """Call the method, and return what it returned if this rank reports it."""
         enter_phase(call.method)
-        begin = time.time()
-        result = getattr(self, call.method)(**call.arguments)
-        if call.method != "sync" and not self._leads:
-            result = None  # the same as that of the rank that leads
+        begin, result = time.time(), None
+        if call.method == "sync":
+            result = self.sync(**call.arguments)
+        else:
+            stop = {"stop": self._has_message} if call.stoppable else {}
+            found = getattr(self._replicas, call.method)(**call.arguments, **stop)
+            result = found if self._leads else None  # it is the same on all ranks
         return Reply(result, [(ACTIVITIES[call.method], begin, time.time())], peak_memory())
 
     def close(self) -> None:

@@ -44,10 +44,15 @@ class Joined:
 
 @dataclass(frozen=True)
 class Call:
-    """Asks for a call of this method of the rank, with these arguments."""
+    """Asks for a sync, or for a call of this method of the engine's replicas, with these arguments.
+
+    Attributes:
+        stoppable: it returns early when another message has arrived.
+    """
 
     method: str
     arguments: Mapping[str, Any]
+    stoppable: bool = False
 
 
 @dataclass(frozen=True)

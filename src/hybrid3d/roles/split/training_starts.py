@@ -13,8 +13,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from hybrid3d.distributed import RANKS_PER_POLL_SECOND
+
 POLL_SECONDS = 0.5
-RANKS_PER_POLL_SECOND = 5000  # that ask the store in the same time
 
 
 class TrainingStarts:
