@@ -287,7 +287,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Launches, which only look as if they had happened."""
     launches: list[list[str]] = []
     monkeypatch.setattr(launcher, "launch", lambda arguments, *unused: launches.append(arguments) or cli.FAILED)
-    monkeypatch.delenv(cli.CHECKED, raising=False)
+    monkeypatch.delenv("HYBRID3D_CHECKED", raising=False)
     return launches
 
 

@@ -40,9 +40,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     launches: list[list[str]] = []
     monkeypatch.setattr(launcher, "launch", lambda arguments, *unused: launches.append(arguments) or cli.FAILED)
-    monkeypatch.delenv(cli.CHECKED, raising=False)
+    monkeypatch.delenv("HYBRID3D_CHECKED", raising=False)
     yield launches
-    monkeypatch.delenv(cli.CHECKED, raising=False)
+    monkeypatch.delenv("HYBRID3D_CHECKED", raising=False)
 
 
 Refused = Callable[..., str]

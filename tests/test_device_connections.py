@@ -18,13 +18,14 @@ DEMO = ROOT / "recipes/demo-cpu.yaml"
 SEEN = """
 import os, sys
 from hybrid3d import cli
+from hybrid3d.cli import train
 from hybrid3d.errors import UserMistake
 
 def check_layout_early(recipe):
     assert "torch" not in sys.modules
     raise UserMistake(str(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
 
-cli.check_layout_early = check_layout_early
+train.check_layout_early = check_layout_early
 sys.exit(cli.main(["train", *sys.argv[1:]]))
 """
 

@@ -1,0 +1,78 @@
+"""The command line: `hybrid3d train | eval | export | plan | bench | doctor`, a module for each.
+
+Exit codes: 0 for success, 1 if the run failed, 2 for a mistake of the user, which is found before ranks start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from hybrid3d import __version__, launch_environment
+from hybrid3d.cli import bench, doctor, evaluate, export, plan, train
+from hybrid3d.cli.terminal import DONE, FAILED, MISTAKE, print_mistake
+from hybrid3d.errors import UserMistake, escape_control_characters
+
+__all__ = ["DONE", "FAILED", "MISTAKE", "main"]
+
+COMMANDS = (train, evaluate, export, plan, bench, doctor)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code. Each command imports torch and the engines only when it needs them."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parse(arguments)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a recipe's paths are local, so nothing must be downloaded
+    try:
+        launch_environment.validate()
+    except UserMistake as error:  # other ranks are unknown too, so each rank prints its own error
+        print_mistake(error)
+        return MISTAKE
+    if launch_environment.under_launcher():
+        try:
+            launch_environment.master_address()
+        except UserMistake as error:  # rank 0 cannot be reached, so each node prints the error
+            if launch_environment.local_rank() == 0:
+                print_mistake(error)
+            return MISTAKE
+    try:
+        return int(options.run(options, arguments))
+    except UserMistake as error:
+        if launch_environment.under_launcher() and launch_environment.rank() > 0:
+            from hybrid3d.launch import rendezvous
+
+            rendezvous.report(str(error))  # rank 0 prints it once
+        else:
+            print_mistake(error)
+        return MISTAKE
+
+
+class _Parser(argparse.ArgumentParser):
+    """Escapes control characters in argparse's messages, which contain the arguments literally."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(escape_control_characters(message))
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments, allowing settings after options, which argparse alone does not."""
+    parser = _parser()
+    options, others = parser.parse_known_args(arguments)
+    settings = [text for text in others if "=" in text and not text.startswith("-")]
+    if len(settings) < len(others) or (settings and not hasattr(options, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if settings:
+        options.overrides = [*options.overrides, *settings]
+    return options
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="hybrid3d", description=__doc__.split("\n")[0])
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser

@@ -1,0 +1,74 @@
+"""`hybrid3d plan`: compute what each sync of a recipe will transfer, without starting ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from hybrid3d.cli.terminal import DONE, FAILED, Commands, add_recipe, make_console, path_argument
+from hybrid3d.config import RecipeError, check_layout_early, load_recipe
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "plan", help="compute what each sync of a recipe will transfer, without starting ranks"
+    )
+    add_recipe(parser)
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.add_argument(
+        "--changed", metavar="P", type=float, help="also predict a sync of this fraction of all elements"
+    )
+    parser.add_argument("--picture", metavar="FILE", help="draw the traffic between ranks, as PNG, SVG or PDF")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace, arguments: list[str]) -> int:
+    recipe = load_recipe(options.recipe, options.overrides)
+    if recipe.rollout is None:
+        raise RecipeError(recipe.name, ["the recipe has no `rollout` section: there is no sync to plan"])
+    if options.changed is not None and not 0 < options.changed <= 1:
+        raise RecipeError(recipe.name, [f"--changed {options.changed}: expected a fraction above 0 and up to 1"])
+    picture = None if options.picture is None else _picture_path(options.picture)
+    check_layout_early(recipe)
+    from hybrid3d.inputs.checks import check_model
+
+    config = check_model(recipe, planned=True)
+    from hybrid3d.planning.page import draw, format_page
+    from hybrid3d.planning.report import make_report
+
+    with make_console(stderr=True).status("") as status:
+        plan = make_report(recipe, config, on_progress=status.update, changed_fraction=options.changed)
+    if options.json:
+        print(json.dumps(plan.numbers(), indent=2))
+    else:
+        make_console().print(format_page(plan))
+    if picture is not None:
+        try:
+            draw(plan, picture)
+        except OSError as error:
+            make_console(stderr=True).print(
+                f"{picture} cannot be written: {error.strerror}", style="red", soft_wrap=True
+            )
+            return FAILED
+    return DONE
+
+
+def _picture_path(text: str) -> Path:
+    """Return the file of `--picture`, after checking that it is writable, because planning takes time.
+
+    Raises:
+        RecipeError: the file cannot be written.
+    """
+    path, option = path_argument(text, "--picture"), f"--picture {text}"
+    if path.suffix.lower() not in PICTURES:
+        raise RecipeError(option, [f"unknown file name extension {path.suffix!r}: use {', '.join(PICTURES)}"])
+    if path.is_dir() or not path.parent.is_dir():
+        problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise RecipeError(option, [f"{problem}: name a file in a folder that exists"])
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise RecipeError(option, ["the file cannot be written: name a file in a writable folder"])
+    return path

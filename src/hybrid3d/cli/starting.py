@@ -1,0 +1,90 @@
+"""Starting a command's ranks, or running as one of them."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+from unittest import mock
+
+from hybrid3d import launch_environment
+from hybrid3d.cli.terminal import make_console, path_argument
+from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
+from hybrid3d.launch_environment import CHECKED
+from hybrid3d.run.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hybrid3d.launch.worker import Task
+
+
+def launch_ranks(
+    arguments: list[str],
+    recipe: Recipe,
+    folder: RunFolder,
+    console: Console,
+    lock: AbstractContextManager[None] | None = None,
+    generates: bool = True,
+    max_restarts: int = 0,
+) -> int:
+    """Run a command as all ranks on this machine, holding the lock if given, and return the exit code."""
+    from hybrid3d.launch.launcher import check_devices, launch
+
+    check_devices(recipe, generates)
+    with lock or nullcontext(), mock.patch.dict(os.environ, {CHECKED: "1"}):
+        return launch(arguments, recipe.world_size, folder, console, max_restarts)
+
+
+def run_as_rank(
+    recipe: Recipe,
+    folder: RunFolder,
+    task: Task,
+    lock: AbstractContextManager[None] | None = None,
+    restarts: bool = False,
+) -> int:
+    """Run a task as this rank, holding the lock if given, and return the exit code."""
+    from hybrid3d.launch.rank import run_rank
+
+    check_world(recipe)
+    with lock or nullcontext():
+        return run_rank(recipe, folder, task, CHECKED in os.environ, restarts)
+
+
+def check_world(recipe: Recipe) -> None:
+    """Check that the external launcher has started as many ranks as the recipe's layout has, each with a GPU.
+
+    Raises:
+        RecipeError: it has not.
+    """
+    from hybrid3d.launch.launcher import check_node
+
+    started = launch_environment.world_size()
+    if started != recipe.world_size:
+        problem = f"{recipe.ranks_formula} = {recipe.world_size} ranks, but the launcher started {started}"
+        raise RecipeError(recipe.name, [f"{problem}: start {recipe.world_size}, or set train.dp"])
+    check_node(recipe)
+
+
+def lock_run(folder: RunFolder) -> AbstractContextManager[None]:
+    """Lock the folder of a run, printing a message to stderr while waiting."""
+    return folder.lock(functools.partial(make_console(stderr=True).print, soft_wrap=True))
+
+
+def load_run(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFolder, int]:
+    """Return a run's recipe, its folder with the logs of this command, and the requested checkpoint step."""
+    from hybrid3d.run.run_folder import find_checkpoint_step
+
+    folder = RunFolder(path_argument(options.folder, "RUN")).with_logs_in(command)
+    folder.check()
+    if not folder.recipe.exists():
+        raise RecipeError(str(folder.path), ["not the folder of a run: it has no recipe.yaml"])
+    recipe = load_recipe(folder.recipe)
+    if CHECKED not in os.environ:
+        check_layout_early(recipe)
+        from hybrid3d.inputs.checks import check_model
+
+        check_model(recipe)
+    return recipe, folder, find_checkpoint_step(folder, options.step)

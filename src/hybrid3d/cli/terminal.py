@@ -1,0 +1,48 @@
+"""Exit codes, messages and arguments that all commands share."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from hybrid3d.config import RecipeError
+from hybrid3d.config.schema import FilePath, read_value
+from hybrid3d.errors import UserMistake
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+DONE, FAILED, MISTAKE = 0, 1, 2
+
+
+def print_mistake(error: UserMistake) -> None:
+    """Print a message to stderr."""
+    make_console(stderr=True).print(str(error), style="red", soft_wrap=True)
+
+
+def make_console(stderr: bool = False) -> Console:
+    """Return a console for messages without decoration."""
+    from hybrid3d.run import terminal
+
+    return terminal.plain_console(stderr=stderr)
+
+
+def path_argument(text: str, option: str) -> Path:
+    """Return a path from the command line.
+
+    Raises:
+        RecipeError: it is not a valid path.
+    """
+    try:
+        return Path(read_value(FilePath, text))
+    except ValueError as error:
+        raise RecipeError(option, [str(error)]) from None
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a command that takes a recipe and settings that override it."""
+    parser.add_argument("recipe", help="a recipe's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the recipe's")

@@ -1,0 +1,76 @@
+"""`hybrid3d train`: train a recipe, or resume its run."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybrid3d import launch_environment
+from hybrid3d.cli.starting import launch_ranks, lock_run, run_as_rank
+from hybrid3d.cli.terminal import DONE, Commands, add_recipe, make_console
+from hybrid3d.config import Recipe, check_layout_early, load_recipe
+from hybrid3d.launch.device_connections import set_device_connections
+from hybrid3d.launch_environment import CHECKED
+from hybrid3d.run.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser("train", help="train a recipe, or resume its run")
+    add_recipe(parser)
+    parser.add_argument("--ray", metavar="ADDRESS", help="start the ranks on a Ray cluster: host:port, auto or local")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace, arguments: list[str]) -> int:
+    recipe = load_recipe(options.recipe, options.overrides)
+    set_device_connections(recipe)
+    folder = RunFolder.for_recipe(recipe)
+    if CHECKED not in os.environ:
+        check_layout_early(recipe)
+        from hybrid3d.launch.launcher import check_devices
+        from hybrid3d.launch.preflight import check_ray, check_run
+        from hybrid3d.run.live_settings import check_schedule
+
+        if options.ray is not None:
+            check_ray(recipe)
+        elif not launch_environment.under_launcher():
+            check_devices(recipe)
+        check_run(recipe)
+        check_schedule(recipe)
+    console = make_console()
+    if launch_environment.under_launcher():
+        from hybrid3d.launch import tasks
+
+        must_lock = CHECKED not in os.environ and launch_environment.rank() == 0  # our own launcher holds the lock
+        task = functools.partial(tasks.train, recipe, folder)
+        return run_as_rank(recipe, folder, task, lock_run(folder) if must_lock else None, restarts=True)
+    if options.ray is not None:
+        from hybrid3d.launch.ray_cluster import launch_on_ray
+
+        with lock_run(folder):
+            code = launch_on_ray(arguments, recipe, folder, console, options.ray)
+    else:
+        code = launch_ranks(arguments, recipe, folder, console, lock_run(folder), max_restarts=recipe.run.max_restarts)
+    if code == DONE:
+        _print_results(recipe, folder, console)
+    return code
+
+
+def _print_results(recipe: Recipe, folder: RunFolder, console: Console) -> None:
+    """Print the paths of a finished run's results, and the commands to evaluate and export it."""
+    from hybrid3d.run.run_folder import checkpoint_folder, checkpoint_steps
+
+    last = checkpoint_folder(folder, checkpoint_steps(folder)[-1])
+    lines = [f"\ncheckpoint  {last}", f"metrics     {folder.metrics}", f"curves      {folder.curves}"]
+    command = os.path.relpath(Path(sys.executable).with_name("hybrid3d"))
+    if recipe.rollout is not None:
+        lines.append(f"evaluate    {command} eval {folder.path}")
+    lines.append(f"export      {command} export {folder.path} OUT")
+    console.print("\n".join(lines), soft_wrap=True)
