@@ -100,7 +100,10 @@ def test_defaults(load: Any) -> None:
         }
         | {"offload_parameters": False, "offload_gradients": False, "offload_optimizer": False},
         "rollout": None,
-        "roles": {"generation": {"ranks": None, "active_ranks": None, "max_restarts": 10}},
+        "roles": {
+            "generation": {"ranks": None, "active_ranks": None, "max_restarts": 10},
+            "reward": {"ranks": None, "tp": 1, "pp": 1, "ep": 1, "max_restarts": 10},
+        },
         "async": {"max_staleness": 0, "partial": None, "keep_cache": False, "batches_in_flight": 2}
         | {"late_answers": "wait"},
         "sync": {"bucket_mib": 64.0, "verify": "never", "overlap": True, "share_storage": False}
@@ -538,10 +541,48 @@ def test_a_tp_group_that_fits_into_a_node_is_not_on_two(load: Any) -> None:
     split = ["roles.generation.ranks=8", "machine.gpus_per_node=8"]
     assert problems(load, *split, "rollout.tp=8") == [
         "rollout.tp=8: the TP group of ranks 4 to 11 would be on two nodes of machine.gpus_per_node=8 ranks: let the 4 "
-        "ranks that train fill whole nodes, or choose a rollout.tp that divides both numbers"
+        "ranks before it fill whole nodes, or choose a rollout.tp that divides both numbers"
     ]
     for fits in (["rollout.tp=4"], ["rollout.tp=8", "train.dp=2"], ["rollout.tp=16", "roles.generation.ranks=16"]):
         load(DEMO, [*split, *fits])
+
+
+def test_ranks_that_compute_rewards_come_last(load: Any) -> None:
+    recipe = load(DEMO, ["roles.generation.ranks=2", "roles.reward.ranks=3"])
+    assert recipe.role_ranks == {"train": range(4), "generation": range(4, 6), "reward": range(6, 9)}
+    assert recipe.ranks_formula == "train.tp x pp x cp x dp + roles.generation.ranks + roles.reward.ranks"
+    assert (recipe.engine_ranks, recipe.scoring_role) == (6, "reward")  # without a model they need no GPU
+    recipe = load(DEMO, ["roles.reward={ranks: 4, tp: 2, pp: 2, ep: 2}", "reward.model=a/scorer", "train.vpp=2"])
+    assert recipe.role_ranks == {"train": range(4), "generation": range(4), "reward": range(4, 8)}
+    assert (recipe.engine_ranks, recipe.sync_ranks, recipe.worker_group_size("reward")) == (8, 4, 4)
+    layout = recipe.reward_layout
+    assert (layout.tp, layout.pp, layout.ep, layout.dp, layout.vpp) == (2, 2, 2, 1, 1)
+
+
+def test_settings_that_ranks_for_rewards_do_not_have_are_refused(load: Any) -> None:
+    scored = ("reward.model=a/scorer", "roles.reward.ranks=4")
+    assert problems(load, *scored, "roles.reward.tp=4", "roles.reward.pp=2") == [
+        "roles.reward.ranks=4: expected a multiple of roles.reward.tp x roles.reward.pp = 8"
+    ]
+    assert problems(load, *scored, "roles.reward.ep=2") == [
+        "roles.reward.ep=2 does not divide roles.reward.tp=1, whose ranks it regroups"
+    ]
+    assert problems(load, *scored, "roles.reward.tp=2", "machine.gpus_per_node=5") == [
+        "roles.reward.tp=2: the TP group of ranks 4 to 5 would be on two nodes of machine.gpus_per_node=5 ranks: let "
+        "the 4 ranks before it fill whole nodes, or choose a roles.reward.tp that divides both numbers"
+    ]
+    assert problems(load, "roles.reward.max_restarts=3") == [
+        "roles.reward.max_restarts=3 has no effect: without roles.reward.ranks no rank only computes rewards: leave it "
+        "out, or set it to 10"
+    ]
+    assert problems(load, "roles.reward.ranks=2", "roles.reward.tp=2") == [
+        "roles.reward.tp=2 has no effect: without reward.model there is no model to distribute: leave it out, or set "
+        "it to 1"
+    ]
+    assert any(
+        "roles.reward.ranks=2: algorithm.name=sft has no rewards" in problem
+        for problem in problems(load, "algorithm.name=sft", "roles.reward.ranks=2")
+    )
 
 
 def test_the_contradictions_borders_load(load: Any) -> None:

@@ -98,6 +98,13 @@ def test_values_and_scores_equal_transformers(results: Results) -> None:
         assert_values(ranks, "scores", true_scores(folder))
 
 
+def test_a_reward_model_on_ranks_of_its_own_equals_transformers(results: Results) -> None:
+    """On four ranks, TP2 x PP2, for samples that are not whole micro batches."""
+    true = true_scores(results.checkpoints[results.cases[0][0]]["classifier"])[:13]
+    for scores in results.of("apart", "scores"):
+        assert torch.tensor(scores) == pytest.approx(true, abs=1e-4)
+
+
 def assert_reports(reports: list[Any], loss: float, norm: float) -> None:
     inputs = make_inputs()
     tokens = sum(len(row) - prompt for row, prompt in zip(inputs["sequences"], inputs["prompts"], strict=True))

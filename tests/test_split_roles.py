@@ -19,12 +19,13 @@ from hybrid3d.generation.replicas import Answers, NoReplicas
 from hybrid3d.generation.rollouts import FailedRewards
 from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.launch import tasks
-from hybrid3d.roles.split import engines, generation
+from hybrid3d.roles.split import service, worker_groups
 from hybrid3d.roles.split.ahead import GenerationAhead
 from hybrid3d.roles.split.connections import Connection, Disconnected, Server, connect
 from hybrid3d.roles.split.elastic_sync import Members
 from hybrid3d.roles.split.engines import Engines
 from hybrid3d.roles.split.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply
+from hybrid3d.roles.split.other_roles import OtherRoles
 from hybrid3d.run.metrics import StepMetrics
 
 pytestmark = pytest.mark.engines
@@ -129,15 +130,15 @@ RECIPE = recipe_of(0, 40, "roles.generation.ranks=4", "rollout.tp=2", "machine.g
 class FakeRank:
     """A rank that generates, as a thread: it does what it is asked, until it is killed."""
 
-    def __init__(self, rank: int, store: dist.Store, engine_start: int | None = None, start: int = 0):
+    def __init__(self, rank: int, store: dist.Store, group_start: int | None = None, start: int = 0):
         self.rank, self.calls = rank, list[Call]()
         self.killed_by: str | None = None  # the method during which it is killed
-        self.engine_start: int | None = None
+        self.group_start: int | None = None
         self.last: Any = None  # what it was asked for at last
         connection = connect(store, start, lambda: False)
         assert connection is not None
         self.connection: Connection = connection
-        self.connection.send(Register(rank, confined_by=f"rank {rank}", engine_start=engine_start))
+        self.connection.send(Register(rank, confined_by=f"rank {rank}", group_start=group_start))
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
@@ -146,7 +147,7 @@ class FakeRank:
             while not isinstance(self.last, Leave | End):
                 self.last = message = self.connection.receive()
                 if isinstance(message, Join):
-                    self.engine_start = message.start
+                    self.group_start = message.start
                     self.connection.send(Joined())
                 elif isinstance(message, Call):
                     self.calls.append(message)
@@ -173,7 +174,7 @@ class FakeRank:
 
     def kill(self, made: Engines) -> None:
         """End this rank, and wait until it is noticed."""
-        engine = made._engines[(self.rank - 4) // 2]
+        engine = made._groups[(self.rank - 4) // 2]
         assert engine is not None
         self.connection.disconnect()
         self.thread.join()
@@ -195,16 +196,22 @@ def events() -> list[tuple[str, Any]]:
 
 
 @pytest.fixture
-def made(store: dist.Store, events: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
+def roles(store: dist.Store, events: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Iterator[OtherRoles]:
     """Four training ranks, and two engines of two ranks each that generate: 4, 5 and 6, 7."""
-    monkeypatch.setattr(engines, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(worker_groups, "CLOSE_SECONDS", 0.5)
 
     def event(name: str, message: str = "", **fields: Any) -> None:
         events.append((name, fields.get("ranks")))
 
-    made = Engines(RECIPE, store, SimpleNamespace(event=event), 0)  # type: ignore[arg-type]
+    made = OtherRoles(RECIPE, store, SimpleNamespace(event=event), 0)  # type: ignore[arg-type]
     yield made
     made.close()
+
+
+@pytest.fixture
+def made(roles: OtherRoles) -> Engines:
+    assert roles.engines is not None
+    return roles.engines
 
 
 def start_all(made: Engines, store: dist.Store) -> tuple[dict[int, FakeRank], Members]:
@@ -214,7 +221,7 @@ def start_all(made: Engines, store: dist.Store) -> tuple[dict[int, FakeRank], Me
 
 
 def wait_for_start(made: Engines, place: int) -> None:
-    while made._engines[place] not in made._refresh():
+    while made._groups[place] not in made._refresh():
         time.sleep(0.01)
 
 
@@ -231,7 +238,7 @@ def test_all_engines_take_part_in_the_first_sync(made: Engines, store: dist.Stor
         waiting = pool.submit(made.members, 4)
         time.sleep(0.3)
         assert not waiting.done()
-        assert first[6].engine_start is None  # before rank 7 is there
+        assert first[6].group_start is None  # before rank 7 is there
         last = FakeRank(7, store)
         assert waiting.result(timeout=10) == Members(1, tuple(range(8)), (0, 1))
     made.begin_sync(Members(1, tuple(range(8)), (0, 1)), 3, verify=True)
@@ -260,7 +267,7 @@ def test_an_engine_is_lost_with_its_first_rank_and_comes_back(
     assert sync(made, 1) == Members(2, (0, 1, 2, 3, 6, 7), (1,))
     again = [FakeRank(rank, store) for rank in (4, 5)]
     wait_for_start(made, 0)
-    assert [one.engine_start for one in again] == [1, 1]
+    assert [one.group_start for one in again] == [1, 1]
     assert made.numbers == [1]  # before it has weights
     assert sync(made, 2) == Members(3, tuple(range(8)), (2, 1))
     assert made.numbers == [2, 1]  # never those of replicas that were lost
@@ -283,18 +290,20 @@ def test_an_engine_that_is_up_is_taken_up_by_the_next_start_of_training(
 ) -> None:
     """One that has lost a rank meanwhile is started anew, once all of its ranks have registered without it."""
     _, before = start_all(made, store)
-    second = Engines(RECIPE, store, made._record, start=1)
-    kept = [FakeRank(rank, store, engine_start=0, start=1) for rank in (4, 5)]
-    left, fresh = FakeRank(6, store, engine_start=0, start=1), FakeRank(7, store, start=1)
+    roles = OtherRoles(RECIPE, store, made._record, start=1)
+    second = roles.engines
+    assert second is not None
+    kept = [FakeRank(rank, store, group_start=0, start=1) for rank in (4, 5)]
+    left, fresh = FakeRank(6, store, group_start=0, start=1), FakeRank(7, store, start=1)
     left.thread.join(10)
     assert isinstance(left.last, Leave)
     again = FakeRank(6, store, start=1)
     members = second.members(4)
-    assert [one.engine_start for one in (*kept, again, fresh)] == [0, 0, 1, 1]
+    assert [one.group_start for one in (*kept, again, fresh)] == [0, 0, 1, 1]
     assert members.engines == (0, 3)  # not the number of the start that is lost
     assert members.epoch > before.epoch  # whose groups are others
     assert events == [("engine_kept", [4, 5])]
-    second.close()
+    roles.close()
 
 
 def test_a_start_of_training_that_fails_before_it_accepts_connections_is_given_up(store: dist.Store) -> None:
@@ -314,7 +323,7 @@ def test_the_share_of_an_engine_that_is_lost_is_not_answered(made: Engines, stor
         "temperature": 0.5,
         "scored": True,
     }
-    assert made.busy_seconds(time.time() - 100) == pytest.approx(1.0)
+    assert made.lap_busy_seconds() == pytest.approx(1.0)
     assert [name for name, _, _ in made.spans(time.time() - 100, time.time() + 100)[7]] == ["wait", "generate", "wait"]
     ranks[6].killed_by = "answer"
     assert made.answer({1: []}, 0, 0.5, scored=True) == {}
@@ -370,7 +379,7 @@ def test_engines_leave_and_join_with_a_sync(made: Engines, store: dist.Store, ev
     while len(made._registered[1]) < 2:
         time.sleep(0.01)
     assert sync(made, 2, active=2) == Members(2, (0, 1, 2, 3, 4, 5), (0,))
-    assert [one.engine_start for one in waiting] == [None, None]
+    assert [one.group_start for one in waiting] == [None, None]
     sync(made, 3, active=4)  # begins to start it
     wait_for_start(made, 1)
     assert sync(made, 4, active=4) == Members(3, tuple(range(8)), (0, 3))
@@ -392,7 +401,7 @@ def test_an_engine_that_was_lost_meanwhile_takes_no_part(made: Engines, store: d
 
 
 def test_the_end_of_the_run_reaches_all(
-    made: Engines, store: dist.Store, events: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+    roles: OtherRoles, made: Engines, store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that serve are asked to exit, others are disconnected, and who comes later finds that it has ended."""
     ranks, _ = start_all(made, store)
@@ -401,8 +410,8 @@ def test_the_end_of_the_run_reaches_all(
     half = FakeRank(4, store)
     while not made._registered[0]:
         time.sleep(0.01)
-    monkeypatch.setattr(engines, "CLOSE_SECONDS", 10)
-    made.close()
+    monkeypatch.setattr(worker_groups, "CLOSE_SECONDS", 10)
+    roles.close()
     for one in (half, ranks[6], ranks[7]):
         one.thread.join(5)
         assert not one.thread.is_alive()
@@ -414,7 +423,7 @@ def test_who_does_not_know_the_secret_is_not_heard(store: dist.Store) -> None:
     heard: list[Connection] = []
     server = Server(store, 0, heard.append)
     forged = dist.HashStore()
-    forged.set("engines/address/0", f'[{server.port}, "{"00" * 32}"]')
+    forged.set("roles/address/0", f'[{server.port}, "{"00" * 32}"]')
     with pytest.raises(Disconnected, match=f"no connection to rank 0 at 127.0.0.1:{server.port}: digest sent was reje"):
         connect(forged, 0, lambda: False)
     assert not heard
@@ -426,15 +435,14 @@ def test_who_does_not_know_the_secret_is_not_heard(store: dist.Store) -> None:
     server.close()
 
 
-def test_a_rank_that_only_generates_says_what_to_lower_where_memory_runs_out(
+def test_a_rank_that_does_not_train_says_what_to_lower_where_memory_runs_out(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def serve(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr(generation, "serve", serve)
-    with pytest.raises(RuntimeError) as raised:
-        tasks._serve(recipe_of(0), store)
-    assert str(raised.value) == (
-        "CUDA out of memory. Tried to allocate 2 GiB.: this rank only generates: lower rollout.gpu_memory_utilization"
-    )
+    monkeypatch.setattr(service, "serve", serve)
+    for rank, advice in ((4, "this rank only generates: lower rollout.gpu"), (6, "this rank only computes rewards: ")):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(RuntimeError, match=f"CUDA out of memory. Tried to allocate 2 GiB.: {advice}"):
+            tasks._serve(recipe_of(0, 40, "roles.generation.ranks=2", "roles.reward.ranks=1"), store)

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from commands import ROOT, demo_folder, hybrid3d, read_rows, without
+from reference import save_classifier
 from run_ranks import environment, kill_marked
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -162,6 +163,58 @@ def test_ten_thousand_samples_are_within_the_bound(work: Path, bound: int) -> No
     assert all(
         sample["step"] - bound <= sample["weights"] <= sample["step"] for sample in samples_of(work / "runs" / name)
     )
+
+
+REWARDS_APART = ("roles.reward.ranks=1", "machine.gpus_per_node=4")
+
+
+def test_rewards_go_on_when_the_ranks_that_compute_them_are_killed(work: Path) -> None:
+    """Here the ranks that train also generate: the metrics are those of the run whose ranks do all."""
+    run, more = work / "runs/rewards-apart", ("name=rewards-apart", "rollout.placement=consecutive", *REWARDS_APART)
+    with started(work, *more) as process:
+        wait_for_rows(run, 1, process)
+        child = child_of(run, 2)
+        assert child is not None
+        os.kill(child, signal.SIGKILL)
+        printed, _ = process.communicate(timeout=200)
+        assert process.returncode == 0
+    assert not ranks_of(run)
+    assert "rank 2 lost: 0 of 1 groups can compute rewards, and its ranks are started again" in printed
+    assert "rank 2 computes rewards again after it was lost: killed by SIGKILL" in printed
+    assert without(read_rows(run)) == without(read_rows(work / "runs/colocated"))
+    events = json.loads((run / "timeline.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events if event["pid"] == "reward"} >= {"reward", "wait"}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_evaluated_with_rewards_of_other_ranks(work: Path) -> None:
+    accuracy = read_rows(work / "runs/rewards-apart")[-1]["eval/accuracy"]
+    assert f"step 3: held-out accuracy {accuracy:.4f}" in hybrid3d(work, "eval", "runs/rewards-apart", also=work)
+
+
+@pytest.mark.slow
+def test_a_reward_model_on_ranks_of_its_own_gives_the_rewards_that_the_ranks_that_train_compute(work: Path) -> None:
+    """With the layout of training bit for bit, in a split run; in another layout to the rounding of its sums."""
+    save_classifier(work / "build/demo/base", work / "scorer")
+    model = ("reward.model=scorer", "train.tp=1", "train.dp=1", "run.checkpoint_every=0", "model.dtype=float32")
+    train(work, "name=scored", *model)
+    split = ("roles.generation.ranks=1", "roles.reward.ranks=2", "machine.gpus_per_node=4")
+    train(work, "name=scored-apart", *model, *split)
+    train(work, "name=scored-tp2", *model, "roles.reward.ranks=2", "roles.reward.tp=2", "machine.gpus_per_node=4")
+    alone, apart, sharded = (
+        without(read_rows(work / "runs" / f"scored{n}"), *OF_TRAFFIC) for n in ("", "-apart", "-tp2")
+    )
+    assert alone == apart
+    assert alone[0]["reward/mean"] != 0
+    assert [row["reward/mean"] for row in sharded] == pytest.approx([row["reward/mean"] for row in alone], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_rewards_of_other_ranks_on_ray_are_the_same(work: Path, cluster: str) -> None:
+    """The ranks with engines fill one node; the one without has a CPU of its own."""
+    more = ("rollout.placement=consecutive", "roles.reward.ranks=1", "machine.gpus_per_node=2", "--ray", cluster)
+    train(work, "name=rewards-on-ray", *more)
+    assert without(read_rows(work / "runs/rewards-on-ray")) == without(read_rows(work / "runs/colocated"))
 
 
 def samples_of(run: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ class State(bytes, enum.Enum):
 
     ALIVE = b"[alive]"
     CONNECTED = b"[connected]"
-    READY = b"[ready]"  # it has had weights
+    READY = b"[ready]"  # it has had weights, or has computed rewards
     LEAVING = b"[leaving]"  # it is not needed for now
     ENDING = b"[ending]"  # the run has ended
 

@@ -6,6 +6,7 @@ For each family and layout OUT gets `<family>-<layout>-rank<n>.pt` and a folder 
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from train_layouts import built, export, forget, my_batch, recipe_for, report_of, sft_step
 
 from hybrid3d import distributed
-from hybrid3d.config import Train
+from hybrid3d.config import RewardRole, RoleRanks, Train
+from hybrid3d.generation.samples import Sample
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.batch import Rows
+from hybrid3d.roles.split.reward import ScoringModel
 from hybrid3d.train import checkpoint, runtime
 from hybrid3d.train.policy import Policy
 from hybrid3d.train.value_model import ValueModel
@@ -95,6 +98,22 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
     return found
 
 
+def score_apart(classifier: str, spec: dict[str, Any]) -> list[float]:
+    """The scores of the reward model on ranks of its own, of 13 samples, which are not whole micro batches."""
+    recipe = recipe_for(classifier, Train(micro_batch_size=4), spec)
+    reward, role = replace(recipe.reward, model=classifier), RewardRole(ranks=4, tp=2, pp=2)
+    model = ScoringModel(replace(recipe, reward=reward, roles=RoleRanks(reward=role)), classifier, 0, dist.group.WORLD)
+    rows = list(zip(spec["sequences"], spec["prompts"], strict=True))[:13]
+    found = model.score([sample(row[:prompt], row[prompt:]) for row, prompt in rows])
+    runtime.shutdown()
+    return found
+
+
+def sample(prompt: list[int], answer: list[int]) -> Sample:
+    mask, none = (True,) * len(answer), (0,) * len(answer)
+    return Sample("", tuple(prompt), tuple(answer), mask, none, "", reward=0.0, versions=none)
+
+
 @record
 def main(inputs: str, out: Path) -> None:
     spec = torch.load(inputs)
@@ -108,6 +127,8 @@ def main(inputs: str, out: Path) -> None:
     family = spec["cases"][0][0]
     found = resume(spec["checkpoints"][family], spec, out / "checkpoint")
     torch.save(found, out / f"resume-rank{dist.get_rank()}.pt")
+    scores = score_apart(spec["checkpoints"][family]["classifier"], spec)
+    torch.save({"scores": scores}, out / f"apart-rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 

@@ -9,7 +9,17 @@ from hybrid3d.config.load import load_recipe, read_recipe, recipe_to_yaml
 from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.config.recipe import Recipe
 from hybrid3d.config.schema import RecipeError
-from hybrid3d.config.sections.engines import OFFLOADS, Async, Machine, Model, RoleRanks, Rollout, Sync, Train
+from hybrid3d.config.sections.engines import (
+    OFFLOADS,
+    Async,
+    Machine,
+    Model,
+    RewardRole,
+    RoleRanks,
+    Rollout,
+    Sync,
+    Train,
+)
 from hybrid3d.config.sections.learning import Algorithm, Correction, Critic, Data, Guard, Kl, Optimizer, Reward, Run
 
 __all__ = [
@@ -28,6 +38,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "Reward",
+    "RewardRole",
     "RoleRanks",
     "Rollout",
     "Run",

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from hybrid3d.config.schema import Name, Schedule
 from hybrid3d.config.sections.engines import Async, Machine, Model, RoleRanks, Rollout, Sync, Train
 from hybrid3d.config.sections.learning import Algorithm, Critic, Data, Guard, Optimizer, Reward, Run
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
+
+_ONE_GROUP: dict[str, Any] = {
+    "cp": 1,
+    "dp": 1,
+    "etp": 1,
+    "vpp": 1,
+    "first_stage_layers": None,
+    "last_stage_layers": None,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +64,67 @@ class Recipe:
         return self.roles.generation.active_ranks or self.generation_ranks
 
     @property
-    def world_size(self) -> int:
-        """Return the total number of ranks."""
+    def sync_ranks(self) -> int:
+        """Return the number of ranks that train or generate, which take part in syncs."""
         return self.train_ranks + (self.roles.generation.ranks or 0)
 
     @property
+    def world_size(self) -> int:
+        """Return the total number of ranks."""
+        return self.sync_ranks + (self.roles.reward.ranks or 0)
+
+    @property
     def role_ranks(self) -> dict[str, range]:
-        """Return the ranks of each role: the same for both, unless other ranks generate than train."""
-        first = self.world_size - self.generation_ranks
-        return {"train": range(self.train_ranks), "generation": range(first, self.world_size)}
+        """Return the ranks of each role; those that train also generate, unless others do."""
+        return {
+            "train": range(self.train_ranks),
+            "generation": range(self.sync_ranks - self.generation_ranks, self.sync_ranks),
+            "reward": range(self.sync_ranks, self.world_size),
+        }
+
+    def role_of(self, rank: int) -> str:
+        """Return the role of a rank; "train" if it also generates."""
+        return next(role for role, ranks in self.role_ranks.items() if rank in ranks)
+
+    @property
+    def has_serving_ranks(self) -> bool:
+        """Return whether there are ranks that do not train, and that those that train ask for samples or rewards."""
+        return self.world_size > self.train_ranks
+
+    @property
+    def engine_ranks(self) -> int:
+        """Return the number of ranks that run an engine, which are the first ones: each takes a GPU, if there are any.
+
+        The others call reward functions.
+        """
+        return self.sync_ranks if self.reward.model is None else self.world_size
+
+    @property
+    def scoring_role(self) -> str:
+        """Return the role whose ranks call the function `reward.name`."""
+        return "generation" if self.roles.reward.ranks is None else "reward"
+
+    def worker_group_size(self, role: str) -> int:
+        """Return how many ranks of a role compute one result together, and are lost together."""
+        if role == "reward":
+            return self.roles.reward.tp * self.roles.reward.pp
+        assert role == "generation", role
+        assert self.rollout is not None, "checked when the recipe was read"
+        return self.rollout.tp * self.rollout.dp
 
     @property
     def ranks_formula(self) -> str:
         """Return the settings whose result is the total number of ranks."""
-        return "train.tp x pp x cp x dp" + (" + roles.generation.ranks" if self.is_split else "")
+        others = {"roles.generation.ranks": self.is_split, "roles.reward.ranks": self.roles.reward.ranks is not None}
+        return " + ".join(["train.tp x pp x cp x dp", *(setting for setting, used in others.items() if used)])
+
+    @property
+    def reward_layout(self) -> Train:
+        """Return the layout of the reward model: that of the policy, or of one group of the ranks that it has."""
+        own = self.roles.reward
+        if own.ranks is None:
+            return self.train
+        return replace(self.train, **_ONE_GROUP, tp=own.tp, pp=own.pp, ep=own.ep)
 
     @property
     def can_sync_changes(self) -> bool:

@@ -35,6 +35,7 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
     if recipe.critic != type(recipe.critic)() and not algorithm.uses_critic:
         yield f"critic: algorithm.name={algorithm.name} has no critic: leave the section out, or set ppo"
     yield from _check_split(recipe)
+    yield from _check_reward_ranks(recipe)
     yield from _check_async(recipe)
     if recipe.sync.share_storage and not recipe.is_split and recipe.rollout is not None and recipe.rollout.sleep:
         yield (
@@ -88,7 +89,8 @@ def _check_split(recipe: Recipe) -> Iterator[str]:
         yield f"roles.generation.ranks={ranks}: algorithm.name={recipe.algorithm.name} never generates: leave it out"
     apart = "no rank has both engines"
     yield from _check_active_ranks(recipe)
-    yield from _check_nodes_of_engines(recipe)
+    if recipe.rollout is not None:
+        yield from _check_nodes(recipe, "generation", "rollout.tp", recipe.rollout.tp)
     if recipe.sync.share_storage:
         yield f"sync.share_storage: {apart}, so that none shares memory: leave it out"
     if recipe.rollout is not None and recipe.rollout.keep_weights:
@@ -108,6 +110,20 @@ def _check_active_ranks(recipe: Recipe) -> Iterator[str]:
             f"roles.generation.active_ranks={active}: expected a multiple of rollout.tp x rollout.dp = {size}, up to "
             f"roles.generation.ranks={ranks}"
         )
+
+
+def _check_reward_ranks(recipe: Recipe) -> Iterator[str]:
+    """Yield why these ranks cannot compute rewards."""
+    role, size = recipe.roles.reward, recipe.worker_group_size("reward")
+    if role.ranks is None:
+        return
+    if not recipe.algorithm.generates:
+        yield f"roles.reward.ranks={role.ranks}: algorithm.name={recipe.algorithm.name} has no rewards: leave it out"
+    if role.ranks % size:
+        yield f"roles.reward.ranks={role.ranks}: expected a multiple of roles.reward.tp x roles.reward.pp = {size}"
+    if role.tp % role.ep:
+        yield f"roles.reward.ep={role.ep} does not divide roles.reward.tp={role.tp}, whose ranks it regroups"
+    yield from _check_nodes(recipe, "reward", "roles.reward.tp", role.tp)
 
 
 def _check_async(recipe: Recipe) -> Iterator[str]:
@@ -158,17 +174,19 @@ def _check_async(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _check_nodes_of_engines(recipe: Recipe) -> Iterator[str]:
-    """Yield the first TP group of ranks that generate that would fit into a node, but would be on two."""
-    rollout, per_node = recipe.rollout, recipe.machine.gpus_per_node
-    if rollout is None or rollout.tp > per_node:
-        return
-    for first in range(recipe.train_ranks, recipe.world_size, rollout.tp):
-        if first % per_node + rollout.tp > per_node:
+def _check_nodes(recipe: Recipe, role: str, setting: str, tp: int) -> Iterator[str]:
+    """Yield the first TP group of the ranks of a role that would fit into a node, but would be on two.
+
+    Args:
+        setting: the name of `tp`.
+    """
+    ranks, per_node = recipe.role_ranks[role], recipe.machine.gpus_per_node
+    for first in ranks[::tp] if tp <= per_node else ():
+        if first % per_node + tp > per_node:
             yield (
-                f"rollout.tp={rollout.tp}: the TP group of ranks {first} to {first + rollout.tp - 1} would be on two "
-                f"nodes of machine.gpus_per_node={per_node} ranks: let the {recipe.train_ranks} ranks that train fill "
-                f"whole nodes, or choose a rollout.tp that divides both numbers"
+                f"{setting}={tp}: the TP group of ranks {first} to {first + tp - 1} would be on two nodes of "
+                f"machine.gpus_per_node={per_node} ranks: let the {ranks.start} ranks before it fill whole nodes, or "
+                f"choose a {setting} that divides both numbers"
             )
             return
 

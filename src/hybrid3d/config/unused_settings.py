@@ -106,6 +106,18 @@ UNUSED_RULES = (
         _reason("without roles.generation.ranks the ranks that train also generate"),
     ),
     UnusedRule(
+        "roles.reward",
+        ("tp", "pp", "ep", "max_restarts"),
+        lambda recipe: recipe.roles.reward.ranks is None,
+        _reason("without roles.reward.ranks no rank only computes rewards"),
+    ),
+    UnusedRule(
+        "roles.reward",
+        ("tp", "pp", "ep"),
+        lambda recipe: recipe.roles.reward.ranks is not None and recipe.reward.model is None,
+        _reason("without reward.model there is no model to distribute"),
+    ),
+    UnusedRule(
         "rollout",
         ("placement", "sleep"),
         lambda recipe: recipe.is_split and recipe.rollout is not None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -192,6 +192,7 @@ class EngineReplicas:
                 answer=answer,
                 reward=reward,
                 versions=tuple(trajectory.versions),
+                reference=trajectory.example.answer,
             )
             for trajectory, answer, reward in zip(trajectories, answers, scores.rewards, strict=True)
         ]
@@ -207,3 +208,36 @@ class EngineReplicas:
         """Return the values of all replicas, by number; each replica's is that of its leading rank."""
         values = gather_objects((self._engine.replica, value) if self._engine.leads else None, self._group)
         return dict(sorted(filter(None, values), key=lambda pair: pair[0]))
+
+
+Score = Callable[[Mapping[int, Answers], bool], Mapping[int, Answers]]
+"""Returns the answers of replicas with their rewards: by the reward model, or else by the function."""
+
+
+class ScoredReplicas:
+    """Implements `Replicas` where other ranks compute the rewards of what these replicas answer."""
+
+    def __init__(self, replicas: Replicas, score: Score):
+        self._replicas, self._score = replicas, score
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return self._replicas.numbers
+
+    def answer(
+        self, shares: Mapping[int, Sequence[Work]], version: int, temperature: float, scored: bool
+    ) -> Mapping[int, Answers]:
+        return self._score(self._replicas.answer(shares, version, temperature, False), not scored)
+
+    def advance(
+        self,
+        prompts: Mapping[int, Sequence[Prompt]],
+        wanted: Mapping[int, int] | None,
+        version: int,
+        temperature: float,
+        scored: bool,
+        stop: Callable[[], bool] | None = None,
+    ) -> Mapping[int, Advanced]:
+        found = self._replicas.advance(prompts, wanted, version, temperature, False, stop)
+        answers = self._score({number: advanced.answers for number, advanced in found.items()}, not scored)
+        return {number: replace(advanced, answers=answers[number]) for number, advanced in found.items()}

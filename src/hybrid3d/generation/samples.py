@@ -13,6 +13,7 @@ class Sample:
     """One answer to one prompt, and its reward.
 
     Attributes:
+        reference: the data's answer to the prompt, with which a reward function compares.
         tokens: of the answer, what an environment wrote in it included.
         loss_mask: whether the policy generated each token.
         logprobs: of the policy's tokens, with which vLLM sampled them.
@@ -28,6 +29,7 @@ class Sample:
     answer: str
     reward: float
     versions: tuple[int, ...]
+    reference: str = ""
 
     @property
     def weight_version(self) -> int:

@@ -19,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.launch.failures import failure_message, find_root_cause
 from hybrid3d.launch.machine_memory import total_memory
-from hybrid3d.launch_environment import RUN, local_world_size
+from hybrid3d.launch_environment import RUN, local_rank, local_world_size, rank
 from hybrid3d.process import kill_descendants_on_exit, shared_memory_cleanup
 from hybrid3d.run.run_folder import RunFolder
 
@@ -115,8 +115,9 @@ def check_devices(recipe: Recipe, generates: bool = True) -> None:
     """
     gpus, ranks = torch.cuda.device_count(), f"{recipe.ranks_formula} = {recipe.world_size} ranks"
     fix = "start it with torchrun or srun on several machines"
-    if gpus and recipe.world_size > gpus:
-        raise RecipeError(recipe.name, [f"{ranks} exceed this machine's {gpus} GPUs: {fix}"])
+    if gpus and recipe.engine_ranks > gpus:
+        without = "" if recipe.engine_ranks == recipe.world_size else f", {recipe.engine_ranks} of them with an engine,"
+        raise RecipeError(recipe.name, [f"{ranks}{without} exceed this machine's {gpus} GPUs: {fix}"])
     if gpus:
         return
     cache = recipe.rollout.kv_cache_gib * 2**30 if recipe.rollout is not None and generates else 0
@@ -140,13 +141,15 @@ def check_node(recipe: Recipe) -> None:
     Raises:
         RecipeError: there are fewer GPUs than ranks, or another number of ranks than `machine.gpus_per_node`.
     """
-    gpus, local_ranks = torch.cuda.device_count(), local_world_size()
-    started = f"{local_ranks} ranks were started on {socket.gethostname()}"
+    first = rank() - local_rank()
+    gpus, local_ranks = torch.cuda.device_count(), min(local_world_size(), max(0, recipe.engine_ranks - first))
+    kind = "ranks" if local_ranks == local_world_size() else "ranks with an engine"
+    started = f"{local_ranks} {kind} were started on {socket.gethostname()}"
     expected = recipe.machine.gpus_per_node
     if 0 < gpus < local_ranks:
         fix = f"start {gpus} ranks per node, or make all GPUs of the node visible to each rank"
         srun_fix = f"(srun: --gpus-per-node={local_ranks}, neither --gpus-per-task nor --gpu-bind)"
         raise RecipeError(recipe.name, [f"{started}, but only {gpus} GPUs are visible to them: {fix} {srun_fix}"])
-    if gpus and local_ranks not in {min(expected, recipe.world_size), recipe.world_size % expected}:
+    if gpus and local_ranks not in {min(expected, recipe.engine_ranks), recipe.engine_ranks % expected, 0}:
         problem = f"{started}, but the recipe expects {expected} per node"
         raise RecipeError(recipe.name, [f"{problem}: start that many, or set machine.gpus_per_node={local_ranks}"])

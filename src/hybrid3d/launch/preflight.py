@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -64,7 +65,7 @@ def check_run(recipe: Recipe) -> None:
     if recipe.algorithm.uses_critic and recipe.critic.path is not None:
         check_scorer(recipe.critic.path, "critic.path", config, recipe)
     if recipe.reward.model is not None:
-        check_scorer(recipe.reward.model, "reward.model", config, recipe)
+        check_scorer(recipe.reward.model, "reward.model", config, replace(recipe, train=recipe.reward_layout))
     check_fit(recipe)
     check_trackers(recipe)
 
@@ -159,7 +160,12 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
     family = family_of(config)
     check_against_transformers(Path(path) / "config.json", config, family)
     shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
-    check_layout(replace(recipe, rollout=None), shape, device=None)
+    try:
+        check_layout(replace(recipe, rollout=None), shape, device=None)
+    except RecipeError as error:
+        if key != "reward.model" or recipe.roles.reward.ranks is None:
+            raise
+        raise RecipeError(recipe.name, [str(error).replace("train.", "roles.reward.")]) from None
     if config["vocab_size"] != policy["vocab_size"]:
         problem = f"{key}: {path} has a vocabulary of {config['vocab_size']} tokens, the policy {policy['vocab_size']}"
         raise RecipeError(recipe.name, [f"{problem}: it must have been trained with the policy's tokenizer"])
@@ -195,8 +201,8 @@ def check_folder(recipe: Recipe) -> None:
     if not folder.recipe.exists():
         return
     old, new = (flatten_settings(to_raw(r)) for r in (load_recipe(folder.recipe), recipe))
-    without_effect = {"run.max_restarts", "roles.generation.max_restarts", "tracking"}  # on results
-    keys = [key for key in _differing_keys(old, new) if key not in without_effect]
+    without_effect = re.compile(r"tracking|.*\.max_restarts")  # on results
+    keys = [key for key in _differing_keys(old, new) if not without_effect.fullmatch(key)]
     if not keys:
         return
     lines = [

@@ -18,23 +18,24 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, rest
     """Run a task as one rank.
 
     Args:
-        restarts: whether, where other ranks generate than train, ranks are started again when they are lost: each that
-            generates by itself, and all that train together, as often as the recipe says.
+        restarts: whether, where there are ranks that do not train, ranks are started again when they are lost: each of
+            those by itself, and all that train together, as often as the recipe says.
 
     The other arguments and the result are those of `run_process`.
     """
-    if not (restarts and recipe.is_split) or is_child():
+    if not (restarts and recipe.has_serving_ranks) or is_child():
         return run_process(recipe, folder, task, launched or is_child(), restarts)
     rank = distributed.rank()
-    if rank in recipe.role_ranks["generation"]:
-        return _run_generation_rank(recipe, folder, rank, launched)
+    if rank not in recipe.role_ranks["train"]:
+        return _run_serving_rank(recipe, folder, rank, launched)
     if recipe.run.max_restarts:
         return run_training_rank(recipe, folder, launched)
     return run_process(recipe, folder, task, launched, restarts)
 
 
-def _run_generation_rank(recipe: Recipe, folder: RunFolder, rank: int, launched: bool) -> int:
-    code, why, of_peer = run_with_restarts(folder, recipe.roles.generation.max_restarts)
+def _run_serving_rank(recipe: Recipe, folder: RunFolder, rank: int, launched: bool) -> int:
+    role = recipe.role_of(rank)
+    code, why, of_peer = run_with_restarts(folder, role, getattr(recipe.roles, role).max_restarts)
     if why:
         reason = failure_record(rank, why, of_peer)
         if not (write_failure(folder.failure_path(rank), reason) and launched) and not of_peer:

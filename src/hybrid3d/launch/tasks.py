@@ -54,7 +54,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
     recovery = distributed.broadcast_object(OomRecovery.from_folder(folder), group)
     with Display(recipe.name, recipe.run.steps, console) as display:
         record = Record(folder, rank, display)
-        if recipe.reward.name == "code" and not recipe.is_split:  # where others generate, they compute rewards
+        if recipe.reward.name == "code" and recipe.scoring_role == "generation" and not recipe.is_split:
             confined_by = sandbox.protection() if rank == 0 else ""
             record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
         live = LiveSettings(recipe, record, recovery.settings, group)
@@ -73,16 +73,23 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
 
 
 def _serve(recipe: Recipe, store: dist.Store) -> None:
-    """Generate for the ranks that train, to the end of their run."""
-    from hybrid3d.roles.split.generation import serve
+    """Generate, or compute rewards, for the ranks that train, to the end of their run."""
+    from hybrid3d.roles.split.service import serve
 
+    if distributed.rank() in recipe.role_ranks["generation"]:
+        from hybrid3d.roles.split.generation import GenerationRank as RoleRank
+
+        advice = "this rank only generates: lower rollout.gpu_memory_utilization"
+    else:
+        from hybrid3d.roles.split.reward import RewardRank as RoleRank
+
+        advice = "this rank only computes rewards: raise roles.reward.tp, or lower train.micro_batch_size"
     try:
-        serve(recipe, store, this_process())
+        serve(recipe, store, this_process(), RoleRank)
     except RuntimeError as error:
         cause = find_out_of_memory(error)
         if cause is None:
             raise
-        advice = "this rank only generates: lower rollout.gpu_memory_utilization"
         raise RuntimeError(f"{cause}: {advice}") from error
 
 
@@ -125,7 +132,12 @@ def _make_roles(
         return TrainingRank(recipe, store, group, record, guard, weights_of, this_process().restart_count)
     from hybrid3d.roles.colocated import Colocated
 
-    return Colocated(recipe, group, slots, guard, weights_of)
+    others = None
+    if recipe.has_serving_ranks and group.rank() == 0:
+        from hybrid3d.roles.split.other_roles import OtherRoles
+
+        others = OtherRoles(recipe, store, record, this_process().restart_count)
+    return Colocated(recipe, group, slots, guard, weights_of, others)
 
 
 def _train_rl(

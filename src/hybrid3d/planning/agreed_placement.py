@@ -103,7 +103,7 @@ def compute_placement(
         multiplicity: the number of tensors that each name stands for; 1 by default.
     """
     assert recipe.rollout is not None, "checked when the recipe was read"
-    world, per_node = recipe.world_size, recipe.machine.gpus_per_node
+    world, per_node = recipe.sync_ranks, recipe.machine.gpus_per_node
     groups = rank_groups(holdings)
     holders = [ranks for ranks, _ in groups]
     readers = [signature_of(demand) for demand in wanted]

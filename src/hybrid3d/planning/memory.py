@@ -218,9 +218,8 @@ def estimate_stages(
     stage_ranks = recipe.train_ranks // train.pp
     activations = stage_activations(recipe, _shape(config), layers_of_stages(config, train))
     num_trained = 2 if recipe.algorithm.uses_critic else 1
-    num_frozen = (
-        (recipe.algorithm.kl.where != "none") + recipe.algorithm.uses_critic + (recipe.reward.model is not None)
-    )
+    has_reward_model = recipe.reward.model is not None and recipe.roles.reward.ranks is None
+    num_frozen = (recipe.algorithm.kl.where != "none") + recipe.algorithm.uses_critic + has_reward_model
     stages = []
     for stage, counts in enumerate(held):
         elements = counts.dense + counts.experts

@@ -30,7 +30,7 @@ def format_page(report: PlanReport) -> RenderableType:
 def _layouts(report: PlanReport) -> Table:
     recipe = report.recipe
     train, rollout = recipe.train, recipe.rollout
-    ranks = f"{recipe.train_ranks} + {recipe.generation_ranks}" if recipe.is_split else f"{recipe.world_size}"
+    ranks = f"{recipe.train_ranks} + {recipe.generation_ranks}" if recipe.is_split else f"{recipe.sync_ranks}"
     assert rollout is not None
     table = Table(title=f"{recipe.name}: one sync of {gb(report.traffic.model)} over {ranks} GPUs")
     table.add_column("train layout (Megatron)")
@@ -91,7 +91,7 @@ def _placement(report: PlanReport) -> str:
     """Return what placing vLLM's shards where their weights are saves; nothing where other ranks have the weights."""
     if report.recipe.is_split:
         return ""
-    slots = consecutive_slots(report.recipe.world_size), report.traffic.placement.slots
+    slots = consecutive_slots(report.recipe.sync_ranks), report.traffic.placement.slots
     usual, chosen = (report.traffic_with_slots(of_ranks) for of_ranks in slots)
     return (
         f"placement  {gb(usual['received_bytes'] - chosen['received_bytes'])} fewer received, "

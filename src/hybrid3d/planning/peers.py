@@ -51,7 +51,7 @@ def gather_traffic(recipe: Recipe, traffic: SyncTraffic) -> GatherTraffic:
         outside = 1 - (inside - 1) / (group - 1) if group > 1 else 0
         far += outside * rest
         near += (1 - outside) * rest
-    generating = np.arange(recipe.train_ranks, recipe.world_size)
+    generating = np.arange(recipe.train_ranks, recipe.sync_ranks)
     members = np.bincount(generating // per_node)[generating // per_node]
     # A node that also trains has everything already
     broadcast_far = np.where(generating // per_node * per_node < recipe.train_ranks, 0, traffic.model / members)

@@ -64,7 +64,7 @@ class PlanReport:
         sums = {key: int(ranks[key].sum()) for key in ranks if key != "sent_bytes"}
         return {
             "name": self.recipe.name,
-            "ranks": self.recipe.world_size,
+            "ranks": self.recipe.sync_ranks,
             "generation_ranks": self.recipe.generation_ranks,
             **sums,
             "lower_bound_bytes": int(traffic.lower_bound.sum()),

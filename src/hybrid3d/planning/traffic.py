@@ -77,7 +77,7 @@ def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence
     Raises:
         PlanError: holdings and demands do not match.
     """
-    world, per_node = recipe.world_size, recipe.machine.gpus_per_node
+    world, per_node = recipe.sync_ranks, recipe.machine.gpus_per_node
     holdings, wanted = answers.holdings, [slot.demand for slot in answers.slots]
     found = compute_placement(recipe, holdings, wanted, answers.multiplicity)
     if slots is not None:

@@ -10,12 +10,14 @@ import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
-from hybrid3d.generation.replicas import EngineReplicas
+from hybrid3d.distributed import PHASE_TIMEOUT, broadcast_object
+from hybrid3d.generation.replicas import Answers, EngineReplicas, Replicas, ScoredReplicas
 from hybrid3d.generation.rollouts import make_rollouts
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.roles.learner import Experience, Learner
 from hybrid3d.roles.models import Models
+from hybrid3d.roles.split.other_roles import OtherRoles
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.health import Guard
@@ -48,17 +50,19 @@ class Colocated:
         slots: Sequence[int],
         guard: Guard | None = None,
         weights_of: Path | None = None,
+        others: OtherRoles | None = None,
     ):
         """
         Args:
             slots: the slot of each rank in the rollout layout.
             guard: the guard of a run that trains; None if it does not train.
             weights_of: a checkpoint whose weights the policy loads instead of those of `model.path`.
+            others: on the first rank, the roles of ranks that do not train, if there are any.
 
         Raises:
             BrokenCheckpoint: `weights_of` is damaged; raised on every rank, before vLLM starts.
         """
-        self._group, rank = group, group.rank()
+        self._group, self._others, rank = group, others, group.rank()
         self.config = read_config(recipe.model.path)
         self.tokenizer = read_tokenizer(recipe)
         self._policy = Policy(self.config, recipe, rank, trainable=guard is not None)
@@ -71,7 +75,12 @@ class Colocated:
         self._sync = WeightSync(recipe, group, self._policy.weights, self._engine, buckets, self._policy.changes)
         self.train, self.held_out = read_data(recipe, self.config, self.tokenizer)
         self._replicas = EngineReplicas(recipe, self._engine, self.tokenizer, group)
-        self._rollouts = make_rollouts(recipe, self._replicas, self.train, self.held_out)
+        replicas: Replicas = self._replicas
+        if recipe.roles.reward.ranks is not None:
+            # Here ranks wait for those that compute rewards, which is no failure however long it takes
+            self._patient = dist.new_group(dist.get_process_group_ranks(group), timeout=PHASE_TIMEOUT, backend="gloo")
+            replicas = ScoredReplicas(replicas, self._score)
+        self._rollouts = make_rollouts(recipe, replicas, self.train, self.held_out)
         self.models: Models | None = None
         if guard is not None:
             self._engine.sleep()
@@ -101,7 +110,10 @@ class Colocated:
         return self._learner.make_experience(samples, step, recipe)
 
     def update(self, experience: Experience, step: int, recipe: Recipe) -> StepMetrics:
-        return self._learner.update(experience, step, recipe, self._overlap_hook(step + 1, recipe))
+        metrics = self._learner.update(experience, step, recipe, self._overlap_hook(step + 1, recipe))
+        if self._others is not None:
+            metrics.maxima |= self._others.lap_busy_seconds()
+        return metrics
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -112,16 +124,27 @@ class Colocated:
         self._rollouts.restore(progress)
 
     def peak_memory(self) -> int:
-        return peak_memory()
+        return max(peak_memory(), 0 if self._others is None else self._others.peak_memory)
 
     def other_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
-        return {}
+        return {} if self._others is None else self._others.spans(begin, end)
 
     def close(self, recipe: Recipe) -> None:
         dist.barrier(self._group)
+        if self._others is not None:
+            self._others.close()
         self._replicas.close()
         (self.models or self._policy).offload(recipe.train)  # vLLM wakes to shut down
         self._engine.close()
+
+    def _score(self, answers: Mapping[int, Answers], by_model: bool) -> Mapping[int, Answers]:
+        """Return the answers of all replicas with their rewards, which the first rank asks for."""
+        found = None
+        if self._others is not None:
+            assert self._others.reward_workers is not None, "only called where there are some"
+            found = self._others.reward_workers.score(answers, by_model)
+        scored: Mapping[int, Answers] = broadcast_object(found, self._patient)
+        return scored
 
     def _overlap_hook(self, version: int, recipe: Recipe) -> BucketHook | None:
         """Return a hook that syncs each optimizer bucket of the last update; None if syncs do not overlap it."""

@@ -19,7 +19,7 @@ class Models:
         policy: the language model that is trained.
         reference: the frozen initial policy, for the KL.
         critic: PPO's value model, which is trained too.
-        reward_model: scores samples instead of a reward function.
+        reward_model: scores samples instead of a reward function; None also where ranks of its own have it.
     """
 
     policy: Policy
@@ -36,7 +36,7 @@ class Models:
         if recipe.algorithm.uses_critic:
             path = recipe.critic.path or recipe.model.path
             critic = ValueModel(read_config(path), recipe, rank, recipe.critic.optimizer or recipe.optimizer, path)
-        if recipe.reward.model is not None:
+        if recipe.reward.model is not None and recipe.roles.reward.ranks is None:
             reward_model = ValueModel(read_config(recipe.reward.model), recipe, rank, path=recipe.reward.model)
         return cls(policy, reference, critic, reward_model)
 

@@ -10,7 +10,7 @@ from hybrid3d.run.run_folder import RunFolder
 Span = tuple[str, float, float]
 """An activity, and when it began and ended, in seconds since the epoch by the clock of its node."""
 
-COLORS = {"sync": "C3", "generate": "C0", "train": "C1", "wait": "0.85"}
+COLORS = {"sync": "C3", "generate": "C0", "train": "C1", "reward": "C2", "wait": "0.85"}
 MAX_ROWS = 64  # of the picture; of more ranks it shows every n-th
 
 

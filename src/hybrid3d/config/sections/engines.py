@@ -151,10 +151,32 @@ class GenerationRole:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardRole:
+    """Where rewards are computed.
+
+    Attributes:
+        ranks: Number of ranks that only compute rewards, in addition to all others; `null`: the ranks that generate
+            call `reward.name`, and the ranks that train have `reward.model`.
+        tp: With `ranks`, the tensor parallel size of `reward.model`.
+        pp: With `ranks`, the pipeline parallel size of `reward.model`; `ranks` is a multiple of `tp` x `pp`.
+        ep: With `ranks`, the expert parallel size of `reward.model`. It regroups the `tp` ranks and adds none.
+        max_restarts: With `ranks`, how many times each of them is started again when it is lost; the others compute
+            its rewards.
+    """
+
+    ranks: Ranks | None = None
+    tp: Ranks = 1
+    pp: Ranks = 1
+    ep: Ranks = 1
+    max_restarts: RepeatsOrZero = 10
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoleRanks:
-    """Which roles have ranks of their own. Ranks that train come first, then those that generate."""
+    """Which roles have ranks of their own. Ranks that train come first, then those that generate, then the others."""
 
     generation: GenerationRole = GenerationRole()
+    reward: RewardRole = RewardRole()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Connections between the first rank that trains and the ranks that generate: messages are pickled objects."""
+"""Connections between the first rank that trains and the ranks that do not train: messages are pickled objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hybrid3d.distributed import LostPeer
 
 logger = logging.getLogger(__name__)
 
-_ENDED = "engines/ended"  # key of the store
+_ENDED = "roles/ended"  # key of the store
 CONNECT_TIMEOUT = timedelta(minutes=1)
 ADDRESS_POLL_SECONDS = 0.5
 ACCEPT_PAUSE_SECONDS = 1.0  # after an error, such as too many open files
@@ -119,7 +119,7 @@ def wait(connections: Sequence[Connection], seconds: float | None) -> list[Conne
 
 
 class Server:
-    """Accepts connections of the ranks that generate, each in a thread of its own."""
+    """Accepts connections of the ranks that do not train, each in a thread of its own."""
 
     def __init__(self, store: dist.Store, start: int, on_connection: Callable[[Connection], None]):
         """
@@ -134,7 +134,7 @@ class Server:
         self._closed = False
         self.port: int = self._socket.getsockname()[1]
         store.set(_address(start), json.dumps([self.port, self._secret.hex()]))
-        threading.Thread(target=self._accept, name="engines", daemon=True).start()
+        threading.Thread(target=self._accept, name="connections", daemon=True).start()
 
     def end_run(self) -> None:
         """Let ranks that are started from now on know that the run has ended."""
@@ -153,10 +153,10 @@ class Server:
                 accepted, _ = self._socket.accept()
             except OSError as error:
                 if not self._closed:
-                    logger.warning("a connection of a rank that generates was not accepted: %s", error)
+                    logger.warning("a connection of a rank was not accepted: %s", error)
                     time.sleep(ACCEPT_PAUSE_SECONDS)
                 continue
-            threading.Thread(target=self._authenticate, args=(accepted,), name="engine", daemon=True).start()
+            threading.Thread(target=self._authenticate, args=(accepted,), name="authentication", daemon=True).start()
 
     def _authenticate(self, accepted: socket.socket) -> None:
         made = Connection(accepted)
@@ -169,8 +169,8 @@ class Server:
 
 
 def _address(start: int) -> str:
-    """Return the key of the address at which ranks that generate are accepted."""
-    return f"engines/address/{start}"
+    """Return the key of the address at which connections are accepted."""
+    return f"roles/address/{start}"
 
 
 def has_ended(store: dist.Store) -> bool:

@@ -1,4 +1,4 @@
-"""The messages between the first rank that trains and the ranks that generate."""
+"""The messages between the first rank that trains and the ranks that do not train."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from hybrid3d.run.timeline import Span
 
 @dataclass(frozen=True)
 class Register:
-    """Sent by a rank that generates when it has started, and when the ranks that train have.
+    """Sent by a rank that does not train when it has started, and when the ranks that train have.
 
     Attributes:
         failure: why its process before this one ended; empty if this is the first.
         confined_by: what confines code that rewards run there; None if nothing does, or none is run.
-        engine_start: number of the start of its engine, which is up since before the ranks that train were started
-            again; None if it has none yet.
+        group_start: number of the start of its group, which is up since before the ranks that train were started
+            again; None if it has not started yet.
     """
 
     rank: int
     failure: str = ""
     confined_by: str | None = None
-    engine_start: int | None = None
+    group_start: int | None = None
 
 
 @dataclass(frozen=True)
 class Join:
-    """Asks a rank to start its engine, unless it is up: all ranks of the engine have registered.
+    """Asks a rank to start what it serves with, unless that is up: all ranks of its group have registered.
 
     Attributes:
-        start: number of this start of the engine.
+        start: number of this start of the group.
     """
 
     start: int
@@ -39,12 +39,12 @@ class Join:
 
 @dataclass(frozen=True)
 class Joined:
-    """Sent when the engine of a rank has started."""
+    """Sent when a rank has started what it serves with."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Asks for a sync, or for a call of this method of the engine's replicas, with these arguments.
+    """Asks a rank to call this method of what it serves with, with these arguments.
 
     Attributes:
         stoppable: it returns early when another message has arrived.
@@ -77,7 +77,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Leave:
-    """Asks a rank to exit: its engine is not needed for now. It registers again."""
+    """Asks a rank to exit: its group is not needed for now. It registers again."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import PHASE_TIMEOUT, all_reduce_min, broadcast_object
-from hybrid3d.generation.replicas import NoReplicas
+from hybrid3d.generation.replicas import NoReplicas, ScoredReplicas
 from hybrid3d.generation.rollouts import make_rollouts
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
@@ -23,6 +22,7 @@ from hybrid3d.roles.models import Models
 from hybrid3d.roles.split.ahead import GenerationAhead
 from hybrid3d.roles.split.elastic_sync import ElasticSync, Members
 from hybrid3d.roles.split.engines import Engines
+from hybrid3d.roles.split.other_roles import OtherRoles
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics, Stopwatch
@@ -88,11 +88,14 @@ class TrainingRank:
         self._group = group
         # Here ranks wait for those that generate, which is no failure however long it takes
         self._patient = dist.new_group(dist.get_process_group_ranks(group), timeout=PHASE_TIMEOUT, backend="gloo")
-        self._engines = Engines(recipe, store, record, start) if group.rank() == 0 else None
+        self._others = OtherRoles(recipe, store, record, start) if group.rank() == 0 else None
+        self._engines = None if self._others is None else self._others.engines
         config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
         self.train, self.held_out = read_data(recipe, config, tokenizer)
-        if self._engines is not None:
-            self._rollouts = make_rollouts(recipe, self._engines, self.train, self.held_out)
+        if self._others is not None and self._engines is not None:
+            workers = self._others.reward_workers
+            replicas = self._engines if workers is None else ScoredReplicas(self._engines, workers.score)
+            self._rollouts = make_rollouts(recipe, replicas, self.train, self.held_out)
             self._ahead = GenerationAhead(self._rollouts)
         self._record = record
         self._policy = Policy(config, recipe, group.rank(), trainable=guard is not None)
@@ -102,7 +105,7 @@ class TrainingRank:
         self._sync = ElasticSync(store, lambda *members: self._make_sync(recipe, *members))
         self._begun: Members | None = None  # of a sync that has begun during an update
         self._synced_before = False
-        self._busy, self._step_began = Stopwatch(), time.time()
+        self._busy = Stopwatch()
         self.models: Models | None = None
         if guard is not None:
             self.models = Models.of(recipe, self._policy, group.rank())
@@ -153,7 +156,8 @@ class TrainingRank:
 
     def _record_start(self, recipe: Recipe) -> None:
         """Record, after the first sync, what the ranks that generate have said of themselves."""
-        if not self._synced_before and self._engines is not None and recipe.reward.name == "code":
+        generation_scores = recipe.reward.name == "code" and recipe.scoring_role == "generation"
+        if not self._synced_before and self._engines is not None and generation_scores:
             confined_by = self._engines.confined_by or ""
             self._record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
         self._synced_before = True
@@ -198,12 +202,11 @@ class TrainingRank:
         with self._busy:
             metrics = self._learner.update(experience, step, recipe, hook)
         metrics.maxima["time/training_busy"] = self._busy.lap()
-        if self._engines is not None:
+        if self._others is not None:
             self._ahead.end()
-            metrics.maxima["time/generation_busy"] = self._engines.busy_seconds(self._step_began)
+            metrics.maxima |= self._others.lap_busy_seconds()
             if recipe.async_.max_staleness and recipe.async_.partial is None:
                 metrics.maxima["rollout/batches_ahead"] = len(self._ahead)
-            self._step_began = time.time()
         if recipe.async_.max_staleness:  # the first rank waits for what is being generated, however long it takes
             all_reduce_min(1, self._patient)
         return metrics
@@ -237,14 +240,14 @@ class TrainingRank:
             self._rollouts.restore(progress)
 
     def peak_memory(self) -> int:
-        return max(peak_memory(), 0 if self._engines is None else self._engines.peak_memory)
+        return max(peak_memory(), 0 if self._others is None else self._others.peak_memory)
 
     def other_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
-        return {} if self._engines is None else self._engines.spans(begin, end)
+        return {} if self._others is None else self._others.spans(begin, end)
 
     def close(self, recipe: Recipe) -> None:
         dist.barrier(self._group)
         self._sync.leave()
-        if self._engines is not None:
-            self._engines.close()
+        if self._others is not None:
+            self._others.close()
         dist.barrier(self._patient)

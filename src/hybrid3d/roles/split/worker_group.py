@@ -1,4 +1,4 @@
-"""An engine of a run, as the first rank that trains sees it."""
+"""Ranks that compute results together, as the first rank that trains sees them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from hybrid3d.roles.split.connections import Connection
 from hybrid3d.roles.split.messages import Register
 
 
-class Engine:
-    """One start of an engine: processes of `rollout.tp` x `rollout.dp` ranks, which are lost together.
+class WorkerGroup:
+    """One start of the ranks that compute results together, and that are lost together.
+
+    Of the role `generation` it is an engine of `rollout.tp` x `rollout.dp` ranks.
 
     Attributes:
-        place: its number among the engines of the run.
+        place: its number among the groups of its role.
         number: different for each start.
         connections: to its ranks, by rank.
         failures: why the processes of its ranks before these ended.
         kept: it was up before the ranks that train were started.
-        started: those of the connections whose ranks have started vLLM.
+        started: those of the connections whose ranks have started what they serve with.
         lost: a rank of it has been lost, or it was asked to leave.
     """
 
@@ -25,7 +27,7 @@ class Engine:
         self.place, self.number = place, number
         self.connections = {rank: connection for rank, (connection, _) in sorted(registered.items())}
         self.failures = [register.failure for _, register in registered.values() if register.failure]
-        self.kept = all(register.engine_start is not None for _, register in registered.values())
+        self.kept = all(register.group_start is not None for _, register in registered.values())
         self.started: set[Connection] = set()
         self.lost = False
 
@@ -35,7 +37,7 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether all of its ranks have started vLLM, and none is known to be lost."""
+        """Whether all of its ranks have started, and none is known to be lost."""
         return not self.lost and len(self.started) == len(self.connections)
 
     def __str__(self) -> str:

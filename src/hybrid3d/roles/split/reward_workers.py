@@ -1,0 +1,100 @@
+"""The ranks that only compute rewards, as the first rank that trains sees them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from hybrid3d.config import Recipe
+from hybrid3d.generation.replicas import Answers
+from hybrid3d.generation.samples import Sample
+from hybrid3d.rewards import sandbox
+from hybrid3d.rewards.scorer import Scores
+from hybrid3d.roles.split.messages import Call
+from hybrid3d.roles.split.worker_group import WorkerGroup
+from hybrid3d.roles.split.worker_groups import POLL_SECONDS, WorkerGroups
+from hybrid3d.run.record import Record
+
+
+class RewardWorkers(WorkerGroups):
+    """All groups of ranks that compute rewards. What a group that is lost had to score, the others score."""
+
+    activity = "reward"
+
+    def __init__(self, recipe: Recipe, store: dist.Store, record: Record):
+        super().__init__(recipe, store, record, "reward")
+        self._runs_code, self._per_prompt = recipe.reward.name == "code", recipe.algorithm.samples_per_prompt
+        self._asked: list[WorkerGroup] = []  # in the last call
+
+    def score(self, answers: Mapping[int, Answers], by_model: bool) -> dict[int, Answers]:
+        """Return the answers of replicas with their rewards, after waiting for ranks that can compute them.
+
+        Args:
+            by_model: use the reward model; otherwise the function.
+        """
+        scores = self._score([sample for found in answers.values() for sample in found.samples], by_model)
+        rewards, scored = iter(scores.rewards), dict[int, Answers]()
+        for number, found in answers.items():
+            samples = [replace(sample, reward=next(rewards)) for sample in found.samples]
+            scored[number] = replace(found, samples=samples)
+        if scores.failures:  # which are counted over all replicas
+            number, found = next(iter(scored.items()))
+            failures, examples = found.failures | scores.failures, found.examples | scores.examples
+            scored[number] = replace(found, failures=failures, examples=examples)
+        return scored
+
+    def _score(self, samples: Sequence[Sample], by_model: bool) -> Scores:
+        rewards: dict[int, float] = {}
+        failures: Counter[str] = Counter()
+        examples: dict[str, str] = {}
+        while remaining := [i for i in range(len(samples)) if i not in rewards]:
+            groups = self._wait_for_groups()
+            shares = dict(zip(groups, self._divide(remaining, len(groups)), strict=True))
+            calls = {
+                group: Call("score", {"samples": [samples[i] for i in share], "by_model": by_model})
+                for group, share in shares.items()
+            }
+            for group, (scores, *_) in self._receive(self._send(calls)).items():
+                rewards |= zip(shares[group], scores.rewards, strict=True)
+                failures.update(scores.failures)
+                examples = scores.examples | examples
+        return Scores([rewards[i] for i in range(len(samples))], dict(failures), examples)
+
+    def _divide(self, items: Sequence[int], groups: int) -> list[Sequence[int]]:
+        """Divide items between groups: the answers to a prompt stay together, as a batched reward may compare them."""
+        prompts = -(-len(items) // self._per_prompt)
+        bounds = [prompts * i // groups * self._per_prompt for i in range(groups + 1)]
+        return [items[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+    def _wait_for_groups(self) -> list[WorkerGroup]:
+        """Return the groups that are ready, after waiting for one; the first time, for all of them."""
+        told = False
+        while True:
+            ready = self._refresh()
+            if len(ready) >= (1 if self._asked else self._active):
+                break
+            if self._asked and not told:
+                self._record.event("no_reward_worker", "no rank can compute rewards: waiting for one to come back")
+                told = True
+            time.sleep(POLL_SECONDS)
+        if not self._asked and self._runs_code:
+            self._record.event("sandbox", sandbox.warning(self.confined_by or ""), confined_by=self.confined_by or "")
+        for group in ready if self._asked else ():
+            if group not in self._asked:
+                why = "; ".join(group.failures)
+                message = f"{group} computes rewards again after it was lost: {why}"
+                self._record.event("reward_worker_joined", message, ranks=group.ranks, why=why)
+        self._asked = ready
+        return ready
+
+    def _record_lost(self, group: WorkerGroup, moment: float, ready: int) -> None:
+        message = (
+            f"{group} lost: {ready} of {self._active} groups can compute rewards, and its ranks are started again, "
+            "at most roles.reward.max_restarts times"
+        )
+        self._record.event("reward_worker_lost", message, ranks=group.ranks, time=moment)

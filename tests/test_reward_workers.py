@@ -1,0 +1,192 @@
+"""Ranks that only compute rewards, without engines: who scores what, and what is done about lost ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from commands import ROOT
+from hybrid3d.config import load_recipe
+from hybrid3d.generation.replicas import Advanced, Answers, ScoredReplicas
+from hybrid3d.generation.samples import Sample
+from hybrid3d.rewards.scorer import Scores
+from hybrid3d.roles.split import worker_groups
+from hybrid3d.roles.split.connections import Connection, Disconnected, connect
+from hybrid3d.roles.split.messages import Call, End, Join, Joined, Leaving, Register, Reply
+from hybrid3d.roles.split.other_roles import OtherRoles
+from hybrid3d.roles.split.reward_workers import RewardWorkers
+
+pytestmark = pytest.mark.engines
+
+# Two ranks that train and generate, and two groups of two ranks that have a reward model
+RECIPE = load_recipe(
+    ROOT / "recipes/demo-cpu.yaml",
+    [
+        "train.pp=1",
+        "roles.reward.ranks=4",
+        "roles.reward.tp=2",
+        "reward.model=scorer",
+        "algorithm.samples_per_prompt=2",
+    ],
+)
+
+
+class FakeRank:
+    """A rank that computes rewards, as a thread: the length of the answer, and 10 more by model; until it is killed."""
+
+    def __init__(self, rank: int, store: dist.Store, failure: str = ""):
+        self.rank, self.scored = rank, list[list[str]]()
+        self.dies_at_next_call = False
+        connection = connect(store, 0, lambda: False)
+        assert connection is not None
+        self.connection: Connection = connection
+        self.connection.send(Register(rank, failure))
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        try:
+            while not isinstance(message := self.connection.receive(), End):
+                if isinstance(message, Join):
+                    self.connection.send(Joined())
+                elif isinstance(message, Call):
+                    if self.dies_at_next_call:
+                        break
+                    self.connection.send(self._score(message))
+            else:
+                self.connection.send(Leaving())
+        except Disconnected:
+            pass
+        self.connection.close()
+
+    def _score(self, call: Call) -> Reply:
+        assert call.method == "score"
+        answers = [sample.answer for sample in call.arguments["samples"]]
+        self.scored.append(answers)
+        rewards = [len(answer) + 10.0 * call.arguments["by_model"] for answer in answers]
+        failures = {"hung": answers.count("xxx")} if "xxx" in answers else {}
+        begin = time.time()
+        leads = self.rank % 2 == 0
+        scores = Scores(rewards, failures, dict.fromkeys(failures, f"on rank {self.rank}")) if leads else None
+        return Reply(scores, [("reward", begin, begin + 1)])
+
+
+def sample(answer: str) -> Sample:
+    return Sample("", (1,), (2,), (True,), (-0.5,), answer, 0.0, versions=(0,))
+
+
+def rewards_of(answers: dict[int, Answers]) -> dict[int, list[float]]:
+    return {number: [sample.reward for sample in found.samples] for number, found in answers.items()}
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1234")  # of the store; unused here
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    return dist.HashStore()
+
+
+@pytest.fixture
+def events() -> list[tuple[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def workers(
+    store: dist.Store,
+    events: list[tuple[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[RewardWorkers]:
+    """Ranks 2 and 3, and ranks 4 and 5."""
+    monkeypatch.setattr(worker_groups, "CLOSE_SECONDS", 0.5)
+
+    def event(name: str, message: str = "", **fields: Any) -> None:
+        events.append((name, fields.get("ranks")))
+
+    roles = OtherRoles(RECIPE, store, SimpleNamespace(event=event), 0)  # type: ignore[arg-type]
+    assert roles.engines is None
+    assert roles.reward_workers is not None
+    yield roles.reward_workers
+    roles.close()
+
+
+ANSWERS = {
+    3: Answers([sample("a"), sample("bb"), sample("xxx"), sample("xxx")], {"environment_hung": 1}),
+    7: Answers([sample("dddd"), sample("eeeee")]),
+}
+
+
+def test_each_group_scores_the_answers_to_its_prompts(workers: RewardWorkers, store: dist.Store) -> None:
+    ranks = {rank: FakeRank(rank, store) for rank in range(2, 6)}
+    found = workers.score(ANSWERS, by_model=False)
+    assert rewards_of(found) == {3: [1, 2, 3, 3], 7: [4, 5]}
+    assert [ranks[rank].scored for rank in (2, 3)] == [[["a", "bb"]]] * 2
+    assert [ranks[rank].scored for rank in (4, 5)] == [[["xxx", "xxx", "dddd", "eeeee"]]] * 2
+    assert found[3].failures == {"environment_hung": 1, "hung": 2}
+    assert found[3].examples == {"hung": "on rank 4"}
+    assert [replace(one, reward=0.0) for one in found[3].samples] == ANSWERS[3].samples
+    assert rewards_of(workers.score(ANSWERS, by_model=True)) == {3: [11, 12, 13, 13], 7: [14, 15]}
+    assert workers.score({3: Answers([])}, by_model=False) == {3: Answers([])}
+    assert workers.lap_busy_seconds() == pytest.approx(2.0, abs=0.1)
+
+
+def test_the_others_score_what_a_lost_group_had_to(
+    workers: RewardWorkers,
+    store: dist.Store,
+    events: list[tuple[str, Any]],
+) -> None:
+    ranks = {rank: FakeRank(rank, store) for rank in range(2, 6)}
+    workers.score(ANSWERS, by_model=False)
+    ranks[5].dies_at_next_call = True
+    assert rewards_of(workers.score(ANSWERS, by_model=False)) == {3: [1, 2, 3, 3], 7: [4, 5]}
+    assert ranks[2].scored[1:] == [["a", "bb"], ["xxx", "xxx", "dddd", "eeeee"]]
+    assert events == [("reward_worker_lost", [4, 5])]
+    ranks[2].dies_at_next_call = True
+    with ThreadPoolExecutor(1) as pool:  # with none left, it waits
+        waiting = pool.submit(workers.score, ANSWERS, False)
+        while events[-1] != ("no_reward_worker", None):
+            time.sleep(0.01)
+        assert not waiting.done()
+        again = [FakeRank(rank, store, failure="killed") for rank in (4, 5)]
+        assert rewards_of(waiting.result(timeout=10)) == {3: [1, 2, 3, 3], 7: [4, 5]}
+    assert again[0].scored == [["a", "bb", "xxx", "xxx", "dddd", "eeeee"]]
+    assert events[1:] == [("reward_worker_lost", [2, 3]), ("no_reward_worker", None), ("reward_worker_joined", [4, 5])]
+
+
+def test_other_ranks_score_what_replicas_answer() -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    class Replicas:
+        numbers = (3, 7)
+
+        def answer(self, *arguments: Any) -> dict[int, Answers]:
+            asked.append(arguments)
+            return ANSWERS
+
+        def advance(self, *arguments: Any) -> dict[int, Advanced]:
+            asked.append(arguments)
+            return {number: Advanced(answers, [(0, number)], number) for number, answers in ANSWERS.items()}
+
+    def score(answers: Any, by_model: bool) -> dict[int, Answers]:
+        reward = 2.0 if by_model else 1.0
+        return {n: Answers([replace(s, reward=reward) for s in found.samples]) for n, found in answers.items()}
+
+    scored: Any = ScoredReplicas(Replicas(), score)
+    assert scored.numbers == (3, 7)
+    assert rewards_of(scored.answer({}, 5, 0.5, scored=False)) == {3: [2.0] * 4, 7: [2.0] * 2}
+    advanced = scored.advance({}, None, 5, 0.5, scored=True)
+    assert rewards_of({n: one.answers for n, one in advanced.items()}) == {3: [1.0] * 4, 7: [1.0] * 2}
+    assert {n: (one.unfinished, one.dropped_tokens) for n, one in advanced.items()} == {
+        3: ([(0, 3)], 3),
+        7: ([(0, 7)], 7),
+    }
+    assert asked == [({}, 5, 0.5, False), ({}, None, 5, 0.5, False, None)]
