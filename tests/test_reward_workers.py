@@ -119,24 +119,29 @@ def workers(
     roles.close()
 
 
-ANSWERS = {
-    3: Answers([sample("a"), sample("bb"), sample("xxx"), sample("xxx")], {"environment_hung": 1}),
-    7: Answers([sample("dddd"), sample("eeeee")]),
-}
+SAMPLES = [sample(answer) for answer in ("a", "bb", "xxx", "xxx", "dddd", "eeeee")]
+REWARDS = [1, 2, 3, 3, 4, 5]
 
 
 def test_each_group_scores_the_answers_to_its_prompts(workers: RewardWorkers, store: dist.Store) -> None:
     ranks = {rank: FakeRank(rank, store) for rank in range(2, 6)}
-    found = workers.score(ANSWERS, by_model=False)
-    assert rewards_of(found) == {3: [1, 2, 3, 3], 7: [4, 5]}
+    found = workers.score(SAMPLES, by_model=False)
+    assert found == Scores(REWARDS, {"hung": 2}, {"hung": "on rank 4"})
     assert [ranks[rank].scored for rank in (2, 3)] == [[["a", "bb"]]] * 2
     assert [ranks[rank].scored for rank in (4, 5)] == [[["xxx", "xxx", "dddd", "eeeee"]]] * 2
-    assert found[3].failures == {"environment_hung": 1, "hung": 2}
-    assert found[3].examples == {"hung": "on rank 4"}
-    assert [replace(one, reward=0.0) for one in found[3].samples] == ANSWERS[3].samples
-    assert rewards_of(workers.score(ANSWERS, by_model=True)) == {3: [11, 12, 13, 13], 7: [14, 15]}
-    assert workers.score({3: Answers([])}, by_model=False) == {3: Answers([])}
+    assert workers.score(SAMPLES, by_model=True).rewards == [11, 12, 13, 13, 14, 15]
+    assert workers.score([], by_model=False) == Scores([])
     assert workers.lap_busy_seconds() == pytest.approx(2.0, abs=0.1)
+
+
+def test_a_call_asks_for_no_more_than_the_time_limit_of_a_batch_allows(
+    workers: RewardWorkers, store: dist.Store
+) -> None:
+    ranks = {rank: FakeRank(rank, store) for rank in range(2, 6)}
+    samples = SAMPLES * 40
+    assert workers.score(samples, by_model=False).rewards == REWARDS * 40
+    # In 420 s, 28 times 10 s and 5 s to end a worker, by two workers, and whole prompts
+    assert [len(call) for call in ranks[2].scored] == [len(call) for call in ranks[4].scored] == [56, 56, 8]
 
 
 def test_the_others_score_what_a_lost_group_had_to(
@@ -145,48 +150,50 @@ def test_the_others_score_what_a_lost_group_had_to(
     events: list[tuple[str, Any]],
 ) -> None:
     ranks = {rank: FakeRank(rank, store) for rank in range(2, 6)}
-    workers.score(ANSWERS, by_model=False)
+    workers.score(SAMPLES, by_model=False)
     ranks[5].dies_at_next_call = True
-    assert rewards_of(workers.score(ANSWERS, by_model=False)) == {3: [1, 2, 3, 3], 7: [4, 5]}
+    assert workers.score(SAMPLES, by_model=False).rewards == REWARDS
     assert ranks[2].scored[1:] == [["a", "bb"], ["xxx", "xxx", "dddd", "eeeee"]]
     assert events == [("reward_worker_lost", [4, 5])]
     ranks[2].dies_at_next_call = True
     with ThreadPoolExecutor(1) as pool:  # with none left, it waits
-        waiting = pool.submit(workers.score, ANSWERS, False)
+        waiting = pool.submit(workers.score, SAMPLES, False)
         while events[-1] != ("no_reward_worker", None):
             time.sleep(0.01)
         assert not waiting.done()
         again = [FakeRank(rank, store, failure="killed") for rank in (4, 5)]
-        assert rewards_of(waiting.result(timeout=10)) == {3: [1, 2, 3, 3], 7: [4, 5]}
+        assert waiting.result(timeout=10).rewards == REWARDS
     assert again[0].scored == [["a", "bb", "xxx", "xxx", "dddd", "eeeee"]]
     assert events[1:] == [("reward_worker_lost", [2, 3]), ("no_reward_worker", None), ("reward_worker_joined", [4, 5])]
 
 
 def test_other_ranks_score_what_replicas_answer() -> None:
     asked: list[tuple[Any, ...]] = []
+    answered = {3: Answers(SAMPLES[:4], {"environment_hung": 1}), 7: Answers(SAMPLES[4:])}
 
     class Replicas:
         numbers = (3, 7)
 
         def answer(self, *arguments: Any) -> dict[int, Answers]:
             asked.append(arguments)
-            return ANSWERS
+            return answered
 
         def advance(self, *arguments: Any) -> dict[int, Advanced]:
             asked.append(arguments)
-            return {number: Advanced(answers, [(0, number)], number) for number, answers in ANSWERS.items()}
+            return {number: Advanced(answers, [(0, number)], number) for number, answers in answered.items()}
 
-    def score(answers: Any, by_model: bool) -> dict[int, Answers]:
-        reward = 2.0 if by_model else 1.0
-        return {n: Answers([replace(s, reward=reward) for s in found.samples]) for n, found in answers.items()}
+    def score(samples: Any, by_model: bool) -> Scores:
+        return Scores([len(one.answer) + 10.0 * by_model for one in samples], {"hung": 2}, {"hung": "two"})
 
     scored: Any = ScoredReplicas(Replicas(), score)
     assert scored.numbers == (3, 7)
-    assert rewards_of(scored.answer({}, 5, 0.5, scored=False)) == {3: [2.0] * 4, 7: [2.0] * 2}
+    found = scored.answer({}, 5, 0.5, scored=False)
+    assert rewards_of(found) == {3: [11, 12, 13, 13], 7: [14, 15]}
+    assert (found[3].failures, found[7].failures) == ({"environment_hung": 1, "hung": 2}, {})
+    assert found[3].examples == {"hung": "two"}
+    assert [replace(one, reward=0.0) for one in found[3].samples] == SAMPLES[:4]
     advanced = scored.advance({}, None, 5, 0.5, scored=True)
-    assert rewards_of({n: one.answers for n, one in advanced.items()}) == {3: [1.0] * 4, 7: [1.0] * 2}
-    assert {n: (one.unfinished, one.dropped_tokens) for n, one in advanced.items()} == {
-        3: ([(0, 3)], 3),
-        7: ([(0, 7)], 7),
-    }
+    assert rewards_of({number: one.answers for number, one in advanced.items()}) == {3: REWARDS[:4], 7: REWARDS[4:]}
+    kept = {number: (one.unfinished, one.dropped_tokens) for number, one in advanced.items()}
+    assert kept == {3: ([(0, 3)], 3), 7: ([(0, 7)], 7)}
     assert asked == [({}, 5, 0.5, False), ({}, None, 5, 0.5, False, None)]

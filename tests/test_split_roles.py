@@ -441,7 +441,7 @@ def test_a_rank_that_does_not_train_says_what_to_lower_where_memory_runs_out(
     def serve(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr(service, "serve", serve)
+    monkeypatch.setattr(service.Service, "run", serve)
     for rank, advice in ((4, "this rank only generates: lower rollout.gpu"), (6, "this rank only computes rewards: ")):
         monkeypatch.setenv("RANK", str(rank))
         with pytest.raises(RuntimeError, match=f"CUDA out of memory. Tried to allocate 2 GiB.: {advice}"):

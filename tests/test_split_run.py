@@ -187,6 +187,24 @@ def test_rewards_go_on_when_the_ranks_that_compute_them_are_killed(work: Path) -
 
 
 @pytest.mark.slow
+def test_ranks_that_compute_rewards_stay_up_while_those_that_train_and_generate_are_started_again(work: Path) -> None:
+    run = work / "runs/rewards-again"
+    more = ("name=rewards-again", "rollout.tp=2", *REWARDS_APART, "run.max_restarts=1")
+    train(work, "name=once", "rollout.tp=2")
+    with started(work, *more) as process:
+        wait_for_rows(run, 3, process)  # a checkpoint is there
+        child = child_of(run, 1)
+        assert child is not None
+        os.kill(child, signal.SIGKILL)
+        printed, _ = process.communicate(timeout=300)
+        assert process.returncode == 0
+    assert "starting the ranks that train again, from the last checkpoint (1 of run.max_restarts=1)" in printed
+    assert not engine_events(run, "lost")
+    assert "reward_worker_lost" not in (run / "events.jsonl").read_text()
+    assert without(read_rows(run), *OF_RESUME) == without(read_rows(work / "runs/once"), *OF_RESUME)
+
+
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_with_rewards_of_other_ranks(work: Path) -> None:
     accuracy = read_rows(work / "runs/rewards-apart")[-1]["eval/accuracy"]
     assert f"step 3: held-out accuracy {accuracy:.4f}" in hybrid3d(work, "eval", "runs/rewards-apart", also=work)

@@ -19,11 +19,11 @@ CHECKED = "HYBRID3D_CHECKED"  # set by hybrid3d's own launcher, which has run al
 RENDEZVOUS_SECONDS = "HYBRID3D_RENDEZVOUS_SECONDS"
 HEARTBEAT_SECONDS = "HYBRID3D_HEARTBEAT_SECONDS"
 
-DISCONNECTED = 75  # exit code of a rank that generates: the run has ended, or its engine has lost a rank
+DISCONNECTED = 75  # exit code of a rank that does not train: the run has ended, or its group has lost a rank
 
 
 class State(bytes, enum.Enum):
-    """What a process that generates has reached, as it tells the one that restarts it."""
+    """What a process that does not train has reached, as it tells the one that restarts it."""
 
     ALIVE = b"[alive]"
     CONNECTED = b"[connected]"

@@ -173,7 +173,7 @@ def set_shared_memory_prefix(run: str | None = None) -> None:
 
 
 def engine_name(run: str, first_rank: int, restart_count: int) -> str:
-    """Return the name that the shared memory of one start of an engine is named after."""
+    """Return the name that the shared memory of one start of an engine, or of a group of ranks, is named after."""
     return f"{run}.engine-{first_rank}-{restart_count}"
 
 
@@ -183,7 +183,7 @@ def remove_shared_memory(run: str, engines: bool = True) -> None:
     Names must match completely, because the id of another run may start with this one. Those of other users stay.
 
     Args:
-        engines: also those of its engines, where ranks only generate.
+        engines: also those of its engines, and of ranks that do not train.
     """
     name = re.escape(run) + (r"(\.engine-\d+-\d+)?" if engines else "")
     pattern = re.compile(rf"psm_{name}_[0-9a-f]+|sem\.mp-{name}-\w{{8}}|{name}-[^-]+-\[[^\]]*\]-cpushm.*")

@@ -23,6 +23,7 @@ def add_parser(commands: Commands) -> None:
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe, folder, step = load_run(options, "eval")
+    recipe = dataclasses.replace(recipe, reward=dataclasses.replace(recipe.reward, model=None))  # which is for training
     if recipe.rollout is None:
         raise RecipeError(recipe.name, ["the run has no `rollout` section, which `eval` needs to generate answers"])
     if CHECKED not in os.environ:

@@ -16,6 +16,7 @@ _ONE_GROUP: dict[str, Any] = {
     "dp": 1,
     "etp": 1,
     "vpp": 1,
+    "expert_bias_update_rate": 0.0,
     "first_stage_layers": None,
     "last_stage_layers": None,
 }
@@ -88,7 +89,7 @@ class Recipe:
 
     @property
     def has_serving_ranks(self) -> bool:
-        """Return whether there are ranks that do not train, and that those that train ask for samples or rewards."""
+        """Return whether there are ranks that do not train; those that train ask them for samples or rewards."""
         return self.world_size > self.train_ranks
 
     @property

@@ -210,8 +210,8 @@ class EngineReplicas:
         return dict(sorted(filter(None, values), key=lambda pair: pair[0]))
 
 
-Score = Callable[[Mapping[int, Answers], bool], Mapping[int, Answers]]
-"""Returns the answers of replicas with their rewards: by the reward model, or else by the function."""
+Score = Callable[[Sequence[Sample], bool], Scores]
+"""Returns the rewards of samples: by the reward model, or else by the function."""
 
 
 class ScoredReplicas:
@@ -227,7 +227,7 @@ class ScoredReplicas:
     def answer(
         self, shares: Mapping[int, Sequence[Work]], version: int, temperature: float, scored: bool
     ) -> Mapping[int, Answers]:
-        return self._score(self._replicas.answer(shares, version, temperature, False), not scored)
+        return self._scored(self._replicas.answer(shares, version, temperature, False), not scored)
 
     def advance(
         self,
@@ -239,5 +239,17 @@ class ScoredReplicas:
         stop: Callable[[], bool] | None = None,
     ) -> Mapping[int, Advanced]:
         found = self._replicas.advance(prompts, wanted, version, temperature, False, stop)
-        answers = self._score({number: advanced.answers for number, advanced in found.items()}, not scored)
+        answers = self._scored({number: advanced.answers for number, advanced in found.items()}, not scored)
         return {number: replace(advanced, answers=answers[number]) for number, advanced in found.items()}
+
+    def _scored(self, answers: Mapping[int, Answers], by_model: bool) -> dict[int, Answers]:
+        scores = self._score([sample for found in answers.values() for sample in found.samples], by_model)
+        rewards, scored = iter(scores.rewards), dict[int, Answers]()
+        for number, found in answers.items():
+            samples = [replace(sample, reward=next(rewards)) for sample in found.samples]
+            scored[number] = replace(found, samples=samples)
+        if scores.failures:  # which are counted over all replicas
+            number, found = next(iter(scored.items()))
+            failures, examples = found.failures | scores.failures, found.examples | scores.examples
+            scored[number] = replace(found, failures=failures, examples=examples)
+        return scored

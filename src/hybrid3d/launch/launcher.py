@@ -105,7 +105,7 @@ def _run_once(arguments: list[str], world_size: int, folder: RunFolder) -> dict[
 
 
 def check_devices(recipe: Recipe, generates: bool = True) -> None:
-    """Check that this machine can run all ranks: with GPUs, one per rank; without, enough memory and cores.
+    """Check that this machine can run all ranks: with GPUs, one per engine; without, enough memory and cores.
 
     Args:
         generates: whether vLLM is started, which needs memory for its KV cache.
@@ -122,7 +122,8 @@ def check_devices(recipe: Recipe, generates: bool = True) -> None:
         return
     cache = recipe.rollout.kv_cache_gib * 2**30 if recipe.rollout is not None and generates else 0
     rank_bytes, memory, cores = RANK_PROCESS_BYTES + cache, total_memory(), os.cpu_count() or 1
-    max_ranks = min(int(memory // rank_bytes), MAX_RANKS_PER_CORE * cores)
+    others = recipe.world_size - recipe.engine_ranks  # without a cache
+    max_ranks = min(others + int((memory - others * RANK_PROCESS_BYTES) // rank_bytes), MAX_RANKS_PER_CORE * cores)
     if recipe.world_size > max_ranks:
         cache_share = f" ({cache / 1e9:.1f} GB of it for rollout.kv_cache_gib)" if cache else ""
         machine = f"{memory / 1e9:.1f} GB of memory and {cores} cores"

@@ -143,7 +143,7 @@ def check_data_references(recipe: Recipe, train: PromptData, held_out: PromptDat
 
 
 def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
-    """Check the checkpoint of a reward model or critic: it must fit the train layout and read the policy's tokens.
+    """Check the checkpoint of a reward model or critic: it must fit its layout and read the policy's tokens.
 
     Args:
         path: folder of the checkpoint.
@@ -165,7 +165,8 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
     except RecipeError as error:
         if key != "reward.model" or recipe.roles.reward.ranks is None:
             raise
-        raise RecipeError(recipe.name, [str(error).replace("train.", "roles.reward.")]) from None
+        problems = [problem.replace("train.", "roles.reward.") for problem in error.problems]
+        raise RecipeError(f"{key} {path}", problems) from None
     if config["vocab_size"] != policy["vocab_size"]:
         problem = f"{key}: {path} has a vocabulary of {config['vocab_size']} tokens, the policy {policy['vocab_size']}"
         raise RecipeError(recipe.name, [f"{problem}: it must have been trained with the policy's tokenizer"])
@@ -201,7 +202,9 @@ def check_folder(recipe: Recipe) -> None:
     if not folder.recipe.exists():
         return
     old, new = (flatten_settings(to_raw(r)) for r in (load_recipe(folder.recipe), recipe))
-    without_effect = re.compile(r"tracking|.*\.max_restarts")  # on results
+    without_effect = re.compile(
+        r"tracking|run\.max_restarts|roles\.generation\.max_restarts|roles\.reward\..*"
+    )  # on results
     keys = [key for key in _differing_keys(old, new) if not without_effect.fullmatch(key)]
     if not keys:
         return

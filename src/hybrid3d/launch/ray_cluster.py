@@ -106,11 +106,15 @@ def _placed(recipe: Recipe, address: str) -> Iterator[list[Place]]:
     sizes = [len(ranks) for ranks in nodes]
     found = sorted((int(n["Resources"].get(unit, 0)) for n in ray.nodes() if n["Alive"]), reverse=True)
     enough = len(found) >= len(sizes) and all(have >= need for have, need in zip(found, sizes, strict=False))
-    per_node = recipe.machine.gpus_per_node
+    per_node, cpus = recipe.machine.gpus_per_node, int(ray.cluster_resources().get("CPU", 0))
     problem = f"{recipe.ranks_formula} = {recipe.world_size} ranks, {per_node} on a node (machine.gpus_per_node)"
+    if others:
+        problem += f", {len(others)} of them without an engine on any node"
     if not enough:
         has = ", ".join(map(str, found))
         raise RecipeError(recipe.name, [f"{problem}, but the nodes of the Ray cluster at {address} have {has} {unit}s"])
+    if cpus < recipe.world_size:
+        raise RecipeError(recipe.name, [f"{problem}, but the Ray cluster at {address} has {cpus} CPUs: one per rank"])
     bundles = [{"CPU": size, **({"GPU": size} if unit == "GPU" else {})} for size in sizes]
     groups = [placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK")]
     places = [Place(ranks, groups[0], i) for i, ranks in enumerate(nodes)]

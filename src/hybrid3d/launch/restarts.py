@@ -26,8 +26,8 @@ from hybrid3d.run.run_folder import RunFolder
 
 RESTART_COUNT, FAILURE = "HYBRID3D_RESTART_COUNT", "HYBRID3D_RESTART_FAILURE"
 MAX_FAILURE_TEXT = 1000  # characters of a reason that are kept
-MAX_PAUSE_SECONDS = 30.0  # before a restart, when the one before did not come to have weights
-FORGIVEN_SECONDS = 3600.0  # after so long with weights, earlier restarts do not count any more
+MAX_PAUSE_SECONDS = 30.0  # before a restart, when the one before did not become ready
+FORGIVEN_SECONDS = 3600.0  # after it was ready for so long, earlier restarts do not count any more
 
 
 class ChildProcess:

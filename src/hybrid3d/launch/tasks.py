@@ -74,7 +74,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
 
 def _serve(recipe: Recipe, store: dist.Store) -> None:
     """Generate, or compute rewards, for the ranks that train, to the end of their run."""
-    from hybrid3d.roles.split.service import serve
+    from hybrid3d.roles.split.service import Service
 
     if distributed.rank() in recipe.role_ranks["generation"]:
         from hybrid3d.roles.split.generation import GenerationRank as RoleRank
@@ -83,9 +83,9 @@ def _serve(recipe: Recipe, store: dist.Store) -> None:
     else:
         from hybrid3d.roles.split.reward import RewardRank as RoleRank
 
-        advice = "this rank only computes rewards: raise roles.reward.tp, or lower train.micro_batch_size"
+        advice = "this rank only computes rewards: raise roles.reward.tp or roles.reward.pp"
     try:
-        serve(recipe, store, this_process(), RoleRank)
+        Service(recipe, store, this_process(), RoleRank).run()
     except RuntimeError as error:
         cause = find_out_of_memory(error)
         if cause is None:
@@ -132,12 +132,12 @@ def _make_roles(
         return TrainingRank(recipe, store, group, record, guard, weights_of, this_process().restart_count)
     from hybrid3d.roles.colocated import Colocated
 
-    others = None
+    others, start = None, this_process().restart_count
     if recipe.has_serving_ranks and group.rank() == 0:
         from hybrid3d.roles.split.other_roles import OtherRoles
 
-        others = OtherRoles(recipe, store, record, this_process().restart_count)
-    return Colocated(recipe, group, slots, guard, weights_of, others)
+        others = OtherRoles(recipe, store, record, start)
+    return Colocated(recipe, group, slots, guard, weights_of, others, start)
 
 
 def _train_rl(
@@ -173,7 +173,7 @@ def _choose_placement(recipe: Recipe, store: dist.Store) -> Sequence[int]:
     """Return the slot of each rank in the rollout layout; vLLM is imported only by ranks that generate."""
     from hybrid3d.planning.agreed_placement import broadcast_placement
 
-    return broadcast_placement(recipe, store)
+    return broadcast_placement(recipe, dist.PrefixStore(f"start/{this_process().restart_count}", store))
 
 
 def evaluate(

@@ -1,7 +1,7 @@
-"""Runs a rank that trains in a child process, as those that generate are to outlive it.
+"""Runs a rank that trains in a child process, as those that do not train are to outlive it.
 
 When one of the ranks that train is lost, the others end too, and all of them are started again: they go on from the
-last checkpoint, and those that generate, whose engines are up, register with them.
+last checkpoint, and the others, whose engines are up, register with them.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _decide(recipe: Recipe, folder: RunFolder, codes: dict[int, int], restarts: 
     Args:
         codes: the exit codes of their processes.
         restarts: how often they were started again.
-        ended: whether those that generate have been told that the run has ended.
+        ended: whether those that do not train have been told that the run has ended.
     """
     ranks = recipe.role_ranks["train"]
     failed = {number: SimpleNamespace(exitcode=code) for number, code in codes.items() if code}

@@ -51,7 +51,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     Args:
         launched: whether hybrid3d's own launcher started the rank and reports failures; under torchrun and srun the
             rank reports its own.
-        restarts: whether ranks that only generate are started again when they are lost, so that the others do not end.
+        restarts: whether ranks that do not train are started again when they are lost, so that the others do not end.
 
     Returns:
         The exit code: 0 for success, 1 for a failure, 2 if the ranks were not started with the same settings.
@@ -127,18 +127,18 @@ def _start_heartbeat(
         elif trains > 1:  # the next rank that trains reports rank 0
             on_lost = _exit_disconnected
     elif trains == 1 < distributed.world_size():
-        watched = 0  # itself, as only the ranks that generate watch it
+        watched = 0  # itself, as only the ranks that do not train watch it
     return Heartbeat(store, rank, trains, on_lost, watched)
 
 
 def _exit_disconnected(lost_rank: int, message: str) -> None:
-    """Exit as a rank that generates, which is started again, and which does not know whether the run has ended."""
+    """Exit as a rank that does not train, which is started again, and which does not know whether the run has ended."""
     logger.error("rank %d: %s", lost_rank, message)
     os._exit(DISCONNECTED)
 
 
 def _fail_training(folder: RunFolder, store: dist.Store, lost_rank: int, message: str) -> None:
-    """Report the only rank that trains, which is started again, and exit as a rank that generates, which is too."""
+    """Report the only rank that trains, which is started again, and exit as a rank that is, too."""
     logger.error("rank %d: %s", lost_rank, message)
     reason = failure_record(lost_rank, message)
     with suppress(OSError):

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import PHASE_TIMEOUT, broadcast_object
-from hybrid3d.generation.replicas import Answers, EngineReplicas, Replicas, ScoredReplicas
+from hybrid3d.generation.replicas import EngineReplicas, Replicas, ScoredReplicas
 from hybrid3d.generation.rollouts import make_rollouts
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
+from hybrid3d.process import engine_name, remove_shared_memory
+from hybrid3d.rewards.scorer import Scores
 from hybrid3d.roles.learner import Experience, Learner
 from hybrid3d.roles.models import Models
 from hybrid3d.roles.split.other_roles import OtherRoles
@@ -51,6 +53,7 @@ class Colocated:
         guard: Guard | None = None,
         weights_of: Path | None = None,
         others: OtherRoles | None = None,
+        start: int = 0,
     ):
         """
         Args:
@@ -58,6 +61,7 @@ class Colocated:
             guard: the guard of a run that trains; None if it does not train.
             weights_of: a checkpoint whose weights the policy loads instead of those of `model.path`.
             others: on the first rank, the roles of ranks that do not train, if there are any.
+            start: number of this start of these ranks.
 
         Raises:
             BrokenCheckpoint: `weights_of` is damaged; raised on every rank, before vLLM starts.
@@ -69,7 +73,10 @@ class Colocated:
         if weights_of is not None:
             checkpoint.load_weights({"policy": self._policy}, weights_of, group)
         self._policy.offload(recipe.train)  # vLLM sizes its memory by what is free when it starts
-        self._engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
+        run = distributed.run_id()
+        if start:
+            remove_shared_memory(engine_name(run, 0, start - 1))
+        self._engine = RolloutEngine(recipe, rank, engine_name(run, 0, start), slots)
         self._overlaps = guard is not None and recipe.overlaps_sync
         buckets = self._policy.optimizer_buckets if self._overlaps else None
         self._sync = WeightSync(recipe, group, self._policy.weights, self._engine, buckets, self._policy.changes)
@@ -137,14 +144,14 @@ class Colocated:
         (self.models or self._policy).offload(recipe.train)  # vLLM wakes to shut down
         self._engine.close()
 
-    def _score(self, answers: Mapping[int, Answers], by_model: bool) -> Mapping[int, Answers]:
-        """Return the answers of all replicas with their rewards, which the first rank asks for."""
+    def _score(self, samples: Sequence[Sample], by_model: bool) -> Scores:
+        """Return the rewards of samples, which the first rank asks for."""
         found = None
         if self._others is not None:
             assert self._others.reward_workers is not None, "only called where there are some"
-            found = self._others.reward_workers.score(answers, by_model)
-        scored: Mapping[int, Answers] = broadcast_object(found, self._patient)
-        return scored
+            found = self._others.reward_workers.score(samples, by_model)
+        scores: Scores = broadcast_object(found, self._patient)
+        return scores
 
     def _overlap_hook(self, version: int, recipe: Recipe) -> BucketHook | None:
         """Return a hook that syncs each optimizer bucket of the last update; None if syncs do not overlap it."""

@@ -65,7 +65,8 @@ class Reward:
         model: Checkpoint of a sequence classifier with one label that reads the policy's tokens. Its score is the
             training reward; `name` then scores held-out answers only.
         shuffle: Permute rewards at random within a step, as a control experiment.
-        workers: Worker processes per rollout replica for rewards; your own environment gets as many again.
+        workers: Worker processes per rollout replica, or per rank that only computes rewards; your own environment gets
+            as many again.
         timeout_seconds: Time limit for scoring one answer, or for one reply of an environment.
         default: Reward of an answer whose scoring failed.
         max_failures: Maximum fraction of a step's samples whose reward or environment may fail before the run ends.

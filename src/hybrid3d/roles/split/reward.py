@@ -14,6 +14,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.distributed import gather_objects
 from hybrid3d.generation.samples import Sample
 from hybrid3d.inputs.models import read_config, read_tokenizer
+from hybrid3d.process import engine_name, remove_shared_memory, set_shared_memory_prefix
 from hybrid3d.rewards.scorer import Scorer, Scores
 from hybrid3d.rl.batch import Batch
 from hybrid3d.roles.split.connections import Connection
@@ -41,6 +42,10 @@ class RewardRank:
         reward = recipe.reward
         self.start, self.ready = start, False
         self._leads = distributed.rank() == ranks.start
+        run = distributed.run_id()
+        if start:
+            remove_shared_memory(engine_name(run, ranks.start, start - 1))
+        set_shared_memory_prefix(engine_name(run, ranks.start, start))
         self._scorer = Scorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
         self._model: ScoringModel | None = None
         if reward.model is not None:
@@ -76,8 +81,10 @@ class RewardRank:
         return peak_memory()
 
     def close(self) -> None:
-        """End the processes that compute rewards."""
+        """End the processes that compute rewards, and destroy the group."""
         self._scorer.close()
+        if self._model is not None:
+            dist.destroy_process_group()
 
 
 class ScoringModel:

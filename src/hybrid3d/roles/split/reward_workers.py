@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
-from hybrid3d.generation.replicas import Answers
 from hybrid3d.generation.samples import Sample
 from hybrid3d.rewards import sandbox
+from hybrid3d.rewards.pool_client import GRACE_SECONDS
+from hybrid3d.rewards.pool_worker import BATCH_SECONDS
 from hybrid3d.rewards.scorer import Scores
 from hybrid3d.roles.split.messages import Call
 from hybrid3d.roles.split.worker_group import WorkerGroup
@@ -28,33 +28,26 @@ class RewardWorkers(WorkerGroups):
 
     def __init__(self, recipe: Recipe, store: dist.Store, record: Record):
         super().__init__(recipe, store, record, "reward")
-        self._runs_code, self._per_prompt = recipe.reward.name == "code", recipe.algorithm.samples_per_prompt
+        reward, self._per_prompt = recipe.reward, recipe.algorithm.samples_per_prompt
+        self._runs_code = reward.name == "code"
+        # How many samples a rank can score within the time limit of a batch, however long each of them takes
+        rounds = max(1, int(BATCH_SECONDS // (reward.timeout_seconds + GRACE_SECONDS)))
+        self._most = max(1, rounds * reward.workers // self._per_prompt) * self._per_prompt
         self._asked: list[WorkerGroup] = []  # in the last call
 
-    def score(self, answers: Mapping[int, Answers], by_model: bool) -> dict[int, Answers]:
-        """Return the answers of replicas with their rewards, after waiting for ranks that can compute them.
+    def score(self, samples: Sequence[Sample], by_model: bool) -> Scores:
+        """Return the rewards of samples, after waiting for ranks that can compute them.
 
         Args:
             by_model: use the reward model; otherwise the function.
         """
-        scores = self._score([sample for found in answers.values() for sample in found.samples], by_model)
-        rewards, scored = iter(scores.rewards), dict[int, Answers]()
-        for number, found in answers.items():
-            samples = [replace(sample, reward=next(rewards)) for sample in found.samples]
-            scored[number] = replace(found, samples=samples)
-        if scores.failures:  # which are counted over all replicas
-            number, found = next(iter(scored.items()))
-            failures, examples = found.failures | scores.failures, found.examples | scores.examples
-            scored[number] = replace(found, failures=failures, examples=examples)
-        return scored
-
-    def _score(self, samples: Sequence[Sample], by_model: bool) -> Scores:
         rewards: dict[int, float] = {}
         failures: Counter[str] = Counter()
         examples: dict[str, str] = {}
         while remaining := [i for i in range(len(samples)) if i not in rewards]:
             groups = self._wait_for_groups()
-            shares = dict(zip(groups, self._divide(remaining, len(groups)), strict=True))
+            most = len(remaining) if by_model else self._most * len(groups)
+            shares = dict(zip(groups, self._divide(remaining[:most], len(groups)), strict=True))
             calls = {
                 group: Call("score", {"samples": [samples[i] for i in share], "by_model": by_model})
                 for group, share in shares.items()

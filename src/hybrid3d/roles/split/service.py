@@ -69,17 +69,6 @@ class Progress(Protocol):
     def tell(self, state: State) -> None: ...
 
 
-def serve(recipe: Recipe, store: dist.Store, progress: Progress, make_rank: MakeRank) -> None:
-    """Start what this rank serves with once all ranks of its group have registered, and do what is asked for.
-
-    If the ranks that train are started again, it stays up, and is at the service of their next start.
-
-    Raises:
-        Disconnected: the first rank that trains does not answer.
-    """
-    Service(recipe, store, progress, make_rank).run()
-
-
 class Service:
     """What a rank that does not train does until the end of the run."""
 
@@ -93,7 +82,13 @@ class Service:
         self._asked_to_exit = False
 
     def run(self) -> None:
-        """See `serve`."""
+        """Start what this rank serves with once all ranks of its group have registered, and do what is asked for.
+
+        If the ranks that train are started again, it stays up, and is at the service of their next start.
+
+        Raises:
+            Disconnected: the first rank that trains does not answer.
+        """
         start = self._starts.latest()
         while not self._serve(start):
             start += 1
