@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "run": {
         *("errors", "launch_environment", "storage", "process", "distributed", "rl", "config", "inputs", "generation"),
     },
+    "report": {"errors", "config", "run"},
     "planning": {"errors", "families", "distributed", "reshard", "config", "inputs", "train", "rollout"},
     "roles": {
         *("launch_environment", "process", "distributed", "reshard", "rl", "config", "rewards", "inputs", "generation"),
@@ -60,7 +61,18 @@ MAY_IMPORT = {
         *("launch_environment", "process", "distributed", "reshard", "rl", "config", "families", "generation", "train"),
         *("rollout", "run", "planning", "roles", "bench"),
     },
-    "cli": {"errors", "launch_environment", "config", "inputs", "run", "planning", "bench", "launch", "doctor"},
+    "cli": {
+        "errors",
+        "launch_environment",
+        "config",
+        "inputs",
+        "run",
+        "planning",
+        "bench",
+        "launch",
+        "doctor",
+        "report",
+    },
     "__main__": {"cli"},
 }
 

@@ -6,9 +6,14 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybrid3d.cli.terminal import DONE, FAILED, Commands, add_recipe, make_console, path_argument
-from hybrid3d.config import RecipeError, check_layout_early, load_recipe
+from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
+
+if TYPE_CHECKING:
+    from hybrid3d.planning.engine_queries import ProgressCallback
+    from hybrid3d.planning.report import PlanReport
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -33,20 +38,17 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.changed is not None and not 0 < options.changed <= 1:
         raise RecipeError(recipe.name, [f"--changed {options.changed}: expected a fraction above 0 and up to 1"])
     picture = None if options.picture is None else _picture_path(options.picture)
-    check_layout_early(recipe)
-    from hybrid3d.inputs.checks import check_model
-
-    config = check_model(recipe, planned=True)
-    from hybrid3d.planning.page import draw, format_page
-    from hybrid3d.planning.report import make_report
-
     with make_console(stderr=True).status("") as status:
-        plan = make_report(recipe, config, on_progress=status.update, changed_fraction=options.changed)
+        plan = make_plan(recipe, status.update, options.changed)
     if options.json:
         print(json.dumps(plan.numbers(), indent=2))
     else:
+        from hybrid3d.planning.page import format_page
+
         make_console().print(format_page(plan))
     if picture is not None:
+        from hybrid3d.planning.page import draw
+
         try:
             draw(plan, picture)
         except OSError as error:
@@ -55,6 +57,21 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
             )
             return FAILED
     return DONE
+
+
+def make_plan(recipe: Recipe, on_progress: ProgressCallback, changed_fraction: float | None = None) -> PlanReport:
+    """Check a recipe's layout and model, and plan its sync and its memory.
+
+    Raises:
+        RecipeError: the recipe cannot run, or does not fit the machine.
+    """
+    check_layout_early(recipe)
+    from hybrid3d.inputs.checks import check_model
+
+    config = check_model(recipe, planned=True)
+    from hybrid3d.planning.report import make_report
+
+    return make_report(recipe, config, on_progress=on_progress, changed_fraction=changed_fraction)
 
 
 def _picture_path(text: str) -> Path:

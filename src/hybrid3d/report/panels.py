@@ -1,0 +1,173 @@
+"""Which metrics share a chart, under which title, with which bounds and events drawn in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hybrid3d.report.charts import Chart, Curve, Limit, Mark, Points, draw_chart
+from hybrid3d.report.records import Event, RunRecords, is_number
+from hybrid3d.run.bounds import BOUNDS
+
+MAX_KEYS_OF_TWO_RUNS = 3  # in one chart; more curves could not be told apart
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Metrics that share a chart."""
+
+    title: str
+    keys: Sequence[str]
+
+
+LEARNED = (
+    Panel("Reward", ("reward/mean",)),
+    Panel("Held-out problems, greedy", ("eval/accuracy", "eval/reward")),
+    Panel("Loss", ("train/loss",)),
+    Panel("KL to the reference", ("train/kl", "train/answer_kl")),
+    Panel("KL coefficient", ("train/kl_coef",)),
+    Panel("Entropy", ("train/entropy",)),
+    Panel("Gradient norm before clipping", ("train/grad_norm", "critic/grad_norm")),
+    Panel("KL of an update", ("train/approx_kl",)),
+    Panel("Clipped tokens", ("train/clip_fraction", "train/dual_clip_fraction", "critic/value_clip_fraction")),
+    Panel("Probability ratio", ("train/ratio",)),
+    Panel("Learning rate", ("train/lr", "critic/lr")),
+    Panel("Critic's loss", ("critic/loss", "critic/value_error")),
+    Panel("Critic's values", ("critic/value",)),
+    Panel("Length of answers", ("rollout/response_tokens_mean", "rollout/response_tokens_max")),
+    Panel("Truncated answers", ("rollout/truncated_fraction",)),
+    Panel("Groups whose rewards are all equal", ("rollout/zero_variance_groups",)),
+)
+TIME = (
+    Panel("Seconds of a step", ("time/step", "time/sync", "time/generate", "time/train", "time/wait")),
+    Panel("Throughput", ("tokens_per_second",)),
+    Panel("Busy seconds of a role", ("time/training_busy", "time/generation_busy")),
+    Panel("Seconds of an evaluation", ("time/eval",)),
+)
+SYNC = (
+    Panel("Bytes of a sync, all ranks", ("sync/received_bytes", "sync/lower_bound_bytes")),
+    Panel("Bytes between nodes", ("sync/network_bytes", "sync/network_bound_bytes")),
+    Panel("Seconds of a sync", ("sync/seconds", "sync/exposed_seconds")),
+    Panel("Bytes of a sync of changed elements", ("sync/delta_bytes", "sync/delta_bound_bytes")),
+    Panel("Weights whose bits have changed", ("sync/changed_fraction",)),
+)
+MEMORY = (Panel("Buffers of a sync, fullest rank", ("sync/max_staging_bytes", "sync/max_finalize_bytes")),)
+MISMATCH = (
+    Panel("Difference of a token's log-probability, mean", ("mismatch/logprob_abs_mean",)),
+    Panel(
+        "Its distribution",
+        ("mismatch/logprob_abs_p50", "mismatch/logprob_abs_p99", "mismatch/logprob_abs_max"),
+    ),
+    Panel("KL of the rollout's to the trainer's probabilities", ("mismatch/kl",)),
+    Panel("Factor of the correction", ("mismatch/weight",)),
+)
+SECTIONS: Mapping[str, Sequence[Panel]] = {
+    "learned": LEARNED,
+    "time": TIME,
+    "sync": SYNC,
+    "memory": MEMORY,
+    "mismatch": MISMATCH,
+}
+OTHER = "other"  # the section of all metrics that no panel names
+TABLED = "data/"  # metrics that are the same at every step
+
+FRACTIONS = ("fraction", "accuracy")
+NATS = ("kl", "entropy", "logprob_abs_")
+
+# The metrics in whose charts an event is drawn; those of `bound_left` are in the event itself
+DRAWN_EVENTS = {
+    "batch_skipped": ("train/grad_norm", "critic/grad_norm"),
+    "kl_fixed": ("train/kl", "train/answer_kl", "train/kl_coef"),
+    "engines_disagree": ("mismatch/logprob_abs_mean", "mismatch/logprob_abs_p50"),
+    "setting_changed": ("reward/mean", "train/lr", "train/kl_coef"),
+    "out_of_memory": ("time/step", "reward/mean"),
+    "resume": ("reward/mean", "time/step"),
+    "sync_corrupted": ("sync/received_bytes", "sync/seconds"),
+    "reward_failed": ("reward/mean",),
+}
+
+
+def unit_of(key: str) -> str:
+    """Return the unit of a metric; `fraction` if it is shown in percent."""
+    name = key.rpartition("/")[2]
+    if name.endswith("bytes"):
+        return "bytes"
+    if key == "tokens_per_second":
+        return "tokens/s"
+    if key.startswith("time/") or name.endswith("seconds"):
+        return "s"
+    if any(part in name for part in FRACTIONS):
+        return "fraction"
+    if "tokens" in name:
+        return "tokens"
+    return "nats" if any(part in name for part in NATS) and name != "kl_coef" else ""
+
+
+def draw_sections(runs: Sequence[RunRecords], curves: Sequence[Mapping[str, Points]]) -> dict[str, list[Chart]]:
+    """Draw all metrics of the runs, by section.
+
+    Args:
+        curves: the points of each metric, for each run.
+    """
+    named = {key for panels in SECTIONS.values() for panel in panels for key in panel.keys}
+    others = dict.fromkeys(key for of_run in curves for key in of_run if key not in named)
+    rest = [Panel(key, (key,)) for key in others if not key.startswith(TABLED)]
+    return {
+        section: [chart for panel in panels for chart in _charts(panel, runs, curves)]
+        for section, panels in {**SECTIONS, OTHER: rest}.items()
+    }
+
+
+def _charts(panel: Panel, runs: Sequence[RunRecords], curves: Sequence[Mapping[str, Points]]) -> Iterable[Chart]:
+    keys = [key for key in panel.keys if any(key in of_run for of_run in curves)]
+    if len(runs) > 1 and len(keys) > MAX_KEYS_OF_TWO_RUNS:
+        parts = [Panel(f"{panel.title}: {key}", (key,)) for key in keys]
+        return [chart for part in parts for chart in _charts(part, runs, curves)]
+    found = [
+        # One run: a color for each metric; two: a color for each run, and dashes for each metric
+        Curve(number, key, key, of_run[key], (place, 0))
+        if len(runs) == 1
+        else Curve(number, key, f"{'AB'[number]} {key}", of_run[key], (number, place))
+        for number, of_run in enumerate(curves)
+        for place, key in enumerate(keys)
+        if key in of_run
+    ]
+    unit = unit_of(keys[0]) if keys else ""
+    chart = draw_chart(panel.title, unit, found, _limits(keys, runs), _marks(keys, runs))
+    return [] if chart is None else [chart]
+
+
+def _limits(keys: Sequence[str], runs: Sequence[RunRecords]) -> list[Limit]:
+    """Return the bounds of `guard` on these metrics, with their changes during the run."""
+    found = []
+    for number, run in enumerate(runs):
+        for bound in BOUNDS:
+            setting = f"guard.{bound.setting}"
+            changes = [(e["step"], e.get("new")) for e in run.events if _changes(e, setting)]
+            values = [(0.0, run.settings.get(setting)), *changes]
+            drawn = [(step, value if is_number(value) else None) for step, value in values]
+            if bound.metric in keys and any(value is not None for _, value in drawn):
+                found.append(Limit(setting if len(runs) == 1 else f"{'AB'[number]} {setting}", drawn))
+    return found
+
+
+def _changes(event: Event, setting: str) -> bool:
+    return event["event"] == "setting_changed" and event.get("key") == setting and is_number(event.get("step"))
+
+
+def _marks(keys: Sequence[str], runs: Sequence[RunRecords]) -> list[Mark]:
+    found = []
+    for number, run in enumerate(runs):
+        for event in run.events:
+            where = (event.get("metric"),) if event["event"] == "bound_left" else DRAWN_EVENTS.get(event["event"], ())
+            if is_number(event.get("step")) and any(key in where for key in keys):
+                who = "" if len(runs) == 1 else f"{'AB'[number]}: "
+                found.append(
+                    Mark(event["step"], f"{who}step {event['step']:g}: {event['event']} {event_details(event)}")
+                )
+    return found
+
+
+def event_details(event: Event) -> str:
+    """Return the fields of an event as text."""
+    return ", ".join(f"{key}: {value}" for key, value in event.items() if key not in ("event", "time", "step"))

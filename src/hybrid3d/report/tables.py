@@ -1,0 +1,207 @@
+"""The tables of a report: the state of the runs, their syncs, the plan against what was measured, and settings."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid3d.report.charts import format_number, format_value
+from hybrid3d.report.phases import attribute
+from hybrid3d.report.records import RunRecords, setting_text
+
+NONE = "–"
+Plan = Mapping[str, Any]
+"""The numbers of `hybrid3d plan --json`."""
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row: its label, a cell for each column, and a note on it."""
+
+    label: str
+    cells: Sequence[str]
+    note: str = ""
+
+
+def overview(runs: Sequence[RunRecords]) -> list[TableRow]:
+    """Return the most important facts about each run."""
+
+    def last(key: str, unit: str = "") -> Callable[[RunRecords], str]:
+        return lambda run: _at(run.metric(key)[-1:], unit)
+
+    def best(key: str, unit: str = "") -> Callable[[RunRecords], str]:
+        return lambda run: _at(sorted(run.metric(key), key=lambda one: one[1])[-1:], unit)
+
+    def median(key: str, unit: str) -> Callable[[RunRecords], str]:
+        return lambda run: _median([value for _, value in run.metric(key)], unit)
+
+    facts: list[tuple[str, Callable[[RunRecords], str]]] = [
+        ("State", lambda run: run.state),
+        ("Steps", _progress),
+        ("Algorithm", lambda run: setting_text(run.settings.get("algorithm.name"))),
+        ("Training layout", lambda run: _layout(run, "train", ("tp", "pp", "vpp", "ep", "etp", "cp", "dp"))),
+        ("Rollout layout", _rollout_layout),
+        ("Reward, last", last("reward/mean")),
+        ("Held-out accuracy, last", last("eval/accuracy", "fraction")),
+        ("Held-out accuracy, best", best("eval/accuracy", "fraction")),
+        ("Loss, last", last("train/loss")),
+        ("Seconds of a step, median", median("time/step", "s")),
+        ("Throughput, median", median("tokens_per_second", "tokens/s")),
+    ]
+    rows = [TableRow(label, [fact(run) for run in runs]) for label, fact in facts]
+    return [row for row in rows if any(cell not in (NONE, "null") for cell in row.cells)]
+
+
+def sync_table(runs: Sequence[RunRecords]) -> list[TableRow]:
+    """Return what the syncs of each run moved, how long they took, and how they were verified."""
+    rows = [row for run in runs for row in run.rows]
+    if not any("sync/received_bytes" in row for row in rows):
+        return []
+
+    def of(key: str, unit: str, dense: float | None = None) -> list[str]:
+        return [_median(_of_syncs(run, key, dense), unit) for run in runs]
+
+    return [
+        TableRow("Syncs", [str(len(run.metric("sync/received_bytes"))) for run in runs]),
+        TableRow(
+            "of them of all weights (dense)", [str(sum(v > 0 for _, v in run.metric("sync/dense"))) for run in runs]
+        ),
+        TableRow("Bytes of a dense sync, median", of("sync/received_bytes", "bytes", 1)),
+        TableRow(
+            "Lower bound, median",
+            of("sync/lower_bound_bytes", "bytes", 1),
+            "wanted and not held, counted independently",
+        ),
+        TableRow("Bytes of a sync of changed elements, median", of("sync/delta_bytes", "bytes", 0)),
+        TableRow("of the bytes of a dense sync", [_delta_share(run) for run in runs]),
+        TableRow("Seconds of a sync, median", of("sync/seconds", "s")),
+        TableRow("of them exposed, median", of("sync/exposed_seconds", "s"), "in which the rank did nothing else"),
+        TableRow("Exposed share of a step, median", [_exposed_share(run) for run in runs]),
+        TableRow("Verified by checksums", [setting_text(run.settings.get("sync.verify")) for run in runs]),
+        TableRow(
+            "Corrupted syncs, repeated",
+            [str(sum(event["event"] == "sync_corrupted" for event in run.events)) for run in runs],
+        ),
+    ]
+
+
+def plan_table(run: RunRecords, plan: Plan) -> list[TableRow]:
+    """Return the plan of a run's sync against its first sync of all weights, in bytes and seconds."""
+    dense = next((row for row in run.rows if row.get("sync/dense")), {})
+    bytes_of_sync = [
+        ("Received by all ranks", "received_bytes", "sync/received_bytes", ""),
+        ("Lower bound", "lower_bound_bytes", "sync/lower_bound_bytes", ""),
+        ("Between nodes", "network_bytes", "sync/network_bytes", ""),
+        ("Lower bound between nodes", "network_bound_bytes", "sync/network_bound_bytes", ""),
+        ("Staging, fullest rank", "max_staging_bytes", "sync/max_staging_bytes", ""),
+        ("Finalization, fullest rank", "max_finalize_bytes", "sync/max_finalize_bytes", "planned as an upper bound"),
+    ]
+    rows = []
+    for label, planned, measured, note in bytes_of_sync:
+        numbers = (plan.get(planned), dense.get(measured))
+        rows.append(TableRow(label, [_exact_bytes(number) for number in numbers], note))
+    kind = setting_text(run.settings.get("machine.kind"))
+    seconds = [plan["seconds"]["sync"], statistics.median(_of_syncs(run, "sync/seconds", 1) or [float("nan")])]
+    cells = [NONE if value != value else format_value(value, "s") for value in seconds]
+    rows.append(TableRow("Seconds of a dense sync", cells, f"predicted for machine.kind={kind}; measured: the median"))
+    return rows
+
+
+def memory_table(plan: Plan) -> list[TableRow]:
+    """Return the planned memory of the fullest GPU by phase, and what it consists of."""
+    memory, capacity = plan["memory"], plan["memory"]["gpu"]
+    phases = [("Training", "train"), ("Sync", "sync"), ("Generation", "generate")]
+    rows = [
+        TableRow(label, [format_value(memory[key], "bytes"), format_value(memory[key] / capacity, "fraction")])
+        for label, key in phases
+    ]
+    for key, value in memory.items():
+        if key not in ("gpu", "train", "sync", "generate", "kv_cache_tokens"):
+            label = key.removeprefix("max_").replace("_", " ")
+            share = format_value(value / capacity, "fraction")
+            rows.append(TableRow(f"of them {label}, at most", [format_value(value, "bytes"), share]))
+    return rows
+
+
+def differing_settings(a: RunRecords, b: RunRecords) -> list[TableRow]:
+    """Return the settings in which two runs differ."""
+    keys = dict.fromkeys((*a.settings, *b.settings))
+    values = {key: [setting_text(run.settings[key]) if key in run.settings else NONE for run in (a, b)] for key in keys}
+    return [TableRow(key, cells) for key, cells in values.items() if cells[0] != cells[1]]
+
+
+def data_table(runs: Sequence[RunRecords]) -> list[TableRow]:
+    """Return the counts of the data's rows, which are the same at every step."""
+    keys = dict.fromkeys(key for run in runs for row in run.rows[-1:] for key in row if key.startswith("data/"))
+    return [TableRow(key, [_at(run.metric(key)[-1:], "", with_step=False) for run in runs]) for key in keys]
+
+
+def attribution_text(run: RunRecords) -> str:
+    """Return a sentence about how much of the run's steps is attributed to phases."""
+    found = attribute(run.rows)
+    if found.fraction is None or found.lowest is None:
+        return "The run has measured no step yet."
+    step, lowest = found.lowest
+    return (
+        f"{100 * found.fraction:.2f} % of the seconds of all steps are attributed to a phase; "
+        f"of step {step:g}, the least attributed, {100 * lowest:.2f} %."
+    )
+
+
+def _of_syncs(run: RunRecords, key: str, dense: float | None) -> list[float]:
+    """Return a metric at the syncs that were dense (1), or not (0), or at all (None)."""
+    rows = [
+        row for row in run.rows if dense is None or (row.get("sync/dense") is not None and row["sync/dense"] == dense)
+    ]
+    return [value for row in rows if (value := row.get(key)) is not None]
+
+
+def _delta_share(run: RunRecords) -> str:
+    dense, changed = _of_syncs(run, "sync/received_bytes", 1), _of_syncs(run, "sync/delta_bytes", 0)
+    if not dense or not changed or not statistics.median(dense):
+        return NONE
+    return format_value(statistics.median(changed) / statistics.median(dense), "fraction")
+
+
+def _exposed_share(run: RunRecords) -> str:
+    pairs = [(row.get("sync/exposed_seconds"), row.get("time/step")) for row in run.rows]
+    return _median([sync / step for sync, step in pairs if sync is not None and step], "fraction")
+
+
+def _progress(run: RunRecords) -> str:
+    last = run.rows[-1]["step"] if run.rows else None
+    done = "none recorded yet" if last is None else f"{last:g}"
+    return done if run.steps is None else f"{done} of {run.steps}"
+
+
+def _layout(run: RunRecords, section: str, axes: Sequence[str]) -> str:
+    sizes = [(axis, run.settings.get(f"{section}.{axis}")) for axis in axes]
+    return (
+        " ".join(f"{axis}={size}" for axis, size in sizes if type(size) is int and (size > 1 or axis == "tp")) or NONE
+    )
+
+
+def _rollout_layout(run: RunRecords) -> str:
+    if "rollout.tp" not in run.settings:
+        return NONE
+    where = f", {run.settings['roles.generation.ranks']} ranks of their own" if run.is_split else ", on the same ranks"
+    return _layout(run, "rollout", ("tp",)) + where
+
+
+def _at(points: Sequence[tuple[float, float]], unit: str, with_step: bool = True) -> str:
+    if not points:
+        return NONE
+    step, value = points[0]
+    return format_value(value, unit) + (f" (step {step:g})" if with_step else "")
+
+
+def _median(values: Sequence[float], unit: str) -> str:
+    return format_value(statistics.median(values), unit) if values else NONE
+
+
+def _exact_bytes(number: float | None) -> str:
+    if number is None:
+        return NONE
+    return f"{format_value(number, 'bytes')} ({number:,.0f})" if number >= 1000 else f"{format_number(number)} B"

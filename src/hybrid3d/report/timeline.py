@@ -1,0 +1,150 @@
+"""The timeline of one step: what each rank did, and during what it was idle."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+ACTIVITIES = ("sync", "eval", "generate", "train", "wait")
+IDLE = "wait"
+NOBODY = "no rank has an activity"
+MAX_BYTES = 2**27  # of the file
+
+
+@dataclass(frozen=True)
+class RankSpans:
+    """What a rank did: its activities, each with its begin and end in seconds since the step began."""
+
+    rank: int
+    role: str
+    spans: Sequence[tuple[str, float, float]]
+
+
+@dataclass(frozen=True)
+class RoleSeconds:
+    """How the ranks of a role spent a step, in seconds per rank on average.
+
+    Attributes:
+        busy: by activity.
+        idle: by what other ranks did meanwhile, or NOBODY.
+    """
+
+    role: str
+    ranks: int
+    busy: dict[str, float]
+    idle: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The timeline of a step; `seconds` is its length."""
+
+    step: int | None
+    ranks: Sequence[RankSpans]
+    seconds: float
+
+    def by_role(self) -> list[RoleSeconds]:
+        """Return how the ranks of each role spent the step.
+
+        A rank is idle while it waits and while nothing is recorded of it. The cause is what most of the other ranks do
+        at that time.
+        """
+        idle = _IdleCauses(self.ranks, self.seconds)
+        found = []
+        for role in dict.fromkeys(one.role for one in self.ranks):
+            of_role = [one for one in self.ranks if one.role == role]
+            busy, causes = Counter[str](), Counter[str]()
+            for one in of_role:
+                working = sorted((begin, end) for name, begin, end in one.spans if name != IDLE)
+                for name, begin, end in one.spans:
+                    if name != IDLE:
+                        busy[name] += (end - begin) / len(of_role)
+                for begin, end in _gaps(working, self.seconds):
+                    for cause, seconds in idle.during(begin, end):
+                        causes[cause] += seconds / len(of_role)
+            found.append(RoleSeconds(role, len(of_role), dict(busy), dict(causes.most_common())))
+        return found
+
+    def attributed_fraction(self) -> float:
+        """Return the fraction of all ranks' seconds with an activity, or idle for a cause that is known."""
+        unknown = sum(one.idle.get(NOBODY, 0.0) * one.ranks for one in self.by_role())
+        return 1 - unknown / (self.seconds * len(self.ranks))
+
+
+class _IdleCauses:
+    """What most ranks do at each time of a step, with the seconds of each activity up to it."""
+
+    def __init__(self, ranks: Iterable[RankSpans], seconds: float):
+        changes = sorted(
+            change
+            for one in ranks
+            for name, begin, end in one.spans
+            if name != IDLE
+            for change in ((begin, 1, name), (end, -1, name))
+        )
+        active, causes = Counter[str](), [NOBODY]
+        for _, change, name in changes:
+            active[name] += change
+            most, count = max(active.items(), key=lambda item: item[1])
+            causes.append(most if count > 0 else NOBODY)
+        self._times = [0.0, *(time for time, *_ in changes), seconds]
+        lengths = [max(0.0, b - a) for a, b in zip(self._times, self._times[1:], strict=False)]
+        self._causes = causes
+        self._totals = {
+            cause: [0.0, *accumulate(length * (cause == one) for length, one in zip(lengths, causes, strict=True))]
+            for cause in set(causes)
+        }
+
+    def during(self, begin: float, end: float) -> list[tuple[str, float]]:
+        """Return the seconds between two times in which each activity was that of most ranks."""
+        found = ((cause, self._until(cause, end) - self._until(cause, begin)) for cause in self._totals)
+        return [(cause, seconds) for cause, seconds in found if seconds > 0]
+
+    def _until(self, cause: str, time: float) -> float:
+        place = min(bisect_right(self._times, time), len(self._causes)) - 1
+        within = (time - self._times[place]) * (self._causes[place] == cause)
+        return self._totals[cause][place] + within
+
+
+def _gaps(spans: Sequence[tuple[float, float]], seconds: float) -> list[tuple[float, float]]:
+    """Return what sorted spans leave of the time from 0 to `seconds`."""
+    found, until = [], 0.0
+    for begin, end in [*spans, (seconds, seconds)]:
+        if begin > until:
+            found.append((until, begin))
+        until = max(until, end)
+    return found
+
+
+def read_timeline(path: Path) -> Timeline | None:
+    """Read `timeline.json`; None if there is none, or none that can be read."""
+    try:
+        with open(path, "rb") as file:
+            trace = json.loads(file.read(MAX_BYTES))
+        events = [_span(event) for event in trace["traceEvents"]]
+        step = trace.get("otherData", {}).get("step")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    by_rank: dict[tuple[int, str], list[tuple[str, float, float]]] = {}
+    for rank, role, span in events:
+        by_rank.setdefault((rank, role), []).append(span)
+    seconds = max((end for _, _, (_, _, end) in events), default=0.0)
+    if not seconds > 0:
+        return None
+    ranks = [
+        RankSpans(rank, role, sorted(spans, key=lambda s: s[1])) for (rank, role), spans in sorted(by_rank.items())
+    ]
+    return Timeline(step if type(step) is int else None, ranks, seconds)
+
+
+def _span(event: Any) -> tuple[int, str, tuple[str, float, float]]:
+    begin, length = 1e-6 * event["ts"], 1e-6 * event["dur"]
+    if not (0 <= begin <= begin + length < 1e9):
+        raise ValueError("a span that no step has")
+    return int(event["tid"]), str(event["pid"]), (str(event["name"]), begin, begin + length)
