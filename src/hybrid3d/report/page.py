@@ -19,6 +19,7 @@ from hybrid3d.report.phases import NOT_OF_THE_STEP, STEP, meaning_of, phases_of
 from hybrid3d.report.records import Row, RunRecords, settings_as_yaml
 from hybrid3d.report.samples import SampleSelection, shorten
 from hybrid3d.report.timeline import ACTIVITIES, NOBODY, Timeline
+from hybrid3d.report.timeline import OTHER as OTHER_ACTIVITY
 
 MAX_BYTES = 5_000_000  # of the page; the budgets below leave room for the rest of it
 METRICS_BYTES = 1_300_000  # of the embedded metrics of all runs
@@ -31,7 +32,8 @@ MAX_TIME_ROWS = 300  # steps that can be selected
 MAX_EVENTS = 400  # of all runs
 MAX_DETAILS = 600  # characters of an event
 MAX_SETTINGS = 60_000  # characters of the recipe's settings
-MAX_TIMELINE_ROWS, MAX_SPANS = 64, 1500
+MAX_TIMELINE_ROWS, MAX_SPANS, MAX_ROLES = 64, 1500, 20
+MAX_PHASES = 30  # metrics under time/ in the table of a step
 
 WARNINGS = {
     *("sync_corrupted", "engine_lost", "sync_failed", "no_engine", "tracker_failed", "out_of_memory", "disk_low"),
@@ -128,7 +130,8 @@ def _time_rows(run: RunRecords) -> list[Row]:
     every = -(-len(rows) // MAX_TIME_ROWS) or 1
     recorded = None if run.timeline is None else run.timeline.step
     kept = [row for n, row in enumerate(rows) if n % every == 0 or n == len(rows) - 1 or row["step"] == recorded]
-    return [{key: value for key, value in row.items() if key == "step" or key.startswith("time/")} for row in kept]
+    keys = [*dict.fromkeys(key for row in rows for key in row if key.startswith("time/") and len(key) <= MAX_NAME)]
+    return [{key: row[key] for key in ("step", STEP, *keys[:MAX_PHASES]) if key in row} for row in kept]
 
 
 def _run_context(run: RunRecords, number_of_runs: int) -> dict[str, Any]:
@@ -153,26 +156,29 @@ def _run_context(run: RunRecords, number_of_runs: int) -> dict[str, Any]:
 
 def _timeline_context(timeline: Timeline) -> dict[str, Any]:
     every = -(-len(timeline.ranks) // MAX_TIMELINE_ROWS)
-    shown, left = [], MAX_SPANS
+    shown: list[dict[str, Any]] = []
+    left = MAX_SPANS
     for one in timeline.ranks[::every]:
-        spans = [
+        spans: list[dict[str, Any]] = [
             {
                 "left": 100 * begin / timeline.seconds,
                 "width": 100 * (end - begin) / timeline.seconds,
-                "kind": name if name in ACTIVITIES else "else",
-                "text": f"rank {one.rank}: {name[:40]}, {end - begin:.3f} s, from {begin:.3f} s to {end:.3f} s",
+                "kind": name,
+                "text": f"rank {one.rank}: {name}, {end - begin:.3f} s, from {begin:.3f} s to {end:.3f} s",
             }
             for name, begin, end in one.spans[:left]
         ]
         left -= len(spans)
-        shown.append({"name": f"rank {one.rank} · {one.role[:40]}", "spans": spans})
+        shown.append({"name": f"rank {one.rank} · {one.role}", "spans": spans})
     return {
         "timeline": timeline,
         "rows": shown,
-        "names": [
-            name for name in (*ACTIVITIES, "else") if any(s["kind"] == name for row in shown for s in row["spans"])
+        "kinds": [
+            name
+            for name in (*ACTIVITIES, OTHER_ACTIVITY)
+            if any(s["kind"] == name for row in shown for s in row["spans"])
         ],
-        "roles": timeline.by_role(),
+        "roles": timeline.by_role()[:MAX_ROLES],
         "attributed": timeline.attributed_fraction(),
         "nobody": NOBODY,
     }

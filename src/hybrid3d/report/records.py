@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import yaml
 
@@ -123,9 +123,9 @@ def read_lines(path: Path) -> Iterator[Any]:
                 yield None
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value of a record is a number that can be drawn."""
-    return type(value) in (int, float) and abs(value) < MAX_NUMBER  # type: ignore[arg-type]
+    return type(value) in (int, float) and abs(cast(float, value)) < MAX_NUMBER  # false for NaN
 
 
 def _read(path: Path, read_one: Any, unreadable: dict[str, int]) -> Iterator[Any]:
@@ -140,8 +140,7 @@ def _read(path: Path, read_one: Any, unreadable: dict[str, int]) -> Iterator[Any
 def _metrics_row(parsed: Any) -> Row | None:
     if not isinstance(parsed, dict) or not is_number(parsed.get("step")):
         return None
-    values = {key: value if is_number(value) else None for key, value in parsed.items() if _is_measured(value)}
-    return values
+    return {key: value if is_number(value) else None for key, value in parsed.items() if _is_measured(value)}
 
 
 def _is_measured(value: Any) -> bool:
@@ -152,7 +151,7 @@ def _event(parsed: Any) -> Event | None:
     if not isinstance(parsed, dict) or not isinstance(parsed.get("event"), str):
         return None
     time = parsed.get("time")
-    return {**parsed, "time": time if is_number(time) and math.isfinite(time) else None}
+    return {**parsed, "time": time if is_number(time) else None}
 
 
 def _state(folder: RunFolder, events: Sequence[Event]) -> str:

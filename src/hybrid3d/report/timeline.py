@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 ACTIVITIES = ("sync", "eval", "generate", "train", "wait")
-IDLE = "wait"
+OTHER, IDLE = "other", "wait"
 NOBODY = "no rank has an activity"
 MAX_BYTES = 2**27  # of the file
+MAX_ROLE = 60  # characters of a role's name
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Timeline:
         found = []
         for role in dict.fromkeys(one.role for one in self.ranks):
             of_role = [one for one in self.ranks if one.role == role]
-            busy, causes = Counter[str](), Counter[str]()
+            busy, causes = defaultdict[str, float](float), defaultdict[str, float](float)
             for one in of_role:
                 working = sorted((begin, end) for name, begin, end in one.spans if name != IDLE)
                 for name, begin, end in one.spans:
@@ -68,7 +69,9 @@ class Timeline:
                 for begin, end in _gaps(working, self.seconds):
                     for cause, seconds in idle.during(begin, end):
                         causes[cause] += seconds / len(of_role)
-            found.append(RoleSeconds(role, len(of_role), dict(busy), dict(causes.most_common())))
+            found.append(
+                RoleSeconds(role, len(of_role), dict(busy), dict(sorted(causes.items(), key=lambda one: -one[1])))
+            )
         return found
 
     def attributed_fraction(self) -> float:
@@ -147,4 +150,5 @@ def _span(event: Any) -> tuple[int, str, tuple[str, float, float]]:
     begin, length = 1e-6 * event["ts"], 1e-6 * event["dur"]
     if not (0 <= begin <= begin + length < 1e9):
         raise ValueError("a span that no step has")
-    return int(event["tid"]), str(event["pid"]), (str(event["name"]), begin, begin + length)
+    name = event["name"] if event["name"] in ACTIVITIES else OTHER
+    return int(event["tid"]), str(event["pid"])[:MAX_ROLE], (name, begin, begin + length)

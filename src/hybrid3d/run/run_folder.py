@@ -56,7 +56,9 @@ class RunFolder:
         """
         log_folders = [path for path in (self.logs, *self.logs.parents) if self.path in path.parents]
         files = (self.recipe, self.metrics, self.samples, self.events, self.curves, self.path / LOCK)
-        kinds = dict.fromkeys((self.path, self.checkpoints, *log_folders), (os.path.isdir, "a folder"))
+        kinds: dict[Path, tuple[Callable[[Path], bool], str]] = dict.fromkeys(
+            (self.path, self.checkpoints, *log_folders), (os.path.isdir, "a folder")
+        )
         kinds |= dict.fromkeys(files, (os.path.isfile, "a file"))
         problems = [
             f"{path} is not {kind}, but a run needs {kind} of this name: move it elsewhere"
