@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from commands import demo_folder, hybrid3d
 from hybrid3d import cli
 from hybrid3d.report.page import MAX_BYTES
 from hybrid3d.report.phases import attribute
@@ -325,7 +326,7 @@ def test_a_timeline_that_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_syncs_and_the_plan(page: Page, folder: RunFolder) -> None:
-    syncs = page.rows("Syncs")
+    syncs = page.rows("Bytes, seconds and verification of syncs")
     assert syncs["Bytes of a dense sync, median"][0] == "2.5 GB"
     assert syncs["of the bytes of a dense sync"][0] == "4 %"
     assert syncs["Exposed share of a step, median"][0] == "0.5 %"
@@ -381,6 +382,20 @@ def test_samples_are_selected_evenly(tmp_path: Path) -> None:
     one_step = tmp_path / "one.jsonl"
     one_step.write_text("".join(json.dumps(row | {"step": 5}) + "\n" for row in rows))
     assert len(json.dumps(select_samples(one_step, 100_000).shown)) < 100_000
+
+
+@pytest.mark.engines
+def test_the_plan_is_that_of_the_command(demo: Path, tmp_path: Path) -> None:
+    demo_folder(tmp_path, demo)
+    settings = ["model.path=build/demo/base", "run.dir=runs"]
+    run = write_run(tmp_path / "runs" / "planned", *settings).path.relative_to(tmp_path)
+    planned = json.loads(hybrid3d(tmp_path, "plan", str(run / "recipe.yaml"), "--json"))
+    hybrid3d(tmp_path, "report", str(run), "--plan")
+    page = Page(tmp_path / run / "report.html")
+    received, _ = page.rows("Plan against measured, a sync of all weights")["Received by all ranks"][:2]
+    assert f"({planned['received_bytes']:,})" in received
+    memory = page.rows("Planned memory by phase, fullest of GPUs of 80 GB")
+    assert memory["Training"][0] == f"{planned['memory']['train'] / 1e6:.4g} MB"
 
 
 def test_no_torch_is_imported(folder: RunFolder) -> None:

@@ -85,7 +85,10 @@ def test_only_tables_scroll_sideways(pages: dict[str, Path], name: str, width: i
 
 
 def test_texts_of_others_do_not_run(pages: dict[str, Path]) -> None:
-    assert run_in(pages["both"], "return [typeof window.hacked, document.querySelectorAll('img').length]") == ["undefined", 0]
+    assert run_in(pages["both"], "return [typeof window.hacked, document.querySelectorAll('img').length]") == [
+        "undefined",
+        0,
+    ]
 
 
 def test_samples_are_filtered(pages: dict[str, Path]) -> None:
@@ -140,7 +143,8 @@ def test_another_step_is_chosen(pages: dict[str, Path]) -> None:
 def test_text_has_contrast_in_both_schemes(pages: dict[str, Path]) -> None:
     script = """
     const style = getComputedStyle(document.documentElement);
-    return ["--back", "--card", "--text", "--soft", "--link", "--good", "--bad"].map((name) => style.getPropertyValue(name))
+    const names = ["--back", "--card", "--text", "--soft", "--link", "--good", "--bad"];
+    return names.map((name) => style.getPropertyValue(name));
     """
     seen = []
     for flags in ("", DARK):

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
 
 SIZE = 1000  # of the drawing's coordinates in both directions; the page stretches it
 SCALED_UNITS = ("bytes", "fraction")  # which the numbers on an axis have; other units stand in the chart's title
 MAX_MARKS = 100  # events drawn in a chart
+FEW_POINTS = 40  # up to which each has a dot
+MANY_POINTS, TREND_SPANS = 200, 60
 Points = Sequence[tuple[float, float | None]]
 
 
@@ -18,6 +22,7 @@ class Curve:
 
     Attributes:
         style: the number of its color, and that of its dashes.
+        trend: the means of spans of steps, if there are too many points to see them.
     """
 
     run: int
@@ -25,6 +30,7 @@ class Curve:
     label: str
     points: Points
     style: tuple[int, int] = (0, 0)
+    trend: Points = ()
 
 
 @dataclass(frozen=True)
@@ -53,13 +59,14 @@ class Tick:
 
 @dataclass(frozen=True)
 class Line:
-    """A curve as drawn: a path, and a second one with the dots of single points."""
+    """A curve as drawn: its path, a second one with the dots of single points, and that of its trend."""
 
     run: int
     key: str
     label: str
     path: str
     dots: str
+    trend: str
     style: tuple[int, int]
 
 
@@ -80,18 +87,26 @@ class Chart:
 
 
 def draw_chart(
-    title: str, unit: str, curves: Sequence[Curve], limits: Sequence[Limit] = (), marks: Sequence[Mark] = ()
+    title: str,
+    unit: str,
+    steps: tuple[float, float],
+    curves: Sequence[Curve],
+    limits: Sequence[Limit] = (),
+    marks: Sequence[Mark] = (),
 ) -> Chart | None:
-    """Draw curves over the same steps; None if there is no point."""
+    """Draw curves; None if there is no point.
+
+    Args:
+        steps: the first and the last step of the horizontal axis.
+    """
     values = [value for curve in curves for _, value in curve.points if value is not None]
     if not values:
         return None
-    steps = [step for curve in curves for step, _ in curve.points]
-    x = (min(steps), max(steps) if max(steps) > min(steps) else min(steps) + 1)
+    x = (steps[0], max(steps[1], steps[0] + 1))
     y, notes = _y_range(values, limits)
     drawn = [mark for mark in marks if x[0] <= mark.step <= x[1]]
     if len(drawn) > MAX_MARKS:
-        notes.append(f"the first {MAX_MARKS} of {len(drawn)} events are drawn")
+        notes.append(f"The first {MAX_MARKS} of {len(drawn)} events are drawn")
     shown = [limit for limit in limits if any(v is not None and y[0] <= v <= y[1] for _, v in limit.values)]
     return Chart(
         title=title,
@@ -122,6 +137,16 @@ def thin(points: Points, limit: int) -> Points:
             ends = {span.index(min(span, key=lambda p: p[1])), span.index(max(span, key=lambda p: p[1]))}
             kept += [span[place] for place in sorted(ends)]
     return kept
+
+
+def trend(points: Points) -> Points:
+    """Return the means of `TREND_SPANS` spans of equally many points, or nothing if there are few points."""
+    finite = [(step, value) for step, value in points if value is not None]
+    if len(finite) < MANY_POINTS:
+        return ()
+    ends = [len(finite) * i // TREND_SPANS for i in range(TREND_SPANS + 1)]
+    spans = [finite[a:b] for a, b in pairwise(ends)]
+    return [(fmean(step for step, _ in span), fmean(value for _, value in span)) for span in spans]
 
 
 def nice_ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
@@ -177,16 +202,25 @@ def _y_range(values: Sequence[float], limits: Sequence[Limit]) -> tuple[tuple[fl
 
 
 def _line(curve: Curve, x: tuple[float, float], y: tuple[float, float]) -> Line:
+    runs = _places(curve.points, x, y)
+    few = len(curve.points) <= FEW_POINTS
+    dots = "".join(f"M{point}h0" for run in runs for point in run if few or len(run) == 1)
+    return Line(curve.run, curve.key, curve.label, _path(runs), dots, _path(_places(curve.trend, x, y)), curve.style)
+
+
+def _places(points: Points, x: tuple[float, float], y: tuple[float, float]) -> list[list[str]]:
+    """Return the coordinates of points, in a list for each run of finite values."""
     runs: list[list[str]] = [[]]
-    for step, value in curve.points:
+    for step, value in points:
         if value is None:
             runs.append([])
         else:
             runs[-1].append(f"{_share(step, x) * SIZE:.1f} {SIZE - _share(value, y) * SIZE:.1f}")
-    path = "".join(f"M{'L'.join(run)}" for run in runs if len(run) > 1)
-    few = len(curve.points) <= 40
-    dots = "".join(f"M{point}h0" for run in runs for point in run if few or len(run) == 1)
-    return Line(curve.run, curve.key, curve.label, path, dots, curve.style)
+    return runs
+
+
+def _path(runs: Sequence[Sequence[str]]) -> str:
+    return "".join(f"M{'L'.join(run)}" for run in runs if len(run) > 1)
 
 
 def _stairs(limit: Limit, x: tuple[float, float], y: tuple[float, float]) -> str:

@@ -13,17 +13,17 @@ from typing import Any
 from hybrid3d import __version__
 from hybrid3d.errors import escape_control_characters
 from hybrid3d.report import tables
-from hybrid3d.report.charts import Points, format_value, thin
+from hybrid3d.report.charts import TREND_SPANS, Points, format_value, thin, trend
 from hybrid3d.report.panels import OTHER, draw_sections, event_details
-from hybrid3d.report.phases import NOT_OF_THE_STEP, STEP, meaning_of, phases_of
+from hybrid3d.report.phases import NOT_OF_THE_STEP, STEP, attribute, meaning_of, phases_of
 from hybrid3d.report.records import Row, RunRecords, settings_as_yaml
 from hybrid3d.report.samples import SampleSelection, shorten
-from hybrid3d.report.timeline import ACTIVITIES, NOBODY, Timeline
+from hybrid3d.report.timeline import ACTIVITIES, Timeline, cause_text
 from hybrid3d.report.timeline import OTHER as OTHER_ACTIVITY
 
 MAX_BYTES = 5_000_000  # of the page; the budgets below leave room for the rest of it
 METRICS_BYTES = 1_300_000  # of the embedded metrics of all runs
-SAMPLES_BYTES = 1_200_000  # of the embedded samples of all runs
+SAMPLES_BYTES = 2_000_000  # of the embedded samples of all runs
 BYTES_PER_POINT = 28  # of a metric: its value with 17 digits, and its step
 MAX_POINTS = 1000  # of a metric
 MAX_METRICS = 200  # of a run
@@ -58,7 +58,7 @@ def make_page(
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"visible": escape_control_characters, "value": format_value}
+    environment.filters |= {"visible": escape_control_characters, "value": format_value, "cause": cause_text}
     data = {
         "runs": [
             {"name": run.name, "metrics": _as_columns(curves), "time": _time_rows(run)}
@@ -78,7 +78,7 @@ def make_page(
         runs=[_run_context(run, len(runs)) for run in runs],
         notes=[_notes(run, curves) for run, curves in zip(runs, metrics, strict=True)],
         samples=samples,
-        charts=draw_sections(runs, metrics),
+        charts=draw_sections(runs, [_with_trends(run, curves) for run, curves in zip(runs, metrics, strict=True)]),
         other=OTHER,
         overview=tables.overview(runs),
         syncs=tables.sync_table(runs),
@@ -113,6 +113,10 @@ def _thinned_metrics(run: RunRecords, number_of_runs: int) -> dict[str, Points]:
     return {key: thin(_points(run.rows, key), min(MAX_POINTS, limit)) for key in keys}
 
 
+def _with_trends(run: RunRecords, curves: Mapping[str, Points]) -> dict[str, tuple[Points, Points]]:
+    return {key: (points, trend(_points(run.rows, key))) for key, points in curves.items()}
+
+
 def _points(rows: Sequence[Row], key: str) -> Points:
     return [(step, row[key]) for row in rows if key in row and (step := row["step"]) is not None]
 
@@ -145,6 +149,7 @@ def _run_context(run: RunRecords, number_of_runs: int) -> dict[str, Any]:
         "steps": [row["step"] for row in rows],
         "selected": selected,
         "phases": [(phase, meaning_of(phase, run)) for phase in phases_of(rows)],
+        "medians": attribute(run.rows).median_seconds,
         "not_of_the_step": [
             (phase, meaning_of(phase, run)) for phase in NOT_OF_THE_STEP if any(phase in r for r in rows)
         ],
@@ -180,7 +185,6 @@ def _timeline_context(timeline: Timeline) -> dict[str, Any]:
         ],
         "roles": timeline.by_role()[:MAX_ROLES],
         "attributed": timeline.attributed_fraction(),
-        "nobody": NOBODY,
     }
 
 
@@ -208,6 +212,8 @@ def _notes(run: RunRecords, curves: Mapping[str, Points]) -> list[str]:
             f"curves show {drawn:,} of {most:,} steps: the lowest and the highest value of equal spans of steps, "
             "with their exact values"
         )
+    if any(trend(points) for points in curves.values()):
+        found.append(f"bold curves are means of {TREND_SPANS} equal spans of steps")
     return found
 
 

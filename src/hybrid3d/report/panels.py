@@ -55,7 +55,7 @@ MEMORY = (Panel("Buffers of a sync, fullest rank", ("sync/max_staging_bytes", "s
 MISMATCH = (
     Panel("Difference of a token's log-probability, mean", ("mismatch/logprob_abs_mean",)),
     Panel(
-        "Its distribution",
+        "Difference of a token's log-probability, its distribution",
         ("mismatch/logprob_abs_p50", "mismatch/logprob_abs_p99", "mismatch/logprob_abs_max"),
     ),
     Panel("KL of the rollout's to the trainer's probabilities", ("mismatch/kl",)),
@@ -103,37 +103,41 @@ def unit_of(key: str) -> str:
     return "nats" if any(part in name for part in NATS) and name != "kl_coef" else ""
 
 
-def draw_sections(runs: Sequence[RunRecords], curves: Sequence[Mapping[str, Points]]) -> dict[str, list[Chart]]:
-    """Draw all metrics of the runs, by section.
+Metrics = Sequence[Mapping[str, tuple[Points, Points]]]
+"""For each run, by metric: its points, and its trend if there are many."""
 
-    Args:
-        curves: the points of each metric, for each run.
-    """
+
+def draw_sections(runs: Sequence[RunRecords], metrics: Metrics) -> dict[str, list[Chart]]:
+    """Draw all metrics of the runs, by section."""
     named = {key for panels in SECTIONS.values() for panel in panels for key in panel.keys}
-    others = dict.fromkeys(key for of_run in curves for key in of_run if key not in named)
+    others = dict.fromkeys(key for of_run in metrics for key in of_run if key not in named)
     rest = [Panel(key, (key,)) for key in others if not key.startswith(TABLED)]
     return {
-        section: [chart for panel in panels for chart in _charts(panel, runs, curves)]
+        section: [chart for panel in panels for chart in _charts(panel, runs, metrics)]
         for section, panels in {**SECTIONS, OTHER: rest}.items()
     }
 
 
-def _charts(panel: Panel, runs: Sequence[RunRecords], curves: Sequence[Mapping[str, Points]]) -> Iterable[Chart]:
-    keys = [key for key in panel.keys if any(key in of_run for of_run in curves)]
+def _charts(panel: Panel, runs: Sequence[RunRecords], metrics: Metrics) -> Iterable[Chart]:
+    keys = [key for key in panel.keys if any(key in of_run for of_run in metrics)]
     if len(runs) > 1 and len(keys) > MAX_KEYS_OF_TWO_RUNS:
         parts = [Panel(f"{panel.title}: {key}", (key,)) for key in keys]
-        return [chart for part in parts for chart in _charts(part, runs, curves)]
+        return [chart for part in parts for chart in _charts(part, runs, metrics)]
     found = [
         # One run: a color for each metric; two: a color for each run, and dashes for each metric
-        Curve(number, key, key, of_run[key], (place, 0))
+        Curve(number, key, key, of_run[key][0], (place, 0), of_run[key][1])
         if len(runs) == 1
-        else Curve(number, key, f"{'AB'[number]} {key}", of_run[key], (number, place))
-        for number, of_run in enumerate(curves)
+        else Curve(number, key, f"{'AB'[number]} {key}", of_run[key][0], (number, place), of_run[key][1])
+        for number, of_run in enumerate(metrics)
         for place, key in enumerate(keys)
         if key in of_run
     ]
-    unit = unit_of(keys[0]) if keys else ""
-    chart = draw_chart(panel.title, unit, found, _limits(keys, runs), _marks(keys, runs))
+    if not found:
+        return []
+    steps = [row["step"] or 0.0 for run in runs for row in (*run.rows[:1], *run.rows[-1:])]
+    chart = draw_chart(
+        panel.title, unit_of(keys[0]), (min(steps), max(steps)), found, _limits(keys, runs), _marks(keys, runs)
+    )
     return [] if chart is None else [chart]
 
 

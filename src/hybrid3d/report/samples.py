@@ -35,17 +35,17 @@ class SampleSelection:
 
 def select_samples(path: Path, max_bytes: int) -> SampleSelection:
     """Select samples of `samples.jsonl`, evenly over the steps, whose JSON has at most `max_bytes` together."""
-    selection = SampleSelection()
+    selection = SampleSelection()  # a quarter of the bytes is left for the last step
     kept: dict[int, tuple[list[dict[str, Any]], int]] = {}  # by the place of their step: samples and their bytes
     last: tuple[int, list[dict[str, Any]], int] = (-1, [], 0)
     size = 0
     for place, (_, group) in enumerate(groupby(_samples(path, selection), key=lambda sample: sample["step"])):
-        samples, nbytes = _within(group, max_bytes // 2)
+        samples, nbytes = _within(group, max_bytes // 4)
         last = place, samples, nbytes
         if place % selection.every == 0:
             kept[place] = samples, nbytes
             size += nbytes
-        while size > max_bytes // 2 and len(kept) > 1:
+        while size > max_bytes * 3 // 4 and len(kept) > 1:
             selection.every *= 2
             size -= sum(kept.pop(other)[1] for other in list(kept) if other % selection.every)
     kept.setdefault(last[0], last[1:])

@@ -121,7 +121,7 @@ def memory_table(plan: Plan) -> list[TableRow]:
         if key not in ("gpu", "train", "sync", "generate", "kv_cache_tokens"):
             label = key.removeprefix("max_").replace("_", " ")
             share = format_value(value / capacity, "fraction")
-            rows.append(TableRow(f"of them {label}, at most", [format_value(value, "bytes"), share]))
+            rows.append(TableRow(f"{label}, at most", [format_value(value, "bytes"), share]))
     return rows
 
 

@@ -18,6 +18,14 @@ MAX_BYTES = 2**27  # of the file
 MAX_ROLE = 60  # characters of a role's name
 
 
+CAUSES = {"eval": "evaluate", OTHER: "do other work"}
+
+
+def cause_text(cause: str) -> str:
+    """Return why a rank is idle, in words."""
+    return f"idle, {cause}" if cause == NOBODY else f"idle while others {CAUSES.get(cause, cause)}"
+
+
 @dataclass(frozen=True)
 class RankSpans:
     """What a rank did: its activities, each with its begin and end in seconds since the step began."""
