@@ -96,6 +96,7 @@ def work(tmp_path: Path) -> Path:
         ("bench recipe.yaml --layers 999999999", 2, "--layers 999999999"),
         ("eval nowhere", 2, "nowhere"),
         ("export nowhere out", 2, "nowhere"),
+        ("report nowhere", 2, "nowhere"),
     ],
 )
 def test_what_is_answered_at_once(work: Path, line: str, code: int, said: str) -> None:

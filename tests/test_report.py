@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from commands import demo_folder, hybrid3d
 from hybrid3d import cli
@@ -319,6 +321,49 @@ def test_idle_seconds_have_a_cause(folder: RunFolder) -> None:
     assert without.attributed_fraction() == pytest.approx(0.7)
 
 
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+KEYS = st.sampled_from(
+    [
+        *("step", "event", "time", "key", "old", "new", "metric", "reward/mean", "time/step", "time/x", "sync/dense"),
+        *(
+            "prompt",
+            "answer",
+            "reward",
+            "answer_tokens",
+            "name",
+            "pid",
+            "tid",
+            "ts",
+            "dur",
+            "ph",
+            "sync/received_bytes",
+        ),
+    ]
+)
+EVENTS = st.sampled_from(["bound_left", "setting_changed", "start", "end", "kl_fixed"]) | VALUES
+RECORDS = st.lists(
+    st.dictionaries(KEYS, st.integers(0, 3) | VALUES, max_size=8)
+    | st.fixed_dictionaries({"event": EVENTS, "step": VALUES, "metric": VALUES, "key": VALUES, "time": VALUES}),
+    max_size=5,
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(records=RECORDS, other=RECORDS)
+def test_no_record_prevents_a_page(tmp_path: Path, records: list[Any], other: list[Any]) -> None:
+    folder = RunFolder(tmp_path / "run")
+    if not folder.path.exists():
+        write_run(folder.path)
+    for path in (folder.metrics, folder.samples, folder.events):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    folder.timeline.write_text(json.dumps({"traceEvents": other, "otherData": {"step": 1}}))
+    report(folder.path)
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"traceEvents": [{"name": 1}]}', '{"traceEvents": []}', "[" * 10**5])
 def test_a_timeline_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "timeline.json").write_text(text)
@@ -387,8 +432,8 @@ def test_samples_are_selected_evenly(tmp_path: Path) -> None:
 @pytest.mark.engines
 def test_the_plan_is_that_of_the_command(demo: Path, tmp_path: Path) -> None:
     demo_folder(tmp_path, demo)
-    settings = ["model.path=build/demo/base", "run.dir=runs"]
-    run = write_run(tmp_path / "runs" / "planned", *settings).path.relative_to(tmp_path)
+    model = "model.path=build/demo/base"
+    run = write_run(tmp_path / "runs" / "planned", model).path.relative_to(tmp_path)
     planned = json.loads(hybrid3d(tmp_path, "plan", str(run / "recipe.yaml"), "--json"))
     hybrid3d(tmp_path, "report", str(run), "--plan")
     page = Page(tmp_path / run / "report.html")

@@ -140,7 +140,7 @@ def read_timeline(path: Path) -> Timeline | None:
             trace = json.loads(file.read(MAX_BYTES))
         events = [_span(event) for event in trace["traceEvents"]]
         step = trace.get("otherData", {}).get("step")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
     by_rank: dict[tuple[int, str], list[tuple[str, float, float]]] = {}
     for rank, role, span in events:
