@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -16,11 +15,10 @@ from hybrid3d.families import Config
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import query_engines
 from hybrid3d.planning.isolated import run_in_subprocess
+from hybrid3d.planning.machine_memory import available_memory
 from hybrid3d.planning.traffic import compute_sync_traffic
 
 PROCESS_BYTES = 1_500_000_000  # of a rank that has imported both engines, without a model; measured on a CPU
-
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_benchmark_memory(recipe: Recipe, config: Config, changed: float | None = None) -> None:
@@ -40,25 +38,10 @@ def check_benchmark_memory(recipe: Recipe, config: Config, changed: float | None
         needed, free = fullest, torch.cuda.mem_get_info()[0]
     else:
         here = distributed.local_world_size() if distributed.under_launcher() else recipe.world_size
-        needed, free = together * here // recipe.world_size + here * PROCESS_BYTES, _available()
+        needed, free = together * here // recipe.world_size + here * PROCESS_BYTES, available_memory()
     if needed > free:
         problem = f"it takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
         raise RecipeError(recipe.name, [f"{problem}: scale it down with --layers, --hidden or --experts"])
-
-
-def _available() -> int:
-    """Return the bytes that are free on this machine and in this container."""
-    left = [1 << 62]
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            left.append(int(line.split()[1]) * 1024)
-    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
-    if limit.exists() and limit.read_text().strip() != "max":
-        cached = re.findall(r"^(?:in)?active_file (\d+)$", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
-        left.append(
-            int(limit.read_text()) - int(used.read_text()) + sum(map(int, cached))
-        )  # page caches can be dropped
-    return min(left)
 
 
 def required_bytes(recipe: Recipe) -> tuple[tuple[int, int], tuple[int, int]]:

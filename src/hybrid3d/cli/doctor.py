@@ -1,32 +1,103 @@
-"""`hybrid3d doctor`: check what this machine's GPU and packages do, in 20 minutes or less."""
+"""`hybrid3d doctor`: examine this machine, or check in 20 minutes or less what its GPU and packages do."""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
-from hybrid3d.cli.terminal import Commands, path_argument
+from hybrid3d import launch_environment
+from hybrid3d.cli.starting import run_as_rank
+from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console, path_argument
+from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.errors import UserMistake
+from hybrid3d.run.run_folder import RunFolder
+
+T = TypeVar("T")
+
+STDOUT = ""  # the value of --json without a file
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("doctor", help="check what this machine's GPU and packages do, in 20 minutes or less")
-    parser.add_argument("--gpu", action="store_true", required=True, help="run the checks for GPUs")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="run this check; may be repeated")
-    parser.add_argument("--json", metavar="OUT", help="also write the results to this file, after each check")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a stand-in run without a GPU")
+    about = "examine this machine, whether a recipe's run can start on it, and how fast its process groups are"
+    parser = commands.add_parser("doctor", help=about)
+    parser.add_argument("recipe", nargs="?", help="a recipe's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the recipe's")
+    parser.add_argument("--gpu", action="store_true", help="run the checks for GPUs instead, in 20 minutes or less")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="only this check; may be repeated")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="with --gpu: cpu is a stand-in")
+    json_help = "print the findings as JSON; with --gpu: also write the results to the file OUT, after each check"
+    parser.add_argument("--json", nargs="?", const=STDOUT, metavar="OUT", help=json_help)
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
+    return _run_gpu_checks(options) if options.gpu else _examine(options)
+
+
+def _examine(options: argparse.Namespace) -> int:
+    if options.device != "cuda":
+        raise UserMistake("--device belongs to the checks of --gpu: add it, or leave this out")
+    recipe = _read_recipe(options)
+    if launch_environment.under_launcher():
+        return _measure_as_rank(recipe)
+    from hybrid3d.doctor.environment.page import can_start, format_json, format_page
+    from hybrid3d.doctor.environment.table import EXAMINATIONS, examine
+
+    selected = _selected(options.only, {one.subject: one for one in EXAMINATIONS})
+    console = make_console()
+    with make_console(stderr=True).status("") as status:
+        subjects = list(examine(recipe, selected, status.update))
+    if options.json is not None:
+        print(format_json(recipe, subjects))
+    else:
+        for line, style in format_page(recipe, subjects, console.width if console.is_terminal else None):
+            console.print(line, style=style, soft_wrap=True)
+    return DONE if can_start(subjects) else FAILED
+
+
+def _selected(only: Sequence[str], checks: Mapping[str, T]) -> list[T]:
+    """Return the checks of these names, in the order of the checks; all of them if there are no names."""
+    unknown = [name for name in only if name not in checks]
+    if unknown:
+        raise UserMistake(f"--only {unknown[0]}: there is no such check; there are {', '.join(checks)}")
+    return [check for name, check in checks.items() if not only or name in only]
+
+
+def _read_recipe(options: argparse.Namespace) -> Recipe | None:
+    """Return the recipe; as for other commands, it and its settings may follow --json, which takes no file here."""
+    words = [word for word in (options.recipe, *options.overrides, options.json) if word]
+    files = [word for word in words if "=" not in word]
+    settings = [word for word in words if "=" in word]
+    if len(files) > 1:
+        raise UserMistake(f"{' and '.join(files)}: expected one recipe; its settings are key=value")
+    if settings and not files:
+        raise UserMistake(f"{settings[0]}: settings need the recipe that they belong to")
+    return load_recipe(files[0], settings) if files else None
+
+
+def _measure_as_rank(recipe: Recipe | None) -> int:
+    """Measure the process groups as one of the ranks that the examination starts."""
+    if recipe is None or launch_environment.CHECKED not in os.environ:
+        raise UserMistake("doctor examines one machine and starts ranks itself: run it once, without torchrun or srun")
+    from hybrid3d.launch import tasks
+
+    folder = RunFolder.for_recipe(recipe)
+    return run_as_rank(recipe, folder, functools.partial(tasks.measure_groups, recipe, folder))
+
+
+def _run_gpu_checks(options: argparse.Namespace) -> int:
+    if options.recipe is not None:
+        raise UserMistake(f"{options.recipe}: --gpu checks the machine without a recipe")
     from hybrid3d.doctor.runner import run_checks
     from hybrid3d.doctor.table import GPU_CHECKS
 
-    names = [check.name for check in GPU_CHECKS]
-    unknown = [name for name in options.only if name not in names]
-    if unknown:
-        raise UserMistake(f"--only {unknown[0]}: there is no such check; there are {', '.join(names)}")
+    selected = _selected(options.only, {check.name: check for check in GPU_CHECKS})
+    if options.json == STDOUT:
+        raise UserMistake("--gpu --json: name the file; what is printed ends with the same JSON object")
     out = None if options.json is None else path_argument(options.json, "--json")
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise UserMistake(f"--json {options.json}: name a file in a folder that exists")
-    selected = [check for check in GPU_CHECKS if not options.only or check.name in options.only]
     return run_checks(selected, options.device, out)

@@ -18,8 +18,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.launch.failures import failure_message, find_root_cause
-from hybrid3d.launch.machine_memory import total_memory
 from hybrid3d.launch_environment import RUN, local_rank, local_world_size, rank
+from hybrid3d.planning.machine_memory import total_memory
 from hybrid3d.process import kill_descendants_on_exit, shared_memory_cleanup
 from hybrid3d.run.run_folder import RunFolder
 
@@ -120,18 +120,26 @@ def check_devices(recipe: Recipe, generates: bool = True) -> None:
         raise RecipeError(recipe.name, [f"{ranks}{without} exceed this machine's {gpus} GPUs: {fix}"])
     if gpus:
         return
-    cache = recipe.rollout.kv_cache_gib * 2**30 if recipe.rollout is not None and generates else 0
-    rank_bytes, memory, cores = RANK_PROCESS_BYTES + cache, total_memory(), os.cpu_count() or 1
+    needed, memory, cores = rank_bytes(recipe, generates), total_memory(), os.cpu_count() or 1
+    cache = needed - RANK_PROCESS_BYTES
     others = recipe.world_size - recipe.engine_ranks  # without a cache
-    max_ranks = min(others + int((memory - others * RANK_PROCESS_BYTES) // rank_bytes), MAX_RANKS_PER_CORE * cores)
+    max_ranks = min(others + int((memory - others * RANK_PROCESS_BYTES) // needed), MAX_RANKS_PER_CORE * cores)
     if recipe.world_size > max_ranks:
         cache_share = f" ({cache / 1e9:.1f} GB of it for rollout.kv_cache_gib)" if cache else ""
         machine = f"{memory / 1e9:.1f} GB of memory and {cores} cores"
-        need = (
-            f"a rank needs at least {rank_bytes / 1e9:.1f} GB{cache_share}, and a core runs {MAX_RANKS_PER_CORE} ranks"
-        )
+        need = f"a rank needs at least {needed / 1e9:.1f} GB{cache_share}, and a core runs {MAX_RANKS_PER_CORE} ranks"
         problem = f"{ranks} exceed the {max_ranks} that this machine can start with {machine}: {need}"
         raise RecipeError(recipe.name, [f"{problem}: lower train.dp, or {fix}"])
+
+
+def rank_bytes(recipe: Recipe, generates: bool = True) -> float:
+    """Return the least memory in bytes that a rank of this recipe needs on a machine without GPUs.
+
+    Args:
+        generates: whether vLLM is started, which needs memory for its KV cache.
+    """
+    cache = recipe.rollout.kv_cache_gib * 2**30 if recipe.rollout is not None and generates else 0
+    return RANK_PROCESS_BYTES + cache
 
 
 def check_node(recipe: Recipe) -> None:

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from hybrid3d import distributed
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
 from hybrid3d.config.schema import flatten_settings, to_raw
+from hybrid3d.errors import UserMistake
 from hybrid3d.families import VALUE_HEAD, Config, family_of
 from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.checks import check_model
@@ -56,18 +57,38 @@ def check_run(recipe: Recipe) -> None:
         CheckpointError, UnsupportedModel, DataError, RecipeError: by the first check that fails, with all its problems.
         UserMistake: an environment variable of vLLM's has a value that is not supported.
     """
+    for mistake in find_mistakes(recipe):
+        raise mistake
+
+
+def find_mistakes(recipe: Recipe) -> Iterator[UserMistake]:
+    """Yield the error of each check of `check_run` that fails; those that need a valid model are left out without."""
+    config: Config | None = None
     if recipe.rollout is not None:
-        check_vllm_variables()
-    config = check_model(recipe)
-    check_prompts(recipe, config)
-    check_folder(recipe)
-    check_weights(config, recipe)
-    if recipe.algorithm.uses_critic and recipe.critic.path is not None:
-        check_scorer(recipe.critic.path, "critic.path", config, recipe)
-    if recipe.reward.model is not None:
-        check_scorer(recipe.reward.model, "reward.model", config, replace(recipe, train=recipe.reward_layout))
-    check_fit(recipe)
-    check_trackers(recipe)
+        yield from _mistake_of(check_vllm_variables)
+    try:
+        config = check_model(recipe)
+    except UserMistake as mistake:
+        yield mistake
+    if config is not None:
+        yield from _mistake_of(check_prompts, recipe, config)
+    yield from _mistake_of(check_folder, recipe)
+    if config is not None:
+        yield from _mistake_of(check_weights, config, recipe)
+        if recipe.algorithm.uses_critic and recipe.critic.path is not None:
+            yield from _mistake_of(check_scorer, recipe.critic.path, "critic.path", config, recipe)
+        if recipe.reward.model is not None:
+            with_layout = replace(recipe, train=recipe.reward_layout)
+            yield from _mistake_of(check_scorer, recipe.reward.model, "reward.model", config, with_layout)
+        yield from _mistake_of(check_fit, recipe)
+    yield from _mistake_of(check_trackers, recipe)
+
+
+def _mistake_of(check: Callable[..., object], *arguments: object) -> Iterator[UserMistake]:
+    try:
+        check(*arguments)
+    except UserMistake as mistake:
+        yield mistake
 
 
 def check_trackers(recipe: Recipe) -> None:

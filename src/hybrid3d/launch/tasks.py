@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.distributed import RoleGroups
 from hybrid3d.families import Config
 from hybrid3d.inputs.models import read_config
+from hybrid3d.launch.failures import failure_record, write_failure
 from hybrid3d.launch.restarts import this_process
 from hybrid3d.rewards import sandbox
 from hybrid3d.run.heartbeat import enter_phase
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
     from hybrid3d.run.record import Record
 
 logger = logging.getLogger(__name__)
+
+GROUPS_SECONDS = 90.0  # within which all groups of a recipe are measured
+GROUPS = "groups.json"  # in the run's folder: what was measured
 
 
 def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, console: Console | None) -> None:
@@ -102,7 +108,7 @@ def _start_training(recipe: Recipe, store: dist.Store) -> dist.ProcessGroup:
     return group
 
 
-def _start(recipe: Recipe, store: dist.Store) -> RoleGroups:
+def start_groups(recipe: Recipe, store: dist.Store) -> RoleGroups:
     """Create the process groups of a benchmark's rank, and Megatron's if it trains."""
     from hybrid3d.train import runtime
 
@@ -271,7 +277,7 @@ def bench(
         store.set("model", "written")
     store.wait(["model"])
     slots = _choose_placement(recipe, store)
-    groups = _start(recipe, store)
+    groups = start_groups(recipe, store)
     from hybrid3d.bench.task import measure
 
     print_status = console.print if console is not None and not as_json else lambda message: None
@@ -282,3 +288,26 @@ def bench(
         if console is not None:
             text = json.dumps(numbers, indent=2) if as_json else report.format_table(numbers)
             console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def measure_groups(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, console: Console | None) -> None:
+    """Measure bandwidth and latency of each process group of a recipe, and write them to the folder.
+
+    The process fails if it takes longer than `GROUPS_SECONDS`.
+    """
+
+    def give_up() -> None:
+        reason = f"the process groups were not measured within {GROUPS_SECONDS:g} s"
+        write_failure(folder.failure_path(rank), failure_record(rank, reason))
+        os._exit(1)
+
+    limit = threading.Timer(GROUPS_SECONDS, give_up)
+    limit.daemon = True
+    limit.start()
+    groups = start_groups(recipe, store)
+    from hybrid3d.bench.groups import measure
+
+    measured = measure(recipe, groups)
+    limit.cancel()
+    if rank == 0:
+        (folder.path / GROUPS).write_text(json.dumps([asdict(one) for one in measured]))

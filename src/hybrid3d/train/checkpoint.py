@@ -24,6 +24,7 @@ from hybrid3d.train.runtime import on_device
 from hybrid3d.train.weights import METADATA
 from hybrid3d.train.writing import CheckpointWriter
 
+OPTIMIZER_BYTES = 12  # of an element: Adam's two moments and the main weight, in float32
 EXPERTS = "is_expert_parallel"  # one of the keys by which Megatron distinguishes parameter groups
 
 # The one format of the distributed optimizer that every layout can be loaded from
@@ -67,7 +68,7 @@ def bytes_expected(models: Models, replicas: int, group: dist.ProcessGroup) -> i
         replicas: the data-parallel size; all replicas hold the same weights.
     """
     tensors = [tensor for model in models.values() for tensor in model.weights.tensors.values()]
-    local = torch.tensor(sum(t.numel() * (t.element_size() + 12) for t in tensors))
+    local = torch.tensor(sum(t.numel() * (t.element_size() + OPTIMIZER_BYTES) for t in tensors))
     dist.all_reduce(local, group=group)
     return int(local) // replicas
 

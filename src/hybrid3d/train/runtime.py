@@ -133,6 +133,17 @@ def as_rank(rank: int, layout: Train, world_size: int) -> Iterator[None]:
         sys.excepthook = hook
 
 
+def groups_by_axis() -> dict[str, dist.ProcessGroup]:
+    """Return this rank's group of each axis over which training communicates; `dp` includes context parallelism."""
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+        "etp": parallel_state.get_expert_tensor_parallel_group(),
+    }
+
+
 def gather_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
     """Return this rank's groups over which weights of all stages, TP ranks and experts can be gathered."""
     return (
