@@ -58,8 +58,8 @@ MAY_IMPORT = {
         *("rewards", "inputs", "run", "planning", "train", "roles", "trainer", "bench"),
     },
     "doctor": {
-        *("launch_environment", "process", "distributed", "reshard", "rl", "config", "families", "generation", "train"),
-        *("rollout", "run", "planning", "roles", "bench"),
+        *("errors", "launch_environment", "storage", "families", "process", "distributed", "reshard", "rl", "config"),
+        *("generation", "train", "rollout", "run", "planning", "roles", "bench", "launch"),
     },
     "cli": {
         "errors",

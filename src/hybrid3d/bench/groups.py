@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,7 @@ class GroupMeasurement:
     name: str
     operation: str
     ranks: int
-    link: Literal["nvlink", "network", "copies"]
+    link: str
     bandwidth: float
     latency: float
     nbytes: int
@@ -62,7 +61,7 @@ class _Pattern:
 
     operation: str
     ranks: int
-    link: Literal["nvlink", "network", "copies"]
+    link: str
     bus_factor: float
     make: Operation
 
@@ -72,7 +71,8 @@ def measure(recipe: Recipe, groups: RoleGroups) -> list[GroupMeasurement]:
 
     Every rank calls this together, after Megatron's groups were built. The results are equal on every rank.
     """
-    everyone, patterns = groups.everyone, {}
+    everyone = groups.everyone
+    patterns: dict[str, _Pattern] = {}
     if everyone.rank() in recipe.role_ranks["train"]:
         patterns |= _axes(recipe.machine.gpus_per_node)
     if recipe.rollout is not None:

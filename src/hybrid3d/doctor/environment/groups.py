@@ -45,19 +45,20 @@ def check_groups(context: Context) -> Iterator[Finding]:
 
 def _run_ranks(recipe: Recipe, folder: Path) -> tuple[list[dict[str, Any]] | None, str]:
     """Return what the ranks measured, or None and why they failed. Each is `hybrid3d doctor` under a launcher."""
-    from hybrid3d.launch.launcher import launch
-    from hybrid3d.launch.tasks import GROUPS
-
     recipe = replace(recipe, run=replace(recipe.run, dir=str(folder)))
     run, file = RunFolder.for_recipe(recipe), folder / "recipe.yaml"
     run.make_logs()
     file.write_text(recipe_to_yaml(recipe))
     said = io.StringIO()
-    seconds = os.environ.get(RENDEZVOUS_SECONDS, str(MEETING_SECONDS))
-    with mock.patch.dict(os.environ, {CHECKED: "1", RENDEZVOUS_SECONDS: seconds}):
+    quiet = {RENDEZVOUS_SECONDS: str(MEETING_SECONDS), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with mock.patch.dict(os.environ, {CHECKED: "1", **{key: os.environ.get(key, quiet[key]) for key in quiet}}):
+        from hybrid3d.launch.launcher import launch  # torch reads its level of logging when it is imported
+        from hybrid3d.launch.tasks import GROUPS
+
         code = launch(["doctor", str(file)], recipe.world_size, run, plain_console(file=said))
     if code:
-        return None, " ".join(said.getvalue().split())
+        lines = (line.strip() for line in said.getvalue().splitlines())
+        return None, " ".join(line for line in lines if not line.startswith("its log:"))  # which is removed
     return json.loads((run.path / GROUPS).read_text()), ""
 
 
