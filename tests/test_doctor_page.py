@@ -18,10 +18,11 @@ import pytest
 
 from hybrid3d import cli
 from hybrid3d.config import load_recipe
-from hybrid3d.doctor.environment import devices, groups, network, resources
+from hybrid3d.doctor.environment import devices, files, groups, network, resources
 from hybrid3d.doctor.environment.finding import CANNOT_START, OK, SLOW, Context, Finding
 from hybrid3d.doctor.environment.page import can_start, format_json, format_page
 from hybrid3d.doctor.environment.table import EXAMINATIONS
+from hybrid3d.run.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "demo-cpu.yaml"
@@ -196,6 +197,26 @@ def test_locks_that_fail(doctor: Doctor) -> None:
     assert "has no locks (No locks available)" in found["found"]
     assert "run.dir=" in found["fix"]
     doctor(*arguments)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("other", "severity", "found"),
+    [
+        ("print(100)\nprint('refused')", CANNOT_START, "another process reads 100 of"),
+        ("raise OSError", CANNOT_START, "another process reads nothing of"),
+        ("import sys\nprint(len(open(sys.argv[1]).read()))\nprint('taken')", SLOW, "keep another process out"),
+    ],
+)
+def test_what_another_process_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, severity: str, found: str
+) -> None:
+    """What it does is replaced, because a file system that is not coherent cannot be made here."""
+    monkeypatch.setattr(files, "OTHER", other)
+    recipe = load_recipe(RECIPE, [f"run.dir={tmp_path}"])
+    (finding,) = files.check_run_folder(Context(recipe))
+    assert finding.severity == severity
+    assert found in finding.found
 
 
 @pytest.mark.processes
@@ -448,19 +469,16 @@ def test_the_limits_are_those_of_the_launch_scripts() -> None:
 
 def test_checkpoints_that_stay(tmp_path: Path) -> None:
     """At the same time there are those that `run.keep_last` keeps, and the one that is being written."""
-    from hybrid3d.doctor.environment.files import _new_checkpoints
-    from hybrid3d.run.run_folder import RunFolder
-
     run, folder = load_recipe(RECIPE).run, RunFolder(tmp_path)
     counts = {
-        (steps, every, keep): _new_checkpoints(
+        (steps, every, keep): files._new_checkpoints(
             replace(run, steps=steps, checkpoint_every=every, keep_last=keep), folder
         )
         for steps, every, keep in [(40, 20, 0), (50, 20, 0), (40, 0, 0), (1000, 10, 0), (1000, 10, 2), (10, 10, 2)]
     }
     assert list(counts.values()) == [2, 3, 1, 100, 3, 1]
     (tmp_path / "checkpoints" / "step-000020").mkdir(parents=True)
-    assert _new_checkpoints(replace(run, steps=1000, checkpoint_every=10, keep_last=2), folder) == 2
+    assert files._new_checkpoints(replace(run, steps=1000, checkpoint_every=10, keep_last=2), folder) == 2
 
 
 SUBJECTS = [
