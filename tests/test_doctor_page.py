@@ -23,6 +23,7 @@ from hybrid3d.doctor.environment.finding import CANNOT_START, OK, SLOW, Context,
 from hybrid3d.doctor.environment.page import can_start, format_json, format_page
 from hybrid3d.doctor.environment.table import EXAMINATIONS
 from hybrid3d.run.run_folder import RunFolder
+from run_ranks import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "demo-cpu.yaml"
@@ -66,7 +67,7 @@ class Doctor:
         before: str = "",
         apart: str = "",
         python: tuple[str, ...] = (),
-        **environment: str,
+        **variables: str,
     ) -> list[dict[str, Any]]:
         """Return the findings; the command must end with the expected exit code.
 
@@ -77,12 +78,12 @@ class Doctor:
         """
         command = shlex.join([sys.executable, *python, *DOCTOR, *arguments, "--json"])
         run = ["bash", "-ec", f"{before}\nexec {command}"]
-        path = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT / "src")]))
-        variables = {key: value for key, value in os.environ.items() if not key.startswith(("MASTER_", "GLOO_"))}
+        path = os.pathsep.join(filter(None, [variables.pop("PYTHONPATH", ""), str(ROOT / "src")]))
+        given = {key: value for key, value in os.environ.items() if not key.startswith(("MASTER_", "GLOO_"))}
         done = subprocess.run(
             ["unshare", *apart.split(), *run] if apart else run,
             cwd=self._folder,
-            env={**variables, "PYTHONPATH": path, **environment},
+            env={**given, "PYTHONPATH": path, **variables},
             capture_output=True,
             text=True,
             timeout=300,
@@ -340,6 +341,25 @@ def test_groups_are_measured_against_what_plan_assumes(doctor: Doctor) -> None:
     setting, _, rate = found["sync"]["fix"].partition("=")
     assert setting == "machine.nvlink_gb_per_s"
     assert float(rate) == pytest.approx(found["sync"]["numbers"]["measured"] / 1e9, rel=0.01)
+
+
+@pytest.mark.engines
+def test_the_nodes_of_a_launcher_are_examined_by_their_first_ranks(tmp_path: Path) -> None:
+    """Groups are not measured where the nodes cannot start a run, so that the page is printed all the same."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "127.0.0.1:0", *DOCTOR, str(RECIPE), *TWO_RANKS, "--json"]
+    command += only("limits", "interfaces", "groups")
+    variables = environment("doctor", GLOO_SOCKET_IFNAME="nosuch0", TMPDIR=str(tmp_path))
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    page = json.loads(done.stdout)
+    assert page["can_start"] is False
+    host = socket.gethostname()
+    found = {finding["subject"]: finding for finding in page["findings"] if finding["severity"] != OK}
+    assert list(found) == [f"{host}: interfaces"]
+    assert "selects no interface" in found[f"{host}: interfaces"]["found"]
+    assert any("2 ranks need" in finding["found"] for finding in page["findings"])
+    assert len([finding for finding in page["findings"] if finding["subject"] == f"{host}: limits"]) == 1
 
 
 def measurement(name: str, link: str, gb_per_s: float) -> dict[str, Any]:

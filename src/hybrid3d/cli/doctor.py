@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from hybrid3d import launch_environment
@@ -13,6 +15,7 @@ from hybrid3d.cli.starting import run_as_rank
 from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console, path_argument
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.errors import UserMistake
+from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.run_folder import RunFolder
 
 T = TypeVar("T")
@@ -42,7 +45,7 @@ def _examine(options: argparse.Namespace) -> int:
         raise UserMistake("--device belongs to the checks of --gpu: add it, or leave this out")
     recipe = _read_recipe(options)
     if launch_environment.under_launcher():
-        return _measure_as_rank(recipe)
+        return _examine_as_rank(recipe, options)
     from hybrid3d.doctor.environment.page import can_start, format_json, format_page
     from hybrid3d.doctor.environment.table import EXAMINATIONS, examine
 
@@ -78,14 +81,23 @@ def _read_recipe(options: argparse.Namespace) -> Recipe | None:
     return load_recipe(files[0], settings) if files else None
 
 
-def _measure_as_rank(recipe: Recipe | None) -> int:
-    """Measure the process groups as one of the ranks that the examination starts."""
-    if recipe is None or launch_environment.CHECKED not in os.environ:
-        raise UserMistake("doctor examines one machine and starts ranks itself: run it once, without torchrun or srun")
+def _examine_as_rank(recipe: Recipe | None, options: argparse.Namespace) -> int:
+    """Measure the process groups as one of the ranks; those of torchrun and srun also examine their nodes."""
+    if recipe is None:
+        raise UserMistake("name the recipe whose ranks these are, or run doctor once, without torchrun or srun")
     from hybrid3d.launch import tasks
 
-    folder = RunFolder.for_recipe(recipe)
-    return run_as_rank(recipe, folder, functools.partial(tasks.measure_groups, recipe, folder))
+    if CHECKED in os.environ:  # started by the examination of one machine
+        folder = RunFolder.for_recipe(recipe)
+        return run_as_rank(recipe, folder, functools.partial(tasks.measure_groups, recipe, folder))
+    from hybrid3d.doctor.environment.nodes import NodesExamination
+    from hybrid3d.doctor.environment.table import EXAMINATIONS
+
+    selected = _selected(options.only, {one.subject: one for one in EXAMINATIONS})
+    nodes = NodesExamination(recipe, selected, options.json is not None)
+    folder = RunFolder(Path(tempfile.gettempdir()) / f"hybrid3d-doctor-{launch_environment.run_id()}")
+    code = run_as_rank(recipe, folder, functools.partial(nodes.run, folder))
+    return code or (DONE if nodes.can_start else FAILED)
 
 
 def _run_gpu_checks(options: argparse.Namespace) -> int:

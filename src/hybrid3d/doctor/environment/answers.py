@@ -19,6 +19,7 @@ from typing import Any
 from hybrid3d.config import Recipe, check_layout_early, load_recipe, recipe_to_yaml
 from hybrid3d.doctor.machine import probe
 from hybrid3d.errors import UserMistake
+from hybrid3d.launch_environment import under_launcher
 from hybrid3d.process import kill_descendants_on_exit
 
 SECONDS = 180.0  # both engines, and a model's and its data's checks, on a slow file system
@@ -99,10 +100,10 @@ def _kernels() -> str:
 
 def _devices(recipe: Recipe) -> str:
     """Return why this machine has not what the ranks need; empty if it has."""
-    from hybrid3d.launch.launcher import check_devices
+    from hybrid3d.launch.launcher import check_devices, check_node
 
     try:
-        check_devices(recipe)
+        check_node(recipe) if under_launcher() else check_devices(recipe)
     except UserMistake as mistake:
         return str(mistake)
     return ""

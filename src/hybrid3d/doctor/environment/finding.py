@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hybrid3d import launch_environment
 from hybrid3d.config import Recipe
 
 Severity = Literal["ok", "slow", "cannot start"]
@@ -48,7 +49,9 @@ class Context:
 
     @property
     def ranks(self) -> int:
-        """Return how many ranks will run on this machine: those of the recipe, or one."""
+        """Return how many ranks run on this machine: those of the launcher, else those of the recipe, else one."""
+        if launch_environment.under_launcher():
+            return launch_environment.local_world_size()
         return 1 if self.recipe is None else self.recipe.world_size
 
     def answer(self, question: str) -> Any:
