@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hybrid3d.config import ModelShape, Recipe, RecipeError, RewardRole, check_layout
+from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout
 from hybrid3d.families import Config, UnsupportedModel, family_of
 from hybrid3d.inputs.models import read_config
 
@@ -71,8 +71,7 @@ def scale_recipe(recipe: Recipe, scale: Scale, changed: float | None = None) -> 
         name=name,
         model=replace(recipe.model, path=str(Path(recipe.run.dir) / name / "model")),
         rollout=replace(rollout, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16),
-        roles=replace(recipe.roles, reward=RewardRole()),  # which takes no part in syncs
-    )
+    ).without_reward_ranks()
     fits = not list(_problems(config, smaller, scale))
     for key in () if fits else vars(scale):  # which of the sizes does not fit by itself
         value = getattr(scale, key)

@@ -85,6 +85,9 @@ def _examine_as_rank(recipe: Recipe | None, options: argparse.Namespace) -> int:
     """Measure the process groups as one of the ranks; those of torchrun and srun also examine their nodes."""
     if recipe is None:
         raise UserMistake("name the recipe whose ranks these are, or run doctor once, without torchrun or srun")
+    if recipe.roles.reward.ranks is not None:
+        problem = f"roles.reward.ranks={recipe.roles.reward.ranks}: only ranks that train or generate are examined"
+        raise UserMistake(f"{problem} under torchrun and srun: start those, with roles.reward.ranks=null")
     from hybrid3d.launch import tasks
 
     if CHECKED in os.environ:  # started by the examination of one machine

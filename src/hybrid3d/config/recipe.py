@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hybrid3d.config.schema import Name, Schedule
-from hybrid3d.config.sections.engines import Async, Machine, Model, RoleRanks, Rollout, Sync, Train
+from hybrid3d.config.sections.engines import Async, Machine, Model, RewardRole, RoleRanks, Rollout, Sync, Train
 from hybrid3d.config.sections.learning import Algorithm, Critic, Data, Guard, Optimizer, Reward, Run
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
@@ -118,6 +118,10 @@ class Recipe:
         """Return the settings whose result is the total number of ranks."""
         others = {"roles.generation.ranks": self.is_split, "roles.reward.ranks": self.roles.reward.ranks is not None}
         return " + ".join(["train.tp x pp x cp x dp", *(setting for setting, used in others.items() if used)])
+
+    def without_reward_ranks(self) -> Recipe:
+        """Return this recipe without ranks that only compute rewards: `sync_ranks` is then all of them."""
+        return replace(self, roles=replace(self.roles, reward=RewardRole()))
 
     @property
     def reward_layout(self) -> Train:

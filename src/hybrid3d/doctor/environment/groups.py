@@ -45,7 +45,7 @@ def check_groups(context: Context) -> Iterator[Finding]:
 
 def _run_ranks(recipe: Recipe, folder: Path) -> tuple[list[dict[str, Any]] | None, str]:
     """Return what the ranks measured, or None and why they failed. Each is `hybrid3d doctor` under a launcher."""
-    recipe = replace(recipe, run=replace(recipe.run, dir=str(folder)))
+    recipe = replace(recipe, run=replace(recipe.run, dir=str(folder))).without_reward_ranks()
     run, file = RunFolder.for_recipe(recipe), folder / "recipe.yaml"
     run.make_logs()
     file.write_text(recipe_to_yaml(recipe))
