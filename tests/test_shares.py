@@ -115,7 +115,9 @@ def updates_of(layout: str) -> list[dict[int, Tensor]]:
         batch = Batch.from_sequences([[i] * (PROMPT + ANSWERS[i]) for i in share], [PROMPT] * len(share), pad_id=0)
         width = batch.tokens.shape[1]
         rollout, before, of_share = [values[share][:, :width] for values in (old, old, advantages)]
-        experience = Experience([], StepMetrics(), batch, lengths, rollout, before, None, 0.0, advantages=of_share)
+        experience = Experience(
+            [], StepMetrics(), share, batch, lengths, rollout, before, None, 0.0, advantages=of_share
+        )
         learner.update(experience, 0, recipe)
         for of_all, of_rank in zip(found, policy.updates, strict=True):
             of_all |= of_rank

@@ -35,6 +35,7 @@ __all__ = [
     "all_reduce_min",
     "broadcast_object",
     "gather_objects",
+    "gather_to_first",
     "gather_unique",
     "is_lost_peer",
     "local_rank",
@@ -194,6 +195,13 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's value, by rank in the group, on every rank. For records, not for tensors."""
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def gather_to_first(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
+    """Return every rank's value, by rank in the group, on the group's first rank; None on the others."""
+    values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
     return values
 
 

@@ -34,11 +34,12 @@ from hybrid3d.config import (
     Train,
     recipe_to_yaml,
 )
+from hybrid3d.config.interval import is_due
 from hybrid3d.families import family_of
 from hybrid3d.reshard.files import load_files
 from hybrid3d.reshard.planner import Transfer
 from hybrid3d.rl.batch import Batch
-from hybrid3d.roles.weight_sync import WeightSync, is_verified
+from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.rollout import engine as rollout_engine
 from hybrid3d.rollout import units
 from hybrid3d.rollout import weights as rollout_weights
@@ -334,7 +335,7 @@ def prove(
             load_files(folders[number % 3], weights.demand, weights.tensors, rank)
             landed.tensors.clear()
             with CountCollectives() as counted:
-                report = sync.run(number, is_verified(recipe.sync.verify, number))
+                report = sync.run(number, is_due(recipe.sync.verify, number))
             if number == 0 and not last:
                 before = engine.addresses()  # from the first sync on the engines share memory
             result |= {"report": vars(report), "c10d": counted.bytes}
@@ -345,7 +346,7 @@ def prove(
         result["moved"] = sorted(name for name in before if after.get(name) != before[name])
         transport = sync._executor._transport
         sync._executor._transport = CorruptTransport(transport)
-        sync.run(12, is_verified(recipe.sync.verify, 12))
+        sync.run(12, is_due(recipe.sync.verify, 12))
         result["corrupted"] = compare(engine, landed, truths[-1])
         sync._executor._transport = transport
         results.append(result)

@@ -18,6 +18,7 @@ from hybrid3d.bench.gathering import GatherBaseline, Peers
 from hybrid3d.bench.values import SyntheticWeights, fill, wrong
 from hybrid3d.bench.wire import Wire, bytes_by_peer
 from hybrid3d.config import Recipe
+from hybrid3d.config.interval import is_due
 from hybrid3d.distributed import RoleGroups, wait_for_all
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.classes import Signature
@@ -25,7 +26,7 @@ from hybrid3d.reshard.delta import DeltaExecutor
 from hybrid3d.reshard.executor import Executor, NamedTensors
 from hybrid3d.reshard.layout import Demand
 from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.roles.weight_sync import WeightSync, is_verified
+from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.rollout.weights import RolloutWeights
 from hybrid3d.train.model import build_model
@@ -131,7 +132,7 @@ class Bench:
             "finalize": lambda: self._whole(self._finalize),
             "sync": lambda: self._run_sync("sync", dense=True),
         }
-        self._verifies = is_verified(recipe.sync.verify, 0)
+        self._verifies = is_due(recipe.sync.verify, 0)
         if changed is not None:
             self._prepare_deltas()
         if not recipe.is_split:

@@ -98,9 +98,6 @@ FilePath = Annotated[
     _NOT_EMPTY,
     Rule(lambda s: _is_printable(s) and _is_path(s), f"of printable characters, at most {MAX_NAME_BYTES} bytes a name"),
 ]
-VerifyInterval = Annotated[
-    str, Rule(lambda s: re.fullmatch(r"always|never|every-[1-9]\d{0,8}", s) is not None, "always, never or every-N")
-]
 # For the model's config.json and for settings without a tighter bound. The bounds also refuse infinity and NaN.
 Count = Annotated[int, Rule(lambda n: n >= 1, "1 or more")]
 Positive = Annotated[float, above(0, 1e12)]

@@ -75,6 +75,7 @@ UNUSED_RULES = (
         "algorithm.correction", ("kind",), _is_sft, _reason("algorithm.name={name} has no rollout to correct for")
     ),
     UnusedRule("run", ("eval_every",), _is_sft, _reason("algorithm.name={name} does not evaluate during training")),
+    UnusedRule("run", ("record",), _is_sft, _reason("algorithm.name={name} has no samples to record")),
     UnusedRule(
         "reward",
         ("name", "model", "shuffle", "workers", "timeout_seconds", "default", "max_failures", "overlong_buffer"),

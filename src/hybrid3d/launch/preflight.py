@@ -32,9 +32,9 @@ from hybrid3d.rewards.environments import stop_tokens
 from hybrid3d.rewards.registry import check_references
 from hybrid3d.rewards.scorer import check_reward
 from hybrid3d.rl.data import MAX_ROWS_IN_MESSAGE, DataError, PromptData
-from hybrid3d.run.run_folder import RunFolder, checkpoint_folder
+from hybrid3d.run.run_folder import RunFolder, checkpoint_folder, recorded_folder
 from hybrid3d.run.trackers import find_problems
-from hybrid3d.storage.manifest import check_sizes
+from hybrid3d.storage.manifest import check_sizes, read_manifest
 
 MAX_DIFFERENCES = 20  # differing keys of two recipes that a message lists
 TIED_CHUNK = 1 << 24  # elements compared at a time
@@ -141,6 +141,22 @@ def check_export(recipe: Recipe, folder: RunFolder, step: int, out: Path) -> Non
     """Check everything that `export` needs besides a valid model; raises as `check_evaluation`."""
     check_output_folder(out, recipe.model.path, read_config(recipe.model.path))
     check_sizes(checkpoint_folder(folder, step))
+    folder.make_logs()
+
+
+def check_replay(recipe: Recipe, folder: RunFolder, start: int, step: int) -> None:
+    """Check everything that a replay from `start` to `step` needs, without reading arrays or weights.
+
+    Raises:
+        CheckpointError, RecipeError, UnsupportedModel, BrokenCheckpoint, UserMistake: for the first check that fails.
+    """
+    check_model(recipe)
+    read_index(recipe.model.path)
+    read_tokenizer(recipe)
+    if start:
+        check_sizes(checkpoint_folder(folder, start))
+    for number in range(start, step + 1):
+        read_manifest(recorded_folder(folder, number))
     folder.make_logs()
 
 

@@ -151,6 +151,7 @@ def _train_rl(
 ) -> None:
     from hybrid3d.run.health import Guard
     from hybrid3d.trainer.checkpoints import Checkpoints
+    from hybrid3d.trainer.recording import StepRecorder
     from hybrid3d.trainer.rl import train_rl
 
     guard, recipe = Guard(record), live.recipe
@@ -158,7 +159,9 @@ def _train_rl(
     assert roles.models is not None, "with a guard the roles train"
     record.data(train=roles.train, eval=roles.held_out)
     checkpoints = Checkpoints(roles.models.trained, recipe.train.dp, record, group)
-    train_rl(roles, live, guard, checkpoints, record, group)
+    models = roles.models
+    recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group)
+    train_rl(roles, live, guard, checkpoints, recorder, record, group)
 
 
 def _train_sft(
@@ -250,6 +253,42 @@ def export(
         if carried:
             message = f"{len(carried)} of them are untrained copies from {recipe.model.path}"
             console.print(message, highlight=False, markup=False)
+
+
+def replay(
+    recipe: Recipe,
+    folder: RunFolder,
+    overrides: Sequence[str],
+    start: int,
+    step: int,
+    as_json: bool,
+    rank: int,
+    store: dist.Store,
+    console: Console | None,
+) -> bool:
+    """Do the recorded steps from `start` to `step` again, write and print the result.
+
+    Returns:
+        Whether the result is as recorded, on every rank.
+    """
+    group = _start_training(recipe, store)
+    from hybrid3d.run.display import Display
+    from hybrid3d.run.record import Record
+    from hybrid3d.run.replay_page import print_replay
+    from hybrid3d.trainer.replay import replay as replay_steps
+
+    enter_phase("replay")
+    messages = None if as_json else console
+    record = Record(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
+    report = replay_steps(recipe, overrides, start, step, record, group)
+    if report is not None:
+        result = report.as_json()
+        folder.write_replay(step, result)
+        if console is not None and as_json:
+            console.print(json.dumps(result, indent=2), highlight=False, markup=False, soft_wrap=True)
+        elif console is not None:
+            print_replay(result, console)
+    return bool(distributed.broadcast_object(report is None or report.as_recorded, group))
 
 
 def bench(

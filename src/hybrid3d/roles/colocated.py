@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
+from hybrid3d.config.interval import is_due
 from hybrid3d.distributed import PHASE_TIMEOUT, broadcast_object
 from hybrid3d.generation.replicas import EngineReplicas, Replicas, ScoredReplicas
 from hybrid3d.generation.rollouts import make_rollouts
@@ -20,7 +21,7 @@ from hybrid3d.rewards.scorer import Scores
 from hybrid3d.roles.learner import Experience, Learner
 from hybrid3d.roles.models import Models
 from hybrid3d.roles.split.other_roles import OtherRoles
-from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
+from hybrid3d.roles.weight_sync import SyncReport, WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
@@ -101,7 +102,7 @@ class Colocated:
         else:
             self._policy.onload("parameters")
             self._engine.wake("weights")
-            report = self._sync.run(version, is_verified(recipe.sync.verify, version))
+            report = self._sync.run(version, is_due(recipe.sync.verify, version))
         (self.models or self._policy).offload(recipe.train)
         self._engine.wake("kv_cache")
         return report
@@ -157,5 +158,5 @@ class Colocated:
         """Return a hook that syncs each optimizer bucket of the last update; None if syncs do not overlap it."""
         if not self._overlaps:
             return None
-        verify = is_verified(recipe.sync.verify, version)
+        verify = is_due(recipe.sync.verify, version)
         return self._sync.begin_when_ready(version, verify, prepare=lambda: self._engine.wake("weights"))

@@ -42,6 +42,7 @@ class Experience:
     Attributes:
         samples: the samples of all ranks, with the rewards that training uses.
         metrics: this rank's share of the step's metrics so far.
+        rows: the sample of each row of this rank's tensors.
         lengths: [data-parallel ranks, b], loss tokens of every answer.
         rollout, old, reference: log-probabilities by vLLM, by the policy and by the reference policy.
         kl_coef: coefficient of the KL to the reference.
@@ -52,6 +53,7 @@ class Experience:
 
     samples: list[Sample]
     metrics: StepMetrics
+    rows: list[int]
     batch: Batch
     lengths: Tensor
     rollout: Tensor
@@ -132,6 +134,7 @@ class Learner:
         experience = Experience(
             samples=samples,
             metrics=metrics,
+            rows=shares[policy.data_parallel_rank],
             batch=batch.to(device()),
             lengths=torch.tensor([[samples[i].num_loss_tokens for i in share] for share in shares]),
             rollout=batch.align([sample.logprobs for sample in local]).to(device()),

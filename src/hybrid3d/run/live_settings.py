@@ -36,6 +36,7 @@ MUTABLE_SETTINGS = (
     "run.eval_every",
     "run.checkpoint_every",
     "run.keep_last",
+    "run.record",
     "sync.verify",
     "roles.generation.active_ranks",
     "rollout.temperature",

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,6 +37,8 @@ class RunFolder:
         self.trackers = path / "trackers.json"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
+        self.step_records = path / "record"
+        self.replays = path / "replay"
 
     @classmethod
     def for_recipe(cls, recipe: Recipe) -> RunFolder:
@@ -57,7 +60,7 @@ class RunFolder:
         log_folders = [path for path in (self.logs, *self.logs.parents) if self.path in path.parents]
         files = (self.recipe, self.metrics, self.samples, self.events, self.curves, self.path / LOCK)
         kinds: dict[Path, tuple[Callable[[Path], bool], str]] = dict.fromkeys(
-            (self.path, self.checkpoints, *log_folders), (os.path.isdir, "a folder")
+            (self.path, self.checkpoints, self.step_records, *log_folders), (os.path.isdir, "a folder")
         )
         kinds |= dict.fromkeys(files, (os.path.isfile, "a file"))
         problems = [
@@ -156,15 +159,24 @@ class RunFolder:
         """Append an event with the current time to events.jsonl."""
         _append(self.events, [{"time": round(time.time(), 3), "event": event, **fields}])
 
+    def write_replay(self, step: int, report: Mapping[str, Any]) -> None:
+        """Write the result of a replay of a step, in place of an earlier one."""
+        self.replays.mkdir(exist_ok=True)
+        _replace(replay_path(self, step), json.dumps(report, indent=1) + "\n")
+
     def read_metrics(self) -> list[dict[str, float]]:
         """Return all rows of metrics.jsonl."""
         return [json.loads(line) for line in _complete_lines(self.metrics)]
 
     def truncate_records(self, step: int) -> None:
-        """Remove metrics and samples from `step` on, which a resumed run records again."""
+        """Remove metrics, samples and recorded steps from `step` on, which a resumed run records again."""
         for path in (self.metrics, self.samples):
             kept = [line for number, line in enumerate(_complete_lines(path), 1) if _step_of(path, number, line) < step]
             _replace(path, "".join(f"{line}\n" for line in kept))
+        for path in self.step_records.glob("step-*"):
+            number = re.fullmatch(r"step-(\d{6,})", path.name)
+            if number is None or int(number[1]) >= step:  # others were being written when the run was killed
+                shutil.rmtree(path)
 
 
 def _complete_lines(path: Path) -> list[str]:
@@ -196,7 +208,26 @@ def checkpoint_folder(folder: RunFolder, updates: int) -> Path:
 
 def checkpoint_steps(folder: RunFolder) -> list[int]:
     """Return the steps (numbers of updates) of all complete checkpoints, ascending."""
-    matches = (re.fullmatch(r"step-(\d{6,})", entry.name) for entry in folder.checkpoints.glob("step-*"))
+    return _steps_in(folder.checkpoints)
+
+
+def recorded_folder(folder: RunFolder, step: int) -> Path:
+    """Return the folder of a recorded step."""
+    return folder.step_records / f"step-{step:06d}"
+
+
+def recorded_steps(folder: RunFolder) -> list[int]:
+    """Return the steps that are recorded completely, ascending."""
+    return _steps_in(folder.step_records)
+
+
+def replay_path(folder: RunFolder, step: int) -> Path:
+    """Return the file with the result of the last replay of a step."""
+    return folder.replays / f"step-{step:06d}.json"
+
+
+def _steps_in(folder: Path) -> list[int]:
+    matches = (re.fullmatch(r"step-(\d{6,})", entry.name) for entry in folder.glob("step-*"))
     return sorted(int(match[1]) for match in matches if match)
 
 

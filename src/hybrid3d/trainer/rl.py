@@ -12,10 +12,17 @@ from hybrid3d.run.metrics import PhaseTimer
 from hybrid3d.run.record import Record
 from hybrid3d.run.timeline import Span
 from hybrid3d.trainer.checkpoints import Checkpoints
+from hybrid3d.trainer.recording import StepRecorder
 
 
 def train_rl(
-    roles: Roles, live: LiveSettings, guard: Guard, checkpoints: Checkpoints, record: Record, group: dist.ProcessGroup
+    roles: Roles,
+    live: LiveSettings,
+    guard: Guard,
+    checkpoints: Checkpoints,
+    recorder: StepRecorder,
+    record: Record,
+    group: dist.ProcessGroup,
 ) -> None:
     """Train from the last checkpoint in the run's folder, or from the start, to the recipe's last step.
 
@@ -46,6 +53,8 @@ def train_rl(
             record.scoring_failures(generated, step)
             with timer("train"):
                 experience = roles.make_experience(generated.samples, step, recipe)
+            recorder.begin(step, recipe, roles.progress, timer)
+            with timer("train"):
                 metrics = experience.metrics
                 metrics.update(synced.metrics())
                 if step < recipe.run.steps:
@@ -54,6 +63,7 @@ def train_rl(
             samples = experience.samples
             with timer("wait"):  # for the slowest rank
                 row |= generated.metrics(samples, recipe.rollout, step) | metrics.reduce(group)
+            recorder.finish(step, recipe, generated.samples, experience, row, timer)
             row |= timer.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
             record.step(row, recipe.run.steps, samples)
             guard.check_bounds(row, all_reduce_max([roles.peak_memory()], group)[0] / 1e9, recipe)

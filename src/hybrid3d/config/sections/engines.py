@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hybrid3d.config.interval import Interval
 from hybrid3d.config.schema import (
     BatchesInFlight,
     ClosedFraction,
@@ -22,7 +23,6 @@ from hybrid3d.config.schema import (
     Temperature,
     Text,
     Tokens,
-    VerifyInterval,
 )
 
 OFFLOADS = ("parameters", "gradients", "optimizer")
@@ -222,7 +222,7 @@ class Sync:
     """
 
     bucket_mib: Mebibytes = 64.0
-    verify: VerifyInterval = "never"
+    verify: Interval = "never"
     overlap: bool = True
     share_storage: bool = False
     delta: Literal["auto", "never"] = "auto"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hybrid3d.config import schema
+from hybrid3d.config.interval import Interval
 from hybrid3d.config.schema import (
     REQUIRED_UNLESS,
     AboveOne,
@@ -276,6 +277,8 @@ class Run:
         checkpoint_every: Steps between checkpoints; 0: only at the end.
         keep_last: Number of most recent checkpoints to keep; 0: all.
         async_checkpoints: Write checkpoints in the background from a copy in host memory while training continues.
+        record: Which steps are recorded, so that `hybrid3d replay` can do them again and compare runs: `always`, every
+            N-th step from the first one on (`every-N`), or `never`.
         max_restarts: How often ranks are started again from the last checkpoint after one of them has failed or was
             killed: with `roles.generation.ranks` those that train, also under torchrun and srun; otherwise all, by
             `hybrid3d train`, also with `--ray` (torchrun has an option of its own).
@@ -288,6 +291,7 @@ class Run:
     checkpoint_every: StepsOrZero = 0
     keep_last: StepsOrZero = 0
     async_checkpoints: bool = False
+    record: Interval = "never"
     max_restarts: RepeatsOrZero = 0
     seed: Seed = 1
     dir: FilePath = "runs"

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
+from hybrid3d.config.interval import is_due
 from hybrid3d.distributed import PHASE_TIMEOUT, all_reduce_min, broadcast_object
 from hybrid3d.generation.replicas import NoReplicas, ScoredReplicas
 from hybrid3d.generation.rollouts import make_rollouts
@@ -23,7 +24,7 @@ from hybrid3d.roles.split.ahead import GenerationAhead
 from hybrid3d.roles.split.elastic_sync import ElasticSync, Members
 from hybrid3d.roles.split.engines import Engines
 from hybrid3d.roles.split.other_roles import OtherRoles
-from hybrid3d.roles.weight_sync import SyncReport, WeightSync, is_verified
+from hybrid3d.roles.weight_sync import SyncReport, WeightSync
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics, Stopwatch
 from hybrid3d.run.record import Record
@@ -147,7 +148,7 @@ class TrainingRank:
             members = None
 
     def _begin_sync(self, version: int, recipe: Recipe) -> Members:
-        verify = is_verified(recipe.sync.verify, version)
+        verify = is_due(recipe.sync.verify, version)
         members = self._from_first(lambda engines: engines.members(recipe.active_generation_ranks))
         if self._engines is not None:
             self._engines.begin_sync(members, version, verify)
@@ -216,7 +217,7 @@ class TrainingRank:
         active = recipe.active_generation_ranks
         if not self._overlaps or not self._from_first(lambda engines: engines.unchanged(active)):
             return None
-        members, verify = self._sync.members, is_verified(recipe.sync.verify, version)
+        members, verify = self._sync.members, is_due(recipe.sync.verify, version)
         if members is None:
             return None
 

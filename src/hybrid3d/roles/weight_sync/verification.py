@@ -1,4 +1,4 @@
-"""Which syncs are verified, and what ranks do about tensors that arrived corrupted."""
+"""What ranks do about tensors that a verified sync finds corrupted."""
 
 from __future__ import annotations
 
@@ -16,13 +16,6 @@ class CorruptSync(RuntimeError):
 
     def __init__(self, tensors: Sequence[str]):
         super().__init__(f"{len(tensors)} tensors arrived corrupted twice: {listed(tensors)}")
-
-
-def is_verified(setting: str, version: int) -> bool:
-    """Return whether `sync.verify` (`always`, `every-N` or `never`) has the sync to this version verified."""
-    if setting.startswith("every-"):
-        return version % int(setting.removeprefix("every-")) == 0
-    return setting == "always"
 
 
 def corrupted_on_any(names: Sequence[str] | None, group: dist.ProcessGroup) -> tuple[str, ...]:

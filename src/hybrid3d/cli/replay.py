@@ -1,0 +1,93 @@
+"""`hybrid3d replay`: do a recorded step again, or find the first difference between two recorded runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import TYPE_CHECKING
+
+from hybrid3d import launch_environment
+from hybrid3d.cli.starting import launch_ranks, run_as_rank
+from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console, path_argument
+from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
+from hybrid3d.launch_environment import CHECKED
+from hybrid3d.run.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from rich.console import Console
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser("replay", help="do a recorded step again, or compare two recorded runs")
+    parser.add_argument("folder", metavar="RUN", help="a run's folder, of a run with the setting run.record")
+    parser.add_argument("overrides", nargs="*", metavar="train.key=value", help="another train layout, with --step")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--step", type=int, help="the recorded step to do again")
+    what.add_argument("--against", metavar="RUN2", help="the run to compare with: finds the first difference")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace, arguments: list[str]) -> int:
+    folder = _run_folder(options.folder, "RUN").with_logs_in("replay")
+    if options.against is not None:
+        if options.overrides:
+            raise RecipeError("replay --against", [f"{options.overrides[0]}: nothing runs that has a layout"])
+        return _compare(folder, _run_folder(options.against, "--against"), options.json)
+    from hybrid3d.run.replay_plan import find_start, training_recipe
+
+    recipe = training_recipe(load_recipe(folder.recipe), options.overrides)
+    start = find_start(folder, options.step)
+    if CHECKED not in os.environ:
+        check_layout_early(recipe)
+        from hybrid3d.launch.preflight import check_replay
+
+        check_replay(recipe, folder, start, options.step)
+    if not launch_environment.under_launcher():
+        code = launch_ranks(arguments, recipe, folder, make_console(stderr=options.json), generates=False)
+        return code if code != DONE or _as_recorded(folder, options.step) else FAILED
+    return _run_rank(recipe, folder, options, start)
+
+
+def _run_folder(text: str, option: str) -> RunFolder:
+    """Return the folder of a run from the command line. RecipeError: it is none."""
+    folder = RunFolder(path_argument(text, option))
+    folder.check()
+    if not folder.recipe.exists():
+        raise RecipeError(str(folder.path), ["not the folder of a run: it has no recipe.yaml"])
+    return folder
+
+
+def _run_rank(recipe: Recipe, folder: RunFolder, options: argparse.Namespace, start: int) -> int:
+    from hybrid3d.launch import tasks
+
+    as_recorded = True
+
+    def task(rank: int, store: dist.Store, console: Console | None) -> None:
+        nonlocal as_recorded
+        arguments = recipe, folder, options.overrides, start, options.step, options.json
+        as_recorded = tasks.replay(*arguments, rank, store, console)
+
+    code = run_as_rank(recipe, folder, task)
+    launched = CHECKED in os.environ  # by our own launcher, for which a rank that finds a difference has not failed
+    return code if code != DONE or as_recorded or launched else FAILED
+
+
+def _as_recorded(folder: RunFolder, step: int) -> bool:
+    from hybrid3d.run.run_folder import replay_path
+
+    return bool(json.loads(replay_path(folder, step).read_text())["as_recorded"])
+
+
+def _compare(folder: RunFolder, other: RunFolder, as_json: bool) -> int:
+    from hybrid3d.run.replay_page import print_comparison
+    from hybrid3d.run.step_comparison import compare_runs
+
+    comparison = compare_runs(folder, other)
+    if as_json:
+        print(json.dumps(comparison.as_json(), indent=2))
+    else:
+        print_comparison(comparison, (str(folder.path), str(other.path)), make_console())
+    return DONE if comparison.difference is None else FAILED

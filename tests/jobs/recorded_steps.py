@@ -1,0 +1,165 @@
+"""Ranks that train with made-up samples, without vLLM, and record each step: tests/test_replay.py compares the records.
+
+torchrun --nproc-per-node 2 recorded_steps.py SPEC.json
+
+Each run is trained by the real loop; then steps are trained again with one bit of one weight of one rank flipped.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from hybrid3d import distributed
+from hybrid3d.config import Recipe, load_recipe
+from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
+from hybrid3d.inputs.models import read_config
+from hybrid3d.reshard.executor import NamedTensors
+from hybrid3d.roles.learner import Learner
+from hybrid3d.roles.models import Models
+from hybrid3d.run.display import Display
+from hybrid3d.run.health import Guard
+from hybrid3d.run.live_settings import LiveSettings
+from hybrid3d.run.metrics import PhaseTimer, StepMetrics
+from hybrid3d.run.record import Record
+from hybrid3d.run.run_folder import RunFolder, checkpoint_folder
+from hybrid3d.train import checkpoint, runtime
+from hybrid3d.train.policy import Policy
+from hybrid3d.trainer.checkpoints import Checkpoints
+from hybrid3d.trainer.recording import StepRecorder
+from hybrid3d.trainer.rl import train_rl
+
+INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+class NothingSynced:
+    corrupted, dense_reason = (), ""
+
+    def metrics(self) -> StepMetrics:
+        return StepMetrics()
+
+
+class TrainsMadeUpSamples:
+    """`Roles` whose generator makes samples up; it trains as the others do."""
+
+    activities: dict[str, str] = {}
+
+    def __init__(self, recipe: Recipe, guard: Guard, group: dist.ProcessGroup):
+        policy = Policy(read_config(recipe.model.path), recipe, group.rank())
+        self.models = Models.of(recipe, policy, group.rank())
+        self.learner = Learner(recipe, self.models, guard, 0, group)
+        self.restore, self.make_experience = self.learner.restore, self.learner.make_experience
+        self.update = self.learner.update
+
+    def sync(self, version: int, recipe: Recipe) -> NothingSynced:
+        return NothingSynced()
+
+    def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
+        return EvalResult(0.0, 0.0, {}, {})
+
+    def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
+        return RolloutBatch(samples_of(version, recipe), 1, 0)
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        return self.learner.progress
+
+    def peak_memory(self) -> int:
+        return 0
+
+    def other_spans(self, begin: float, end: float) -> dict[int, Any]:
+        return {}
+
+    def close(self, recipe: Recipe) -> None:
+        pass
+
+
+def samples_of(step: int, recipe: Recipe) -> list[Sample]:
+    """Samples of a step: answers of unlike lengths, with tokens that the policy did not generate."""
+    dice = random.Random(step)
+    return [sample_of(dice, step) for _ in range(recipe.sequences_per_step)]
+
+
+def sample_of(dice: random.Random, step: int) -> Sample:
+    prompt, answer = ([dice.randrange(4, 300) for _ in range(dice.randrange(2, 9))] for _ in range(2))
+    mask = [True, *(dice.random() < 0.8 for _ in answer[1:])]
+    versions = [max(0, step - dice.randrange(2)) for _ in answer]
+    logprobs = [-dice.random() * 10 for _ in range(sum(mask))]
+    return Sample("?", tuple(prompt), tuple(answer), tuple(mask), tuple(logprobs), "!", dice.random(), tuple(versions))
+
+
+def flip(models: Models, fault: dict[str, Any], rank: int) -> list[Any]:
+    """Flip a bit of one element of one of this rank's weights; return the rank and the tensor, on all ranks."""
+    dice, found = random.Random(fault["seed"]), None
+    on = dice.randrange(dist.get_world_size())
+    if rank == on:
+        name, model = dice.choice(sorted(models.trained.items()))
+        piece = dice.choice(model.weights.pieces)
+        values = NamedTensors(model.weights.tensors).read(piece).detach()
+        place = tuple(dice.randrange(n) for n in values.shape)
+        bits = values.view(INTEGERS[values.itemsize])
+        bits[place] ^= 1 << dice.randrange(8 * values.itemsize - 1)
+        found = [on, f"{name}/{piece.name}"]
+    return distributed.gather_objects(found, dist.group.WORLD)[on]
+
+
+def train_faulty(roles: TrainsMadeUpSamples, recipe: Recipe, start: Path, out: Path, fault: dict[str, Any]) -> None:
+    """Train from a checkpoint to the step of a fault, and write what was done to `fault.json`."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    models, folder = roles.models, RunFolder(out)
+    roles.restore(checkpoint.load(models.trained, start, group), recipe)
+    recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, folder, group)
+    for step in range(fault["from"], fault["step"] + 1):
+        samples, timer = samples_of(step, recipe), PhaseTimer()
+        if step == fault["step"] and fault["before"]:
+            done = flip(models, fault, rank)
+        experience = roles.make_experience(samples, step, recipe)
+        recorder.begin(step, recipe, roles.progress, timer)
+        metrics = experience.metrics
+        metrics.update(roles.update(experience, step, recipe))
+        if step == fault["step"] and not fault["before"]:
+            done = flip(models, fault, rank)
+        recorder.finish(step, recipe, samples, experience, metrics.reduce(group), timer)
+    if rank == 0:
+        folder.create(recipe)
+        (out / "fault.json").write_text(json.dumps({**fault, "done": done}))
+
+
+def train_run(recipe: Recipe, folder: RunFolder, faults: list[dict[str, Any]]) -> None:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    runtime.initialize(recipe.train, recipe.run.seed)
+    if rank == 0:
+        folder.create(recipe)
+    dist.barrier()
+    run_record = Record(folder, rank, Display(recipe.name, recipe.run.steps, None))
+    live, guard = LiveSettings(recipe, run_record, {}, group), Guard(run_record)
+    roles = TrainsMadeUpSamples(recipe, guard, group)
+    models = roles.models
+    checkpoints = Checkpoints(models.trained, recipe.train.dp, run_record, group)
+    recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, folder, group)
+    train_rl(roles, live, guard, checkpoints, recorder, run_record, group)
+    for fault in faults:
+        start = checkpoint_folder(folder, fault["from"])
+        train_faulty(roles, recipe, start, folder.path.with_name(f"{folder.path.name}-fault-{fault['seed']}"), fault)
+    runtime.shutdown()
+
+
+@record
+def main(spec: str) -> None:
+    torch.set_num_threads(1)
+    distributed.start()
+    for case in json.loads(Path(spec).read_text()):
+        recipe = load_recipe(case["recipe"], case["settings"])
+        train_run(recipe, RunFolder.for_recipe(recipe), case["faults"])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
