@@ -145,8 +145,9 @@ def test_no_engine_is_reached_from(room: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_supervised_run_imports_no_rollout_engine() -> None:
-    code = "import sys; from hybrid3d.trainer import sft; print('vllm' in sys.modules)"
+@pytest.mark.parametrize("loop", ["sft", "replay"])
+def test_no_rollout_engine_is_imported_by(loop: str) -> None:
+    code = f"import sys; from hybrid3d.trainer import {loop}; print('vllm' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
 

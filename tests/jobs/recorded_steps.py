@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ class NothingSynced:
 class TrainsMadeUpSamples:
     """`Roles` whose generator makes samples up; it trains as the others do."""
 
-    activities: dict[str, str] = {}
+    activities: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, recipe: Recipe, guard: Guard, group: dist.ProcessGroup):
         policy = Policy(read_config(recipe.model.path), recipe, group.rank())

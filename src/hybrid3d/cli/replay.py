@@ -41,7 +41,11 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe = training_recipe(load_recipe(folder.recipe), options.overrides)
     start = find_start(folder, options.step)
     if CHECKED not in os.environ:
-        check_layout_early(recipe)
+        try:
+            check_layout_early(recipe)
+        except RecipeError as error:
+            only = "only settings of train can differ in a replay, such as train.micro_batch_size"
+            raise RecipeError(error.subject, [*error.problems, only]) from None
         from hybrid3d.launch.preflight import check_replay
 
         check_replay(recipe, folder, start, options.step)

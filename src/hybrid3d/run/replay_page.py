@@ -23,7 +23,7 @@ def print_replay(report: Mapping[str, Any], console: Console) -> None:
         gap = "equal" if a == b else f"{b - a:.3g}" if a is not None and b is not None else ""
         table.add_row(key, *("" if value is None else f"{value:.9g}" for value in (a, b)), gap)
     for name, gap in report["largest_differences"].items():
-        table.add_row(f"{name} of tokens, largest difference", "", "", "equal" if gap == 0 else f"{gap:.3g}")
+        table.add_row(f"tokens: {name}", "", "", "equal" if gap == 0 else f"at most {gap:.3g}")
     console.print(table)
     for line in replay_lines(report):
         console.print(line, soft_wrap=True)
@@ -50,7 +50,7 @@ def print_comparison(comparison: Comparison, names: tuple[str, str], console: Co
     for note in comparison.notes:
         console.print(f"note: {note}", soft_wrap=True)
     steps = comparison.steps
-    compared = f"{len(steps)} recorded steps compared, from {steps[0]} to {steps[-1]}"
+    compared = f"recorded steps that were compared: {len(steps)}, from {steps[0]} to {steps[-1]}"
     if comparison.difference is None:
         console.print(f"{names[0]} and {names[1]} are equal bit for bit: {compared}", soft_wrap=True)
     else:

@@ -20,6 +20,8 @@ CAUSES = (
     *("model.dtype", "train.expert_bias_update_rate", "rollout.temperature", "rollout.max_new_tokens"),
     *("reward.model", "reward.shuffle", "reward.overlong_buffer", "algorithm.*", "optimizer.*", "critic.*", "run.seed"),
 )
+BEFORE, AFTER = "weights before the step", "updated weights"
+INPUTS = ("settings", BEFORE, "progress", "samples")  # kinds of differences that no layout explains
 NO_CAUSES = ("name", "run.dir")  # which differ between any two runs
 TOKEN_VALUES = {  # of the policy's tokens, in the order in which they are computed
     "logprobs": "log-probabilities of the policy",
@@ -44,8 +46,7 @@ class Difference:
     """The first thing that differs between two records.
 
     Attributes:
-        what: one of settings, weights before the step, progress, samples, rewards, a name of `TOKEN_VALUES`, a metric,
-            or updated weights.
+        what: one of `INPUTS`, `rewards`, a text of `TOKEN_VALUES`, a metric, or `updated weights`.
         where: the setting, the sample and token, or the tensor.
         rank: that computed it; None if it is the same on all ranks, or if the layouts differ.
         tensor: the canonical tensor, as `policy/NAME` or `critic/NAME`; None if it is none.
@@ -122,7 +123,7 @@ def compare_runs(one: RunFolder, other: RunFolder) -> Comparison:
     for folder, of in zip((one, other), steps, strict=True):
         alone = sorted(set(of) - set(common))
         if alone:
-            notes.append(f"{len(alone)} steps are recorded in {folder.path} only, the first is {alone[0]}")
+            notes.append(f"steps that only {folder.path} has recorded: {len(alone)}, the first is {alone[0]}")
     return Comparison(compared, notes, difference)
 
 
@@ -194,6 +195,7 @@ def _reward_differences(one: StepRecord, other: StepRecord) -> Iterator[Differen
 
 
 def _token_differences(one: StepRecord, other: StepRecord) -> Iterator[Difference]:
+    by_rank = same_layout(one, other)
     for key, what in TOKEN_VALUES.items():
         a, b = one.token_values.get(key), other.token_values.get(key)
         if a is None and b is None:
@@ -209,7 +211,7 @@ def _token_differences(one: StepRecord, other: StepRecord) -> Iterator[Differenc
             sample = int(np.searchsorted(ends, first, side="right"))
             token = first - int(ends[sample - 1] if sample else 0)
             where, values = f"sample {sample}, its token {token} of the policy", (str(a[first]), str(b[first]))
-            rank = int(one.computed_by[sample]) if one.computed_by[sample] == other.computed_by[sample] else None
+            rank = int(one.computed_by[sample]) if by_rank else None
             more = _count(len(differing) - 1, "more value")
             yield Difference(one.step, what, where, values, rank, others=more)
 
@@ -222,7 +224,7 @@ def _metric_differences(one: StepRecord, other: StepRecord, keys: Sequence[str])
 
 
 def _weight_differences(one: StepRecord, other: StepRecord, when: str) -> Iterator[Difference]:
-    what = {"before": "weights before the step", "after": "updated weights"}[when]
+    what = {"before": BEFORE, "after": AFTER}[when]
     if one.weights.keys() != other.weights.keys():
         yield Difference(one.step, what, "models", (", ".join(one.weights), ", ".join(other.weights)))
         return

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from hybrid3d.config import Recipe, load_recipe, recipe_to_yaml
 from hybrid3d.errors import UserMistake
@@ -158,7 +158,7 @@ def read_step(folder: Path) -> StepRecord:
 
 
 def _save(path: Path, arrays: Mapping[str, Array]) -> None:
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
+    path.write_bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
 
 
 def _sample_arrays(samples: Sequence[Sample]) -> dict[str, Array]:
