@@ -51,7 +51,9 @@ MAY_IMPORT = {
         *("launch_environment", "process", "distributed", "reshard", "rl", "config", "rewards", "inputs", "generation"),
         *("train", "rollout", "run"),
     },
-    "trainer": {"storage", "distributed", "rl", "config", "inputs", "train", "run", "roles"},
+    "trainer": {
+        *("storage", "distributed", "reshard", "rl", "config", "inputs", "generation", "train", "run", "roles"),
+    },
     "bench": {"families", "distributed", "reshard", "config", "inputs", "train", "rollout", "run", "planning", "roles"},
     "launch": {
         *("errors", "launch_environment", "storage", "families", "process", "distributed", "reshard", "rl", "config"),

@@ -70,6 +70,8 @@ def work(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     (tmp_path / "bad.yaml").write_text("name: [\n")
     (tmp_path / "lists").mkdir()
     (tmp_path / "lists" / "config.json").write_text("{")
@@ -97,6 +99,11 @@ def work(tmp_path: Path) -> Path:
         ("eval nowhere", 2, "nowhere"),
         ("export nowhere out", 2, "nowhere"),
         ("report nowhere", 2, "nowhere"),
+        ("replay nowhere --step 1", 2, "nowhere"),
+        ("replay run --step 1", 2, "step 1 is not recorded"),
+        ("replay run --step 1 optimizer.lr=1", 2, "only settings of train can differ"),
+        ("replay run --against run train.tp=1", 2, "train.tp=1"),
+        ("replay run", 2, "--step"),
     ],
 )
 def test_what_is_answered_at_once(work: Path, line: str, code: int, said: str) -> None:

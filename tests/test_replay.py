@@ -28,6 +28,7 @@ SETTINGS = [
     "algorithm.prompts_per_step=4",
     "algorithm.samples_per_prompt=2",
     "algorithm.minibatches=2",
+    "guard.initial_mismatch=ignore",
 ]
 GRPO = ["name=grpo", "run.record=always", "run.checkpoint_every=1"]
 PPO = [

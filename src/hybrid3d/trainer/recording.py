@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import hybrid3d
+from hybrid3d import __version__
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
 from hybrid3d.distributed import gather_to_first
@@ -129,7 +129,7 @@ def environment() -> dict[str, Any]:
     """Return what besides settings may change the last digits of results: versions, device and threads."""
     on = device()
     return {
-        "hybrid3d": hybrid3d.__version__,
+        "hybrid3d": __version__,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(on) if on.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
