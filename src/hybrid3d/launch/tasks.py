@@ -280,6 +280,7 @@ def replay(
     enter_phase("replay")
     messages = None if as_json else console
     record = Record(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
+    start = distributed.broadcast_object(start, group)  # a run that goes on may have written a checkpoint meanwhile
     report = replay_steps(recipe, overrides, start, step, record, group)
     if report is not None:
         result = report.as_json()
