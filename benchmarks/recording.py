@@ -18,12 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PROMPTS, GROUP, TOKENS, STEPS = 4, 8, 64, 3  # TOKENS of a prompt, and of an answer
+PROMPTS, GROUP, TOKENS, STEPS = 4, 4, 32, 3  # TOKENS of a prompt, and of an answer
 SIZES = dict(
     vocab_size=2048,
     hidden_size=512,
     intermediate_size=1536,
-    num_hidden_layers=8,
+    num_hidden_layers=4,
     num_attention_heads=8,
     num_key_value_heads=2,
     max_position_embeddings=512,
@@ -123,12 +123,10 @@ def main() -> None:
     print(
         f"GRPO on {answers} answers of {TOKENS} tokens to prompts of {TOKENS}, with a reference; Qwen2 of "
         f"{model.num_parameters() / MB:.1f} million parameters, {SIZES['num_hidden_layers']} layers; medians of "
-        f"{STEPS} steps, one rank with one thread; {gpu} ({platform.machine()}), {time.strftime('%Y-%m-%d')}. A step is its "
-        "log-probabilities and its update; recording it is fingerprints before and after, and files.\n"
+        f"{STEPS} steps, one rank with one thread; {gpu} ({platform.machine()}), {time.strftime('%Y-%m-%d')}. A step "
+        "is its log-probabilities and its update; recording it is fingerprints before and after, and files.\n"
     )
-    print(
-        "| dtype | s of a step | s to record it | bytes | of these, samples | experience | fingerprints | others |"
-    )
+    print("| dtype | s of a step | s to record it | bytes | of these, samples | experience | fingerprints | others |")
     print("|---|---|---|---|---|---|---|---|")
     for dtype, row in rows.items():
         kinds = [row.pop(f"{name}.safetensors") for name in ("samples", "experience", "fingerprints")]
