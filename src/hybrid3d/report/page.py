@@ -36,7 +36,17 @@ MAX_TIMELINE_ROWS, MAX_SPANS, MAX_ROLES = 64, 1500, 20
 MAX_PHASES = 30  # metrics under time/ in the table of a step
 
 WARNINGS = {
-    *("sync_corrupted", "engine_lost", "sync_failed", "no_engine", "tracker_failed", "out_of_memory", "disk_low"),
+    *(
+        "sync_corrupted",
+        "engine_lost",
+        "sync_failed",
+        "no_engine",
+        "reward_worker_lost",
+        "no_reward_worker",
+        "tracker_failed",
+        "out_of_memory",
+        "disk_low",
+    ),
     *("reward_failed", "engines_disagree", "bound_left", "batch_skipped", "kl_fixed", "checkpoint_unwritten"),
     *("checkpoint_broken", "control_refused"),
 }

@@ -10,12 +10,17 @@ from hybrid3d.report.records import Row, RunRecords
 
 STEP = "time/step"
 NOT_OF_THE_STEP = ("time/eval",)  # which time/step excludes
-OVERLAPPING = ("time/training_busy", "time/generation_busy")  # of a role: within the phases, or beside them
+OVERLAPPING = (
+    "time/training_busy",
+    "time/generation_busy",
+    "time/reward_busy",
+)  # of a role: within the phases, or beside them
 
 MEANING = {
     "time/sync": "weights to vLLM, offload of the trainer, allocation of the KV cache",
     "time/generate": "generating and scoring samples",
     "time/train": "log-probabilities, advantages and updates",
+    "time/record": "fingerprints and files of a recorded step",
     "time/wait": "idle: waiting for the slowest rank at the end of the step",
     "time/eval": "held-out problems; not part of time/step",
 }

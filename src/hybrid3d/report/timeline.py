@@ -11,14 +11,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-ACTIVITIES = ("sync", "eval", "generate", "train", "wait")
+ACTIVITIES = ("sync", "eval", "generate", "reward", "train", "wait")
 OTHER, IDLE = "other", "wait"
 NOBODY = "no rank has an activity"
 MAX_BYTES = 2**27  # of the file
 MAX_ROLE = 60  # characters of a role's name
 
 
-CAUSES = {"eval": "evaluate", OTHER: "do other work"}
+CAUSES = {"eval": "evaluate", "reward": "compute rewards", OTHER: "do other work"}
 
 
 def cause_text(cause: str) -> str:

@@ -55,13 +55,14 @@ def training_recipe(recipe: Recipe, overrides: Sequence[str] = ()) -> Recipe:
             temperature=rollout.temperature,
         )
     reward = recipe.reward
+    model = reward.model if recipe.roles.reward.ranks is None else None  # the rewards of other ranks are recorded
     reduced = replace(
         recipe,
         rollout=rollout,
         roles=RoleRanks(),
         async_=Async(),
         sync=Sync(),
-        reward=Reward(model=reward.model, shuffle=reward.shuffle, overlong_buffer=reward.overlong_buffer),
+        reward=Reward(model=model, shuffle=reward.shuffle, overlong_buffer=reward.overlong_buffer),
         guard=replace(recipe.guard, initial_mismatch="ignore"),
         tracking=(),
         schedule={},
