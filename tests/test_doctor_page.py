@@ -325,6 +325,7 @@ def test_a_recipe_that_cannot_start_here(doctor: Doctor, demo: Path, tmp_path: P
 
 
 @pytest.mark.engines
+@pytest.mark.slow
 @namespaces
 @pytest.mark.skipif(shutil.which("tc") is None, reason="needs tc, to limit the rate of an interface")
 def test_groups_are_measured_against_what_plan_assumes(doctor: Doctor) -> None:
@@ -344,6 +345,7 @@ def test_groups_are_measured_against_what_plan_assumes(doctor: Doctor) -> None:
 
 
 @pytest.mark.engines
+@pytest.mark.slow
 def test_the_nodes_of_a_launcher_are_examined_by_their_first_ranks(tmp_path: Path) -> None:
     """Groups are not measured where the nodes cannot start a run, so that the page is printed all the same."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]

@@ -430,6 +430,7 @@ def test_samples_are_selected_evenly(tmp_path: Path) -> None:
 
 
 @pytest.mark.engines
+@pytest.mark.slow
 def test_the_plan_is_that_of_the_command(demo: Path, tmp_path: Path) -> None:
     demo_folder(tmp_path, demo)
     model = "model.path=build/demo/base"
