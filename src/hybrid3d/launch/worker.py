@@ -32,6 +32,7 @@ from hybrid3d.run import terminal
 from hybrid3d.run.heartbeat import Heartbeat
 from hybrid3d.run.oom_recovery import OutOfMemoryRestart, find_out_of_memory
 from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +79,13 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     try:
         on_lost = functools.partial(_report_lost_rank, folder, launched, stderr)
         heartbeat = _start_heartbeat(recipe, folder, store, on_lost, restarts)
+        on_standstill = functools.partial(_report_standstill, folder, stderr)
+        watchdog = Watchdog(store, rank, distributed.world_size(), on_standstill)
         task(rank, store, console)
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
+        watchdog.stop()
         heartbeat.stop()
         kill_descendants()
         return 0
@@ -161,6 +165,14 @@ def _report_lost_rank(folder: RunFolder, launched: bool, stderr: Console, lost_r
     if not reported:
         print_error(stderr, failure_message(folder, lost_rank, reason))
     remove_shared_memory(distributed.run_id(), engines=not is_child())
+
+
+def _report_standstill(folder: RunFolder, stderr: Console, message: str, fields: dict[str, object]) -> None:
+    """Print which ranks do not move, and write an event of it in the folder of a run that trains."""
+    print_error(stderr, message)
+    if folder.logs == RunFolder(folder.path).logs:  # not of another command, such as `eval`
+        with suppress(OSError):
+            folder.add_event("standstill", **fields)
 
 
 def _log_as(rank: int) -> None:

@@ -30,6 +30,11 @@ def enter_phase(name: str) -> None:
     _phase = name
 
 
+def current_phase() -> str:
+    """Return the phase of this process."""
+    return _phase
+
+
 class Heartbeat:
     """Writes this rank's heartbeat and watches that of rank + 1 (of rank 0 for the last rank), one read per beat.
 
