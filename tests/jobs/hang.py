@@ -19,11 +19,11 @@ import torch.distributed as dist
 from hybrid3d.run import watchdog
 from hybrid3d.run.heartbeat import enter_phase
 
-WAIT = timedelta(seconds=16)
+WAIT = timedelta(seconds=14)
 
 
 def write_slowly() -> None:
-    time.sleep(13)
+    time.sleep(14)
 
 
 def crossed(group: dist.ProcessGroup, rank: int) -> None:
@@ -51,6 +51,7 @@ def main(out: Path) -> None:
     enter_phase("slow-disk" if rank == 1 else "wait")
     if rank == 1:
         write_slowly()
+        enter_phase("wait")
     dist.barrier()
     crossed(group, rank)
     watching.stop()

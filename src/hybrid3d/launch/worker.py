@@ -33,6 +33,7 @@ from hybrid3d.run.heartbeat import Heartbeat
 from hybrid3d.run.oom_recovery import OutOfMemoryRestart, find_out_of_memory
 from hybrid3d.run.run_folder import RunFolder
 from hybrid3d.run.watchdog import Watchdog
+from hybrid3d.storage.disk import CheckpointWriteError
 
 logger = logging.getLogger(__name__)
 
@@ -169,10 +170,10 @@ def _report_lost_rank(folder: RunFolder, launched: bool, stderr: Console, lost_r
 
 def _report_standstill(folder: RunFolder, stderr: Console, message: str, fields: dict[str, object]) -> None:
     """Print which ranks do not move, and write an event of it in the folder of a run that trains."""
-    print_error(stderr, message)
-    if folder.logs == RunFolder(folder.path).logs:  # not of another command, such as `eval`
-        with suppress(OSError):
+    with suppress(OSError, CheckpointWriteError):
+        if folder.logs.parent == folder.path:  # not those of another command, such as `eval`
             folder.add_event("standstill", **fields)
+        print_error(stderr, message)
 
 
 def _log_as(rank: int) -> None:

@@ -1,7 +1,8 @@
 """Names ranks that do not move: in which phase and function, and which others wait, before a timeout ends the run.
 
-No code reports its progress. A thread of each rank looks once a second at the stack of the main thread, which has not
-moved if the same call of the same function is still at the same instruction: a collective, a read, a computation in C.
+No code reports its progress. A thread of each rank looks once a second at the stack of the main thread, which stands if
+the same call of its innermost Python function is still at the same instruction: a collective, a read, a computation in
+C. A loop of short calls within one function looks the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import FrameType
 
 import torch.distributed as dist
@@ -26,13 +27,18 @@ from hybrid3d.run.heartbeat import OVER, STARTING, current_phase
 logger = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 1.0
-POLL_SECONDS = 5.0  # between two looks at what other ranks say
-MAX_NAMED = 8  # places of ranks in a message
-# Where a rank waits for others: anywhere in the stack, and in the innermost function of hybrid3d. On GPUs it may also
-# do so elsewhere, where it first needs a result.
-WAITING_LIBRARIES = ("torch.distributed.", "vllm.distributed.")
-WAITING_MODULES = ("hybrid3d.roles.split.", "hybrid3d.roles.weight_sync.")
-_COUNT, _ALL_STAND = "standstill/count", "standstill/all"  # keys of the store
+POLL_SECONDS = 5.0  # between two times that ranks that stand tell so, and that rank 0 looks
+STALE_POLLS = 2  # after which a rank that has told nothing more has moved, or is lost
+MAX_NAMED = 8  # ranks, and places, in a message
+# Where a rank waits for others: anywhere in the stack, in its innermost function, and in the innermost one of hybrid3d.
+# On GPUs it may also do so elsewhere, where it first needs a result.
+WAITING_ANYWHERE = ("torch.distributed.distributed_c10d", "vllm.distributed.")
+WAITING_INNERMOST = (
+    *("megatron.core.distributed.", "megatron.core.pipeline_parallel.", "megatron.core.tensor_parallel."),
+    "hybrid3d.reshard.transport",
+)
+WAITING_OURS = ("hybrid3d.roles.split.", "hybrid3d.roles.weight_sync.")
+_TOLD, _ALL_STAND = "standstill/told", "standstill/all"  # keys of the store
 
 Report = Callable[[str, dict[str, object]], None]
 
@@ -44,7 +50,7 @@ class Standstill:
     Attributes:
         where: the innermost function of hybrid3d, and what it has called.
         waits: whether it waits for other ranks there.
-        seconds: for which it had stood when this was told.
+        seconds: for which it has stood.
     """
 
     phase: str
@@ -62,45 +68,42 @@ class StackSampler:
     def __init__(self, thread_id: int):
         self._thread_id = thread_id
         self._seen: tuple[int, int] | None = None  # address of the innermost frame, and the instruction
-        self._since = self._before = time.monotonic()
-        self._held: FrameType | None = None  # only once it seems to stand, as a frame keeps its tensors
+        self._seconds = 0.0
+        # The frame itself is compared from half of the limit on, as a later one may have its address. It keeps its
+        # tensors, and those of its callers, until the next sample after it has ended.
+        self._held: FrameType | None = None
 
-    def sample(self, limit: float) -> tuple[FrameType, float] | None:
+    def sample(self, passed: float, limit: float) -> tuple[FrameType, float] | None:
         """Return the innermost frame and the seconds since the thread has moved, if they are more than `limit`.
 
-        The first time that the limit is exceeded only prepares the answer of the next call: by then the address of a
-        frame that has ended could be that of another one.
+        Args:
+            passed: seconds since the last sample, in which the thread could run.
         """
-        now, frame = time.monotonic(), sys._current_frames().get(self._thread_id)
-        passed, self._before = now - self._before, now
-        if passed > 2 * SAMPLE_SECONDS:  # this process was suspended itself
-            self._since += passed
+        frame = sys._current_frames().get(self._thread_id)
         seen = None if frame is None else (id(frame), frame.f_lasti)
-        if seen is None or seen != self._seen or (self._held is not None and self._held is not frame):
-            self._seen, self._since, self._held = seen, now, None
+        if frame is None or seen != self._seen or (self._held is not None and self._held is not frame):
+            self._seen, self._seconds, self._held = seen, 0.0, None
             return None
-        if now - self._since <= limit or frame is None:
-            return None
-        if self._held is None:
-            self._held = frame
-            return None
-        return frame, now - self._since
+        self._seconds += passed
+        if self._held is None and self._seconds > limit / 2:
+            self._held, self._seconds = frame, limit / 2  # known to be the same from here on
+        return (frame, self._seconds) if self._seconds > limit else None
 
 
 def describe_frame(frame: FrameType) -> tuple[str, bool]:
     """Return where a thread is, by its innermost frame, and whether it waits for other ranks there."""
-    inner, modules = frame, list[str]()
+    modules: list[str] = []
     ours: FrameType | None = None
     found: FrameType | None = frame
     while found is not None:
-        module = _module(found)
-        modules.append(module)
-        if ours is None and module.startswith("hybrid3d."):
+        modules.append(_module(found))
+        if ours is None and modules[-1].startswith("hybrid3d."):
             ours = found
         found = found.f_back
-    where = _name(inner) if ours is None or ours is inner else f"{_name(ours)} > {_name(inner)}"
-    waits = any(module.startswith(WAITING_LIBRARIES) for module in modules)
-    return where, waits or (ours is not None and _module(ours).startswith(WAITING_MODULES))
+    where = _name(frame) if ours is None or ours is frame else f"{_name(ours)} > {_name(frame)}"
+    waits = any(module.startswith(WAITING_ANYWHERE) for module in modules)
+    waits = waits or _module(frame).startswith(WAITING_INNERMOST)
+    return where, waits or (ours is not None and _module(ours).startswith(WAITING_OURS))
 
 
 def _module(frame: FrameType) -> str:
@@ -111,15 +114,39 @@ def _name(frame: FrameType) -> str:
     return f"{_module(frame)}.{frame.f_code.co_qualname}:{frame.f_lineno}"
 
 
+@dataclass
+class Told:
+    """What rank 0 has read of a rank.
+
+    Attributes:
+        message: the last one, as it was in the store.
+        polls: for how many it has been the same.
+        seen: for how many the rank has stood.
+    """
+
+    message: str = ""
+    polls: int = 0
+    seen: int = 0
+
+
+@dataclass
+class _Standing:
+    """This rank's standstill, and whether its stacks are in the log."""
+
+    place: Standstill
+    dumped: bool = field(default=False)
+
+
 class Watchdog:
     """Watches the main thread of this rank; on rank 0 also tells about all ranks that stand.
 
     A rank that stands in work of its own is named, with the stacks of its threads in its log. Ranks that wait are named
-    only if none is left that they could wait for. Nothing is ended: that is left to timeouts and heartbeats.
+    only if none is left that they could wait for. A place is named once in a run. Nothing is ended: that is left to
+    timeouts and heartbeats.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, report: Report):
-        """Start the thread.
+        """Start the thread, which watches the one that calls this.
 
         Args:
             store: the store of the rendezvous; the thread uses a connection of its own.
@@ -128,10 +155,11 @@ class Watchdog:
         """
         self._store, self._rank, self._world_size, self._report = store.clone(), rank, world_size, report
         self._limit, self._poll_seconds = heartbeat_seconds(), max(POLL_SECONDS, world_size / RANKS_PER_POLL_SECOND)
-        self._sampler = StackSampler(threading.main_thread().ident or 0)
-        self._told: Standstill | None = None  # what the others know
-        self._dumped = False
-        self._named: set[int] = set()  # ranks in the last report
+        self._sampler = StackSampler(threading.get_ident())
+        self._standing: _Standing | None = None
+        self._told: dict[int, Told] = {}  # of ranks that stand, on rank 0
+        self._messages = 0  # how many there were at the last poll
+        self._named: set[str] = set()  # places
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -142,97 +170,103 @@ class Watchdog:
         self._thread.join(POLL_SECONDS)
 
     def _run(self) -> None:
-        polled = time.monotonic()
-        with suppress(dist.DistError):
-            self._forget_process_before()
+        next_poll, before = time.monotonic() + self._poll_seconds, time.monotonic()
         while not self._stopped.wait(SAMPLE_SECONDS):
-            phase = current_phase()
-            stands = None if phase in (STARTING, OVER) else self._sampler.sample(self._limit)
-            try:
-                if stands is None:
-                    self._move()
-                elif self._told is None:
-                    self._stand(Standstill(phase, *describe_frame(stands[0]), round(stands[1], 1)))
-                if time.monotonic() - polled > self._poll_seconds:
-                    polled = time.monotonic()
-                    self._poll()
-            except dist.DistError:  # the heartbeat finds out whether the store is lost
-                with suppress(dist.DistError):
-                    self._store = self._store.clone()
+            self._sample(min(time.monotonic() - before, 2 * SAMPLE_SECONDS))  # not the time of a suspended process
+            if time.monotonic() > next_poll:
+                next_poll = time.monotonic() + self._poll_seconds
+                try:
+                    self._tell()
+                    if self._rank == 0:
+                        self._look()
+                except dist.DistError:  # the heartbeat finds out whether the store is lost
+                    with suppress(dist.DistError):
+                        self._store = self._store.clone()
+            before = time.monotonic()
 
-    def _forget_process_before(self) -> None:
-        """Take back what a process of this rank has told that was killed."""
-        if self._store.check([_key(self._rank)]) and self._store.get(_key(self._rank)):
-            self._store.set(_key(self._rank), "")
-            self._store.add(_COUNT, -1)
+    def _sample(self, passed: float) -> None:
+        phase = current_phase()
+        found = None if phase in (STARTING, OVER) else self._sampler.sample(passed, self._limit)
+        if found is None:
+            self._standing = None
+            return
+        frame, seconds = found
+        new = self._standing is None
+        where, waits = describe_frame(frame)
+        place = Standstill(phase, where, waits, round(seconds, 1))
+        if self._standing is None:
+            self._standing = _Standing(place)
+        self._standing.place = place
+        if new and not waits:
+            self._dump(self._standing)
 
-    def _stand(self, standstill: Standstill) -> None:
-        self._told, self._dumped = standstill, False
-        self._store.set(_key(self._rank), json.dumps(asdict(standstill)))
-        self._store.add(_COUNT, 1)
-        if not standstill.waits:
-            self._dump()
-
-    def _move(self) -> None:
-        if self._told is not None:
-            told, self._told = self._told, None
-            self._store.set(_key(self._rank), "")
-            self._store.add(_COUNT, -1)
-            if not told.waits:
-                logger.info("the main thread has moved again: it was in %s", told)
-
-    def _dump(self) -> None:
+    def _dump(self, standing: _Standing) -> None:
         """Write the Python stacks of all threads to this rank's log."""
-        if not self._dumped:
-            self._dumped = True
-            logger.warning("the main thread has not moved for %g s or more: %s", self._limit, self._told)
+        if not standing.dumped:
+            standing.dumped = True
+            logger.warning("the main thread has not moved for %.0f s: %s", standing.place.seconds, standing.place)
             faulthandler.dump_traceback(all_threads=True)
 
-    def _poll(self) -> None:
-        if self._told is not None and self._store.check([_ALL_STAND]):
-            self._dump()
-        if self._rank > 0:
+    def _tell(self) -> None:
+        """Tell rank 0 that this rank stands; what is not told again counts as moved."""
+        if self._standing is not None:
+            self._store.set(_key(self._rank), json.dumps(asdict(self._standing.place)))
+            self._store.add(_TOLD, 1)
+            if self._store.check([_ALL_STAND]):
+                self._dump(self._standing)
+
+    def _look(self) -> None:
+        """Read which ranks stand, and report places that were not named before."""
+        messages, self._messages = self._messages, int(self._store.add(_TOLD, 0))
+        if self._messages == messages and not self._told:
             return
-        standing = self._read() if int(self._store.add(_COUNT, 0)) else {}
+        for rank in range(self._world_size):
+            key, told = _key(rank), self._told.get(rank, Told())
+            message = self._store.get(key).decode() if self._store.check([key]) else ""
+            polls = told.polls + 1 if message == told.message else 0
+            self._told[rank] = Told(message, polls, told.seen + 1 if message and polls < STALE_POLLS else 0)
+        standing = {rank: Standstill(**json.loads(told.message)) for rank, told in self._told.items() if told.seen > 1}
+        if not any(told.seen for told in self._told.values()):
+            self._told = {}
         everyone = len(standing) == self._world_size
-        working = {rank for rank, found in standing.items() if not found.waits}
-        culprits = working or (set(standing) if everyone else set())
+        working = {rank: found for rank, found in standing.items() if not found.waits}
         if everyone:
             self._store.set(_ALL_STAND, "")
         else:
             self._store.delete_key(_ALL_STAND)
-        if culprits - self._named:
-            self._report(_message(standing, everyone), {"ranks": sorted(culprits), "places": _places(standing)})
-        self._named = culprits
-
-    def _read(self) -> dict[int, Standstill]:
-        keys = {rank: _key(rank) for rank in range(self._world_size)}
-        found = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
-        return {rank: Standstill(**json.loads(said)) for rank, said in found.items() if said}
+        named = working or (standing if everyone else {})
+        if {str(found) for found in named.values()} - self._named:
+            self._named |= {str(found) for found in named.values()}
+            self._report(_message(standing, everyone), {"ranks": sorted(named), "places": _places(standing)})
 
 
 def _key(rank: int) -> str:
     return f"standstill/{rank}"
 
 
-def _places(standing: Mapping[int, Standstill]) -> dict[str, str]:
-    return {str(rank): str(found) for rank, found in standing.items()}
+def _places(standing: Mapping[int, Standstill]) -> dict[str, list[int]]:
+    """Return the ranks at each place."""
+    found: dict[str, list[int]] = {}
+    for rank, place in standing.items():
+        found.setdefault(str(place), []).append(rank)
+    return found
 
 
 def _message(standing: Mapping[int, Standstill], everyone: bool) -> str:
     """Return which ranks stand, where, and for how long; where all do, all of them, else those that do not wait."""
     working = {rank: found for rank, found in standing.items() if not found.waits}
     named = working or standing
-    seconds = max(found.seconds for found in named.values())
-    lines = [f"rank {rank}: {found}" for rank, found in list(named.items())[:MAX_NAMED]]
-    if len(named) > MAX_NAMED:
-        lines.append(f"and {len(named) - MAX_NAMED} more ranks")
-    waiting = [rank for rank, found in standing.items() if found.waits]
+    seconds, waiting = max(found.seconds for found in named.values()), len(standing) - len(working)
     if working:
         subject = "one rank has" if len(working) == 1 else f"{len(working)} ranks have"
-        others = f", and {len(waiting)} wait for others" if waiting else ""
+        others = f", and {waiting} wait for others" if waiting else ""
         start = f"{subject} not moved for {seconds:.0f} s{others}"
     else:
         start = f"all ranks have waited for each other for {seconds:.0f} s"
+    lines = []
+    for place, ranks in list(_places(named).items())[:MAX_NAMED]:
+        more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+        listed = ", ".join(map(str, ranks[:MAX_NAMED]))
+        lines.append(f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}: {place}")
     logs = "all logs" if everyone else "their logs"
     return "\n  ".join([f"{start} (Python stacks are in {logs}):", *lines])

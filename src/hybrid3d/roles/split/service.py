@@ -18,6 +18,7 @@ from hybrid3d.rewards import sandbox
 from hybrid3d.roles.split.connections import Connection, Disconnected, connect, has_ended
 from hybrid3d.roles.split.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply
 from hybrid3d.roles.split.training_starts import TrainingStarts
+from hybrid3d.run.heartbeat import STARTING, enter_phase
 
 logger = logging.getLogger(__name__)
 
@@ -132,11 +133,13 @@ class Service:
         """
         self._register(connection)
         connection.on_disconnect(lambda: self._on_disconnect(start, noticed))
+        enter_phase("wait")
         while not isinstance(message := connection.receive(), Leave | End):
             if isinstance(message, Call):
                 assert self._rank is not None, "calls come after Join"
                 was_ready = self._rank.ready
                 connection.send(self._rank.call(message))
+                enter_phase("wait")
                 if self._rank.ready and not was_ready:
                     self._progress.tell(State.READY)
             elif isinstance(message, Join):
@@ -154,10 +157,12 @@ class Service:
     def _join(self, join: Join, connection: Connection) -> None:
         """Start what this rank serves with, unless it is up."""
         if self._rank is None:
+            enter_phase(STARTING)  # which takes long
             size, of_role = self._recipe.worker_group_size(self._role), self._recipe.role_ranks[self._role]
             place = of_role.index(distributed.rank()) // size
             self._rank = self._make_rank(self._recipe, self._store, of_role[place * size :][:size], join.start)
         self._rank.begin(connection)
+        enter_phase("wait")
         connection.send(Joined())
 
     def _on_disconnect(self, start: int, noticed: threading.Event) -> None:
