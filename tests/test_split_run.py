@@ -270,7 +270,7 @@ def test_training_goes_on_through_twenty_kills_of_ranks_that_generate(work: Path
             wait_until(lambda: len(engine_events(run, "lost")) == kill + 1, process)  # noqa: B023
         wait_until(lambda: len(present(run)) == 2, process)
         (run / "control.yaml").write_text(f"run.steps: {recorded(run) + 25}\n")
-        process.communicate(timeout=100)
+        process.communicate(timeout=300)
         assert process.returncode == 0
     assert len(engine_events(run, "joined")) == kills
     assert {event["why"] for event in engine_events(run, "joined")} == {"killed by SIGKILL"}
