@@ -150,8 +150,9 @@ def check_node(recipe: Recipe) -> None:
     Raises:
         RecipeError: there are fewer GPUs than ranks, or another number of ranks than `machine.gpus_per_node`.
     """
-    first = rank() - local_rank()
-    gpus, local_ranks = torch.cuda.device_count(), min(local_world_size(), max(0, recipe.engine_ranks - first))
+    gpus, local_ranks = torch.cuda.device_count(), local_world_size()
+    if recipe.engine_ranks < recipe.world_size:
+        local_ranks = min(local_ranks, max(0, recipe.engine_ranks - (rank() - local_rank())))
     kind = "ranks" if local_ranks == local_world_size() else "ranks with an engine"
     started = f"{local_ranks} {kind} were started on {socket.gethostname()}"
     expected = recipe.machine.gpus_per_node
