@@ -133,6 +133,14 @@ def _start_default(**rendezvous: Any) -> dist.ProcessGroup:
     return group
 
 
+def patient_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Create another group of the same ranks, of the default group, for waiting that is no failure however long.
+
+    Its members wait in it for ranks with other roles, or for the slowest of a whole step.
+    """
+    return dist.new_group(dist.get_process_group_ranks(group), timeout=PHASE_TIMEOUT, backend="gloo")
+
+
 def spanning_group(
     ranks: Sequence[int], name: str, store: dist.Store, timeout: timedelta, meeting: timedelta = MEETING_TIMEOUT
 ) -> dist.ProcessGroup:

@@ -177,6 +177,13 @@ def engine_name(run: str, first_rank: int, restart_count: int) -> str:
     return f"{run}.engine-{first_rank}-{restart_count}"
 
 
+def new_engine_name(run: str, first_rank: int, restart_count: int) -> str:
+    """Return `engine_name`, after removing the shared memory that the start before has left behind."""
+    if restart_count:
+        remove_shared_memory(engine_name(run, first_rank, restart_count - 1))
+    return engine_name(run, first_rank, restart_count)
+
+
 def remove_shared_memory(run: str, engines: bool = True) -> None:
     """Remove the shared memory segments and semaphores that a killed run, or one start of an engine, has left behind.
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from hybrid3d import launch_environment
 from hybrid3d.cli.starting import run_as_rank
-from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console, path_argument
+from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console, path_argument, why_unwritable
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.errors import UserMistake
 from hybrid3d.launch_environment import CHECKED
@@ -113,6 +113,7 @@ def _run_gpu_checks(options: argparse.Namespace) -> int:
     if options.json == STDOUT:
         raise UserMistake("--gpu --json: name the file; what is printed ends with the same JSON object")
     out = None if options.json is None else path_argument(options.json, "--json")
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise UserMistake(f"--json {options.json}: name a file in a folder that exists")
+    problem = "" if out is None else why_unwritable(out)
+    if problem:
+        raise UserMistake(f"--json {options.json} ({problem}): name a file in a folder that exists")
     return run_checks(selected, options.device, out)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybrid3d.cli.terminal import DONE, FAILED, Commands, add_recipe, make_console, path_argument
+from hybrid3d.cli.terminal import DONE, FAILED, Commands, add_recipe, make_console, path_argument, why_unwritable
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
 
 if TYPE_CHECKING:
@@ -83,9 +82,7 @@ def _picture_path(text: str) -> Path:
     path, option = path_argument(text, "--picture"), f"--picture {text}"
     if path.suffix.lower() not in PICTURES:
         raise RecipeError(option, [f"unknown file name extension {path.suffix!r}: use {', '.join(PICTURES)}"])
-    if path.is_dir() or not path.parent.is_dir():
-        problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise RecipeError(option, [f"{problem}: name a file in a folder that exists"])
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise RecipeError(option, ["the file cannot be written: name a file in a writable folder"])
+    problem = why_unwritable(path)
+    if problem:
+        raise RecipeError(option, [f"the file cannot be written ({problem}): name a file in a writable folder"])
     return path

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
 from hybrid3d.cli.plan import make_plan
-from hybrid3d.cli.terminal import DONE, Commands, make_console, path_argument
+from hybrid3d.cli.terminal import DONE, Commands, make_console, path_argument, why_unwritable
 from hybrid3d.config import RecipeError, load_recipe
 
 
@@ -30,7 +29,10 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
     folders = [path_argument(text, "RUN") for text in (options.folder, options.other) if text is not None]
     runs = [read_run(folder) for folder in folders]
-    out = _check_writable(path_argument(options.out, "--out") if options.out else folders[0] / "report.html")
+    out = path_argument(options.out, "--out") if options.out else folders[0] / "report.html"
+    problem = why_unwritable(out)
+    if problem:
+        raise _unwritable(out, problem)
     plans = [_plan(folder) if options.plan else None for folder in folders]
     samples = [select_samples(folder / "samples.jsonl", SAMPLES_BYTES // len(folders)) for folder in folders]
     page = make_page(runs, samples, plans)
@@ -49,19 +51,6 @@ def _plan(folder: Path) -> dict[str, Any] | None:
         return None
     with make_console(stderr=True).status("") as status:
         return make_plan(recipe, status.update).numbers()
-
-
-def _check_writable(out: Path) -> Path:
-    """Return the page's path, after checking that it can be written, because a plan takes time.
-
-    Raises:
-        RecipeError: it cannot be written.
-    """
-    if out.is_dir() or not out.parent.is_dir():
-        raise _unwritable(out, "it is a folder" if out.is_dir() else f"there is no folder {out.parent}")
-    if not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise _unwritable(out, "no permission")
-    return out
 
 
 def _unwritable(out: Path, why: str) -> RecipeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -40,6 +41,15 @@ def path_argument(text: str, option: str) -> Path:
         return Path(read_value(FilePath, text))
     except ValueError as error:
         raise RecipeError(option, [str(error)]) from None
+
+
+def why_unwritable(path: Path) -> str:
+    """Return why a file cannot be written there, for a check before work that takes time; empty if it can."""
+    if path.is_dir():
+        return "it is a folder"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "no permission"
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

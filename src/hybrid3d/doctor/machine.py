@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+NVIDIA_SMI_SECONDS = 30.0  # without persistence mode it takes seconds
 # What a check can need, in the words of its message
 NEEDS = {
     "cuda": "CUDA",
@@ -108,14 +109,18 @@ def _gpus(count: int) -> list[dict[str, Any]]:
     return [{"name": p.name, "bytes": p.total_memory, "capability": f"{p.major}.{p.minor}"} for p in found]
 
 
+def nvidia_smi(arguments: Sequence[str]) -> str:
+    """Return the output of nvidia-smi; empty if there is none, or if it fails."""
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
 def _driver() -> dict[str, str]:
     """Return the version of the driver, where nvidia-smi tells it."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    found = re.search(r"[\d.]+", done.stdout)
+    found = re.search(r"[\d.]+", nvidia_smi(["--query-gpu=driver_version", "--format=csv,noheader"]))
     return {"driver": found[0]} if found else {}
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import PHASE_TIMEOUT, gather_objects
+from hybrid3d.distributed import gather_objects, patient_group
 from hybrid3d.generation.engine import Engine
 from hybrid3d.generation.multi_turn import MultiTurnRollout
 from hybrid3d.generation.partial_rollout import PartialRollout, Place, Prompt
@@ -122,8 +122,7 @@ class EngineReplicas:
         self._reported = 0  # number of dropped tokens
         self._partial: PartialRollout | None = None
         if recipe.async_.partial is not None:
-            # Replicas wait here for the slowest of a whole step, which is no failure however long it takes
-            self._group = dist.new_group(dist.get_process_group_ranks(group), timeout=PHASE_TIMEOUT, backend="gloo")
+            self._group = patient_group(group)
             self._partial = PartialRollout(engine, self._turns, recipe.async_)
 
     @property

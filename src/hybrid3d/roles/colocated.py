@@ -11,12 +11,12 @@ import torch.distributed as dist
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
-from hybrid3d.distributed import PHASE_TIMEOUT, broadcast_object
+from hybrid3d.distributed import broadcast_object, patient_group
 from hybrid3d.generation.replicas import EngineReplicas, Replicas, ScoredReplicas
 from hybrid3d.generation.rollouts import make_rollouts
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
-from hybrid3d.process import engine_name, remove_shared_memory
+from hybrid3d.process import new_engine_name
 from hybrid3d.rewards.scorer import Scores
 from hybrid3d.roles.learner import Experience, Learner
 from hybrid3d.roles.models import Models
@@ -74,10 +74,7 @@ class Colocated:
         if weights_of is not None:
             checkpoint.load_weights({"policy": self._policy}, weights_of, group)
         self._policy.offload(recipe.train)  # vLLM sizes its memory by what is free when it starts
-        run = distributed.run_id()
-        if start:
-            remove_shared_memory(engine_name(run, 0, start - 1))
-        self._engine = RolloutEngine(recipe, rank, engine_name(run, 0, start), slots)
+        self._engine = RolloutEngine(recipe, rank, new_engine_name(distributed.run_id(), 0, start), slots)
         self._overlaps = guard is not None and recipe.overlaps_sync
         buckets = self._policy.optimizer_buckets if self._overlaps else None
         self._sync = WeightSync(recipe, group, self._policy.weights, self._engine, buckets, self._policy.changes)
@@ -85,8 +82,7 @@ class Colocated:
         self._replicas = EngineReplicas(recipe, self._engine, self.tokenizer, group)
         replicas: Replicas = self._replicas
         if recipe.roles.reward.ranks is not None:
-            # Here ranks wait for those that compute rewards, which is no failure however long it takes
-            self._patient = dist.new_group(dist.get_process_group_ranks(group), timeout=PHASE_TIMEOUT, backend="gloo")
+            self._patient = patient_group(group)
             replicas = ScoredReplicas(replicas, self._score)
         self._rollouts = make_rollouts(recipe, replicas, self.train, self.held_out)
         self.models: Models | None = None

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from types import FrameType
 
 import torch.distributed as dist
@@ -129,14 +129,6 @@ class Told:
     seen: int = 0
 
 
-@dataclass
-class _Standing:
-    """This rank's standstill, and whether its stacks are in the log."""
-
-    place: Standstill
-    dumped: bool = field(default=False)
-
-
 class Watchdog:
     """Watches the main thread of this rank; on rank 0 also tells about all ranks that stand.
 
@@ -156,7 +148,8 @@ class Watchdog:
         self._store, self._rank, self._world_size, self._report = store.clone(), rank, world_size, report
         self._limit, self._poll_seconds = heartbeat_seconds(), max(POLL_SECONDS, world_size / RANKS_PER_POLL_SECOND)
         self._sampler = StackSampler(threading.get_ident())
-        self._standing: _Standing | None = None
+        self._standing: Standstill | None = None  # of this rank
+        self._dumped = False  # whether its stacks are in the log
         self._told: dict[int, Told] = {}  # of ranks that stand, on rank 0
         self._messages = 0  # how many there were at the last poll
         self._named: set[str] = set()  # places
@@ -188,29 +181,25 @@ class Watchdog:
         phase = current_phase()
         found = None if phase in (STARTING, OVER) else self._sampler.sample(passed, self._limit)
         if found is None:
-            self._standing = None
+            self._standing, self._dumped = None, False
             return
         frame, seconds = found
-        new = self._standing is None
         where, waits = describe_frame(frame)
-        place = Standstill(phase, where, waits, round(seconds, 1))
-        if self._standing is None:
-            self._standing = _Standing(place)
-        self._standing.place = place
-        if new and not waits:
+        self._standing = Standstill(phase, where, waits, round(seconds, 1))
+        if not waits:
             self._dump(self._standing)
 
-    def _dump(self, standing: _Standing) -> None:
-        """Write the Python stacks of all threads to this rank's log."""
-        if not standing.dumped:
-            standing.dumped = True
-            logger.warning("the main thread has not moved for %.0f s: %s", standing.place.seconds, standing.place)
+    def _dump(self, standing: Standstill) -> None:
+        """Write the Python stacks of all threads to this rank's log, once for each standstill."""
+        if not self._dumped:
+            self._dumped = True
+            logger.warning("the main thread has not moved for %.0f s: %s", standing.seconds, standing)
             faulthandler.dump_traceback(all_threads=True)
 
     def _tell(self) -> None:
         """Tell rank 0 that this rank stands; what is not told again counts as moved."""
         if self._standing is not None:
-            self._store.set(_key(self._rank), json.dumps(asdict(self._standing.place)))
+            self._store.set(_key(self._rank), json.dumps(asdict(self._standing)))
             self._store.add(_TOLD, 1)
             if self._store.check([_ALL_STAND]):
                 self._dump(self._standing)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator, Sequence
 
 from hybrid3d.doctor.environment.finding import CANNOT_START, SLOW, Context, Finding
+from hybrid3d.doctor.machine import nvidia_smi
 from hybrid3d.planning.hardware import hardware_of
 
-SECONDS = 30.0  # of nvidia-smi, which takes seconds without persistence mode
 SLOWDOWNS = {
     "hw_thermal_slowdown": "it is too hot: look at its cooling",
     "sw_thermal_slowdown": "it is too hot: look at its cooling",
@@ -26,7 +25,7 @@ ABSENT = re.compile(r"\[?(N/A|Not Supported|Unknown Error)\]?", re.IGNORECASE)
 
 def check_gpus(context: Context) -> Iterator[Finding]:
     """Report the GPUs that the driver has and torch sees, and what slows them down."""
-    output = _nvidia_smi([f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"])
+    output = nvidia_smi([f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"])
     rows = [dict(zip(FIELDS, map(str.strip, line.split(",")), strict=False)) for line in output.splitlines() if line]
     rows = [row for row in rows if row["index"].isdecimal()]
     yield from _check_torch(context, rows)
@@ -34,15 +33,6 @@ def check_gpus(context: Context) -> Iterator[Finding]:
         yield from _check_gpu(row)
     if len(rows) > 1:
         yield from _check_nvlink(len(rows))
-
-
-def _nvidia_smi(arguments: Sequence[str]) -> str:
-    """Return the output of nvidia-smi; empty if there is none, or if it fails."""
-    try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def _check_torch(context: Context, rows: Sequence[dict[str, str]]) -> Iterator[Finding]:
@@ -106,7 +96,7 @@ def _check_gpu(row: dict[str, str]) -> Iterator[Finding]:
 
 
 def _check_nvlink(gpus: int) -> Iterator[Finding]:
-    links = re.findall(r"Link \d+: ([\d.]+) GB/s", _nvidia_smi(["nvlink", "--status"]))
+    links = re.findall(r"Link \d+: ([\d.]+) GB/s", nvidia_smi(["nvlink", "--status"]))
     if links:
         rate = sum(map(float, links)) / gpus
         yield Finding(f"NVLink: {len(links) // gpus} links of a GPU, {rate:.0f} GB/s together")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,7 +15,7 @@ from hybrid3d.roles.split.connections import Connection, Disconnected
 from hybrid3d.roles.split.elastic_sync import Members, tell_lost
 from hybrid3d.roles.split.messages import Call, Leave
 from hybrid3d.roles.split.worker_group import WorkerGroup
-from hybrid3d.roles.split.worker_groups import POLL_SECONDS, WorkerGroups
+from hybrid3d.roles.split.worker_groups import WorkerGroups
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.record import Record
 
@@ -84,20 +83,16 @@ class Engines(WorkerGroups):
             active_ranks: so many ranks are to generate, from the first one on.
         """
         self._set_active(active_ranks)
-        told = False
+        count, event = (1, "no_engine") if self._had_sync else (self._active, "")
         while True:
-            self._refresh()
-            with self._lock:
+            self._wait_for(count, event, "no rank can generate: waiting for one to come back")
+            with self._lock:  # from here on a loss is told to those that take part
                 ready = self._ready()
-                if len(ready) >= (1 if self._had_sync else self._active):
+                if len(ready) >= count:
                     before, self._taking_part = self._taking_part, ready
                     if ready != before:
                         self._epoch = self._store.add(_EPOCHS, 1)
                     break
-            if self._had_sync and not told:
-                self._record.event("no_engine", "no rank can generate: waiting for one to come back")
-                told = True
-            time.sleep(POLL_SECONDS)
         for engine in self._taking_part:
             if engine in before:
                 continue

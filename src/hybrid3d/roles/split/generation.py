@@ -11,7 +11,7 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.generation.replicas import EngineReplicas
 from hybrid3d.inputs.models import read_tokenizer
-from hybrid3d.process import engine_name, remove_shared_memory, set_shared_memory_prefix
+from hybrid3d.process import new_engine_name, set_shared_memory_prefix
 from hybrid3d.roles.split.connections import Connection
 from hybrid3d.roles.split.elastic_sync import ElasticSync, Members
 from hybrid3d.roles.split.messages import Call, Reply
@@ -41,10 +41,7 @@ class GenerationRank:
             ranks: those of its engine.
             start: number of this start of the engine.
         """
-        run = distributed.run_id()
-        if start:
-            remove_shared_memory(engine_name(run, ranks.start, start - 1))
-        name = engine_name(run, ranks.start, start)
+        name = new_engine_name(distributed.run_id(), ranks.start, start)
         set_shared_memory_prefix(name)
         group = distributed.start_among(ranks, f"engine/{ranks.start}/{start}", store)
         self.start, self._leads = start, group.rank() == 0

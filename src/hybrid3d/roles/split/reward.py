@@ -14,7 +14,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.distributed import gather_objects
 from hybrid3d.generation.samples import Sample
 from hybrid3d.inputs.models import read_config, read_tokenizer
-from hybrid3d.process import engine_name, remove_shared_memory, set_shared_memory_prefix
+from hybrid3d.process import new_engine_name, set_shared_memory_prefix
 from hybrid3d.rewards.scorer import Scorer, Scores
 from hybrid3d.rl.batch import Batch
 from hybrid3d.roles.split.connections import Connection
@@ -42,10 +42,7 @@ class RewardRank:
         reward = recipe.reward
         self.start, self.ready = start, False
         self._leads = distributed.rank() == ranks.start
-        run = distributed.run_id()
-        if start:
-            remove_shared_memory(engine_name(run, ranks.start, start - 1))
-        set_shared_memory_prefix(engine_name(run, ranks.start, start))
+        set_shared_memory_prefix(new_engine_name(distributed.run_id(), ranks.start, start))
         self._scorer = Scorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
         self._model: ScoringModel | None = None
         if reward.model is not None:

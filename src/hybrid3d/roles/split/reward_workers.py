@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,7 +16,7 @@ from hybrid3d.rewards.pool_worker import BATCH_SECONDS
 from hybrid3d.rewards.scorer import Scores
 from hybrid3d.roles.split.messages import Call
 from hybrid3d.roles.split.worker_group import WorkerGroup
-from hybrid3d.roles.split.worker_groups import POLL_SECONDS, WorkerGroups
+from hybrid3d.roles.split.worker_groups import WorkerGroups
 from hybrid3d.run.record import Record
 
 
@@ -66,15 +65,8 @@ class RewardWorkers(WorkerGroups):
 
     def _wait_for_groups(self) -> list[WorkerGroup]:
         """Return the groups that are ready, after waiting for one; the first time, for all of them."""
-        told = False
-        while True:
-            ready = self._refresh()
-            if len(ready) >= (1 if self._asked else self._active):
-                break
-            if self._asked and not told:
-                self._record.event("no_reward_worker", "no rank can compute rewards: waiting for one to come back")
-                told = True
-            time.sleep(POLL_SECONDS)
+        count, event = (1, "no_reward_worker") if self._asked else (self._active, "")
+        ready = self._wait_for(count, event, "no rank can compute rewards: waiting for one to come back")
         if not self._asked and self._runs_code:
             self._record.event("sandbox", sandbox.warning(self.confined_by or ""), confined_by=self.confined_by or "")
         for group in ready if self._asked else ():

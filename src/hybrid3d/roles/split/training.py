@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
-from hybrid3d.distributed import PHASE_TIMEOUT, all_reduce_min, broadcast_object
+from hybrid3d.distributed import all_reduce_min, broadcast_object, patient_group
 from hybrid3d.generation.replicas import NoReplicas, ScoredReplicas
 from hybrid3d.generation.rollouts import make_rollouts
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
@@ -87,8 +87,7 @@ class TrainingRank:
             start: number of this start of the ranks that train.
         """
         self._group = group
-        # Here ranks wait for those that generate, which is no failure however long it takes
-        self._patient = dist.new_group(dist.get_process_group_ranks(group), timeout=PHASE_TIMEOUT, backend="gloo")
+        self._patient = patient_group(group)
         self._others = OtherRoles(recipe, store, record, start) if group.rank() == 0 else None
         self._engines = None if self._others is None else self._others.engines
         config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)

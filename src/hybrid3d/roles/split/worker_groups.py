@@ -129,6 +129,19 @@ class WorkerGroups:
     def _ready(self) -> list[WorkerGroup]:
         return [group for group in self._groups[: self._active] if group is not None and group.ready]
 
+    def _wait_for(self, count: int, event: str, message: str) -> list[WorkerGroup]:
+        """Return the groups that are ready, after waiting for so many.
+
+        Args:
+            event: recorded with the message if there are none at first; none is if it is empty.
+        """
+        while len(ready := self._refresh()) < count:
+            if event:
+                self._record.event(event, message)
+                event = ""
+            time.sleep(POLL_SECONDS)
+        return ready
+
     def _record_lost(self, group: WorkerGroup, moment: float, ready: int) -> None:
         """Record that a group has been lost.
 
