@@ -156,10 +156,10 @@ def _train_rl(
 
     guard, recipe = Guard(record), live.recipe
     roles = _make_roles(recipe, store, group, slots, record, guard)
-    assert roles.models is not None, "with a guard the roles train"
-    record.data(train=roles.train, eval=roles.held_out)
-    checkpoints = Checkpoints(roles.models.trained, recipe.train.dp, record, group)
     models = roles.models
+    assert models is not None, "with a guard the roles train"
+    record.data(train=roles.train, eval=roles.held_out)
+    checkpoints = Checkpoints(models.trained, recipe.train.dp, record, group)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group)
     train_rl(roles, live, guard, checkpoints, recorder, record, group)
 

@@ -41,7 +41,7 @@ LEARNED = (
 TIME = (
     Panel("Seconds of a step", ("time/step", "time/sync", "time/generate", "time/train", "time/wait")),
     Panel("Throughput", ("tokens_per_second",)),
-    Panel("Busy seconds of a role", ("time/training_busy", "time/generation_busy")),
+    Panel("Busy seconds of a role", ("time/training_busy", "time/generation_busy", "time/reward_busy")),
     Panel("Seconds of an evaluation", ("time/eval",)),
 )
 SYNC = (

@@ -19,7 +19,7 @@ from hybrid3d.reshard.fingerprint import LocalFingerprints, fingerprint_pieces, 
 from hybrid3d.roles.learner import Experience
 from hybrid3d.run.metrics import PhaseTimer
 from hybrid3d.run.run_folder import RunFolder, recorded_folder
-from hybrid3d.run.step_record import Array, StepRecord, WeightRecord, metrics_of_training, write_step
+from hybrid3d.run.step_record import PARTIAL, Array, StepRecord, WeightRecord, metrics_of_training, write_step
 from hybrid3d.train.megatron_model import MegatronModel
 from hybrid3d.train.runtime import device
 from hybrid3d.train.writing import together
@@ -121,7 +121,7 @@ class StepRecorder:
             record = self._capture.finish(step, recipe, samples, experience, metrics)
             folder = recorded_folder(self._folder, step)
             write = partial(write_step, folder, record) if record is not None else lambda: None
-            together(folder.with_name(folder.name + ".partial"), write, self._group)
+            together(folder.with_name(folder.name + PARTIAL), write, self._group)
         self._capture = None
 
 
