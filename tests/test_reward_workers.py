@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +13,13 @@ import pytest
 import torch.distributed as dist
 
 from commands import ROOT
+from fake_ranks import FakeRank, make_store
 from hybrid3d.config import load_recipe
 from hybrid3d.generation.replicas import Advanced, Answers, ScoredReplicas
 from hybrid3d.generation.samples import Sample
 from hybrid3d.rewards.scorer import Scores
 from hybrid3d.roles.split import worker_groups
-from hybrid3d.roles.split.connections import Connection, Disconnected, connect
-from hybrid3d.roles.split.messages import Call, End, Join, Joined, Leaving, Register, Reply
+from hybrid3d.roles.split.messages import Call, Register, Reply
 from hybrid3d.roles.split.other_roles import OtherRoles
 from hybrid3d.roles.split.reward_workers import RewardWorkers
 
@@ -39,35 +38,18 @@ RECIPE = load_recipe(
 )
 
 
-class FakeRank:
-    """A rank that computes rewards, as a thread: the length of the answer, and 10 more by model; until it is killed."""
+class RewardRank(FakeRank):
+    """A rank that computes rewards: the length of the answer, and 10 more by model; until it is killed."""
 
     def __init__(self, rank: int, store: dist.Store, failure: str = ""):
-        self.rank, self.scored = rank, list[list[str]]()
+        self.scored = list[list[str]]()
         self.dies_at_next_call = False
-        connection = connect(store, 0, lambda: False)
-        assert connection is not None
-        self.connection: Connection = connection
-        self.connection.send(Register(rank, failure))
-        self.thread = threading.Thread(target=self._serve, daemon=True)
-        self.thread.start()
+        super().__init__(store, Register(rank, failure))
 
-    def _serve(self) -> None:
-        try:
-            while not isinstance(message := self.connection.receive(), End):
-                if isinstance(message, Join):
-                    self.connection.send(Joined())
-                elif isinstance(message, Call):
-                    if self.dies_at_next_call:
-                        break
-                    self.connection.send(self._score(message))
-            else:
-                self.connection.send(Leaving())
-        except Disconnected:
-            pass
-        self.connection.close()
+    def dies_at(self, call: Call) -> bool:
+        return self.dies_at_next_call
 
-    def _score(self, call: Call) -> Reply:
+    def reply(self, call: Call) -> Reply:
         assert call.method == "score"
         answers = [sample.answer for sample in call.arguments["samples"]]
         self.scored.append(answers)
@@ -89,10 +71,7 @@ def rewards_of(answers: dict[int, Answers]) -> dict[int, list[float]]:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1234")  # of the store; unused here
-    monkeypatch.setenv("WORLD_SIZE", "6")
-    return dist.HashStore()
+    return make_store(monkeypatch, ranks=6)
 
 
 @pytest.fixture
@@ -124,7 +103,7 @@ REWARDS = [1, 2, 3, 3, 4, 5]
 
 
 def test_each_group_scores_the_answers_to_its_prompts(workers: RewardWorkers, store: dist.Store) -> None:
-    ranks = {rank: FakeRank(rank, store) for rank in range(2, 6)}
+    ranks = {rank: RewardRank(rank, store) for rank in range(2, 6)}
     found = workers.score(SAMPLES, by_model=False)
     assert found == Scores(REWARDS, {"hung": 2}, {"hung": "on rank 4"})
     assert [ranks[rank].scored for rank in (2, 3)] == [[["a", "bb"]]] * 2
@@ -137,7 +116,7 @@ def test_each_group_scores_the_answers_to_its_prompts(workers: RewardWorkers, st
 def test_a_call_asks_for_no_more_than_the_time_limit_of_a_batch_allows(
     workers: RewardWorkers, store: dist.Store
 ) -> None:
-    ranks = {rank: FakeRank(rank, store) for rank in range(2, 6)}
+    ranks = {rank: RewardRank(rank, store) for rank in range(2, 6)}
     samples = SAMPLES * 40
     assert workers.score(samples, by_model=False).rewards == REWARDS * 40
     # In 420 s, 28 times 10 s and 5 s to end a worker, by two workers, and whole prompts
@@ -149,7 +128,7 @@ def test_the_others_score_what_a_lost_group_had_to(
     store: dist.Store,
     events: list[tuple[str, Any]],
 ) -> None:
-    ranks = {rank: FakeRank(rank, store) for rank in range(2, 6)}
+    ranks = {rank: RewardRank(rank, store) for rank in range(2, 6)}
     workers.score(SAMPLES, by_model=False)
     ranks[5].dies_at_next_call = True
     assert workers.score(SAMPLES, by_model=False).rewards == REWARDS
@@ -161,7 +140,7 @@ def test_the_others_score_what_a_lost_group_had_to(
         while events[-1] != ("no_reward_worker", None):
             time.sleep(0.01)
         assert not waiting.done()
-        again = [FakeRank(rank, store, failure="killed") for rank in (4, 5)]
+        again = [RewardRank(rank, store, failure="killed") for rank in (4, 5)]
         assert waiting.result(timeout=10).rewards == REWARDS
     assert again[0].scored == [["a", "bb", "xxx", "xxx", "dddd", "eeeee"]]
     assert events[1:] == [("reward_worker_lost", [2, 3]), ("no_reward_worker", None), ("reward_worker_joined", [4, 5])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fake_ranks import FakeRank, make_store
 from hybrid3d.config import load_recipe
 from hybrid3d.generation.replicas import Answers, NoReplicas
 from hybrid3d.generation.rollouts import FailedRewards
@@ -24,7 +24,7 @@ from hybrid3d.roles.split.ahead import GenerationAhead
 from hybrid3d.roles.split.connections import Connection, Disconnected, Server, connect
 from hybrid3d.roles.split.elastic_sync import Members
 from hybrid3d.roles.split.engines import Engines
-from hybrid3d.roles.split.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply
+from hybrid3d.roles.split.messages import Call, End, Leave, Register, Reply
 from hybrid3d.roles.split.other_roles import OtherRoles
 from hybrid3d.run.metrics import StepMetrics
 
@@ -127,40 +127,17 @@ def test_the_step_goes_on_where_there_is_nobody_to_generate_ahead(error: Excepti
 RECIPE = recipe_of(0, 40, "roles.generation.ranks=4", "rollout.tp=2", "machine.gpus_per_node=8")
 
 
-class FakeRank:
-    """A rank that generates, as a thread: it does what it is asked, until it is killed."""
+class GenerationRank(FakeRank):
+    """A rank that generates, until it is killed."""
 
     def __init__(self, rank: int, store: dist.Store, group_start: int | None = None, start: int = 0):
-        self.rank, self.calls = rank, list[Call]()
         self.killed_by: str | None = None  # the method during which it is killed
-        self.group_start: int | None = None
-        self.last: Any = None  # what it was asked for at last
-        connection = connect(store, start, lambda: False)
-        assert connection is not None
-        self.connection: Connection = connection
-        self.connection.send(Register(rank, confined_by=f"rank {rank}", group_start=group_start))
-        self.thread = threading.Thread(target=self._serve, daemon=True)
-        self.thread.start()
+        super().__init__(store, Register(rank, confined_by=f"rank {rank}", group_start=group_start), start)
 
-    def _serve(self) -> None:
-        try:
-            while not isinstance(self.last, Leave | End):
-                self.last = message = self.connection.receive()
-                if isinstance(message, Join):
-                    self.group_start = message.start
-                    self.connection.send(Joined())
-                elif isinstance(message, Call):
-                    self.calls.append(message)
-                    if message.method == self.killed_by:
-                        break
-                    self.connection.send(self._reply(message))
-            else:
-                self.connection.send(Leaving())
-        except Disconnected:
-            pass
-        self.connection.close()
+    def dies_at(self, call: Call) -> bool:
+        return call.method == self.killed_by
 
-    def _reply(self, call: Call) -> Reply:
+    def reply(self, call: Call) -> Reply:
         if call.method == "sync":
             return Reply(StepMetrics(sums={"sync/received_bytes": 10.0}), peak_memory=self.rank)
         if call.stoppable:
@@ -184,10 +161,7 @@ class FakeRank:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1234")  # of the store; unused here
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    return dist.HashStore()
+    return make_store(monkeypatch, ranks=8)
 
 
 @pytest.fixture
@@ -214,9 +188,9 @@ def made(roles: OtherRoles) -> Engines:
     return roles.engines
 
 
-def start_all(made: Engines, store: dist.Store) -> tuple[dict[int, FakeRank], Members]:
+def start_all(made: Engines, store: dist.Store) -> tuple[dict[int, GenerationRank], Members]:
     """Start all ranks, and let them take part in a sync; return also its members."""
-    ranks = {rank: FakeRank(rank, store) for rank in range(4, 8)}
+    ranks = {rank: GenerationRank(rank, store) for rank in range(4, 8)}
     return ranks, sync(made, 0)
 
 
@@ -234,12 +208,12 @@ def sync(made: Engines, version: int, active: int = 4) -> Members:
 
 def test_all_engines_take_part_in_the_first_sync(made: Engines, store: dist.Store) -> None:
     with ThreadPoolExecutor(1) as pool:
-        first = {rank: FakeRank(rank, store) for rank in (5, 6, 4)}
+        first = {rank: GenerationRank(rank, store) for rank in (5, 6, 4)}
         waiting = pool.submit(made.members, 4)
         time.sleep(0.3)
         assert not waiting.done()
         assert first[6].group_start is None  # before rank 7 is there
-        last = FakeRank(7, store)
+        last = GenerationRank(7, store)
         assert waiting.result(timeout=10) == Members(1, tuple(range(8)), (0, 1))
     made.begin_sync(Members(1, tuple(range(8)), (0, 1)), 3, verify=True)
     metrics = made.finish_sync()
@@ -265,7 +239,7 @@ def test_an_engine_is_lost_with_its_first_rank_and_comes_back(
     assert events == [("engine_lost", [4, 5])]
     assert not made.unchanged(4)
     assert sync(made, 1) == Members(2, (0, 1, 2, 3, 6, 7), (1,))
-    again = [FakeRank(rank, store) for rank in (4, 5)]
+    again = [GenerationRank(rank, store) for rank in (4, 5)]
     wait_for_start(made, 0)
     assert [one.group_start for one in again] == [1, 1]
     assert made.numbers == [1]  # before it has weights
@@ -277,10 +251,10 @@ def test_an_engine_is_lost_with_its_first_rank_and_comes_back(
 def test_a_rank_that_is_there_again_shows_that_its_engine_was_lost(made: Engines, store: dist.Store) -> None:
     """Also before anybody has noticed, as on a node that was switched off."""
     ranks, _ = start_all(made, store)
-    FakeRank(6, store)
+    GenerationRank(6, store)
     ranks[7].thread.join(10)
     assert made.numbers == [0]
-    FakeRank(7, store)
+    GenerationRank(7, store)
     wait_for_start(made, 1)
     assert sync(made, 1) == Members(2, tuple(range(8)), (0, 3))
 
@@ -293,11 +267,11 @@ def test_an_engine_that_is_up_is_taken_up_by_the_next_start_of_training(
     roles = OtherRoles(RECIPE, store, made._record, start=1)
     second = roles.engines
     assert second is not None
-    kept = [FakeRank(rank, store, group_start=0, start=1) for rank in (4, 5)]
-    left, fresh = FakeRank(6, store, group_start=0, start=1), FakeRank(7, store, start=1)
+    kept = [GenerationRank(rank, store, group_start=0, start=1) for rank in (4, 5)]
+    left, fresh = GenerationRank(6, store, group_start=0, start=1), GenerationRank(7, store, start=1)
     left.thread.join(10)
     assert isinstance(left.last, Leave)
-    again = FakeRank(6, store, start=1)
+    again = GenerationRank(6, store, start=1)
     members = second.members(4)
     assert [one.group_start for one in (*kept, again, fresh)] == [0, 0, 1, 1]
     assert members.engines == (0, 3)  # not the number of the start that is lost
@@ -363,7 +337,7 @@ def test_without_an_engine_the_run_waits_and_says_so(
         time.sleep(0.3)
         assert not waiting.done()
         assert events[-1] == ("no_engine", None)
-        again = [FakeRank(rank, store) for rank in (6, 7)]
+        again = [GenerationRank(rank, store) for rank in (6, 7)]
         assert waiting.result(timeout=10) == Members(2, (0, 1, 2, 3, 6, 7), (3,))
     assert len(again) == 2
 
@@ -375,7 +349,7 @@ def test_engines_leave_and_join_with_a_sync(made: Engines, store: dist.Store, ev
     for rank in (6, 7):  # they exit, are started again, and wait
         ranks[rank].thread.join(10)
         assert isinstance(ranks[rank].last, Leave)
-    waiting = [FakeRank(rank, store) for rank in (6, 7)]
+    waiting = [GenerationRank(rank, store) for rank in (6, 7)]
     while len(made._registered[1]) < 2:
         time.sleep(0.01)
     assert sync(made, 2, active=2) == Members(2, (0, 1, 2, 3, 4, 5), (0,))
@@ -391,7 +365,7 @@ def test_an_engine_that_was_lost_meanwhile_takes_no_part(made: Engines, store: d
     """It is there again when the sync begins that was decided on before; what it sends is not taken for a reply."""
     ranks, members = start_all(made, store)
     ranks[4].kill(made)
-    again = [FakeRank(rank, store) for rank in (4, 5)]
+    again = [GenerationRank(rank, store) for rank in (4, 5)]
     wait_for_start(made, 0)
     made.begin_sync(members, 1, verify=False)
     metrics = made.finish_sync()
@@ -407,7 +381,7 @@ def test_the_end_of_the_run_reaches_all(
     ranks, _ = start_all(made, store)
     ranks[4].kill(made)
     ranks[5].thread.join(10)
-    half = FakeRank(4, store)
+    half = GenerationRank(4, store)
     while not made._registered[0]:
         time.sleep(0.01)
     monkeypatch.setattr(worker_groups, "CLOSE_SECONDS", 10)
