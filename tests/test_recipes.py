@@ -61,15 +61,39 @@ def test_a_recipe_s_plan_is_exact_and_its_memory_fits(name: str) -> None:
     check_numbers(recipe, make_report(recipe, check_model(recipe, planned=True)).numbers())
 
 
+# What a core gives while other machines share its caches and its memory differs by half: a fixed piece of work, which
+# takes 0.2 s of an EPYC core that nobody disturbs, is timed on the same core every 2 s.
+FIXED_WORK, FIXED_WORK_SECONDS = (
+    """
+import time
+while True:
+    start, found = time.process_time(), {}
+    for i in range(1_000_000):
+        found[i % 5000, i % 7] = (i,)
+    print(time.process_time() - start, flush=True)
+    time.sleep(2)
+""",
+    0.2,
+)
+
+
 def test_deepseek_v3_over_1024_gpus_takes_a_minute_of_one_core_and_8_gib() -> None:
     command = [sys.executable, "-m", "hybrid3d", "plan", f"recipes/{LARGEST}.yaml", "--json"]
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    done = subprocess.run(["taskset", "-c", "0", *command], capture_output=True, text=True, timeout=800)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    fixed = subprocess.Popen(
+        ["taskset", "-c", "0", sys.executable, "-c", FIXED_WORK], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+        done = subprocess.run(["taskset", "-c", "0", *command], capture_output=True, text=True, timeout=800)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    finally:
+        fixed.kill()
+    samples = [float(line) for line in fixed.communicate(timeout=60)[0].splitlines()[:-1]]
     assert done.returncode == 0, done.stderr
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(f"{seconds:.0f} s of one core, {time.monotonic() - start:.0f} s of the clock")
-    assert seconds <= 60
+    slowness = max(1.0, sum(samples) / len(samples) / FIXED_WORK_SECONDS)
+    print(f"{seconds:.0f} s of a core {slowness:.2f} times slower, {time.monotonic() - start:.0f} s of the clock")
+    assert seconds / slowness <= 60
     assert after.ru_maxrss <= 8 * 2**20  # KiB, of the largest child so far
     recipe = recipe_of(LARGEST)
     assert recipe.world_size == 1024

@@ -16,7 +16,7 @@ from hybrid3d.planning.hardware import Hardware, hardware_of
 from hybrid3d.planning.memory import MemoryEstimate, max_over_stages
 from hybrid3d.planning.peers import GatherTraffic, gather_traffic
 from hybrid3d.planning.seconds import SyncTime, estimate_sync_time, inter_node_bytes
-from hybrid3d.planning.traffic import SyncTraffic, compute_sync_traffic
+from hybrid3d.planning.traffic import SyncTraffic, compute_sync_traffic, without_collector
 from hybrid3d.reshard.placement import consecutive_slots
 
 
@@ -111,6 +111,7 @@ def _changed_numbers(changed: ChangedSync) -> dict[str, Any]:
     }
 
 
+@without_collector()
 def make_report(
     recipe: Recipe,
     config: Config,

@@ -56,7 +56,7 @@ class SyncTraffic:
 
 
 @contextlib.contextmanager
-def _no_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Disable garbage collection, which takes a third of the time of a large plan and finds no cycles in it."""
     before = gc.isenabled()
     gc.disable()
@@ -67,7 +67,7 @@ def _no_collector() -> Iterator[None]:
             gc.enable()
 
 
-@_no_collector()
+@without_collector()
 def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence[int] | None = None) -> SyncTraffic:
     """Place the ranks, route every tensor, and check the routes.
 

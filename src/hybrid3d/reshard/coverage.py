@@ -11,7 +11,7 @@ from hybrid3d.reshard.classes import Group, Signature, group_ranks, rank_groups
 from hybrid3d.reshard.layout import FILES, ITEMSIZE, Demand, Holdings, Piece, pieces_by_name
 from hybrid3d.reshard.planner import Plan, PlanError, RankPlan, Transfer
 from hybrid3d.reshard.relays import Relay
-from hybrid3d.reshard.routes import Route, RoutedClass, Source
+from hybrid3d.reshard.routes import Part, Route, RoutedClass, Source
 
 
 def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> None:
@@ -177,15 +177,24 @@ def _check_shares(name: str, routed_class: RoutedClass) -> None:
     ]
     route_of = {rank: route for route in routed_class.routes for rank in route.readers} if relays else {}
     for route, part, relay in relays:
-        received = replace(part, source=None, handed_on=True)
+        checked: dict[int, bool] = {}  # ranks of one route receive the same
         for rank in route.readers:
             sender = relay.sender(rank, 0)
             together = sender // relay.ranks_per_node == rank // relay.ranks_per_node
-            parts = route_of[sender].parts.get(part.held, ()) if sender in route_of and sender != rank else ()
-            if not together or not any(
-                isinstance(p.source, Source) and replace(p, source=None, held=part.held) == received for p in parts
-            ):
+            of_sender = route_of.get(sender) if sender != rank else None
+            if id(of_sender) not in checked:
+                checked[id(of_sender)] = of_sender is not None and _receives(of_sender, part)
+            if not together or not checked[id(of_sender)]:
                 raise PlanError(f"rank {sender} does not receive {name} {part.box}, which it would hand on to {rank}")
+
+
+def _receives(route: Route, relayed: Part) -> bool:
+    """Return whether the readers of a route receive, from a rank that holds it, what they hand on as `relayed`."""
+    received = replace(relayed, source=None, handed_on=True)
+    return any(
+        isinstance(part.source, Source) and replace(part, source=None, held=relayed.held) == received
+        for part in route.parts.get(relayed.held, ())
+    )
 
 
 def _sort_key(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -327,7 +336,8 @@ def _missing_on_node(
 
 
 def _sorted(boxes: Iterable[Box]) -> tuple[Box, ...]:
-    return tuple(sorted(boxes, key=_sort_key))
+    boxes = tuple(boxes)
+    return boxes if len(boxes) < 2 else tuple(sorted(boxes, key=_sort_key))
 
 
 def _missing_bytes(wanted: Iterable[Piece], held: tuple[Box, ...]) -> int:

@@ -47,7 +47,7 @@ class Source:
         turn = tensor * len(self.readers) + self._reader_index[reader]
         return self.holders[turn % len(self.holders)]
 
-    def fix_order(self, sent: Mapping[int, int]) -> None:
+    def fix_order(self, sent: np.ndarray) -> None:
         """Sort the readers by rank and the holders by the bytes that they have sent, identically on every rank."""
         self.readers = dict(sorted(self.readers.items()))
         self.holders = tuple(sorted(self.holders, key=lambda rank: (sent[rank], rank)))
@@ -131,15 +131,16 @@ def route_classes(
         ranks_per_node: the number of consecutive ranks that share a node.
         relays: receive what several ranks of a node want and none holds only once over the network.
     """
-    sent: dict[int, int] = defaultdict(int)
+    sent = np.zeros(
+        1 + max((rank for ranks in holders for rank in ranks), default=0) - FILES, np.int64
+    )  # FILES is last
     nodes = _nodes(readers, ranks_per_node) if relays else {}
     for turn, tensors in enumerate(classes):
         routed_class = _Router(tensors, holders, ranks_per_node, turn if relays else None).route(readers, nodes)
         for source in sorted(routed_class.sources, key=lambda s: (s.box.start, s.box.size, min(s.readers))):
             source.fix_order(sent)
             senders, _, nbytes = source.traffic(tensors.count)
-            for rank, n in zip(senders.flat, nbytes.flat, strict=True):
-                sent[rank] += int(n)
+            np.add.at(sent, senders, nbytes)
         yield routed_class
 
 
@@ -203,15 +204,20 @@ class _Router:
         """Return the class with one route for each set of readers with the same demand, holdings and node."""
         shares = {} if self._turn is None else self._shares(nodes, self._turn)
         places: dict[tuple[int | None, ...], tuple[_Place, list[int]]] = {}
+        group_of_holder, shares_of_rank, ranks_per_node = self._group_of_holder.get, shares.get, self._ranks_per_node
+        nodes_with_holders = {node: node for node in self._holders_on_node}.get
         for group, wanted in self._tensors.wanted.items():
-            for rank in readers[group]:
-                node, holder_group = rank // self._ranks_per_node, self._group_of_holder.get(rank)
-                node_with_holders = node if node in self._holders_on_node else None
-                of_rank = shares.get(rank, {})
-                key = group, holder_group, node_with_holders, id(of_rank) if of_rank else None
-                if key not in places:
-                    places[key] = _Place(wanted, holder_group, node_with_holders, of_rank), []
-                places[key][1].append(rank)
+            for rank in readers[group]:  # a million times in a large plan
+                holder_group, node, of_rank = (
+                    group_of_holder(rank),
+                    nodes_with_holders(rank // ranks_per_node),
+                    shares_of_rank(rank),
+                )
+                key = group, holder_group, node, id(of_rank)
+                place = places.get(key)
+                if place is None:
+                    place = places[key] = _Place(wanted, holder_group, node, of_rank or {}), []
+                place[1].append(rank)
         routes = tuple(self._route(place, ranks) for place, ranks in places.values())
         return RoutedClass(self._tensors, routes, tuple(self._sources.values()))
 
@@ -255,8 +261,9 @@ class _Router:
             missing += rest
         for part in (part for parts_of_box in parts.values() for part in parts_of_box):
             if isinstance(part.source, Source):
+                of_source, nbytes = part.source.readers, part.nbytes
                 for rank in ranks:
-                    part.source.readers[rank] = part.source.readers.get(rank, 0) + part.nbytes
+                    of_source[rank] = of_source.get(rank, 0) + nbytes
         return Route(tuple(ranks), parts, tuple(missing))
 
     def _parts(self, wanted: Box, dtype: str, place: _Place) -> tuple[tuple[Part, ...], list[Box]]:

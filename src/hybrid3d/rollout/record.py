@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ class _LoadRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        traced = next((a for a in tree_iter((args, kwargs)) if isinstance(a, _TracedTensor)), None)
+        values = chain(args, tree_iter((args, kwargs)))  # most are arguments, and need no slow walk
+        traced = next((a for a in values if isinstance(a, _TracedTensor)), None)
         if traced is not None:
             return self._trace(func, traced, args, kwargs)
         if func in CONSTANTS and self._destination(args[0]):
