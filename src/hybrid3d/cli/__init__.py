@@ -1,4 +1,4 @@
-"""The command line: `hybrid3d train | eval | export | plan | bench | doctor | report | replay`, a module for each.
+"""The command line: `hybrid3d train | eval | export | plan | bench | doctor | report | replay | serve`.
 
 Exit codes: 0 for success, 1 if the run failed, 2 for a mistake of the user, which is found before ranks start.
 """
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from hybrid3d import __version__, launch_environment
-from hybrid3d.cli import bench, doctor, evaluate, export, plan, replay, report, train
+from hybrid3d.cli import bench, doctor, evaluate, export, plan, replay, report, serve, train
 from hybrid3d.cli.terminal import DONE, FAILED, MISTAKE, print_mistake
 from hybrid3d.errors import UserMistake, escape_control_characters
 
 __all__ = ["DONE", "FAILED", "MISTAKE", "main"]
 
-COMMANDS = (train, evaluate, export, plan, bench, doctor, report, replay)
+COMMANDS = (train, evaluate, export, plan, bench, doctor, report, replay, serve)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,10 +57,16 @@ class _Parser(argparse.ArgumentParser):
         super().error(escape_control_characters(message))
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the arguments, allowing settings after options, which argparse alone does not."""
     parser = _parser()
+    passed_on: Sequence[str] = ()
+    if arguments[:1] == ["serve"] and "--" in arguments:
+        end = arguments.index("--")
+        arguments, passed_on = arguments[:end], arguments[end + 1 :]
     options, others = parser.parse_known_args(arguments)
+    if passed_on:
+        options.passed_on = passed_on
     settings = [text for text in others if "=" in text and not text.startswith("-")]
     if len(settings) < len(others) or (settings and not hasattr(options, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(others)}")

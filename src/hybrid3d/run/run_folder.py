@@ -39,6 +39,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.step_records = path / "record"
         self.replays = path / "replay"
+        self.served = path / "serve"
 
     @classmethod
     def for_recipe(cls, recipe: Recipe) -> RunFolder:
@@ -224,6 +225,11 @@ def recorded_steps(folder: RunFolder) -> list[int]:
 def replay_path(folder: RunFolder, step: int) -> Path:
     """Return the file with the result of the last replay of a step."""
     return folder.replays / f"step-{step:06d}.json"
+
+
+def served_folder(folder: RunFolder, step: int) -> Path:
+    """Return the folder of the Hugging Face checkpoint that `hybrid3d serve` has written of a step."""
+    return folder.served / f"step-{step:06d}"
 
 
 def _steps_in(folder: Path) -> list[int]:
