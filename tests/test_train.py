@@ -64,6 +64,7 @@ def test_every_step_is_measured(work: Path, runs: dict[str, Any]) -> None:
         assert row["sync/received_bytes"] == row["sync/lower_bound_bytes"] > 0
         assert 0 < row["mismatch/logprob_abs_max"] <= 1e-3
         assert row["mismatch/kl"] < 1e-5
+        assert 0 < row["mismatch/logprob_abs_quarter_1"] <= row["mismatch/logprob_abs_max"]
         assert 0 <= row["reward/mean"] <= 1
         for key in ("sync/seconds", "sync/max_finalize_bytes", "time/step", "time/generate", "time/train"):
             assert row[key] > 0

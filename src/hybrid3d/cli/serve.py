@@ -33,7 +33,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         raise RecipeError("serve", ["it starts all processes itself: call it without torchrun, once on the machine"])
     _check_address(options.host, options.port)
     checkpoint, name, recipe = _find_model(options)
-    from hybrid3d.rollout.server import SERVER_ENVIRONMENT, server_command
+    from hybrid3d.launch.server import SERVER_ENVIRONMENT, server_command
 
     command = [*server_command(checkpoint, name, options.host, options.port, recipe), *options.passed_on]
     console = make_console(stderr=True)

@@ -58,6 +58,10 @@ MISMATCH = (
         "Difference of a token's log-probability, its distribution",
         ("mismatch/logprob_abs_p50", "mismatch/logprob_abs_p99", "mismatch/logprob_abs_max"),
     ),
+    Panel(
+        "Difference of a token's log-probability, mean by its position: quarters of the longest answer",
+        tuple(f"mismatch/logprob_abs_quarter_{quarter}" for quarter in range(1, 5)),
+    ),
     Panel("KL of the rollout's to the trainer's probabilities", ("mismatch/kl",)),
     Panel("Factor of the correction", ("mismatch/weight",)),
 )

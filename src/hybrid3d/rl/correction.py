@@ -7,6 +7,7 @@ off-policy. `ratio` below is train / rollout, for the policy before the update.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from hybrid3d.rl.kl import k3
 from hybrid3d.rl.ratio import bounded
 
 QUANTILES = (0.5, 0.99)
+QUARTERS = 4
 
 
 def mismatch(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[dict[str, float], float]:
@@ -32,6 +34,26 @@ def mismatch(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[
     stats = {"max": float(ordered[-1])}  # `torch.quantile` refuses more than 16 million values
     stats |= {_percent(q): float(ordered[min(len(ordered) - 1, int(q * len(ordered)))]) for q in QUANTILES}
     return stats, float(k3(gap).sum())
+
+
+def mismatch_by_position(gaps: Tensor, mask: Tensor, longest: int) -> Tensor:
+    """Return the sum of the policy's tokens' `gaps` in each quarter of the longest answer, [4].
+
+    Args:
+        gaps: |log-probability difference| of each token, [B, T]; 0 where the mask is.
+        mask: the policy's tokens, [B, T]; a token's position is its number among those of its answer.
+        longest: the most tokens that an answer may have.
+    """
+    quarter = ((mask.long().cumsum(1) - 1).clamp(min=0) * QUARTERS // longest).clamp(max=QUARTERS - 1)
+    return torch.zeros(QUARTERS, dtype=torch.float64).index_add_(
+        0, quarter.flatten().cpu(), gaps.flatten().double().cpu()
+    )
+
+
+def tokens_by_position(lengths: Tensor, longest: int) -> list[int]:
+    """Return how many tokens of answers of these lengths are in each quarter of the longest answer."""
+    starts = [-(-longest * quarter // QUARTERS) for quarter in range(QUARTERS)] + [longest]
+    return [int((lengths.clamp(low, high) - low).sum()) for low, high in pairwise(starts)]
 
 
 def _percent(quantile: float) -> str:

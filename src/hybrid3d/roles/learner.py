@@ -20,7 +20,7 @@ from hybrid3d.rewards.registry import overlong_penalty
 from hybrid3d.rl.advantages import Moments, gae, returns_to_go, token_rewards
 from hybrid3d.rl.algorithms import ALGORITHMS
 from hybrid3d.rl.batch import Batch
-from hybrid3d.rl.correction import correction_weights, mismatch
+from hybrid3d.rl.correction import correction_weights, mismatch, mismatch_by_position, tokens_by_position
 from hybrid3d.rl.kl import KlController, token_kl
 from hybrid3d.rl.losses import answer_weights
 from hybrid3d.rl.objective import PolicyObjective, ValueObjective
@@ -304,6 +304,12 @@ class Learner:
             metrics.sums["mismatch/kl"] = divergence / tokens
             gaps = torch.where(mask.bool(), experience.old - experience.rollout, 0.0).abs()
             metrics.sums["mismatch/logprob_abs_mean"] = float(gaps.sum(dtype=torch.float64)) / tokens
+            assert recipe.rollout is not None, "old log-probabilities are of answers that were generated"
+            longest = recipe.rollout.max_new_tokens
+            by_position = mismatch_by_position(gaps, mask, longest).tolist()
+            for i, in_quarter in enumerate(tokens_by_position(experience.lengths, longest)):
+                if in_quarter:
+                    metrics.sums[f"mismatch/logprob_abs_quarter_{i + 1}"] = by_position[i] / in_quarter
             if weights is not None:
                 metrics.sums["mismatch/weight"] = float(weights.sum()) / tokens
         return weights

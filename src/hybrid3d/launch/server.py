@@ -55,7 +55,7 @@ def _recipe_options(recipe: Recipe, on_cpu: bool) -> list[str]:
 
 
 def _cpu_options(checkpoint: Path) -> list[str]:
-    """Return what vLLM 0.32 needs on CPU, as in a run (`engine.engine_settings`)."""
+    """Return what vLLM 0.32 needs on CPU, as in a run (`rollout/engine.py`)."""
     options = ["--enforce-eager", "--no-enable-chunked-prefill"]
     options += ["--compilation-config", json.dumps({"custom_ops": ["-rotary_embedding"]})]
     config: Config = json.loads((checkpoint / "config.json").read_text())
