@@ -80,8 +80,8 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     try:
         on_lost = functools.partial(_report_lost_rank, folder, launched, stderr)
         heartbeat = _start_heartbeat(recipe, folder, store, on_lost, restarts)
-        on_standstill = functools.partial(_report_standstill, folder, stderr)
-        watchdog = Watchdog(store, rank, distributed.world_size(), on_standstill)
+        on_seen = functools.partial(_report_seen, folder, stderr)
+        watchdog = Watchdog(store, rank, distributed.world_size(), on_seen)
         task(rank, store, console)
         if dist.is_initialized():
             dist.barrier()
@@ -168,11 +168,11 @@ def _report_lost_rank(folder: RunFolder, launched: bool, stderr: Console, lost_r
     remove_shared_memory(distributed.run_id(), engines=not is_child())
 
 
-def _report_standstill(folder: RunFolder, stderr: Console, message: str, fields: dict[str, object]) -> None:
-    """Print which ranks do not move, and write an event of it in the folder of a run that trains."""
+def _report_seen(folder: RunFolder, stderr: Console, event: str, message: str, fields: dict[str, object]) -> None:
+    """Print which ranks do not move or are slow, and write an event of it in the folder of a run that trains."""
     with suppress(OSError, CheckpointWriteError):
         if folder.logs.parent == folder.path:  # not those of another command, such as `eval`
-            folder.add_event("standstill", **fields)
+            folder.add_event(event, **fields)
         print_error(stderr, message)
 
 
