@@ -1,0 +1,267 @@
+"""Twenty hangs and slow ranks in real runs: each is named within a minute, with its rank and phase.
+
+What hangs opens a FIFO, which blocks in the kernel until the test opens its other end: in functions of a rank by a
+`sitecustomize`, in the recipe's reward, and in the file that a rank appends its records to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import ROOT, demo_folder
+from run_ranks import environment, kill_marked, marked
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+NAMED = 60  # seconds in which each must be named
+STEPPED = 300  # in which a run must do a step or start again; generous, because machines are shared
+LIMIT = "6"
+
+INJECT = """
+import os, sys, time
+if "RANK" in os.environ and "hybrid3d" in sys.orig_argv:  # not in processes of rewards
+    from hybrid3d.run import heartbeat
+    enter, patched, rank = heartbeat.enter_phase, [], os.environ["RANK"]
+
+    def wrap(module, owner, name):
+        where = sys.modules.get(module)
+        where = getattr(where, owner) if owner and where else where
+        if where is None:
+            return
+        original = getattr(where, name)
+        def injected(*args, **more):
+            place = f"{rank}-{owner or module}.{name}"
+            if os.path.exists("inject/block-" + place):
+                os.close(os.open("inject/block-" + place, os.O_RDONLY))
+            if os.path.exists("inject/slow-" + place):
+                time.sleep(2.0)
+            if os.path.exists("inject/skip-" + place):
+                os.unlink("inject/skip-" + place)
+                return [args[0]]
+            return original(*args, **more)
+        setattr(where, name, injected)
+
+    def entered(phase):
+        if not patched:  # now all modules are there
+            patched.append(phase)
+            wrap("hybrid3d.roles.learner", "Learner", "update")
+            wrap("hybrid3d.roles.learner", "Learner", "make_experience")
+            wrap("hybrid3d.rollout.engine", "RolloutEngine", "generate")
+            wrap("hybrid3d.roles.weight_sync", "WeightSync", "run")
+            wrap("hybrid3d.run.metrics", "", "gather_objects")
+            wrap("os", "", "fsync")
+        enter(phase)
+        if os.path.exists(f"inject/pause-{phase}-{rank}"):
+            os.rename(f"inject/pause-{phase}-{rank}", f"inject/reached-{rank}")
+            time.sleep(5)  # in which the heartbeat tells others of this phase, and the test stops this process
+    heartbeat.enter_phase = entered
+"""
+
+REWARD = """
+import os
+
+def sometimes(answer, reference, prompt):
+    if os.path.exists("inject/block-reward"):
+        os.close(os.open("inject/block-reward", os.O_RDONLY))
+    return float(len(answer) % 2)
+"""
+
+SETTINGS = [
+    *("model.path=build/demo/base", "guard.initial_mismatch=ignore", "run.steps=1000", "run.eval_every=1000"),
+    *("algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2", "train.micro_batch_size=4"),
+    *("rollout.kv_cache_gib=0.0625", "reward.name=rewards:sometimes", "reward.timeout_seconds=200"),
+    *("optimizer.lr=0", "run.checkpoint_every=0"),
+]
+
+
+class HangingRun:
+    """A run in which hangs are injected, and the seconds after which each was named."""
+
+    def __init__(self, folder: Path, mark: str, process: subprocess.Popen[bytes]):
+        self.folder, self.run, self.mark, self.process = folder, folder / "runs/hangs", mark, process
+        self.named: list[tuple[str, str, float]] = []
+
+    def events(self) -> list[dict[str, Any]]:
+        path = self.run / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def steps(self) -> int:
+        """Return how many steps were sampled; the file is not there while it is a FIFO's name."""
+        path = self.run / "metrics.jsonl"
+        return path.read_text().count("\n") if path.is_file() else 0
+
+    def wait(self, condition: Callable[[], Any], seconds: float, what: str) -> Any:
+        end = time.monotonic() + seconds
+        while not (found := condition()):
+            said = (self.folder / "output.txt").read_text()[-3000:]
+            assert time.monotonic() < end, f"not within {seconds} s: {what}\n{said}"
+            assert self.process.poll() is None, f"ended before: {what}\n{said}"
+            time.sleep(0.1)
+        return found
+
+    def wait_for_step(self, more: int = 1) -> None:
+        before = self.steps()
+        self.wait(lambda: self.steps() >= before + more, STEPPED, "a step")
+
+    def pids(self) -> dict[int, int]:
+        """Return the process of each rank: the deepest one where a rank is a child of one of the launcher's."""
+        ranks = {pid: int(found["RANK"]) for pid, found in marked(self.mark).items() if "RANK" in found}
+        command = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in ranks if Path(f"/proc/{pid}").exists()}
+        return {ranks[pid]: pid for pid in sorted(command) if b"name=hangs" in command[pid]}
+
+    def block(self, place: str, rank: int, phase: str, file: Path | None = None) -> None:
+        """Let a rank block until it is named; then it goes on."""
+        self.wait_for_step()
+        path = file or self.folder / "inject" / f"block-{place}"
+        kept = path.with_suffix(".kept")
+        if file is not None:
+            path.rename(kept)
+        before = len(self.events())
+        os.mkfifo(path)
+        since = time.monotonic()
+        self.wait(lambda: self._is_named(before, rank, phase), NAMED, f"{place}: rank {rank} in {phase} is named")
+        self.named.append((f"blocks: {place}", f"rank {rank}, {phase}", time.monotonic() - since))
+        self._release(path, kept if file is not None else None)
+
+    def _is_named(self, before: int, rank: int, phase: str) -> bool:
+        """Return whether a rank was said to stand in a phase, alone of those that work, with its place."""
+        for event in self.events()[before:]:
+            if event["event"] == "standstill" and event["ranks"] == [rank]:
+                places = [place for place, ranks in event["places"].items() if rank in ranks]
+                return places[0].startswith(f"phase {phase}, in ")
+        return False
+
+    def _release(self, path: Path, kept: Path | None) -> None:
+        """Remove a FIFO, and let all go on that it blocks."""
+        readers = []
+        flags = os.O_NONBLOCK | (os.O_RDONLY if kept else os.O_WRONLY)
+        readers.append(os.open(path, flags))
+        path.unlink()
+        if kept is not None:
+            kept.rename(path)
+            time.sleep(2)  # in which what was blocked is written
+        for reader in readers:
+            os.close(reader)
+
+    def slow_down(self, place: str, rank: int, phase: str) -> None:
+        """Let a rank be 2 s slower in each step until it is named."""
+        self.wait_for_step()
+        (self.folder / "inject" / f"slow-{place}").touch()
+        since = time.monotonic()
+
+        def found() -> bool:
+            return any((e["event"], e.get("rank"), e.get("phase")) == ("slow_rank", rank, phase) for e in self.events())
+
+        self.wait(found, NAMED, f"{place}: rank {rank} is slow in {phase}")
+        self.named.append((f"slow: {place}", f"rank {rank}, {phase}", time.monotonic() - since))
+        (self.folder / "inject" / f"slow-{place}").unlink()
+
+    def stop(self, rank: int, phase: str, says: str) -> None:
+        """Stop the process of a rank in a phase, and wait until the run says so."""
+        reached, output = self.folder / "inject" / f"reached-{rank}", self.folder / "output.txt"
+        (self.folder / "inject" / f"pause-{phase}-{rank}").touch()
+        self.wait(reached.exists, STEPPED, f"rank {rank} in {phase}")
+        time.sleep(3)
+        before = len(output.read_text())
+        os.kill(self.pids()[rank], signal.SIGSTOP)
+        since = time.monotonic()
+        self.wait(lambda: says in output.read_text()[before:], NAMED, f"{says} for rank {rank} in {phase}")
+        said = output.read_text()[before:]
+        assert f"rank {rank}" in said, said
+        self.named.append(("SIGSTOP", f"rank {rank}, {phase}", time.monotonic() - since))
+        reached.unlink()
+
+
+@contextmanager
+def started(folder: Path, demo: Path, *more: str) -> Iterator[HangingRun]:
+    """Start a run; at the end print when each hang was named, and leave none of its processes."""
+    demo_folder(folder, demo)
+    (folder / "inject").mkdir()
+    (folder / "rewards.py").write_text(REWARD)
+    (folder / "also").mkdir()
+    (folder / "also/sitecustomize.py").write_text(INJECT)
+    mark = uuid.uuid4().hex
+    path = os.pathsep.join(map(str, (folder / "also", folder, ROOT / "src")))
+    command = [sys.executable, "-m", "hybrid3d", "train", str(ROOT / "recipes/demo-cpu.yaml"), "name=hangs"]
+    variables = environment(mark, HYBRID3D_HEARTBEAT_SECONDS=LIMIT) | {"PYTHONPATH": path}
+    with open(folder / "output.txt", "wb") as out:
+        process = subprocess.Popen([*command, *SETTINGS, *more], cwd=folder, env=variables, stdout=out, stderr=out)
+    run = HangingRun(folder, mark, process)
+    try:
+        yield run
+    finally:
+        for what, where, seconds in run.named:
+            print(f"| {what} | {where} | {seconds:.1f} |")
+        kill_marked(mark)
+        process.wait()
+
+
+def test_hangs_in_each_phase_of_ranks_that_do_all(demo: Path, tmp_path: Path) -> None:
+    with started(tmp_path, demo, "run.checkpoint_every=1", "run.keep_last=1") as run:
+        run.block("1-Learner.update", 1, "train")
+        run.block("2-Learner.update", 2, "train")
+        run.block("3-Learner.make_experience", 3, "train")
+        run.block("3-RolloutEngine.generate", 3, "generate")
+        run.block("1-WeightSync.run", 1, "sync")
+        run.block("0-WeightSync.run", 0, "sync")
+        run.block("samples", 0, "wait", file=run.run / "samples.jsonl")
+        run.block("2-os.fsync", 2, "wait")
+
+
+def test_slow_ranks_and_rewards_of_ranks_that_do_all(demo: Path, tmp_path: Path) -> None:
+    with started(tmp_path, demo) as run:
+        run.slow_down("1-Learner.update", 1, "train")
+        run.slow_down("2-Learner.make_experience", 2, "train")
+        run.slow_down("3-RolloutEngine.generate", 3, "generate")
+        run.block("metrics", 0, "wait", file=run.run / "metrics.jsonl")
+        assert len([event for event in run.events() if event["event"] == "slow_rank"]) == 3  # once each, and no other
+
+
+def test_a_rank_that_skips_a_collective(demo: Path, tmp_path: Path) -> None:
+    """All ranks wait then, so that all are named, and where the one is that is elsewhere."""
+    with started(tmp_path, demo) as run:
+        run.wait_for_step(2)
+        (tmp_path / "inject/skip-2-hybrid3d.run.metrics.gather_objects").touch()
+        since = time.monotonic()
+
+        def found() -> dict[str, Any] | None:
+            return next((event for event in run.events() if event["event"] == "standstill"), None)
+
+        event = run.wait(found, NAMED, "the ranks that wait")
+        run.named.append(("skips a collective", "rank 2, wait", time.monotonic() - since))
+        assert event["ranks"] == [0, 1, 2, 3]
+        (where,) = (place for place, ranks in event["places"].items() if 2 in ranks)
+        assert event["places"][where] == [2]
+
+
+def test_ranks_that_are_stopped_and_started_again(demo: Path, tmp_path: Path) -> None:
+    with started(tmp_path, demo, "run.checkpoint_every=1", "run.keep_last=1", "run.max_restarts=9") as run:
+        run.wait_for_step(2)
+        for rank, phase in ((1, "generate"), (2, "train"), (3, "sync")):
+            run.stop(rank, phase, f"in phase {phase}")
+
+
+SPLIT = ["train.tp=2", "train.pp=1", "rollout.tp=1", "roles.generation.ranks=2", "machine.gpus_per_node=2"]
+
+
+def test_hangs_of_ranks_that_only_train_or_generate(demo: Path, tmp_path: Path) -> None:
+    with started(tmp_path, demo, *SPLIT) as run:
+        run.block("1-Learner.update", 1, "train")
+        run.block("2-RolloutEngine.generate", 2, "answer")
+        run.slow_down("0-Learner.update", 0, "train")
+        run.slow_down("3-RolloutEngine.generate", 3, "generate")
+        run.wait_for_step()
+        run.stop(3, "answer", "lost")
