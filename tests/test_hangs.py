@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NAMED = 60  # seconds in which each must be named
 STEPPED = 300  # in which a run must do a step or start again; generous, because machines are shared
-LIMIT = "6"
+LIMIT = "6"  # seconds without a move, or a heartbeat
 
 INJECT = """
 import os, sys, time
@@ -82,7 +82,7 @@ SETTINGS = [
     *("model.path=build/demo/base", "guard.initial_mismatch=ignore", "run.steps=1000", "run.eval_every=1000"),
     *("algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2", "train.micro_batch_size=4"),
     *("rollout.kv_cache_gib=0.0625", "reward.name=rewards:sometimes", "reward.timeout_seconds=200"),
-    *("optimizer.lr=0", "run.checkpoint_every=0"),
+    *("rollout.placement=consecutive", "optimizer.lr=0", "run.checkpoint_every=0"),
 ]
 
 
@@ -122,8 +122,8 @@ class HangingRun:
         command = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in ranks if Path(f"/proc/{pid}").exists()}
         return {ranks[pid]: pid for pid in sorted(command) if b"name=hangs" in command[pid]}
 
-    def block(self, place: str, rank: int, phase: str, file: Path | None = None) -> None:
-        """Let a rank block until it is named; then it goes on."""
+    def block(self, place: str, rank: int, phase: str, file: Path | None = None, also: tuple[int, ...] = ()) -> None:
+        """Let a rank block until it is named, and maybe these others; then it goes on."""
         self.wait_for_step()
         path = file or self.folder / "inject" / f"block-{place}"
         kept = path.with_suffix(".kept")
@@ -132,29 +132,27 @@ class HangingRun:
         before = len(self.events())
         os.mkfifo(path)
         since = time.monotonic()
-        self.wait(lambda: self._is_named(before, rank, phase), NAMED, f"{place}: rank {rank} in {phase} is named")
+        self.wait(lambda: self._is_named(before, rank, phase, also), NAMED, f"{place}: rank {rank} in {phase} is named")
         self.named.append((f"blocks: {place}", f"rank {rank}, {phase}", time.monotonic() - since))
+        self.wait(until, NAMED, "what else is to be seen")
         self._release(path, kept if file is not None else None)
 
-    def _is_named(self, before: int, rank: int, phase: str) -> bool:
-        """Return whether a rank was said to stand in a phase, alone of those that work, with its place."""
+    def _is_named(self, before: int, rank: int, phase: str, also: tuple[int, ...]) -> bool:
+        """Return whether a rank was said to stand in a phase, and no other rank unless each may block."""
         for event in self.events()[before:]:
-            if event["event"] == "standstill" and event["ranks"] == [rank]:
-                places = [place for place, ranks in event["places"].items() if rank in ranks]
-                return places[0].startswith(f"phase {phase}, in ")
+            if event["event"] == "standstill" and rank in event["ranks"]:
+                assert set(event["ranks"]) <= {rank, *also}, event
+                return any(place.startswith(f"phase {phase}, in ") for place, r in event["places"].items() if rank in r)
         return False
 
     def _release(self, path: Path, kept: Path | None) -> None:
         """Remove a FIFO, and let all go on that it blocks."""
-        readers = []
-        flags = os.O_NONBLOCK | (os.O_RDONLY if kept else os.O_WRONLY)
-        readers.append(os.open(path, flags))
+        other_end = os.open(path, os.O_NONBLOCK | (os.O_RDONLY if kept else os.O_WRONLY))
         path.unlink()
         if kept is not None:
             kept.rename(path)
             time.sleep(2)  # in which what was blocked is written
-        for reader in readers:
-            os.close(reader)
+        os.close(other_end)
 
     def slow_down(self, place: str, rank: int, phase: str) -> None:
         """Let a rank be 2 s slower in each step until it is named."""
@@ -186,7 +184,7 @@ class HangingRun:
 
 
 @contextmanager
-def started(folder: Path, demo: Path, *more: str) -> Iterator[HangingRun]:
+def started(folder: Path, demo: Path, *more: str, limit: str = LIMIT) -> Iterator[HangingRun]:
     """Start a run; at the end print when each hang was named, and leave none of its processes."""
     demo_folder(folder, demo)
     (folder / "inject").mkdir()
@@ -196,7 +194,7 @@ def started(folder: Path, demo: Path, *more: str) -> Iterator[HangingRun]:
     mark = uuid.uuid4().hex
     path = os.pathsep.join(map(str, (folder / "also", folder, ROOT / "src")))
     command = [sys.executable, "-m", "hybrid3d", "train", str(ROOT / "recipes/demo-cpu.yaml"), "name=hangs"]
-    variables = environment(mark, HYBRID3D_HEARTBEAT_SECONDS=LIMIT) | {"PYTHONPATH": path}
+    variables = environment(mark, HYBRID3D_HEARTBEAT_SECONDS=limit) | {"PYTHONPATH": path}
     with open(folder / "output.txt", "wb") as out:
         process = subprocess.Popen([*command, *SETTINGS, *more], cwd=folder, env=variables, stdout=out, stderr=out)
     run = HangingRun(folder, mark, process)
@@ -218,6 +216,7 @@ def test_hangs_in_each_phase_of_ranks_that_do_all(demo: Path, tmp_path: Path) ->
         run.block("1-WeightSync.run", 1, "sync")
         run.block("0-WeightSync.run", 0, "sync")
         run.block("samples", 0, "wait", file=run.run / "samples.jsonl")
+        run.block("reward", 0, "generate", also=(2,))  # those that report for their replicas
         run.block("2-os.fsync", 2, "wait")
 
 
@@ -265,3 +264,17 @@ def test_hangs_of_ranks_that_only_train_or_generate(demo: Path, tmp_path: Path) 
         run.slow_down("3-RolloutEngine.generate", 3, "generate")
         run.wait_for_step()
         run.stop(3, "answer", "lost")
+
+
+def test_c_stacks_on_request(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank that does not move, which is stopped for them and goes on; Python stacks also at a signal."""
+    monkeypatch.setenv("HYBRID3D_NATIVE_STACKS", "1")
+    with started(tmp_path, demo, limit="30") as run:
+        log = run.run / "logs/rank-1.log"
+        run.wait_for_step()
+        os.kill(run.pids()[1], signal.SIGUSR1)
+        run.wait(lambda: "most recent call first" in log.read_text(), 10, "Python stacks")
+        run.block("1-Learner.update", 1, "train", until=lambda: "clone3" in log.read_text())
+        assert "injected" in log.read_text()
+        assert "open64" in log.read_text()
+        run.wait_for_step(2)

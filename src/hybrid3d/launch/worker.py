@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -68,6 +70,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     stderr = terminal.plain_console(file=os.fdopen(os.dup(2), "w"))
     console = _redirect(folder.log_path(rank), keep_console=rank == 0)
     _log_as(rank)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # writes Python stacks to the log, whatever the rank is in
     try:
         store = rendezvous.meet(rendezvous.describe_rank(recipe), again=child.restart_count > 0)
     except rendezvous.RendezvousError as error:

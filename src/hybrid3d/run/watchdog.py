@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -22,9 +23,10 @@ from types import FrameType
 import torch.distributed as dist
 
 from hybrid3d.distributed import RANKS_PER_POLL_SECOND
-from hybrid3d.launch_environment import heartbeat_seconds
+from hybrid3d.launch_environment import heartbeat_seconds, wants_native_stacks
 from hybrid3d.run import slow_ranks
 from hybrid3d.run.heartbeat import OVER, STARTING, current_phase
+from hybrid3d.run.native_stacks import write_native_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ SAMPLE_SECONDS = 0.1
 MAX_PASSED = 2.0  # seconds that count between two samples; more passes where the process was suspended
 POLL_SECONDS = 5.0  # between two times that ranks that stand tell so, and that rank 0 looks
 STALE_POLLS = 2  # after which a rank that has told nothing more has moved, or is lost
+NATIVE_STACKS_AFTER = 3  # times that rank 0 was told, so that it has named the rank that is stopped for them
 MAX_NAMED = 8  # ranks, and places, in a message
 # Where a rank waits for others: anywhere in the stack, in its innermost function, and in the innermost one of hybrid3d.
 # On GPUs it may also do so elsewhere, where it first needs a result.
@@ -158,7 +161,7 @@ class Watchdog:
         self._thread_id = threading.get_ident()
         self._sampler = StackSampler(self._thread_id)
         self._standing: Standstill | None = None  # of this rank
-        self._dumped = False  # whether its stacks are in the log
+        self._dumped, self._times_told = False, 0  # whether its stacks are in the log; how often rank 0 was told
         self._told: dict[int, Told] = {}  # of ranks that stand, on rank 0
         self._messages = 0  # how many there were at the last poll
         self._named: set[str] = set()  # places
@@ -200,7 +203,7 @@ class Watchdog:
                 slow_ranks.record.add_seconds(phase, passed)
         found = None if phase in (STARTING, OVER) else self._sampler.sample(passed, self._limit)
         if found is None:
-            self._standing, self._dumped = None, False
+            self._standing, self._dumped, self._times_told = None, False, 0
             return
         frame, seconds = found
         where, waits = describe_frame(frame)
@@ -209,10 +212,11 @@ class Watchdog:
             self._dump(self._standing)
 
     def _dump(self, standing: Standstill) -> None:
-        """Write the Python stacks of all threads to this rank's log, once for each standstill."""
+        """Write the stacks of all threads to this rank's log, once for each standstill."""
         if not self._dumped:
             self._dumped = True
-            logger.warning("the main thread has not moved for %.0f s: %s", standing.seconds, standing)
+            message = "the main thread of process %d has not moved for %.0f s: %s"
+            logger.warning(message, os.getpid(), standing.seconds, standing)
             faulthandler.dump_traceback(all_threads=True)
 
     def _tell(self) -> None:
@@ -225,6 +229,9 @@ class Watchdog:
             self._store.add(_TOLD, 1)
             if self._store.check([_ALL_STAND]):
                 self._dump(self._standing)
+            self._times_told += 1
+            if self._dumped and self._times_told == NATIVE_STACKS_AFTER and wants_native_stacks():
+                write_native_stacks()
 
     def _look(self) -> None:
         """Read which ranks stand, and report places that were not named before."""
