@@ -122,8 +122,21 @@ class HangingRun:
         command = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in ranks if Path(f"/proc/{pid}").exists()}
         return {ranks[pid]: pid for pid in sorted(command) if b"name=hangs" in command[pid]}
 
-    def block(self, place: str, rank: int, phase: str, file: Path | None = None, also: tuple[int, ...] = ()) -> None:
-        """Let a rank block until it is named, and maybe these others; then it goes on."""
+    def block(
+        self,
+        place: str,
+        rank: int,
+        phase: str,
+        file: Path | None = None,
+        also: tuple[int, ...] = (),
+        until: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Let a rank block until it is named, and maybe these others; then it goes on.
+
+        Args:
+            file: what it appends to, which blocks; otherwise what is blocked is called `place`.
+            until: another condition to wait for.
+        """
         self.wait_for_step()
         path = file or self.folder / "inject" / f"block-{place}"
         kept = path.with_suffix(".kept")
