@@ -59,6 +59,12 @@ def test_steps_that_not_all_have_completed_are_not_compared() -> None:
     assert found(trains(20, 20), trains(20, 20, 40, 40, 40)) == []
 
 
+def test_a_rank_that_was_lost_is_not_waited_for() -> None:
+    usual, lost = trains(*[20] * 9), trains(*[20] * 4)
+    assert found(usual, lost, trains(*[40] * 9)) == [(2, "train", 2.0, 3)]
+    assert found(usual, Work("node", {"train": "pipeline stage 0"}), trains(*[40] * 9)) == [(2, "train", 2.0, 3)]
+
+
 def test_replicas_with_other_requests_are_not_slow() -> None:
     usual = generates(20.0, passes=100, tokens=1000)
     assert found(usual, usual, generates(40.0, passes=200, tokens=1000)) == []  # one long answer

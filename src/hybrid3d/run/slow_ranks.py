@@ -23,6 +23,7 @@ MIN_STEPS = 3  # in a row
 MIN_SECONDS = 0.2  # more than the median, a step
 DEVIATIONS = 3  # of the number of samples, by which the seconds must differ
 KEPT_STEPS = 20
+LATE = 2  # steps by which a rank may be behind, or it has been lost, or is not needed for now
 TRAIN, GENERATE = "train", "generate"
 PHASES = {"train": TRAIN, "generate": GENERATE, "eval": GENERATE, "answer": GENERATE, "advance": GENERATE}
 
@@ -144,9 +145,11 @@ def find_slow_ranks(works: Mapping[int, Work], sample_seconds: float) -> list[Sl
             peers.setdefault((phase, part), []).append(rank)
     found = []
     for (phase, part), ranks in peers.items():
+        of_ranks = {rank: {done.step: done for done in works[rank].steps} for rank in ranks if works[rank].steps}
+        newest = max(map(max, of_ranks.values()), default=0)
+        ranks = [rank for rank, steps in of_ranks.items() if max(steps) >= newest - LATE]
         if len(ranks) < 2:
             continue
-        of_ranks = {rank: {done.step: done for done in works[rank].steps} for rank in ranks}
         common = sorted(set.intersection(*(set(steps) for steps in of_ranks.values())))
         table = [_with_typical({rank: of_ranks[rank][step] for rank in ranks}, phase) for step in common]
         for rank in ranks:

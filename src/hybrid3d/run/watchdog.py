@@ -166,7 +166,7 @@ class Watchdog:
         self._messages = 0  # how many there were at the last poll
         self._named: set[str] = set()  # places
         self._steps_told = 0
-        self._works: dict[int, str] = {}  # the messages of ranks about their last steps, on rank 0
+        self._steps_seen = self._looks_left = 0  # on rank 0
         self._slow: set[tuple[int, str]] = set()  # ranks that were named, and in which phase
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -259,12 +259,14 @@ class Watchdog:
             self._report("standstill", _message(standing, everyone), fields)
 
     def _look_for_slow_ranks(self) -> None:
-        """Report ranks that are slow in a phase, once each."""
+        """Report ranks that are slow in a phase, once each; look twice a step, as others tell later than this rank."""
+        if self._steps_seen != slow_ranks.record.begun:
+            self._steps_seen, self._looks_left = slow_ranks.record.begun, 2
+        if not self._looks_left:
+            return
+        self._looks_left -= 1
         keys = {rank: f"work/{rank}" for rank in range(self._world_size)}
         told = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
-        if told == self._works:
-            return
-        self._works = told
         works = {rank: slow_ranks.read_message(message) for rank, message in told.items()}
         for slow in slow_ranks.find_slow_ranks(works, SAMPLE_SECONDS):
             if (slow.rank, slow.phase) not in self._slow:
