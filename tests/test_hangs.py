@@ -59,7 +59,7 @@ if "RANK" in os.environ and "hybrid3d" in sys.orig_argv:  # not in processes of 
             wrap("hybrid3d.roles.learner", "Learner", "update")
             wrap("hybrid3d.roles.learner", "Learner", "make_experience")
             wrap("hybrid3d.rollout.engine", "RolloutEngine", "generate")
-            wrap("hybrid3d.roles.weight_sync", "WeightSync", "run")
+            wrap("hybrid3d.roles.weight_sync", "WeightSync", "finish")
             wrap("hybrid3d.run.metrics", "", "gather_objects")
             wrap("os", "", "fsync")
         enter(phase)
@@ -151,11 +151,13 @@ class HangingRun:
         self._release(path, kept if file is not None else None)
 
     def _is_named(self, before: int, rank: int, phase: str, also: tuple[int, ...]) -> bool:
-        """Return whether a rank was said to stand in a phase, and no other rank unless each may block."""
+        """Return whether a rank, or one of `also`, was said to stand in a phase; no other one may be named."""
         for event in self.events()[before:]:
-            if event["event"] == "standstill" and rank in event["ranks"]:
+            if event["event"] == "standstill":
                 assert set(event["ranks"]) <= {rank, *also}, event
-                return any(place.startswith(f"phase {phase}, in ") for place, r in event["places"].items() if rank in r)
+                return any(
+                    event["ranks"][0] in r for place, r in event["places"].items() if f"phase {phase}, in " in place
+                )
         return False
 
     def _release(self, path: Path, kept: Path | None) -> None:
@@ -226,8 +228,8 @@ def test_hangs_in_each_phase_of_ranks_that_do_all(demo: Path, tmp_path: Path) ->
         run.block("2-Learner.update", 2, "train")
         run.block("3-Learner.make_experience", 3, "train")
         run.block("3-RolloutEngine.generate", 3, "generate")
-        run.block("1-WeightSync.run", 1, "sync")
-        run.block("0-WeightSync.run", 0, "sync")
+        run.block("1-WeightSync.finish", 1, "sync")
+        run.block("0-WeightSync.finish", 0, "sync")
         run.block("samples", 0, "wait", file=run.run / "samples.jsonl")
         run.block("reward", 0, "generate", also=(2,))  # those that report for their replicas
         run.block("2-os.fsync", 2, "wait")
