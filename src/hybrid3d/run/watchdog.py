@@ -144,7 +144,8 @@ class Watchdog:
     """Watches the main thread of this rank; on rank 0 also tells about all ranks that stand.
 
     A rank that stands in work of its own is named, with the stacks of its threads in its log. Ranks that wait are named
-    only if none is left that they could wait for. A place is named once in a run. Nothing is ended: that is left to
+    only if none is left that they could wait for. A rank is named once at a place in a run, and not while another one
+    that stands there was named. Nothing is ended: that is left to
     timeouts and heartbeats.
     """
 
@@ -164,7 +165,7 @@ class Watchdog:
         self._dumped, self._times_told = False, 0  # whether its stacks are in the log; how often rank 0 was told
         self._told: dict[int, Told] = {}  # of ranks that stand, on rank 0
         self._messages = 0  # how many there were at the last poll
-        self._named: set[str] = set()  # places
+        self._named: set[tuple[int, str]] = set()  # ranks and places
         self._steps_told = 0
         self._steps_seen = self._looks_left = 0  # on rank 0
         self._slow: set[tuple[int, str]] = set()  # ranks that were named, and in which phase
@@ -253,8 +254,10 @@ class Watchdog:
         else:
             self._store.delete_key(_ALL_STAND)
         named = working or (standing if everyone else {})
-        if {str(found) for found in named.values()} - self._named:
-            self._named |= {str(found) for found in named.values()}
+        places = {(rank, str(found)) for rank, found in named.items()}
+        known = {place for _, place in places & self._named}  # where a rank stands that was named
+        if any(place not in known for _, place in places):
+            self._named |= places
             fields = {"ranks": sorted(named), "places": _places(standing)}
             self._report("standstill", _message(standing, everyone), fields)
 
