@@ -145,8 +145,7 @@ class Watchdog:
 
     A rank that stands in work of its own is named, with the stacks of its threads in its log. Ranks that wait are named
     only if none is left that they could wait for. A rank is named once at a place in a run, and not while another one
-    that stands there was named. Nothing is ended: that is left to
-    timeouts and heartbeats.
+    that stands there was named. Nothing is ended: that is left to timeouts and heartbeats.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, report: Report):
