@@ -87,11 +87,14 @@ SETTINGS = [
 
 
 class HangingRun:
-    """A run in which hangs are injected, and the seconds after which each was named."""
+    """A run in which hangs are injected; when each was named is printed."""
 
     def __init__(self, folder: Path, mark: str, process: subprocess.Popen[bytes]):
         self.folder, self.run, self.mark, self.process = folder, folder / "runs/hangs", mark, process
-        self.named: list[tuple[str, str, float]] = []
+
+    def tell(self, what: str, where: str, since: float) -> None:
+        """Print a row of a table: what hung, where, and after how many seconds it was named."""
+        print(f"| {what} | {where} | {time.monotonic() - since:.1f} |", flush=True)
 
     def events(self) -> list[dict[str, Any]]:
         path = self.run / "events.jsonl"
@@ -146,7 +149,7 @@ class HangingRun:
         os.mkfifo(path)
         since = time.monotonic()
         self.wait(lambda: self._is_named(before, rank, phase, also), NAMED, f"{place}: rank {rank} in {phase} is named")
-        self.named.append((f"blocks: {place}", f"rank {rank}, {phase}", time.monotonic() - since))
+        self.tell(f"blocks: {place}", f"rank {rank}, {phase}", since)
         self.wait(until, NAMED, "what else is to be seen")
         self._release(path, kept if file is not None else None)
 
@@ -179,7 +182,7 @@ class HangingRun:
             return any((e["event"], e.get("rank"), e.get("phase")) == ("slow_rank", rank, phase) for e in self.events())
 
         self.wait(found, NAMED, f"{place}: rank {rank} is slow in {phase}")
-        self.named.append((f"slow: {place}", f"rank {rank}, {phase}", time.monotonic() - since))
+        self.tell(f"slow: {place}", f"rank {rank}, {phase}", since)
         (self.folder / "inject" / f"slow-{place}").unlink()
 
     def stop(self, rank: int, phase: str, says: str) -> None:
@@ -194,13 +197,13 @@ class HangingRun:
         self.wait(lambda: says in output.read_text()[before:], NAMED, f"{says} for rank {rank} in {phase}")
         said = output.read_text()[before:]
         assert f"rank {rank}" in said, said
-        self.named.append(("SIGSTOP", f"rank {rank}, {phase}", time.monotonic() - since))
+        self.tell("SIGSTOP", f"rank {rank}, {phase}", since)
         reached.unlink()
 
 
 @contextmanager
 def started(folder: Path, demo: Path, *more: str, limit: str = LIMIT) -> Iterator[HangingRun]:
-    """Start a run; at the end print when each hang was named, and leave none of its processes."""
+    """Start a run, and leave none of its processes."""
     demo_folder(folder, demo)
     (folder / "inject").mkdir()
     (folder / "rewards.py").write_text(REWARD)
@@ -216,8 +219,6 @@ def started(folder: Path, demo: Path, *more: str, limit: str = LIMIT) -> Iterato
     try:
         yield run
     finally:
-        for what, where, seconds in run.named:
-            print(f"| {what} | {where} | {seconds:.1f} |")
         kill_marked(mark)
         process.wait()
 
@@ -255,7 +256,7 @@ def test_a_rank_that_skips_a_collective(demo: Path, tmp_path: Path) -> None:
             return next((event for event in run.events() if event["event"] == "standstill"), None)
 
         event = run.wait(found, NAMED, "the ranks that wait")
-        run.named.append(("skips a collective", "rank 2, wait", time.monotonic() - since))
+        run.tell("skips a collective", "rank 2, wait", since)
         assert event["ranks"] == [0, 1, 2, 3]
         (where,) = (place for place, ranks in event["places"].items() if 2 in ranks)
         assert event["places"][where] == [2]
