@@ -18,6 +18,7 @@ RUN = "HYBRID3D_RUN"
 CHECKED = "HYBRID3D_CHECKED"  # set by hybrid3d's own launcher, which has run all checks before it starts the ranks
 RENDEZVOUS_SECONDS = "HYBRID3D_RENDEZVOUS_SECONDS"
 HEARTBEAT_SECONDS = "HYBRID3D_HEARTBEAT_SECONDS"
+NATIVE_STACKS = "HYBRID3D_NATIVE_STACKS"
 
 DISCONNECTED = 75  # exit code of a rank that does not train: the run has ended, or its group has lost a rank
 
@@ -139,6 +140,11 @@ def rendezvous_seconds() -> float:
 def heartbeat_seconds() -> float:
     """Return the seconds without a heartbeat after which a rank counts as lost."""
     return _seconds(HEARTBEAT_SECONDS, 40.0, 3 * BEAT_SECONDS)
+
+
+def wants_native_stacks() -> bool:
+    """Return whether a rank that does not move writes its C stacks too; it is stopped for seconds for that."""
+    return os.environ.get(NATIVE_STACKS, "0") not in ("", "0")
 
 
 def _seconds(name: str, default: float, minimum: float = 0.001) -> float:

@@ -43,9 +43,9 @@ def main(out: Path) -> None:
     group = dist.new_group([0, 1, 2], timeout=WAIT)
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
 
-    def report(message: str, fields: dict[str, object]) -> None:
+    def report(event: str, message: str, fields: dict[str, object]) -> None:
         with (out / "reports.jsonl").open("a") as file:
-            file.write(json.dumps({"message": message, **fields}) + "\n")
+            file.write(json.dumps({"event": event, "message": message, **fields}) + "\n")
 
     watching = watchdog.Watchdog(store, rank, 3, report)
     enter_phase("slow-disk" if rank == 1 else "wait")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -68,6 +70,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     stderr = terminal.plain_console(file=os.fdopen(os.dup(2), "w"))
     console = _redirect(folder.log_path(rank), keep_console=rank == 0)
     _log_as(rank)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # writes Python stacks to the log, whatever the rank is in
     try:
         store = rendezvous.meet(rendezvous.describe_rank(recipe), again=child.restart_count > 0)
     except rendezvous.RendezvousError as error:
@@ -80,8 +83,8 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     try:
         on_lost = functools.partial(_report_lost_rank, folder, launched, stderr)
         heartbeat = _start_heartbeat(recipe, folder, store, on_lost, restarts)
-        on_standstill = functools.partial(_report_standstill, folder, stderr)
-        watchdog = Watchdog(store, rank, distributed.world_size(), on_standstill)
+        on_seen = functools.partial(_report_seen, folder, stderr)
+        watchdog = Watchdog(store, rank, distributed.world_size(), on_seen)
         task(rank, store, console)
         if dist.is_initialized():
             dist.barrier()
@@ -168,11 +171,11 @@ def _report_lost_rank(folder: RunFolder, launched: bool, stderr: Console, lost_r
     remove_shared_memory(distributed.run_id(), engines=not is_child())
 
 
-def _report_standstill(folder: RunFolder, stderr: Console, message: str, fields: dict[str, object]) -> None:
-    """Print which ranks do not move, and write an event of it in the folder of a run that trains."""
+def _report_seen(folder: RunFolder, stderr: Console, event: str, message: str, fields: dict[str, object]) -> None:
+    """Print which ranks do not move or are slow, and write an event of it in the folder of a run that trains."""
     with suppress(OSError, CheckpointWriteError):
         if folder.logs.parent == folder.path:  # not those of another command, such as `eval`
-            folder.add_event("standstill", **fields)
+            folder.add_event(event, **fields)
         print_error(stderr, message)
 
 

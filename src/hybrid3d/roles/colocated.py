@@ -25,6 +25,7 @@ from hybrid3d.roles.weight_sync import SyncReport, WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.run.slow_ranks import record as work_record
 from hybrid3d.run.timeline import Span
 from hybrid3d.train import checkpoint
 from hybrid3d.train.policy import Policy
@@ -75,6 +76,8 @@ class Colocated:
             checkpoint.load_weights({"policy": self._policy}, weights_of, group)
         self._policy.offload(recipe.train)  # vLLM sizes its memory by what is free when it starts
         self._engine = RolloutEngine(recipe, rank, new_engine_name(distributed.run_id(), 0, start), slots)
+        work_record.trains(recipe, rank)
+        work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
         self._overlaps = guard is not None and recipe.overlaps_sync
         buckets = self._policy.optimizer_buckets if self._overlaps else None
         self._sync = WeightSync(recipe, group, self._policy.weights, self._engine, buckets, self._policy.changes)

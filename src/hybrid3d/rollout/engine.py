@@ -104,11 +104,12 @@ class RolloutEngine:
     """One rank's vLLM. All ranks of a replica call every method together, with the same arguments.
 
     Attributes:
-        replica: the number of the replica that this rank belongs to.
+        replica: the number of the replica that this rank belongs to; `rank_in_replica` is its rank there.
         replicas: how many there are.
         discards_weights: whether sleeping frees the weights, so that each sync must send all of them.
         leads: whether this rank reports for its replica.
         weight_version: version of the engine's weights; None before the first sync and while a sync is incomplete.
+        generated: passes of the model until now that generated tokens, and how many tokens.
     """
 
     def __init__(self, recipe: Recipe, rank: int, run_id: str, slots: Sequence[int]):
@@ -120,10 +121,11 @@ class RolloutEngine:
         """
         rollout = recipe.rollout
         assert rollout is not None, "checked when the recipe was read"
-        self.replica, tp_rank = divmod(slots[rank], rollout.tp)
+        self.replica, self.rank_in_replica = divmod(slots[rank], rollout.tp)
         self.replicas = len(slots) // rollout.tp
-        self.leads = tp_rank == 0
+        self.leads = self.rank_in_replica == 0
         self.weight_version: int | None = None
+        self.generated = (0, 0)
         self._submitted: dict[int, list[Completion]] = {}  # what each request has generated so far
         self._caches_prefixes = not recipe.async_.keep_cache  # a new answer must not use what older weights computed
         self._asleep: set[EngineMemory] = set()
@@ -166,6 +168,8 @@ class RolloutEngine:
         rng = torch.get_rng_state()
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         torch.set_rng_state(rng)  # vLLM's sampling must not advance the trainer's random state
+        lengths = [len(output.outputs[0].token_ids) for output in outputs]
+        self._count(max(lengths, default=0), sum(lengths))
         return [_completion(output.outputs[0], current) for output in outputs]
 
     def submit(self, requests: Mapping[int, GenerationRequest], version: int) -> None:
@@ -191,6 +195,7 @@ class RolloutEngine:
         rng = torch.get_rng_state()
         outputs = self._llm.llm_engine.step()
         torch.set_rng_state(rng)  # vLLM's sampling must not advance the trainer's random state
+        self._count(1, sum(len(output.outputs[0].token_ids) for output in outputs))
         ended = {}
         for output in outputs:
             number = int(output.request_id)
@@ -198,6 +203,9 @@ class RolloutEngine:
             if output.finished:
                 ended[number] = _joined(self._submitted.pop(number), version)
         return ended
+
+    def _count(self, passes: int, tokens: int) -> None:
+        self.generated = (self.generated[0] + passes, self.generated[1] + tokens)
 
     def interrupt(self) -> dict[int, Completion]:
         """End all requests that were submitted, between two tokens, and return their tokens so far, by number."""

@@ -10,6 +10,7 @@ from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
 from hybrid3d.run.metrics import PhaseTimer
 from hybrid3d.run.record import Record
+from hybrid3d.run.slow_ranks import record as work_record
 from hybrid3d.run.timeline import Span
 from hybrid3d.trainer.checkpoints import Checkpoints
 from hybrid3d.trainer.recording import StepRecorder
@@ -37,6 +38,7 @@ def train_rl(
             roles.restore(progress, live.recipe)
         while step <= live.recipe.run.steps:
             recipe = live.settings_for_step(step)
+            work_record.begin_step(step)
             timer, row = PhaseTimer(roles.activities), dict[str, float](step=step)
             with timer("sync"):
                 synced = roles.sync(step, recipe)

@@ -16,6 +16,7 @@ from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
 from hybrid3d.run.record import Record
+from hybrid3d.run.slow_ranks import record as work_record
 from hybrid3d.train.policy import Policy
 from hybrid3d.train.runtime import peak_memory
 from hybrid3d.trainer.checkpoints import Checkpoints
@@ -31,12 +32,14 @@ def train_sft(
     config, tokenizer = policy.config, read_tokenizer(live.recipe)
     data, held_out = read_data(live.recipe, config, tokenizer)
     record.data(train=data, eval=held_out)
+    work_record.trains(live.recipe, group.rank())
     with checkpoints:
         step, progress = checkpoints.resume()
         live.restore(progress)
         if progress:
             guard.restore(progress["guard"])
         while step < (recipe := live.settings_for_step(step)).run.steps:
+            work_record.begin_step(step)
             timer, metrics = PhaseTimer(), StepMetrics()
             examples = data.batch(step, recipe.sequences_per_step)
             pairs = [encode_pair(tokenizer, example, config["max_position_embeddings"]) for example in examples]

@@ -19,6 +19,7 @@ from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.heartbeat import enter_phase
 from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.run.slow_ranks import record as work_record
 from hybrid3d.train.runtime import peak_memory
 
 ACTIVITIES = {"sync": "sync", "answer": "generate", "advance": "generate"}
@@ -47,6 +48,7 @@ class GenerationRank:
         self.start, self._leads = start, group.rank() == 0
         self._has_message: Callable[[], bool] | None = None
         self._engine = RolloutEngine(recipe, group.rank(), name, range(len(ranks)))
+        work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
         self._replicas = EngineReplicas(recipe, self._engine, read_tokenizer(recipe), group)
 
         def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, members: tuple[int, ...]) -> WeightSync:
@@ -67,6 +69,7 @@ class GenerationRank:
 
     def sync(self, members: Members, version: int, verify: bool) -> StepMetrics | None:
         """Sync the weights; return this rank's share of the metrics, or None if a member has been lost."""
+        work_record.begin_step(version)
         self._sync.begin(members, version, verify)
         self._sync.bucket_ready(0, last=True)
         report = self._sync.finish()

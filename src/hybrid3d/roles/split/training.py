@@ -28,6 +28,7 @@ from hybrid3d.roles.weight_sync import SyncReport, WeightSync
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics, Stopwatch
 from hybrid3d.run.record import Record
+from hybrid3d.run.slow_ranks import record as work_record
 from hybrid3d.run.timeline import Span
 from hybrid3d.train import checkpoint
 from hybrid3d.train.policy import Policy
@@ -106,6 +107,7 @@ class TrainingRank:
         self._begun: Members | None = None  # of a sync that has begun during an update
         self._synced_before = False
         self._busy = Stopwatch()
+        work_record.trains(recipe, group.rank())
         self.models: Models | None = None
         if guard is not None:
             self.models = Models.of(recipe, self._policy, group.rank())
