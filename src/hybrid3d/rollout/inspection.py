@@ -11,7 +11,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
@@ -52,8 +53,7 @@ class Inspection:
     def load_fresh(self, folder: Path) -> FreshModel:
         """Return the model that vLLM's own loader makes of a checkpoint; it shares no tensor with the live one."""
         config = copy.copy(self._config)
-        config.model_config = copy.copy(config.model_config)
-        config.model_config.model = str(folder)
+        config.model_config = self._read_config(folder)
         config.load_config = copy.copy(config.load_config)
         config.load_config.load_format = "auto"
         config.compilation_config = copy.copy(config.compilation_config)
@@ -63,6 +63,18 @@ class Inspection:
         with mock.patch.dict(_ROPE_DICT, clear=True), set_current_vllm_config(config), _random_state_kept():
             model = get_model(vllm_config=config)
         return FreshModel(model, config.compilation_config.static_forward_context)
+
+    def _read_config(self, folder: Path) -> ModelConfig:
+        """Return what vLLM reads in a checkpoint's `config.json`, without the overrides of the live engine."""
+        live = self._config.model_config
+        return EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            dtype=str(live.dtype).removeprefix("torch."),
+            max_model_len=live.max_model_len,
+            enforce_eager=live.enforce_eager,
+            seed=live.seed,
+        ).create_model_config()
 
     @contextlib.contextmanager
     def using(self, fresh: FreshModel) -> Iterator[None]:

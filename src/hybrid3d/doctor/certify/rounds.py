@@ -53,6 +53,7 @@ class Certification:
         self._weights = NoisyWeights(self._policy.weights)
         self._sync = WeightSync(recipe, group, self._policy.weights, self._engine, changes=self._weights)
         self._requests = _requests(config["vocab_size"], recipe)
+        self._computes = can_compute(recipe)
         self.findings = Findings()
         self.deltas: list[int] = []
         self.dense_reasons: list[str] = []
@@ -86,15 +87,20 @@ class Certification:
         if wants_delta:
             self.dense_reasons += [report.dense_reason] if report.dense_reason else []
             self.deltas += [] if report.dense_reason else [number]
-        live = self._inspection.answers(self._requests)  # before anything drops the prefix cache of older weights
+        # Before anything drops the prefix cache of older weights
+        live = self._inspection.answers(self._requests) if self._computes else []
         exported = self._export()
         if number == 0:
             self._compare_with_source(exported)
         self._compare_export(exported)
         fresh = self._inspection.load_fresh(exported)
-        self._compare_models(fresh)
-        self._compare_answers(live, fresh)
-        self._compare_engines(live)
+        self.findings.compare(
+            "weights", self._inspection.contents(self._inspection.model), self._inspection.contents(fresh.model)
+        )
+        if self._computes:
+            self._compare_modules(fresh)
+            self._compare_answers(live, fresh)
+            self._compare_engines(live)
         dist.barrier(self._group)
         if self._group.rank() == 0:
             shutil.rmtree(exported)
@@ -130,10 +136,9 @@ class Certification:
         for piece in weights.pieces:
             self.findings.compare("export", {piece.name: read.read(piece)}, {piece.name: held.read(piece).detach()})
 
-    def _compare_models(self, fresh: FreshModel) -> None:
-        inspection, live = self._inspection, self._inspection.model
-        self.findings.compare("weights", inspection.contents(live), inspection.contents(fresh.model))
-        live_outputs = inspection.outputs(live)
+    def _compare_modules(self, fresh: FreshModel) -> None:
+        inspection = self._inspection
+        live_outputs = inspection.outputs(inspection.model)
         with inspection.using(fresh):
             fresh_outputs = inspection.outputs(fresh.model)
         self.findings.compare("modules", live_outputs, fresh_outputs)
@@ -189,6 +194,12 @@ class Certification:
         """Shut vLLM down, which destroys the process groups."""
         dist.barrier(self._group)
         self._engine.close()
+
+
+def can_compute(recipe: Recipe) -> bool:
+    """Return whether vLLM can compute with this layout here: 0.32 crashes on a CPU where ranks share experts."""
+    assert recipe.rollout is not None
+    return not recipe.rollout.expert_parallel or torch.cuda.is_available()
 
 
 def _dtype(piece: Any) -> torch.dtype:
