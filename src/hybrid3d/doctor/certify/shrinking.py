@@ -37,8 +37,9 @@ def shrunk(config: Config, layers: int) -> dict[str, Any]:
         heads = heads // groups * small
         found |= {"num_attention_heads": heads, "num_key_value_heads": small}
         found["hidden_size"] = min(config["hidden_size"], heads * HEAD_DIM)
-        if config.get("head_dim") is not None:
+        if config.get("head_dim") is not None:  # the heads then need not fill the hidden size
             found["head_dim"] = min(config["head_dim"], HEAD_DIM)
+            found["hidden_size"] = min(found["hidden_size"], MAX_GROUPS * HEAD_DIM)
     else:  # the sizes of its latents are those that kernels have
         found |= {"num_attention_heads": min(heads, MAX_GROUPS), "num_key_value_heads": min(groups, MAX_GROUPS)}
         found["hidden_size"] = min(config["hidden_size"], MAX_GROUPS * HEAD_DIM)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from hybrid3d.config import Recipe
+from hybrid3d.distributed import wait_for_all
 from hybrid3d.doctor.certify.page import format_page, summarize
 from hybrid3d.doctor.tiny_models import write_checkpoint
 from hybrid3d.families import Config
@@ -71,7 +72,9 @@ def certify(
         if console is not None:
             text = json.dumps(found, indent=2) if as_json else page
             console.print(text, highlight=False, markup=False, soft_wrap=True)
+    ranks = groups.everyone.size()
     certification.close()
+    wait_for_all(groups.store, rank, ranks)
     return bool(found["proven"])
 
 
