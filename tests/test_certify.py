@@ -19,24 +19,68 @@ from run_ranks import run_ranks
 
 MODELS = sorted(path.parent for path in (ROOT / "recipes/models").glob("*/config.json"))
 JOB = Path(__file__).parent / "jobs" / "certify.py"
-TWO = "train.tp=2 rollout.tp=2"
-ROTARY = "rotary_emb.cos_sin_cache: "
+
+# Model, settings, and for each fault the check that must refuse it and what its message must name.
+DENSE = ("qwen2", "train.tp=2 rollout.tp=2")
+LATENT = ("deepseek_v3", "train.tp=2 train.ep=2 train.etp=1 rollout.tp=2")
+SHARED = ("qwen3_moe", "train.dp=2 train.ep=2 rollout.tp=2 rollout.expert_parallel=true")
+FAULTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
+    DENSE: {
+        "tied_head_stale": ("weights", "lm_head.weight: "),
+        "buffer_lost_in_sleep": ("weights", "self_attn.rotary_emb.cos_sin_cache: "),
+        "bias_not_synced": ("weights", "self_attn.qkv_proj.bias: "),
+        "padding_not_zeroed": ("weights", "model.embed_tokens.weight: "),
+        "cache_kept": ("answers", "prompt 0 of 280 tokens: "),
+        "old_scales": ("weights", "self_attn.attn._v_scale: "),
+        "wrong_rope": ("weights", "self_attn.rotary_emb.cos_sin_cache: "),
+        "megatron_rope": ("engines", "log-probabilities differ by "),
+    },
+    LATENT: {
+        "processed_twice": ("weights", "mlp.experts.routed_experts.w2_weight: "),
+        "derived_stale": ("weights", "W_UV: "),
+        "experts_off_by_one": ("weights", "mlp.experts.routed_experts.w13_weight: "),
+        "router_bias_not_synced": ("weights", "mlp.gate.e_score_correction_bias: "),
+    },
+    SHARED: {"expert_map_off_by_one": ("weights", "expert_map: ")},
+}
 
 
-def refusals(tmp_path: Path, model: Path, settings: str, *faults: str, ranks: int = 2) -> dict[str, dict[str, Any]]:
-    """Run certifications with faults; return, of each, what each check that refuses it says."""
+@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", FAULTS, ids=[model for model, _ in FAULTS])
+def test_every_fault_is_found_and_named(
+    case: tuple[str, str], tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model, settings = case
+    faults = FAULTS[case]
     out = tmp_path / "out.json"
-    run_ranks(JOB, ranks, [str(out), str(model), settings, *faults], timeout=600)
+    run_ranks(JOB, 2, [str(out), str(tiny_checkpoint(model)), settings, "healthy", *faults, "healthy"], timeout=800)
     found = json.loads(out.read_text())
-    assert list(found) == list(faults)
-    return {
-        fault: {name: check["wrong"] for name, check in result["checks"].items() if check["wrong"]}
-        for fault, result in found.items()
-    }
+    assert wrong_of(found["healthy"]) == {}
+    for fault, (check, named) in faults.items():
+        wrong = wrong_of(found[fault]).get(check, [])
+        assert any(named in text for text in wrong), (fault, wrong_of(found[fault]))
 
 
-def names(wrong: list[str]) -> set[str]:
-    return {text.partition(":")[0] for text in wrong}
+def wrong_of(result: dict[str, Any]) -> dict[str, list[str]]:
+    return {name: check["wrong"] for name, check in result["checks"].items() if check["wrong"]}
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_healthy_model_is_proven(family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = str(tiny_checkpoint(family))
+    printed = hybrid3d(tmp_path, "certify", model, "train.tp=2", "rollout.tp=2", "--json", timeout=300)
+    found = json.loads(printed)
+    assert found["proven"] is True
+    assert (found["rounds"], found["syncs_of_changes"]) == (10, 4)
+    assert list(found["checks"]) == list(CHECKS)
+    assert all(check["compared"] > 0 for check in found["checks"].values())
 
 
 def test_a_difference_names_the_element() -> None:

@@ -108,21 +108,6 @@ def processed_twice(certification):
 
 
 @contextlib.contextmanager
-def packed_twice(certification):
-    """The packed weight of a linear is packed as if it had been loaded."""
-
-    def make(real):
-        def twice(root, *args):
-            real(root, *args)
-            real(root, *args)
-
-        return twice
-
-    with patched(units, "process_weights_after_loading", make):
-        yield
-
-
-@contextlib.contextmanager
 def tied_head_stale(certification):
     """The head computes with the embedding as it was before the sync."""
     model = certification._inspection.model
@@ -250,7 +235,6 @@ def healthy(certification):
 FAULTS = {
     "healthy": healthy,
     "processed_twice": processed_twice,
-    "packed_twice": packed_twice,
     "tied_head_stale": tied_head_stale,
     "buffer_lost_in_sleep": buffer_lost_in_sleep,
     "derived_stale": kept_at_finalizing(named("W_UV", "W_UK_T")),
