@@ -56,9 +56,11 @@ def test_every_fault_is_found_and_named(
     model, settings = case
     faults = FAULTS[case]
     out = tmp_path / "out.json"
-    run_ranks(JOB, 2, [str(out), str(tiny_checkpoint(model)), settings, "healthy", *faults, "healthy"], timeout=800)
+    run_ranks(
+        JOB, 2, [str(out), str(tiny_checkpoint(model)), settings, "healthy", *faults, "healthy_again"], timeout=800
+    )
     found = json.loads(out.read_text())
-    assert wrong_of(found["healthy"]) == {}
+    assert wrong_of(found["healthy"]) == wrong_of(found["healthy_again"]) == {}
     for fault, (check, named) in faults.items():
         wrong = wrong_of(found[fault]).get(check, [])
         assert any(named in text for text in wrong), (fault, wrong_of(found[fault]))

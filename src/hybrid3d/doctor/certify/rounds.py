@@ -61,9 +61,10 @@ class Certification:
         self.rounds = 0
 
     def run(self, rounds: int, print_status: Callable[[str], None]) -> None:
-        """Run so many rounds, or up to the first in which something is wrong on any rank."""
-        for number in range(rounds):
-            print_status(f"round {number + 1} of {rounds}")
+        """Run so many more rounds, or up to the first in which something is wrong on any rank."""
+        first = self.rounds
+        for number in range(first, first + rounds):
+            print_status(f"round {number + 1} of {first + rounds}")
             self._run_round(number)
             self.rounds += 1
             if any(distributed.gather_objects(self.findings.any_wrong, self._group)):
