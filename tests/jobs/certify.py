@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 certify.py OUT.json MODEL SETTINGS FAULT ...
 
 SETTINGS are separated by spaces. Faults are patches of the live engine or of the sync; between two of them the weights
-are synced without one. Those named `healthy` and `healthy_again` are none. OUT.json has, for each fault, what the certification found.
+are synced without one. Those named `healthy` and `healthy_again` are none. OUT.json has, for each fault, what the
+certification found.
 """
 
 import contextlib
@@ -90,7 +91,7 @@ def named(*suffixes):
 
 @contextlib.contextmanager
 def processed_twice(certification):
-    """vLLM's processing swizzles a weight that is swizzled already, as kernels for GPUs do: here two halves swap."""
+    """vLLM's processing permutes a weight that is permuted already, as kernels for GPUs want it: two halves swap."""
 
     def make(real):
         def twice(root, *args):
@@ -99,7 +100,6 @@ def processed_twice(certification):
                 weight = getattr(module, "w2_weight", None)
                 if isinstance(weight, torch.Tensor):
                     weight.data.copy_(weight.data.roll(weight.shape[-1] // 2, -1))
-            real(root, *args)
 
         return twice
 
