@@ -12,6 +12,7 @@ import torch
 
 from checkpoints import FAMILIES
 from commands import ROOT, hybrid3d
+from hybrid3d import cli
 from hybrid3d.doctor.certify.findings import CHECKS, Findings, describe_difference
 from hybrid3d.doctor.certify.shrinking import shrunk
 from hybrid3d.families import family_of
@@ -109,3 +110,26 @@ def test_a_tiny_model_has_layers_of_each_kind(model: Path) -> None:
     assert (family.latents(small) is None) == (family.latents(config) is None)
     assert small["num_hidden_layers"] <= 4
     assert small["hidden_size"] <= 2048
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere/config.json no such file"),
+        (["MODEL", "--rounds", "0"], "--rounds 0: expected an integer from 1 to 1,000"),
+        (["MODEL", "train.tp=x"], "train.tp: expected an integer"),
+        (["MODEL", "roles.generation.ranks=1"], "each rank has both engines"),
+    ],
+)
+def test_mistakes_are_refused_before_ranks_start(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = str(ROOT / "recipes/models/qwen3-8b")
+    assert cli.main(["certify", *(model if word == "MODEL" else word for word in arguments)]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())

@@ -77,18 +77,19 @@ def _prepare(options: argparse.Namespace) -> tuple[Recipe, RunFolder, Subject]:
     config = read_config(model)
     name = "certify-" + (re.sub(r"[^\w.-]", "-", model.resolve().name) or "model")
     raw = raw_recipe(name, str(model), min(MAX_MODEL_LEN, config["max_position_embeddings"]))
+    for setting in options.overrides:
+        if setting.startswith("roles."):
+            raise RecipeError(name, [f"{setting}: here each rank has both engines: leave it out"])
     problems: list[str] = []
     apply_overrides(raw, options.overrides, problems)
     recipe = read_recipe(raw, name, problems)
-    if recipe.rollout is None or recipe.has_serving_ranks:
-        problem = "each rank runs both engines here: leave out roles.* and rollout=null"
-        raise RecipeError(name, [problem])
     folder = RunFolder.for_recipe(recipe)
     tiny = None
     if options.tiny or not any(model.glob("*.safetensors")):
         tiny = shrunk(config, recipe.train.pp * recipe.train.vpp)
         recipe = with_model(recipe, folder.path / "model")
-    if CHECKED not in os.environ and launch_environment.rank() == 0:
+    first = not launch_environment.under_launcher() or launch_environment.rank() == 0
+    if CHECKED not in os.environ and first:
         folder.check()
         if tiny is not None:
             write_config(folder.path / "model", tiny)
