@@ -81,7 +81,8 @@ def test_a_healthy_model_is_proven(family: str, tiny_checkpoint: Callable[..., P
     printed = hybrid3d(tmp_path, "certify", model, "train.tp=2", "rollout.tp=2", "--json", timeout=300)
     found = json.loads(printed)
     assert found["proven"] is True
-    assert (found["rounds"], found["syncs_of_changes"]) == (10, 4)
+    assert found["rounds"] == 10
+    assert found["syncs_of_changes"] in (4, 5)  # of experts, which vLLM permutes, the first one sends everything
     assert list(found["checks"]) == list(CHECKS)
     assert all(check["compared"] > 0 for check in found["checks"].values())
 

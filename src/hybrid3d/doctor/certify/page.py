@@ -61,10 +61,12 @@ def _rollout(recipe: Recipe) -> str:
 
 
 def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    for name in (package, f"{package}-cpu"):  # as vLLM's build for CPUs is named
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 def _not_proven(recipe: Recipe, tiny: bool, rounds: int, refused: bool, result: Mapping[str, Any]) -> Iterator[str]:
