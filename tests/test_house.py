@@ -61,7 +61,7 @@ MAY_IMPORT = {
     },
     "doctor": {
         *("errors", "launch_environment", "storage", "families", "process", "distributed", "reshard", "rl", "config"),
-        *("generation", "train", "rollout", "run", "planning", "roles", "bench", "launch"),
+        *("inputs", "generation", "train", "rollout", "run", "planning", "roles", "bench", "launch"),
     },
     "cli": {
         "errors",

@@ -1,4 +1,6 @@
-"""The command line: `hybrid3d train | eval | export | plan | bench | doctor | report | replay | serve`.
+"""The command line, a module for each command.
+
+`hybrid3d train | eval | export | plan | bench | doctor | certify | report | replay | serve`.
 
 Exit codes: 0 for success, 1 if the run failed, 2 for a mistake of the user, which is found before ranks start.
 """
@@ -12,13 +14,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from hybrid3d import __version__, launch_environment
-from hybrid3d.cli import bench, doctor, evaluate, export, plan, replay, report, serve, train
+from hybrid3d.cli import bench, certify, doctor, evaluate, export, plan, replay, report, serve, train
 from hybrid3d.cli.terminal import DONE, FAILED, MISTAKE, print_mistake
 from hybrid3d.errors import UserMistake, escape_control_characters
 
 __all__ = ["DONE", "FAILED", "MISTAKE", "main"]
 
-COMMANDS = (train, evaluate, export, plan, bench, doctor, report, replay, serve)
+COMMANDS = (train, evaluate, export, plan, bench, doctor, certify, report, replay, serve)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -29,11 +29,13 @@ from hybrid3d.run.oom_recovery import OomRecovery, find_out_of_memory
 from hybrid3d.run.run_folder import RunFolder, checkpoint_folder, draw_curves
 
 if TYPE_CHECKING:
+    from hybrid3d.reshard.file_index import TensorEntry
     from hybrid3d.roles.colocated import Colocated
     from hybrid3d.roles.split.training import TrainingRank
     from hybrid3d.run.health import Guard
     from hybrid3d.run.live_settings import LiveSettings
     from hybrid3d.run.record import Record
+    from hybrid3d.train.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
 
     if rank not in recipe.role_ranks["train"]:
         return _serve(recipe, store)
-    slots = _choose_placement(recipe, store) if recipe.algorithm.generates and not recipe.is_split else ()
+    slots = choose_placement(recipe, store) if recipe.algorithm.generates and not recipe.is_split else ()
     group = _start_training(recipe, store)
     from hybrid3d.run.live_settings import LiveSettings
     from hybrid3d.run.record import Record
@@ -178,7 +180,7 @@ def _train_sft(
     train_sft(policy, live, guard, checkpoints, record, group)
 
 
-def _choose_placement(recipe: Recipe, store: dist.Store) -> Sequence[int]:
+def choose_placement(recipe: Recipe, store: dist.Store) -> Sequence[int]:
     """Return the slot of each rank in the rollout layout; vLLM is imported only by ranks that generate."""
     from hybrid3d.planning.agreed_placement import broadcast_placement
 
@@ -194,7 +196,7 @@ def evaluate(
     from hybrid3d.run.display import Display
     from hybrid3d.run.record import Record
 
-    slots = () if recipe.is_split else _choose_placement(recipe, store)
+    slots = () if recipe.is_split else choose_placement(recipe, store)
     group = _start_training(recipe, store)
     record = Record(folder, rank, Display(recipe.name, recipe.run.steps, console), keeps_events=False)
     roles = _make_roles(recipe, store, group, slots, record, weights_of=checkpoint_folder(folder, step))
@@ -216,14 +218,7 @@ def export(
     recipe: Recipe, folder: RunFolder, step: int, out: Path, rank: int, store: dist.Store, console: Console | None
 ) -> None:
     """Write a checkpoint as a Hugging Face checkpoint; every rank writes the boxes that it holds."""
-    from hybrid3d.inputs.export import (
-        UNFINISHED,
-        copy_config_and_tokenizer,
-        export_entries,
-        is_untrained,
-        unfinished_folder,
-    )
-    from hybrid3d.reshard.files import copy_tensors, create_files, export_files
+    from hybrid3d.inputs.export import UNFINISHED, unfinished_folder
     from hybrid3d.train import checkpoint, runtime
     from hybrid3d.train.policy import Policy
 
@@ -232,20 +227,10 @@ def export(
     policy = Policy(read_config(recipe.model.path), recipe, rank, trainable=False)
     checkpoint.load_weights({"policy": policy}, checkpoint_folder(folder, step), group)
     enter_phase("export")
-    entries = export_entries(recipe.model.path, policy.config)
-    carried = [name for name in entries if is_untrained(name, policy.config)]
     from_launcher = os.environ.get(UNFINISHED)  # created by our own launcher, which removes it if a rank is killed
     with unfinished_folder(out) if rank == 0 and not from_launcher else nullcontext(from_launcher) as created:
         unfinished = Path(distributed.broadcast_object(str(created), group))
-        if rank == 0:
-            create_files(unfinished, entries)
-            copy_config_and_tokenizer(recipe.model.path, unfinished)
-        dist.barrier(group)
-        holdings = dict(enumerate(distributed.gather_objects(policy.weights.holdings, group)))
-        export_files(unfinished, entries, holdings, policy.weights.tensors, rank, carried)
-        if rank == 0:
-            copy_tensors(recipe.model.path, unfinished, entries, carried)
-        dist.barrier(group)
+        entries, carried = write_export(policy, recipe.model.path, unfinished, group)
         if rank == 0:
             os.rename(unfinished, os.path.realpath(out))  # so that an interrupted export never looks like a checkpoint
     if console is not None:
@@ -253,6 +238,34 @@ def export(
         if carried:
             message = f"{len(carried)} of them are untrained copies from {recipe.model.path}"
             console.print(message, highlight=False, markup=False)
+
+
+def write_export(
+    policy: Policy, source: str, out: Path, group: dist.ProcessGroup
+) -> tuple[Mapping[str, TensorEntry], list[str]]:
+    """Write the weights of a policy as a Hugging Face checkpoint into a folder; every rank writes the boxes it holds.
+
+    Args:
+        source: the checkpoint that the policy started from.
+
+    Returns:
+        The tensors of the export, and the names of those that are untrained copies from the source.
+    """
+    from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries, is_untrained
+    from hybrid3d.reshard.files import copy_tensors, create_files, export_files
+
+    entries = export_entries(source, policy.config)
+    carried = [name for name in entries if is_untrained(name, policy.config)]
+    if group.rank() == 0:
+        create_files(out, entries)
+        copy_config_and_tokenizer(source, out)
+    dist.barrier(group)
+    holdings = dict(enumerate(distributed.gather_objects(policy.weights.holdings, group)))
+    export_files(out, entries, holdings, policy.weights.tensors, group.rank(), carried)
+    if group.rank() == 0:
+        copy_tensors(source, out, entries, carried)
+    dist.barrier(group)
+    return entries, carried
 
 
 def replay(
@@ -316,7 +329,7 @@ def bench(
         write_model(recipe, config)
         store.set("model", "written")
     store.wait(["model"])
-    slots = _choose_placement(recipe, store)
+    slots = choose_placement(recipe, store)
     groups = start_groups(recipe, store)
     from hybrid3d.bench.task import measure
 

@@ -153,8 +153,18 @@ class RolloutEngine:
 
     def weights(self, shapes: Mapping[str, Shape]) -> RolloutWeights:
         """Return this rank's demand for the canonical tensors of these shapes, and the sink that receives it."""
-        runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        runner = self.model_runner
         return RolloutWeights(runner.get_model(), runner.vllm_config, shapes)
+
+    @property
+    def llm(self) -> LLM:
+        """vLLM itself, for what only an inspection needs."""
+        return self._llm
+
+    @property
+    def model_runner(self) -> Any:
+        """The part of vLLM that has the model of this rank."""
+        return self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
     def generate(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
         """Return one completion for each request, by weights of this version or a later one.
