@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from commands import demo_folder, hybrid3d
@@ -352,6 +352,9 @@ RECORDS = st.lists(
 )
 
 
+@example(records=[{"event": "end", "step": 5.133389243627449e16, "time": 0}], other=[])
+@example(records=[{"event": "end", "step": 2.0**52, "reward/mean": 5e-324}, {"step": 3, "reward/mean": 0}], other=[])
+@example(records=[{"step": 1, "reward/mean": -9e299}, {"step": 2, "reward/mean": 9e299}], other=[])
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(records=RECORDS, other=RECORDS)
 def test_no_record_prevents_a_page(tmp_path: Path, records: list[Any], other: list[Any]) -> None:

@@ -11,6 +11,7 @@ from statistics import fmean
 SIZE = 1000  # of the drawing's coordinates in both directions; the page stretches it
 SCALED_UNITS = ("bytes", "fraction")  # which the numbers on an axis have; other units stand in the chart's title
 MAX_MARKS = 100  # events drawn in a chart
+MIN_SPREAD = 1e-290  # of the values of a curve; smaller ones cannot be divided into the parts of an axis
 FEW_POINTS = 40  # up to which each has a dot
 MANY_POINTS, TREND_SPANS = 200, 60
 Points = Sequence[tuple[float, float | None]]
@@ -194,8 +195,8 @@ def _y_range(values: Sequence[float], limits: Sequence[Limit]) -> tuple[tuple[fl
                 notes.append(f"{limit.label} = {format_number(bound)} lies outside of the picture")
     if 0 <= low <= 0.5 * high:
         low = 0.0
-    if not high > low:
-        spread = 0.1 * abs(high) or 1.0
+    if not high - low > MIN_SPREAD:
+        spread = 0.1 * abs(high) if abs(high) > MIN_SPREAD else 1.0
         low, high = (0.0 if low >= 0 else low - spread), high + spread
     spread = 0.06 * (high - low)
     return (low if low == 0 else low - spread, high + spread), notes

@@ -18,6 +18,7 @@ from hybrid3d.report.timeline import Timeline, read_timeline
 from hybrid3d.run.run_folder import LOCK, RunFolder
 
 MAX_LINE = 2**24  # bytes; a longer line of a record is skipped
+MAX_STEP = 2**52  # from about there on, one step more is the same floating-point number
 MAX_NUMBER = 1e300  # larger numbers, which no metric has, would overflow when a curve is scaled
 MAX_FAILURE = 4000  # characters of a failed rank's reason
 MAX_FAILURES = 8  # ranks whose reasons are read
@@ -138,7 +139,7 @@ def _read(path: Path, read_one: Any, unreadable: dict[str, int]) -> Iterator[Any
 
 
 def _metrics_row(parsed: Any) -> Row | None:
-    if not isinstance(parsed, dict) or not is_number(parsed.get("step")):
+    if not isinstance(parsed, dict) or not is_number(parsed.get("step")) or abs(parsed["step"]) > MAX_STEP:
         return None
     return {key: value if is_number(value) else None for key, value in parsed.items() if _is_measured(value)}
 
