@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
 from typing import TYPE_CHECKING
 
 from hybrid3d import launch_environment
-from hybrid3d.cli.starting import check_world, launch_ranks, lock_run, run_as_rank
+from hybrid3d.cli.starting import check_world, launch_ranks, lock_run, run_as_judging_rank
 from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console, path_argument
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, read_recipe
 from hybrid3d.config.schema import apply_overrides
@@ -18,9 +19,6 @@ from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-    from rich.console import Console
-
     from hybrid3d.doctor.certify.task import Subject
 
 MAX_ROUNDS = 1_000
@@ -46,17 +44,10 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         code = launch_ranks(arguments, recipe, folder, make_console(stderr=options.json), lock_run(folder))
         return code if code != DONE or _is_proven(folder) else FAILED
     check_world(recipe)
-    proven = True
+    from hybrid3d.doctor.certify.task import certify
 
-    def task(rank: int, store: dist.Store, console: Console | None) -> None:
-        nonlocal proven
-        from hybrid3d.doctor.certify.task import certify
-
-        proven = certify(recipe, folder, subject, options.rounds, options.json, rank, store, console)
-
-    code = run_as_rank(recipe, folder, task)
-    launched = CHECKED in os.environ  # by our own launcher, for which a rank that refuses has not failed
-    return code if code != DONE or proven or launched else FAILED
+    task = functools.partial(certify, recipe, folder, subject, options.rounds, options.json)
+    return run_as_judging_rank(recipe, folder, task)
 
 
 def _prepare(options: argparse.Namespace) -> tuple[Recipe, RunFolder, Subject]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
-from typing import TYPE_CHECKING
 
 from hybrid3d import launch_environment
-from hybrid3d.cli.starting import launch_ranks, run_as_rank
+from hybrid3d.cli.starting import launch_ranks, run_as_judging_rank
 from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console, path_argument
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
 from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from rich.console import Console
 
 
 def add_parser(commands: Commands) -> None:
@@ -67,16 +63,8 @@ def _run_folder(text: str, option: str) -> RunFolder:
 def _run_rank(recipe: Recipe, folder: RunFolder, options: argparse.Namespace, start: int) -> int:
     from hybrid3d.launch import tasks
 
-    as_recorded = True
-
-    def task(rank: int, store: dist.Store, console: Console | None) -> None:
-        nonlocal as_recorded
-        arguments = recipe, folder, options.overrides, start, options.step, options.json
-        as_recorded = tasks.replay(*arguments, rank, store, console)
-
-    code = run_as_rank(recipe, folder, task)
-    launched = CHECKED in os.environ  # by our own launcher, for which a rank that finds a difference has not failed
-    return code if code != DONE or as_recorded or launched else FAILED
+    arguments = recipe, folder, options.overrides, start, options.step, options.json
+    return run_as_judging_rank(recipe, folder, functools.partial(tasks.replay, *arguments))
 
 
 def _as_recorded(folder: RunFolder, step: int) -> bool:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 from unittest import mock
 
 from hybrid3d import launch_environment
-from hybrid3d.cli.terminal import make_console, path_argument
+from hybrid3d.cli.terminal import DONE, FAILED, make_console, path_argument
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
 from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from rich.console import Console
 
     from hybrid3d.launch.worker import Task
@@ -51,6 +53,21 @@ def run_as_rank(
     check_world(recipe)
     with lock or nullcontext():
         return run_rank(recipe, folder, task, CHECKED in os.environ, restarts)
+
+
+def run_as_judging_rank(recipe: Recipe, folder: RunFolder, judge: Callable[..., bool]) -> int:
+    """Run a task that returns whether all is as it must be, the same on every rank, and return the exit code.
+
+    Under our own launcher a rank that finds something has not failed: the launcher reads the verdict in the folder.
+    """
+    passed = True
+
+    def task(rank: int, store: dist.Store, console: Console | None) -> None:
+        nonlocal passed
+        passed = judge(rank, store, console)
+
+    code = run_as_rank(recipe, folder, task)
+    return code if code != DONE or passed or CHECKED in os.environ else FAILED
 
 
 def check_world(recipe: Recipe) -> None:

@@ -131,9 +131,8 @@ def route_classes(
         ranks_per_node: the number of consecutive ranks that share a node.
         relays: receive what several ranks of a node want and none holds only once over the network.
     """
-    sent = np.zeros(
-        1 + max((rank for ranks in holders for rank in ranks), default=0) - FILES, np.int64
-    )  # FILES is last
+    last_rank = max((rank for ranks in holders for rank in ranks), default=0)
+    sent = np.zeros(last_rank + 2, np.int64)  # bytes by rank; FILES, which is -1, has the last place
     nodes = _nodes(readers, ranks_per_node) if relays else {}
     for turn, tensors in enumerate(classes):
         routed_class = _Router(tensors, holders, ranks_per_node, turn if relays else None).route(readers, nodes)
@@ -208,11 +207,8 @@ class _Router:
         nodes_with_holders = {node: node for node in self._holders_on_node}.get
         for group, wanted in self._tensors.wanted.items():
             for rank in readers[group]:  # a million times in a large plan
-                holder_group, node, of_rank = (
-                    group_of_holder(rank),
-                    nodes_with_holders(rank // ranks_per_node),
-                    shares_of_rank(rank),
-                )
+                holder_group, of_rank = group_of_holder(rank), shares_of_rank(rank)
+                node = nodes_with_holders(rank // ranks_per_node)
                 key = group, holder_group, node, id(of_rank)
                 place = places.get(key)
                 if place is None:

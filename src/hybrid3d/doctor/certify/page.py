@@ -31,7 +31,7 @@ def summarize(recipe: Recipe, source: str, tiny: bool, rounds: int, result: Mapp
         found = dict(result["checks"][name])
         status = "refused" if found["wrong"] else "proven" if found["compared"] else "not proven"
         checks[name] = {"status": status, "proves": proves, **found}
-    refused = any(check["status"] == "refused" for check in checks.values())
+    refused = _any_refused(checks)
     proven = all(check["status"] == "proven" for check in checks.values())
     return {
         "model": source,
@@ -88,7 +88,7 @@ def _not_proven(recipe: Recipe, tiny: bool, rounds: int, refused: bool, result: 
 
 def format_page(found: Mapping[str, Any]) -> str:
     """Return the certificate as text in Markdown."""
-    verdict = "all proven" if found["proven"] else "refused" if _refused(found) else "not all proven"
+    verdict = "all proven" if found["proven"] else "refused" if _any_refused(found["checks"]) else "not all proven"
     versions = ", ".join(f"{name} {number or '(not installed)'}" for name, number in found["versions"].items())
     model = f"{found['model']}{' (a tiny checkpoint of its config)' if found['tiny'] else ''}"
     lines = [
@@ -116,5 +116,5 @@ def format_page(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _refused(found: Mapping[str, Any]) -> bool:
-    return any(check["status"] == "refused" for check in found["checks"].values())
+def _any_refused(checks: Mapping[str, Any]) -> bool:
+    return any(check["status"] == "refused" for check in checks.values())
