@@ -40,10 +40,14 @@ def page() -> str:
 
 
 def iter_sections(kind: type[Any], path: str) -> Iterator[tuple[str, type[Any]]]:
-    """Yield the dotted name and the dataclass of each section, followed by its subsections."""
+    """Yield the dotted name and the dataclass of each section, followed by its subsections.
+
+    An optional subsection with the keys of a section of the recipe is not yielded again.
+    """
+    sections = {section_type(hint) for hint in get_type_hints(Recipe, include_extras=True).values()}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         subsection = section_type(hint)
-        if subsection is not None and not (path and is_row(hint)):
+        if subsection is not None and not (path and subsection in sections):
             yield f"{path}{key_of(name)}", subsection
             yield from iter_sections(subsection, f"{path}{key_of(name)}.")
 

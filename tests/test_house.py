@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "config": {"errors", "storage", "families"},
     "rewards": {"errors", "process"},
     "inputs": {"storage", "families", "reshard", "rl", "config"},
-    "generation": {"distributed", "rl", "config", "rewards"},
+    "generation": {"process", "distributed", "rl", "config", "rewards"},
     "train": {"patches", "storage", "families", "process", "distributed", "reshard", "rl", "config"},
     "rollout": {"patches", "families", "reshard", "config", "generation"},
     "run": {
@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "bench": {"families", "distributed", "reshard", "config", "inputs", "train", "rollout", "run", "planning", "roles"},
     "launch": {
         *("errors", "launch_environment", "storage", "families", "process", "distributed", "reshard", "rl", "config"),
-        *("rewards", "inputs", "run", "planning", "train", "roles", "trainer", "bench"),
+        *("rewards", "inputs", "generation", "run", "planning", "train", "roles", "trainer", "bench"),
     },
     "doctor": {
         *("errors", "launch_environment", "storage", "families", "process", "distributed", "reshard", "rl", "config"),

@@ -5,12 +5,14 @@ standard library, yaml and the tables in `families/`, so that the command line r
 """
 
 from hybrid3d.config.layout_checks import check_layout, check_layout_early
+from hybrid3d.config.layout_rules import sequences_multiple
 from hybrid3d.config.load import load_recipe, read_recipe, recipe_to_yaml
 from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.config.recipe import Recipe
 from hybrid3d.config.schema import RecipeError
 from hybrid3d.config.sections.engines import (
     OFFLOADS,
+    Agents,
     Async,
     Machine,
     Model,
@@ -24,6 +26,7 @@ from hybrid3d.config.sections.learning import Algorithm, Correction, Critic, Dat
 
 __all__ = [
     "OFFLOADS",
+    "Agents",
     "Algorithm",
     "Async",
     "Correction",
@@ -49,4 +52,5 @@ __all__ = [
     "load_recipe",
     "read_recipe",
     "recipe_to_yaml",
+    "sequences_multiple",
 ]

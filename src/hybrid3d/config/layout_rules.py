@@ -254,7 +254,7 @@ def _check_batch(recipe: Recipe, replicas: int | None) -> Iterator[LayoutProblem
         fix = f"{algorithm.name} compares samples of one prompt, so it needs 2 or more"
         yield LayoutProblem(("algorithm.samples_per_prompt",), f"algorithm.samples_per_prompt={samples}", fix)
     factors = _batch_factors(recipe)
-    unit = math.prod(factors.values())
+    unit = sequences_multiple(recipe)
     product = f"{'*'.join(factors)}={'*'.join(map(str, factors.values()))}={unit}"
     sequences = f"of {samples} samples each is {prompts * samples} sequences, " if samples > 1 else "is "
     rules = [Rule(lambda n: n * samples % unit == 0, f"{sequences}not a multiple of {product}")]
@@ -282,9 +282,14 @@ def _batch_factors(recipe: Recipe) -> dict[str, int]:
     return factors
 
 
+def sequences_multiple(recipe: Recipe) -> int:
+    """Return the number that a step's sequences must be a multiple of."""
+    return math.prod(_batch_factors(recipe).values())
+
+
 def prompts_multiple(recipe: Recipe) -> int:
     """Return the number that a step's prompts must be a multiple of, provided that the layouts are valid."""
-    unit = math.prod(_batch_factors(recipe).values())
+    unit = sequences_multiple(recipe)
     samples = recipe.sequences_per_step // recipe.algorithm.prompts_per_step
     step = unit // math.gcd(unit, samples)
     if recipe.algorithm.generates and recipe.rollout is not None and recipe.generation_ranks % recipe.rollout.tp == 0:

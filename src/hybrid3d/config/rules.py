@@ -37,6 +37,7 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
     yield from _check_split(recipe)
     yield from _check_reward_ranks(recipe)
     yield from _check_async(recipe)
+    yield from _check_agents(recipe)
     if recipe.sync.share_storage and not recipe.is_split and recipe.rollout is not None and recipe.rollout.sleep:
         yield (
             "sync.share_storage: memory that both engines share cannot be freed while vLLM sleeps: "
@@ -171,6 +172,32 @@ def _check_async(recipe: Recipe) -> Iterator[str]:
             f"async.partial={ahead.partial}: engines that share experts (rollout.dp={rollout.dp}) step together, and "
             f"cannot wait for rollout.environment={rollout.environment} apart: set rollout.dp=1, or leave "
             "async.partial out"
+        )
+
+
+def _check_agents(recipe: Recipe) -> Iterator[str]:
+    """Yield what cannot be combined with agents."""
+    rollout, ahead, reward = recipe.rollout, recipe.async_, recipe.reward
+    if rollout is None or rollout.agents is None:
+        return
+    agents = "rollout.agents"
+    if rollout.environment is not None:
+        yield f"{agents}: agents take turns themselves: leave rollout.environment={rollout.environment} out"
+    if ahead.partial is not None:
+        yield f"{agents}: a step waits for its agents: leave async.partial={ahead.partial} out"
+    if rollout.dp > 1:
+        yield (
+            f"{agents}: engines that share experts (rollout.dp={rollout.dp}) step together, and cannot wait for agents "
+            "apart: set rollout.dp=1"
+        )
+    if reward.model is not None:
+        yield f"{agents}: a reward model does not score agents' answers: leave reward.model out"
+    if recipe.roles.reward.ranks is not None:
+        yield f"{agents}: agents' answers are scored where they are generated: leave roles.reward.ranks out"
+    if reward.overlong_buffer:
+        yield (
+            f"{agents}: the length of an agent's answer is not that of one sequence: leave "
+            f"reward.overlong_buffer={reward.overlong_buffer} out"
         )
 
 

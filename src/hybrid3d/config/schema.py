@@ -119,6 +119,7 @@ Repeats = Annotated[int, within(1, 10_000)]
 Staleness = Annotated[int, within(0, 100)]
 BatchesInFlight = Annotated[int, within(2, 101)]
 RepeatsOrZero = Annotated[int, within(0, 10_000)]
+Port = Annotated[int, within(1, 65_535)]
 Processes = Annotated[int, within(1, 1_024)]
 Seed = Annotated[int, within(0, 2**32 - 1)]  # the limit of NumPy's generators, which vLLM seeds too
 Seconds = Annotated[float, within(0.001, 86_400)]

@@ -216,7 +216,10 @@ UNUSED_RULES = (
         "reward",
         ("default", "max_failures"),
         lambda recipe: (
-            recipe.rollout is not None and recipe.reward.name in IN_PROCESS and recipe.rollout.environment is None
+            recipe.rollout is not None
+            and recipe.reward.name in IN_PROCESS
+            and recipe.rollout.environment is None
+            and recipe.rollout.agents is None
         ),
         lambda recipe: f"reward.name={recipe.reward.name} never fails",
     ),

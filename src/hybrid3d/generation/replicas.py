@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import gather_objects, patient_group
+from hybrid3d.generation.agents.rollout import AgentRollout
+from hybrid3d.generation.agents.samples import last_answer, samples_of
+from hybrid3d.generation.agents.sessions import Session
 from hybrid3d.generation.engine import Engine
 from hybrid3d.generation.multi_turn import MultiTurnRollout
 from hybrid3d.generation.partial_rollout import PartialRollout, Place, Prompt
@@ -22,6 +25,7 @@ from hybrid3d.rl.data import Example
 T = TypeVar("T")
 
 OF_ENVIRONMENT = "environment_"  # prefix of the kinds of failures of environments, not of rewards
+OF_AGENT = "agent_"  # the same for agents
 
 Work = tuple[Example, int | None]
 """A prompt to answer, with the seed of its answer; None answers greedily."""
@@ -119,8 +123,14 @@ class EngineReplicas:
         self._multi_turn = MultiTurnRollout(self._turns, engine, group)
         reward = recipe.reward
         self._scorer = Scorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
+        self._default_reward = reward.default
         self._reported = 0  # number of dropped tokens
         self._partial: PartialRollout | None = None
+        self._agents: AgentRollout | None = None
+        assert recipe.rollout is not None, "checked when the recipe was read"
+        if recipe.rollout.agents is not None:
+            self._group = patient_group(group)
+            self._agents = AgentRollout(recipe, engine, tokenizer)
         if recipe.async_.partial is not None:
             self._group = patient_group(group)
             self._partial = PartialRollout(engine, self._turns, recipe.async_)
@@ -136,6 +146,9 @@ class EngineReplicas:
             self._partial.end_requests()
         work = shares[self._engine.replica]
         examples, seeds = [example for example, _ in work], [seed for _, seed in work]
+        if self._agents is not None:
+            sessions = self._agents.run(examples, seeds, version, temperature)
+            return self._of_all_replicas(self._scored_sessions(sessions, scored))
         trajectories = self._multi_turn.run(examples, seeds, version, temperature)
         return self._of_all_replicas(self._scored(trajectories, scored))
 
@@ -168,9 +181,11 @@ class EngineReplicas:
             self._reported = self._partial.dropped_tokens
 
     def close(self) -> None:
-        """End the processes that compute rewards and replies."""
+        """End the processes that compute rewards and replies, and what agents connect to."""
         self._scorer.close()
         self._turns.close()
+        if self._agents is not None:
+            self._agents.close()
 
     def _scored(self, trajectories: Sequence[Trajectory], by_name: bool) -> Answers:
         """Return answers with their rewards; on the ranks that do not report for their replica none."""
@@ -202,6 +217,29 @@ class EngineReplicas:
         }
         failures = Counter(f"{OF_ENVIRONMENT}{trajectory.failure}" for trajectory in trajectories if trajectory.failure)
         return Answers(samples, dict(failures | scores.failures), failed | scores.examples)
+
+    def _scored_sessions(self, sessions: Sequence[Session], by_name: bool) -> Answers:
+        """Return the answers of agents, with the rewards that these have given, or else those of the function."""
+        answers = [samples_of(session, self._tokenizer) for session in sessions]
+        rewards: list[float | None] = [
+            self._default_reward if session.failure else session.reward if by_name else 0.0 for session in sessions
+        ]
+        missing = [i for i, reward in enumerate(rewards) if reward is None]
+        scores = self._scorer.score(
+            [
+                (last_answer(sessions[i], answers[i]), sessions[i].example.answer, sessions[i].example.prompt)
+                for i in missing
+            ]
+        )
+        given = dict(zip(missing, scores.rewards, strict=True))
+        samples = [
+            replace(sample, reward=given.get(i, rewards[i]))
+            for i, branches in enumerate(answers)
+            for sample in branches
+        ]
+        failed = [(f"{OF_AGENT}{session.failure}", session.message) for session in sessions if session.failure]
+        failures = Counter(kind for kind, _ in failed)
+        return Answers(samples, dict(failures | scores.failures), dict(reversed(failed)) | scores.examples)
 
     def _of_all_replicas(self, value: T) -> dict[int, T]:
         """Return the values of all replicas, by number; each replica's is that of its leading rank."""

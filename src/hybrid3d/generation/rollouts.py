@@ -9,8 +9,8 @@ from typing import Any
 
 from hybrid3d.config import Recipe
 from hybrid3d.generation.partial_rollout import Place, Prompt
-from hybrid3d.generation.replicas import OF_ENVIRONMENT, Advanced, Answers, NoReplicas, Replicas, Work
-from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
+from hybrid3d.generation.replicas import OF_AGENT, OF_ENVIRONMENT, Advanced, Answers, NoReplicas, Replicas, Work
+from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample, answers_of
 from hybrid3d.rl.algorithms import ALGORITHMS
 from hybrid3d.rl.data import PromptData
 
@@ -58,22 +58,22 @@ class Rollouts:
         """
         wanted, group = recipe.algorithm.prompts_per_step, recipe.algorithm.samples_per_prompt
         extra = extra_batches(recipe)
-        groups: list[list[Sample]] = []
+        groups: list[list[Sample]] = []  # the answers to a prompt, with all their branches
         found: list[int] = []
         fillers: list[int] = []
         failures: Counter[str] = Counter()
         examples: dict[str, str] = {}
         batches = zero_variance = 0
         while len(found) < wanted and batches <= extra:
-            samples, answers = self._generate_samples(version, batch + batches, recipe.rollout.temperature)
-            batch_failures, batch_examples = _failures(answers)
+            answers, of_replicas = self._generate_answers(version, batch + batches, recipe.rollout.temperature)
+            batch_failures, batch_examples = _failures(of_replicas)
             failures.update(batch_failures)
             examples = batch_examples | examples
-            for start in range(0, len(samples), group):
-                of_prompt = samples[start : start + group]
-                uniform = self._has_zero_variance(of_prompt)
+            for start in range(0, len(answers), group):
+                of_prompt = answers[start : start + group]
+                uniform = self._has_zero_variance([answer[0] for answer in of_prompt])
                 (fillers if uniform and extra else found).append(len(groups))
-                groups.append(of_prompt)
+                groups.append([branch for answer in of_prompt for branch in answer])
                 zero_variance += uniform
             batches += 1
         self._check(failures, examples, batches * wanted * group, self._recipe.reward.max_failures)
@@ -92,7 +92,7 @@ class Rollouts:
     ) -> None:
         """Raise FailedRewards if more than the fraction `allowed` failed, or all rewards or all environments did."""
         failed = sum(failures.values())
-        of_environment = sum(count for kind, count in failures.items() if kind.startswith(OF_ENVIRONMENT))
+        of_environment = sum(count for kind, count in failures.items() if kind.startswith((OF_ENVIRONMENT, OF_AGENT)))
         all_failed = max(of_environment, failed - of_environment) >= samples > 0
         if not all_failed and (allowed == 1 or failed <= allowed * samples):
             return
@@ -100,13 +100,17 @@ class Rollouts:
         if all_failed:
             bound = "when all fail the run ends, whatever reward.max_failures allows"
         kinds = ", ".join(f"{count} {kind} ({examples[kind]})" for kind, count in sorted(failures.items()))
-        environment = self._recipe.rollout.environment
-        what = "rewards" if environment is None else "rewards and conversations"
-        blamed = self._recipe.reward.name if environment is None else f"{self._recipe.reward.name}, {environment}"
-        fix = f"fix {blamed}, or raise reward.timeout_seconds"
+        rollout = self._recipe.rollout
+        other = "your agent" if rollout.agents is not None else rollout.environment
+        what = "rewards" if other is None else "rewards and conversations"
+        blamed = self._recipe.reward.name if other is None else f"{self._recipe.reward.name}, {other}"
+        timeout = "reward.timeout_seconds" if rollout.agents is None else "rollout.agents.timeout_seconds"
+        fix = f"fix {blamed}, or raise {timeout}"
         raise FailedRewards(f"{failed} of {samples} {what} failed{where}: {kinds}; {bound}: {fix}")
 
-    def _generate_samples(self, version: int, batch: int, temperature: float) -> tuple[list[Sample], list[Answers]]:
+    def _generate_answers(
+        self, version: int, batch: int, temperature: float
+    ) -> tuple[list[list[Sample]], list[Answers]]:
         algorithm, run = self._recipe.algorithm, self._recipe.run
         work: list[Work] = [
             (example, seed)
@@ -127,23 +131,23 @@ class Rollouts:
             NoReplicas: all replicas have been lost.
         """
         work: list[Work] = [(example, None) for example in self.held_out.examples]
-        samples, answers = self._answer(work, 1, version, temperature=1.0, scored=True)
-        rewards = [sample.reward for sample in samples]
-        failures, of_kinds = _failures(answers)
+        answers, of_replicas = self._answer(work, 1, version, temperature=1.0, scored=True)
+        rewards = [answer[0].reward for answer in answers]
+        failures, of_kinds = _failures(of_replicas)
         self._check(failures, of_kinds, len(rewards), allowed=1.0, where=" on held-out problems")
         full = sum(reward == 1.0 for reward in rewards)
         return EvalResult(full / len(rewards), sum(rewards) / len(rewards), failures, of_kinds)
 
     def _answer(
         self, work: Sequence[Work], size: int, version: int, temperature: float, scored: bool
-    ) -> tuple[list[Sample], list[Answers]]:
-        """Return the samples in the order of the work, and all that replicas have answered.
+    ) -> tuple[list[list[Sample]], list[Answers]]:
+        """Return the branches of each answer in the order of the work, and all that replicas have answered.
 
         Args:
             size: the number of answers in a row that one replica gives.
         """
-        samples: dict[int, Sample] = {}
-        answers: list[Answers] = []
+        answers: dict[int, list[Sample]] = {}
+        of_replicas: list[Answers] = []
         remaining: Sequence[int] = range(len(work))
         while remaining:
             shares = self._divide(remaining, size)
@@ -151,10 +155,10 @@ class Rollouts:
                 {number: [work[i] for i in share] for number, share in shares.items()}, version, temperature, scored
             )
             for number, of_replica in found.items():
-                samples |= zip(shares[number], of_replica.samples, strict=True)
-                answers.append(of_replica)
+                answers |= zip(shares[number], answers_of(of_replica.samples), strict=True)
+                of_replicas.append(of_replica)
             remaining = [i for number, share in shares.items() if number not in found for i in share]
-        return [samples[i] for i in range(len(work))], answers
+        return [answers[i] for i in range(len(work))], of_replicas
 
     def _divide(self, items: Sequence[Any], size: int = 1) -> dict[int, Sequence[Any]]:
         """Return each replica's consecutive share of the items, in units of `size` of them.

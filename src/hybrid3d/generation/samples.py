@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hybrid3d.config import Rollout
 
@@ -19,6 +20,7 @@ class Sample:
         logprobs: of the policy's tokens, with which vLLM sampled them.
         versions: for each token, the version of the weights that generated it (for an environment's, the turn before
             it): the number of updates behind them.
+        branch: of an agent's answer, whose branches are samples in a row: 0 is the first. All have its reward.
     """
 
     prompt: str
@@ -30,6 +32,7 @@ class Sample:
     reward: float
     versions: tuple[int, ...]
     reference: str = ""
+    branch: int = 0
 
     @property
     def weight_version(self) -> int:
@@ -47,12 +50,31 @@ class Sample:
         return sum(now and not before for before, now in zip((False, *self.loss_mask), self.loss_mask, strict=False))
 
 
+def answer_numbers(samples: Sequence[Sample]) -> list[int]:
+    """Return the number of the answer that each sample is a branch of, counted from 0."""
+    return [count - 1 for count in itertools.accumulate(int(sample.branch == 0) for sample in samples)]
+
+
+def answers_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Return the branches of each answer."""
+    numbered = zip(answer_numbers(samples), samples, strict=True)
+    return [[sample for _, sample in of_answer] for _, of_answer in itertools.groupby(numbered, lambda pair: pair[0])]
+
+
+def filled_up(samples: Sequence[Sample], multiple: int) -> Sequence[Sample]:
+    """Return samples whose number is a multiple, by adding branches without loss tokens to the last answer."""
+    last = samples[-1]
+    empty = replace(last, prompt_ids=last.prompt_ids[:1], tokens=last.tokens[:1], loss_mask=(False,), logprobs=())
+    filling = replace(empty, versions=last.versions[:1], branch=last.branch + 1)
+    return [*samples, *[filling] * (-len(samples) % multiple)]
+
+
 @dataclass(frozen=True)
 class RolloutBatch:
     """The samples of a step, on every rank.
 
     Attributes:
-        samples: `samples_per_prompt` in a row for each prompt.
+        samples: `samples_per_prompt` answers in a row for each prompt, those of agents with all their branches.
         batches: of prompts that were drawn for them.
         zero_variance_groups: groups whose rewards are all equal, over all that were drawn.
         failures: rewards that failed, and conversations that an environment failed in, by kind, over all that were
@@ -76,11 +98,12 @@ class RolloutBatch:
             samples: these, with the rewards that training used.
             version: of the policy that is trained with them.
         """
+        firsts = [sample for sample in samples if not sample.branch]
         staleness = [version - sample.weight_version for sample in samples]
         lengths = [len(sample.tokens) for sample in samples]
         truncated = sum(length >= rollout.max_new_tokens for length in lengths)
         found = {
-            "reward/mean": sum(sample.reward for sample in samples) / len(samples),
+            "reward/mean": sum(sample.reward for sample in firsts) / len(firsts),
             "rollout/response_tokens_mean": sum(lengths) / len(lengths),
             "rollout/response_tokens_max": max(lengths),
             "rollout/truncated_fraction": truncated / len(lengths),
@@ -90,10 +113,12 @@ class RolloutBatch:
             "rollout/zero_variance_groups": self.zero_variance_groups,
             "reward/failures": sum(self.failures.values()),
         }
-        if rollout.environment is not None:
+        if rollout.environment is not None or rollout.agents is not None:
             others = sum(lengths) - sum(sample.num_loss_tokens for sample in samples)
             found["rollout/turns_mean"] = sum(sample.turns for sample in samples) / len(samples)
             found["rollout/environment_tokens_mean"] = others / len(samples)
+        if rollout.agents is not None:
+            found["rollout/branches_mean"] = len(samples) / len(firsts)
         if self.unfinished is not None:
             continued = sum(len(set(sample.versions)) > 1 for sample in samples)
             found["rollout/continued_fraction"] = continued / len(samples)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import broadcast_object
 from hybrid3d.generation.engine import Completion, Engine, GenerationRequest
+from hybrid3d.generation.tokens import AnswerTokens
 from hybrid3d.rewards.environment_runner import (
     ConversationItem,
     EnvironmentRunner,
@@ -25,18 +26,14 @@ from hybrid3d.rl.data import Example
 
 
 @dataclass
-class Trajectory:
-    """An answer that is being generated.
+class Trajectory(AnswerTokens):
+    """An answer that is being generated, with the replies of an environment.
 
     Attributes:
         seed: of the first request; None samples greedily.
-        tokens: of the policy and of the environment.
-        loss_mask: whether the policy generated each token.
-        logprobs: of the policy's tokens, with which vLLM sampled them; empty where it is greedy.
         turns: texts of the policy and of the environment, alternating, without the policy's current turn.
         turn_start: index in `tokens` of the policy's current turn.
         requests: how many the engine has completed for this answer.
-        versions: of the weights that generated each token; an environment's tokens have those of the turn before.
         done: whether it is complete.
         failure: the kind of the environment's failure that ended it; empty if there was none.
         message: what the failure said.
@@ -44,13 +41,9 @@ class Trajectory:
 
     example: Example
     seed: int | None
-    tokens: list[int] = field(default_factory=list)
-    loss_mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
     turn_start: int = 0
     requests: int = 0
-    versions: list[int] = field(default_factory=list)
     done: bool = False
     failure: str = ""
     message: str = ""
@@ -67,14 +60,11 @@ class Trajectory:
 
     def request_seed(self) -> int | None:
         """Return a seed of its own for each request; the first is the answer's seed."""
-        if self.seed is None or self.requests == 0:
-            return self.seed
-        return int.from_bytes(hashlib.sha256(f"{self.seed}/{self.requests}".encode()).digest()[:4], "little")
+        return seed_of_request(self.seed, self.requests)
 
     def append_completion(self, completion: Completion) -> None:
         """Append tokens that the policy generated."""
-        self._append(completion.tokens, True, completion.weight_version)
-        self.logprobs += completion.logprobs
+        self.append_generated(completion)
         self.requests += 1
 
     def apply(self, result: TurnResult) -> None:
@@ -82,13 +72,15 @@ class Trajectory:
         self.done, self.failure, self.message = result.done, result.failure, result.message
         if result.tokens:
             self.turns += [result.turn, result.reply]
-            self._append(result.tokens, False, self.versions[-1])
+            self.append_written(result.tokens)
             self.turn_start = len(self.tokens)
 
-    def _append(self, tokens: Sequence[int], loss_mask: bool, version: int) -> None:
-        self.tokens += tokens
-        self.loss_mask += [loss_mask] * len(tokens)
-        self.versions += [version] * len(tokens)
+
+def seed_of_request(seed: int | None, number: int) -> int | None:
+    """Return the seed of an answer's request by its number; the first has the answer's, None if that is greedy."""
+    if seed is None or number == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "little")
 
 
 @dataclass(frozen=True)

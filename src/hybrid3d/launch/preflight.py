@@ -19,6 +19,7 @@ from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_
 from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.errors import UserMistake
 from hybrid3d.families import VALUE_HEAD, Config, family_of
+from hybrid3d.generation.agents.program import find_agent_problems
 from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.checks import check_model
 from hybrid3d.inputs.export import check_output_folder, is_redundant, is_untrained
@@ -117,6 +118,12 @@ def check_prompts(recipe: Recipe, config: Config) -> None:
     except ValueError as error:
         raise RecipeError(recipe.name, [f"reward.name: {error}"]) from None
     check_data_references(recipe, train, held_out)
+    if recipe.rollout is not None and recipe.rollout.agents is not None:
+        problems = find_agent_problems(recipe.rollout.agents)
+        if problems:
+            raise RecipeError(recipe.name, problems)
+        if tokenizer.chat_template:
+            check_chat_template(recipe, tokenizer)
     if recipe.rollout is not None and recipe.rollout.environment is not None:
         try:
             stop_tokens(tokenizer, check_environment(recipe.rollout.environment))

@@ -25,19 +25,26 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), values, 0.0).sum()
 
 
-def answer_weights(loss_agg_mode: Aggregation, lengths: Tensor, max_tokens: int) -> Tensor:
+def answer_weights(
+    loss_agg_mode: Aggregation, lengths: Tensor, max_tokens: int, answers: Tensor | None = None
+) -> Tensor:
     """Return the weight of each answer's token losses that turns their mean over all tokens into `loss_agg_mode`.
 
     Args:
         loss_agg_mode: `token`, the mean over all tokens (DAPO, arXiv 2503.14476, equation 8); `sequence`, the mean of
             each answer's mean (GRPO, arXiv 2402.03300, equation 3); `constant`, the sum divided by
             answers x `max_tokens`, whatever their lengths (Dr. GRPO, arXiv 2503.20783, section 3.2).
-        lengths: [B], number of loss tokens of each answer of the update, over all ranks.
+        lengths: [B], number of loss tokens of each sequence of the update, over all ranks.
         max_tokens: the maximum number of tokens of an answer.
+        answers: [B], a number of the answer that each sequence belongs to; None if each is an answer of its own.
 
     Returns:
-        [B]; zero for an answer without tokens.
+        [B]; with `sequence`, zero for an answer without tokens.
     """
+    if answers is not None:
+        numbers, index = answers.unique(return_inverse=True)
+        of_answers = torch.zeros(len(numbers), dtype=lengths.dtype).index_add(0, index, lengths)
+        return answer_weights(loss_agg_mode, of_answers, max_tokens)[index]
     per_answer = lengths.sum() / len(lengths)
     if loss_agg_mode == "sequence":
         return torch.where(lengths > 0, per_answer / lengths.clamp(min=1), 0.0)

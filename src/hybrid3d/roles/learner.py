@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid3d.config import Recipe
+from hybrid3d.config import Recipe, sequences_multiple
 from hybrid3d.distributed import gather_objects
-from hybrid3d.generation.samples import Sample
+from hybrid3d.generation.samples import Sample, answer_numbers, filled_up
 from hybrid3d.rewards.registry import overlong_penalty
 from hybrid3d.rl.advantages import Moments, gae, returns_to_go, token_rewards
 from hybrid3d.rl.algorithms import ALGORITHMS
@@ -42,8 +42,9 @@ class Experience:
     Attributes:
         samples: the samples of all ranks, with the rewards that training uses.
         metrics: this rank's share of the step's metrics so far.
-        rows: the sample of each row of this rank's tensors.
-        lengths: [data-parallel ranks, b], loss tokens of every answer.
+        rows: the sample of each row of this rank's tensors; rows that only fill the batch have numbers beyond them.
+        lengths: [data-parallel ranks, b], loss tokens of every row.
+        answers: [data-parallel ranks, b], the number of the answer that each row is a branch of.
         rollout, old, reference: log-probabilities by vLLM, by the policy and by the reference policy.
         kl_coef: coefficient of the KL to the reference.
         answer_kl: the mean KL of an answer to the reference, nats; None without a reference.
@@ -56,6 +57,7 @@ class Experience:
     rows: list[int]
     batch: Batch
     lengths: Tensor
+    answers: Tensor
     rollout: Tensor
     old: Tensor | None
     reference: Tensor | None
@@ -125,9 +127,11 @@ class Learner:
             EngineMismatch: at the first step, training and vLLM do not compute the same model.
         """
         policy, metrics = self._policy, StepMetrics()
-        lengths = [len(sample.prompt_ids) + len(sample.tokens) for sample in samples]
+        rows = filled_up(samples, sequences_multiple(recipe))
+        answers = answer_numbers(rows)
+        lengths = [len(sample.prompt_ids) + len(sample.tokens) for sample in rows]
         shares = shares_of(recipe, lengths, recipe.algorithm.minibatches)
-        local = [samples[i] for i in shares[policy.data_parallel_rank]]
+        local = [rows[i] for i in shares[policy.data_parallel_rank]]
         sequences, prompts = [s.prompt_ids + s.tokens for s in local], [len(s.prompt_ids) for s in local]
         batch = Batch.from_sequences(sequences, prompts, loss_mask=[s.loss_mask for s in local], pad_id=self._pad_id)
         samples = self._with_model_scores(samples, batch, shares, recipe)
@@ -136,23 +140,25 @@ class Learner:
             metrics=metrics,
             rows=shares[policy.data_parallel_rank],
             batch=batch.to(device()),
-            lengths=torch.tensor([[samples[i].num_loss_tokens for i in share] for share in shares]),
+            lengths=torch.tensor([[rows[i].num_loss_tokens for i in share] for share in shares]),
+            answers=torch.tensor([[answers[i] for i in share] for share in shares]),
             rollout=batch.align([sample.logprobs for sample in local]).to(device()),
             old=policy.logprobs(batch, recipe),
             reference=self._reference.logprobs(batch, recipe) if self._reference is not None else None,
             kl_coef=self._kl.coef_under(recipe.algorithm.kl.coef),
             values=self._critic.values(batch, recipe) if self._critic is not None else None,
         )
-        scores = self._scores(samples, step, recipe, metrics)
-        kl, penalties, mean_kl = _kl_to_reference(experience, recipe), torch.zeros(len(samples)), None
+        scores = self._scores([sample for sample in samples if not sample.branch], step, recipe, metrics)
+        kl, penalties, mean_kl = _kl_to_reference(experience, recipe), torch.zeros(len(scores)), None
         if self._reference is not None:
-            answer_kl = torch.tensor(self._gather_by_sample(None if kl is None else kl.sum(1), shares))
+            row_kl = torch.tensor(self._gather_by_sample(None if kl is None else kl.sum(1), shares))
+            answer_kl = torch.zeros(len(scores)).index_add(0, torch.tensor(answers), row_kl)
             mean_kl = float(answer_kl.mean())
             metrics.replicated |= {"train/answer_kl": mean_kl, "train/kl_coef": experience.kl_coef}
             in_reward = recipe.algorithm.kl.where == "reward" and not self._method.token_level
             penalties = experience.kl_coef * answer_kl if in_reward else penalties
         answer_advantages = self._method.advantages(scores, recipe.algorithm.samples_per_prompt, penalties)
-        local_advantages = answer_advantages[shares[policy.data_parallel_rank]].to(device())
+        local_advantages = answer_advantages[experience.answers[policy.data_parallel_rank]].to(device())
         advantages, returns = self._advantages(experience, local_advantages, kl, recipe)
         correction = self._correction(experience, recipe, metrics)
         if self._guard.must_compare_engines(recipe) and all(s.weight_version == step for s in samples):
@@ -222,7 +228,10 @@ class Learner:
             return None
         lengths = experience.lengths[:, rows]
         weights = answer_weights(
-            algorithm.loss_agg_mode or method.loss_agg_mode, lengths.flatten(), recipe.rollout.max_new_tokens
+            algorithm.loss_agg_mode or method.loss_agg_mode,
+            lengths.flatten(),
+            recipe.rollout.max_new_tokens,
+            experience.answers[:, rows].flatten(),
         ).reshape(lengths.shape)[self._policy.data_parallel_rank]
         clip = method.clip if algorithm.clip is None else algorithm.clip
         high = (

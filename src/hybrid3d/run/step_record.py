@@ -174,6 +174,7 @@ def _sample_arrays(samples: Sequence[Sample]) -> dict[str, Array]:
         "versions": joined([sample.versions for sample in samples], np.int32),
         "logprobs": joined([sample.logprobs for sample in samples], np.float64),
         "rewards": np.array([sample.reward for sample in samples], np.float64),
+        "branches": np.array([sample.branch for sample in samples], np.int32),
     }
 
 
@@ -182,8 +183,9 @@ def _samples(arrays: Mapping[str, Array]) -> list[Sample]:
     tokens, masks, versions = (_split(arrays[key], arrays["lengths"]) for key in ("tokens", "loss_mask", "versions"))
     logprobs = _split(arrays["logprobs"], np.array([sum(mask) for mask in masks], np.int64))
     rewards = arrays["rewards"].tolist()
-    fields = zip(prompts, tokens, masks, logprobs, rewards, versions, strict=True)
-    return [Sample("", p, t, mask, numbers, "", reward, v) for p, t, mask, numbers, reward, v in fields]
+    branches = arrays["branches"].tolist() if "branches" in arrays else [0] * len(rewards)  # in older records
+    fields = zip(prompts, tokens, masks, logprobs, rewards, versions, branches, strict=True)
+    return [Sample("", p, t, mask, numbers, "", r, v, branch=b) for p, t, mask, numbers, r, v, b in fields]
 
 
 def _split(joined: Array, lengths: Array) -> list[tuple[Any, ...]]:

@@ -162,8 +162,9 @@ def _in_sample_order(
         for name, joined in values.items():
             by_sample = parts.setdefault(name, [np.empty(0, np.float32)] * count)
             for row, part in zip(rows, np.split(joined, np.cumsum(lengths)[:-1]), strict=True):
-                by_sample[row] = part
-        computed_by[rows] = rank
+                if row < count:  # the others only fill the batch
+                    by_sample[row] = part
+        computed_by[[row for row in rows if row < count]] = rank
     return computed_by, {name: np.concatenate(by_sample) for name, by_sample in parts.items()}
 
 

@@ -14,10 +14,12 @@ from hybrid3d.config.schema import (
     Layers,
     Mebibytes,
     OpenFraction,
+    Port,
     Positive,
     Ranks,
     Repeats,
     RepeatsOrZero,
+    Seconds,
     Sequences,
     Staleness,
     Temperature,
@@ -91,6 +93,24 @@ class Train:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Agents:
+    """Programs of your own that make the answers. They call an OpenAI-compatible endpoint (`docs/agents.md`).
+
+    Attributes:
+        command: The program, which each vLLM engine's first rank starts; `null`: start agents yourself.
+        host: Address that ranks listen at. One that other machines can reach requires a key in the environment variable
+            `HYBRID3D_API_KEY`.
+        port: Port of rank 0; a rank r that leads a vLLM engine listens at this plus r.
+        timeout_seconds: Time without a call after which a session ends with the default reward.
+    """
+
+    command: Text | None = None
+    host: Text = "127.0.0.1"
+    port: Port = 8100
+    timeout_seconds: Seconds = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """The rollout layout and vLLM's settings. The training ranks form as many vLLM engines as fit on them.
 
@@ -114,6 +134,7 @@ class Rollout:
         environment: What replies to the policy within an answer: `calculator`, or your own function as
             `module:function`; `null`: nothing, so that an answer has a single turn.
         max_turns: Maximum number of environment replies per answer.
+        agents: A section of its own, below; `null`: vLLM answers the prompts of the data.
     """
 
     tp: Ranks = 1
@@ -130,6 +151,7 @@ class Rollout:
     pack_weights: bool = True
     environment: Text | None = None
     max_turns: Repeats = 8
+    agents: Agents | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,230 @@
+"""The history of an agent's session: which tokens of it a call goes on with, though the agent sends text.
+
+Generated tokens are never tokenized again. A call that repeats the history of an earlier one continues its tokens, and
+only what was added is tokenized. A call with another history begins a new branch, whose whole prompt is tokenized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybrid3d.generation.tokens import AnswerTokens
+
+Message = Mapping[str, Any]
+Messages = tuple[Message, ...]
+
+
+class NoChatTemplate(ValueError):
+    """The tokenizer has no chat template, or it does not accept the messages."""
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """A prompt that is given as token ids."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """A prompt that is given as text.
+
+    Attributes:
+        messages: of a chat, which the template has made the text of; None if it is no chat.
+    """
+
+    text: str
+    messages: Messages | None = None
+
+
+Prompt = PromptTokens | PromptText
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A call of the session that has been answered.
+
+    Attributes:
+        end: the number of its branch's tokens after it.
+        text: of its prompt and its reply, with special tokens.
+        messages: of a chat, with the reply as the agent received it; None if it is no chat.
+        reply: the text that the agent received.
+        cut: whether the reply is shorter than the generated text, as it was cut at a stop.
+    """
+
+    end: int
+    text: str
+    messages: Messages | None
+    reply: str
+    cut: bool
+
+
+@dataclass(eq=False, kw_only=True)
+class Branch(AnswerTokens):
+    """One sequence of tokens that calls have generated, each after the ones before it.
+
+    Attributes:
+        prompt_ids: the tokens before the first that was generated in this branch.
+        turns: its calls that were answered.
+        busy: whether a call is generating.
+    """
+
+    prompt_ids: tuple[int, ...]
+    turns: list[Turn] = field(default_factory=list)
+    busy: bool = True
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """The token ids of the prompt and of all turns."""
+        return (*self.prompt_ids, *self.tokens)
+
+    def context_of(self, turn: Turn) -> tuple[int, ...]:
+        """Return the token ids up to the end of a turn."""
+        return (*self.prompt_ids, *self.tokens[: turn.end])
+
+
+class History:
+    """The branches of a session.
+
+    Attributes:
+        last: the branch of the call that was answered last; None if none was.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self.branches: list[Branch] = []
+        self.last: Branch | None = None
+
+    def begin(self, prompt: Prompt) -> Branch:
+        """Begin a call: return the branch to which it generates, whose context is the call's prompt."""
+        for branch, turn in self._longest_first():
+            added = self._added(branch, turn, prompt)
+            if added is None:
+                continue
+            if branch.busy or turn is not branch.turns[-1]:
+                return self._add(Branch(prompt_ids=(*branch.context_of(turn), *added)))
+            branch.append_written(added)
+            branch.busy = True
+            return branch
+        ids = prompt.ids if isinstance(prompt, PromptTokens) else self._encode(prompt)
+        return self._add(Branch(prompt_ids=tuple(ids)))
+
+    def finish(self, branch: Branch, prompt: Prompt, reply: str, cut: bool) -> None:
+        """End a call, whose tokens are in the branch; arguments are as in `Turn`."""
+        text = prompt.text if isinstance(prompt, PromptText) else None
+        first = branch.turns[-1].end if branch.turns else 0
+        generated = [token for token, own in zip(branch.tokens[first:], branch.loss_mask[first:], strict=True) if own]
+        text = self._text(branch.context) if text is None else text + self._text(generated)
+        messages = prompt.messages if isinstance(prompt, PromptText) else None
+        if messages is not None:
+            messages = (*messages, {"role": "assistant", "content": reply})
+        branch.turns.append(Turn(len(branch.tokens), text, messages, reply, cut))
+        branch.busy = False
+        self.last = branch
+
+    def drop(self, branch: Branch) -> int:
+        """End a call that nobody waits for any more; return how many generated tokens were dropped."""
+        end = branch.turns[-1].end if branch.turns else 0
+        dropped = sum(branch.loss_mask[end:])
+        branch.truncate(end)
+        branch.busy = False
+        if not branch.turns:
+            self.branches.remove(branch)
+        return dropped
+
+    def render(self, messages: Messages, ends: bool = False) -> str:
+        """Return the text that the chat template makes of messages.
+
+        Args:
+            ends: the messages end here; otherwise the beginning of the policy's reply follows.
+
+        Raises:
+            NoChatTemplate: there is no template, or it does not accept the messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise NoChatTemplate("the checkpoint's tokenizer has no chat template: use /v1/completions")
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages], add_generation_prompt=not ends, tokenize=False
+                )
+            )
+        except Exception as error:  # a template is a program of the checkpoint's, and raises what it wants to
+            raise NoChatTemplate(f"the chat template does not accept the messages: {error}") from None
+
+    def _add(self, branch: Branch) -> Branch:
+        self.branches.append(branch)
+        return branch
+
+    def _longest_first(self) -> Iterator[tuple[Branch, Turn]]:
+        """Yield all turns, those with the longest contexts first; of equal ones first those that can be continued."""
+        turns = [(branch, turn) for branch in self.branches for turn in branch.turns]
+
+        def key(item: tuple[Branch, Turn]) -> tuple[int, bool]:
+            branch, turn = item
+            return -len(branch.prompt_ids) - turn.end, branch.busy or turn is not branch.turns[-1]
+
+        return iter(sorted(turns, key=key))
+
+    def _added(self, branch: Branch, turn: Turn, prompt: Prompt) -> Sequence[int] | None:
+        """Return the tokens that a prompt adds to the context of a turn; None if it does not begin with this."""
+        if isinstance(prompt, PromptTokens):
+            context = branch.context_of(turn)
+            return prompt.ids[len(context) :] if prompt.ids[: len(context)] == context else None
+        text: str | None = None
+        if prompt.text.startswith(turn.text):
+            text = prompt.text[len(turn.text) :]
+        elif prompt.messages is not None and turn.messages is not None and not turn.cut:
+            text = self._added_messages(branch, turn, turn.messages, prompt)
+        return None if text is None else self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _added_messages(self, branch: Branch, turn: Turn, history: Messages, prompt: PromptText) -> str | None:
+        """Return the text after a turn's tokens in a chat that begins with the turn's messages.
+
+        A template may strip white space off a reply, and a reply lacks special tokens, so that its text differs from
+        that of its tokens. None if the messages are others, or the template changes the history in another way.
+        """
+        assert prompt.messages is not None, "only chats have messages"
+        if len(prompt.messages) < len(history) or any(map(_differ, history, prompt.messages)):
+            return None
+        before, after = self.render(history[:-1]), self.render(history, ends=True)
+        if not after.startswith(before) or not prompt.text.startswith(after):
+            return None
+        rendered = after[len(before) :]
+        for reply in (turn.reply, turn.reply.rstrip(), turn.reply.lstrip(), turn.reply.strip()):
+            if rendered.startswith(reply):
+                closing = rendered[len(reply) :]
+                break
+        else:
+            return None
+        last = self._tokenizer.convert_ids_to_tokens(branch.tokens[turn.end - 1])
+        if branch.tokens[turn.end - 1] in self._tokenizer.all_special_ids:
+            if not closing.startswith(last):
+                return None  # the template does not write the end token that was generated
+            closing = closing[len(last) :]
+        return closing + prompt.text[len(after) :]
+
+    def _encode(self, prompt: PromptText) -> list[int]:
+        """Tokenize a whole prompt; the text of a chat has its special tokens already."""
+        ids: list[int] = self._tokenizer.encode(prompt.text, add_special_tokens=prompt.messages is None)
+        return ids
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _differ(one: Message, other: Message) -> bool:
+    return _essence(one) != _essence(other)
+
+
+def _essence(message: Message) -> dict[str, Any]:
+    """Return what of a message a template can see, without the keys that clients add as null."""
+    found = {key: value for key, value in message.items() if value is not None}
+    content = found.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        found["content"] = "".join(str(part.get("text", "")) for part in content)
+    if not found.get("content"):
+        found.pop("content", None)
+    return found

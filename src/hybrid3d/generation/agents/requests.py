@@ -1,0 +1,233 @@
+"""Reads the bodies of OpenAI's requests, and writes its answers."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid3d.generation.agents.calls import Call, CallResult, RefusedCall
+from hybrid3d.generation.agents.history import History, Prompt, PromptText, PromptTokens
+from hybrid3d.generation.agents.sessions import Session
+
+# What a request may set to other values than these would make samples of another distribution than the policy's, which
+# training could not learn from, or more than one reply.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "n": (1,),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "suffix": ("",),
+    "echo": (False,),
+    "top_logprobs": (0,),
+    "ignore_eos": (False,),
+}
+# Has no effect: the seed of a request is its session's
+IGNORED = {"user", "metadata", "store", "seed", "parallel_tool_calls", "service_tier", "safety_identifier"}
+READ = {
+    *("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "stop", "stream"),
+    *("stream_options", "logprobs", "return_token_ids", "include_stop_str_in_output"),
+}
+MAX_STOPS = 4  # as OpenAI's API has it
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of a client.
+
+    Attributes:
+        is_chat: whether it is for `/v1/chat/completions`.
+        streams: whether the answer is sent as events; the usage is sent then if `usage` is true.
+        logprobs, token_ids: whether the answer has them.
+    """
+
+    call: Call
+    model: str
+    is_chat: bool
+    streams: bool
+    usage: bool
+    logprobs: bool
+    token_ids: bool
+
+
+def read_request(body: Mapping[str, Any], is_chat: bool, session: Session, model: str, tokenizer_size: int) -> Request:
+    """Return the request of a JSON object.
+
+    Raises:
+        RefusedCall: it cannot be answered; says why.
+        NoChatTemplate: as `History.render`.
+    """
+    for key, value in body.items():
+        if key in NEUTRAL and value is not None and value not in NEUTRAL[key]:
+            raise RefusedCall(_refusal(key, value), "unsupported_value", key)
+        if key not in NEUTRAL and key not in READ and key not in IGNORED:
+            raise RefusedCall(f"unknown parameter: {key}", "unknown_parameter", key)
+    if body.get("model") != model:
+        problem = f"the model {body.get('model')!r} does not exist: this run's is {model!r}"
+        raise RefusedCall(problem, "model_not_found", "model")
+    temperature = body.get("temperature")
+    if temperature is not None and temperature != session.temperature:
+        problem = f"temperature={temperature!r}: this run samples at rollout.temperature={session.temperature:g}"
+        raise RefusedCall(f"{problem}: leave it out", "unsupported_value", "temperature")
+    most = _number(body, "max_completion_tokens") or _number(body, "max_tokens")
+    return Request(
+        call=Call(
+            prompt=_chat(body, session.history) if is_chat else _prompt(body, tokenizer_size),
+            max_tokens=most if most is not None or is_chat else 16,  # OpenAI's default for completions
+            stops=_stops(body),
+            include_stop=_flag(body, "include_stop_str_in_output"),
+        ),
+        model=model,
+        is_chat=is_chat,
+        streams=_flag(body, "stream"),
+        usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        logprobs=bool(body.get("logprobs")) if is_chat else body.get("logprobs") is not None,
+        token_ids=_flag(body, "return_token_ids"),
+    )
+
+
+def _refusal(key: str, value: Any) -> str:
+    if key in ("tools", "functions", "tool_choice", "response_format"):
+        return f"{key}: replies are plain text here: describe tools and formats in the messages, and read them yourself"
+    neutral = NEUTRAL[key][0]
+    return f"{key}={value!r}: samples are those of the policy's own distribution, one a call: set {neutral!r}"
+
+
+def _chat(body: Mapping[str, Any], history: History) -> Prompt:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RefusedCall("messages: expected a list of one or more messages", "invalid_value", "messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RefusedCall(f"messages[{i}]: expected an object with a role", "invalid_value", "messages")
+        content = message.get("content")
+        if isinstance(content, list) and all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        ):
+            messages[i] = message | {"content": "".join(part["text"] for part in content)}
+        elif content is not None and not isinstance(content, str):
+            raise RefusedCall(f"messages[{i}].content: expected text", "invalid_value", "messages")
+    return PromptText(history.render(tuple(messages)), tuple(messages))
+
+
+def _prompt(body: Mapping[str, Any], tokenizer_size: int) -> Prompt:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return PromptText(prompt)
+    if isinstance(prompt, list) and all(type(token) is int and 0 <= token < tokenizer_size for token in prompt):
+        return PromptTokens(tuple(prompt))
+    expected = f"expected one text, or one list of token ids from 0 to {tokenizer_size - 1}"
+    raise RefusedCall(f"prompt: {expected}", "invalid_value", "prompt")
+
+
+def _number(body: Mapping[str, Any], key: str) -> int | None:
+    value = body.get(key)
+    if value is not None and (type(value) is not int or value < 1):
+        raise RefusedCall(f"{key}={value!r}: expected a number of 1 or more", "invalid_value", key)
+    return value
+
+
+def _flag(body: Mapping[str, Any], key: str) -> bool:
+    value = body.get(key)
+    if value not in (None, True, False):
+        raise RefusedCall(f"{key}={value!r}: expected true or false", "invalid_value", key)
+    return bool(value)
+
+
+def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
+    stops = body.get("stop") or ()
+    stops = (stops,) if isinstance(stops, str) else stops
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise RefusedCall("stop: expected a text, or a list of texts", "invalid_value", "stop")
+    if len(stops) > MAX_STOPS:
+        raise RefusedCall(f"stop: {len(stops)} texts, at most {MAX_STOPS}", "invalid_value", "stop")
+    return tuple(stops)
+
+
+# --- answers -------------------------------------------------------------------------------------------------------
+
+
+def answer(request: Request, result: CallResult, tokenizer: Any) -> dict[str, Any]:
+    """Return the answer to a request as a JSON object."""
+    choice: dict[str, Any] = {"index": 0, "finish_reason": result.finish_reason}
+    if request.is_chat:
+        choice["message"] = {"role": "assistant", "content": result.text}
+    else:
+        choice["text"] = result.text
+    choice["logprobs"] = _logprobs(request, result, tokenizer)
+    found = _head(request, "chat.completion" if request.is_chat else "text_completion")
+    found |= {"choices": [choice], "usage": _usage(result)}
+    if request.token_ids:
+        choice["token_ids"] = list(result.tokens)
+        (found if request.is_chat else choice)["prompt_token_ids"] = list(result.prompt_ids)
+    return found
+
+
+def events(request: Request, result: CallResult, tokenizer: Any) -> Iterator[str]:
+    """Yield the server-sent events of an answer, which arrives when it is complete."""
+    head = _head(request, "chat.completion.chunk" if request.is_chat else "text_completion")
+    whole = answer(request, result, tokenizer)
+    choice = whole["choices"][0]
+    if request.is_chat:
+        choice["delta"] = choice.pop("message")
+    ids = {"prompt_token_ids": whole["prompt_token_ids"]} if "prompt_token_ids" in whole else {}
+    yield _event(head | ids | {"choices": [choice | {"finish_reason": None}]})
+    last = {"delta": {}} if request.is_chat else {"text": ""}
+    end = {"index": 0, "finish_reason": result.finish_reason, "logprobs": None}
+    yield _event(head | {"choices": [last | end]})
+    if request.usage:
+        yield _event(head | {"choices": [], "usage": whole["usage"]})
+    yield "data: [DONE]\n\n"
+
+
+def _head(request: Request, kind: str) -> dict[str, Any]:
+    prefix = "chatcmpl" if request.is_chat else "cmpl"
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": request.model,
+    }
+
+
+def _usage(result: CallResult) -> dict[str, int]:
+    prompt, completion = len(result.prompt_ids), len(result.tokens)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _logprobs(request: Request, result: CallResult, tokenizer: Any) -> dict[str, Any] | None:
+    if not request.logprobs or not result.logprobs:  # a greedy session has none
+        return None
+    texts = [tokenizer.decode([token]) for token in result.tokens]
+    if not request.is_chat:
+        ends = [len("".join(texts[:i])) for i in range(len(texts))]
+        return {
+            "tokens": texts,
+            "token_logprobs": list(result.logprobs),
+            "top_logprobs": None,
+            "text_offset": ends,
+        }
+    content = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(texts, result.logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _event(value: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"

@@ -1,0 +1,251 @@
+"""The HTTP server of a replica's sessions: OpenAI's API below the address of each session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import math
+import os
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from hybrid3d.config import Agents
+from hybrid3d.generation.agents.calls import NoSession, RefusedCall, RunEnded
+from hybrid3d.generation.agents.history import NoChatTemplate
+from hybrid3d.generation.agents.program import KEY_VARIABLE
+from hybrid3d.generation.agents.requests import answer, events, read_request
+from hybrid3d.generation.agents.sessions import SessionPool
+
+T = TypeVar("T")
+
+TAKE_SECONDS = 30.0  # for which a request for a session waits, before it is told to ask again
+DISCONNECT_SECONDS = 0.5  # between two looks at whether a client is still there
+CLOSE_SECONDS = 2  # within which answers end when the server does
+MAX_BODY_BYTES = 2**26
+
+
+class CannotListen(RuntimeError):
+    """The address of the endpoint cannot be listened at."""
+
+
+class EndpointServer:
+    """Serves the sessions of a pool, in threads of this process.
+
+    Raises:
+        CannotListen: the address cannot be listened at.
+    """
+
+    def __init__(self, pool: SessionPool, model: str, tokenizer: Any, settings: Agents, offset: int):
+        """
+        Args:
+            model: its name in requests.
+            offset: from the recipe's port.
+        """
+        self._pool, self._model, self._tokenizer = pool, model, tokenizer
+        self._size = len(tokenizer)
+        self._key = os.environ.get(KEY_VARIABLE, "")
+        self._socket = _listen(settings.host, settings.port + offset)
+        host, port = self._socket.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        config = uvicorn.Config(
+            self._application(),
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=CLOSE_SECONDS,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell clients that the run has ended, and stop."""
+        self._pool.close()
+        self._server.should_exit = True
+        self._thread.join(2 * CLOSE_SECONDS)
+        self._socket.close()
+
+    def _application(self) -> Starlette:
+        async def chat(request: Request) -> Response:
+            return await self._generate(request, is_chat=True)
+
+        async def complete(request: Request) -> Response:
+            return await self._generate(request, is_chat=False)
+
+        return Starlette(
+            routes=[
+                Route("/health", _health),
+                Route("/sessions", self._checked(self._take), methods=["POST"]),
+                Route("/sessions/{session}/end", self._checked(self._end), methods=["POST"]),
+                Route("/sessions/{session}/v1/models", self._checked(self._models)),
+                Route("/sessions/{session}/v1/chat/completions", self._checked(chat), methods=["POST"]),
+                Route("/sessions/{session}/v1/completions", self._checked(complete), methods=["POST"]),
+            ],
+            exception_handlers={404: _not_found, 405: _not_found},
+        )
+
+    def _checked(
+        self, handler: Callable[[Request], Coroutine[Any, Any, Response]]
+    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return a handler that answers refused requests as OpenAI's API does."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                given = request.headers.get("authorization", "").removeprefix("Bearer ")
+                if self._key and not hmac.compare_digest(given.encode(), self._key.encode()):
+                    return _error(401, f"the key is not that of {KEY_VARIABLE}", "invalid_api_key", None)
+                return await handler(request)
+            except NoSession as error:
+                return _error(404, str(error), error.code, None)
+            except RefusedCall as error:
+                return _error(404 if error.code == "model_not_found" else 400, str(error), error.code, error.param)
+            except NoChatTemplate as error:
+                return _error(400, str(error), "no_chat_template", "messages")
+            except RunEnded:
+                return _error(410, "the run has ended: there are no more sessions", "run_ended", None)
+            except ClientDisconnect:
+                return Response(status_code=499)
+
+        return handle
+
+    async def _take(self, request: Request) -> Response:
+        """Give the agent a session, or tell it to ask again."""
+        taken = self._pool.take()
+        session = await _unless_disconnected(request, taken, TAKE_SECONDS)
+        if session is None and taken.cancel():
+            return Response(status_code=204)
+        session = taken.result()
+        return JSONResponse(
+            {
+                "id": session.id,
+                "base_url": f"{self._base(request)}/sessions/{session.id}/v1",
+                "model": self._model,
+                "prompt": session.example.prompt,
+                "answer": session.example.answer,
+                "row": session.example.row,
+                "step": session.version,
+                "greedy": session.seed is None,
+            }
+        )
+
+    async def _end(self, request: Request) -> Response:
+        body = await _json(request)
+        reward = body.get("reward")
+        if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
+            raise RefusedCall(f"reward={reward!r}: expected a finite number", "invalid_value", "reward")
+        unknown = body.keys() - {"reward"}
+        if unknown:
+            raise RefusedCall(f"unknown parameter: {min(unknown)}", "unknown_parameter", min(unknown))
+        self._pool.end(request.path_params["session"], None if reward is None else float(reward))
+        return JSONResponse({"ended": True})
+
+    async def _models(self, request: Request) -> Response:
+        self._pool.find(request.path_params["session"])
+        return JSONResponse(
+            {"object": "list", "data": [{"id": self._model, "object": "model", "created": 0, "owned_by": "hybrid3d"}]}
+        )
+
+    async def _generate(self, request: Request, is_chat: bool) -> Response:
+        session = self._pool.find(request.path_params["session"])
+        asked = read_request(await _json(request), is_chat, session, self._model, self._size)
+        result = self._pool.begin(session.id, asked.call)
+        found = await _unless_disconnected(request, result)
+        if found is None:
+            self._pool.abandon(session.id, result)
+            return Response(status_code=499)
+        if asked.streams:
+            return StreamingResponse(events(asked, found, self._tokenizer), media_type="text/event-stream")
+        return JSONResponse(answer(asked, found, self._tokenizer))
+
+    def _base(self, request: Request) -> str:
+        """Return the address as the client knows it, which may be that of a proxy."""
+        return f"{request.url.scheme}://{request.url.netloc}"
+
+
+async def _unless_disconnected(request: Request, future: Future[T], seconds: float = math.inf) -> T | None:
+    """Return the result of a future; None if the client goes before, or so many seconds pass."""
+    result = asyncio.wrap_future(future)
+    while seconds > 0:
+        wait = min(seconds, DISCONNECT_SECONDS)
+        done, _ = await asyncio.wait([result], timeout=wait)
+        if done:
+            return result.result()
+        seconds -= wait
+        if await request.is_disconnected():
+            break
+    return None
+
+
+async def _json(request: Request) -> dict[str, Any]:
+    """Return the JSON object of a request's body.
+
+    Raises:
+        RefusedCall: it has none, or is too long.
+    """
+    size = request.headers.get("content-length", "0")
+    if size.isdigit() and int(size) > MAX_BODY_BYTES:
+        raise RefusedCall(f"the body has {size} bytes, at most {MAX_BODY_BYTES}", "body_too_long")
+    parts, length = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        length += len(part)
+        if length > MAX_BODY_BYTES:
+            raise RefusedCall(f"the body has more than {MAX_BODY_BYTES} bytes", "body_too_long")
+    try:
+        found = json.loads(b"".join(parts) or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise RefusedCall(f"the body is no JSON: {error}", "invalid_json") from None
+    if not isinstance(found, dict):
+        raise RefusedCall(f"the body is a JSON {type(found).__name__}: expected an object", "invalid_json")
+    return found
+
+
+async def _health(request: Request) -> Response:
+    return Response()
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    return _error(404, f"{request.method} {request.url.path}: there is no such address", "not_found", None)
+
+
+def _error(status: int, message: str, code: str, param: str | None) -> Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise CannotListen(_cannot_listen(host, port, error)) from None
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(1024)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            listening.close()
+        raise CannotListen(_cannot_listen(host, port, error)) from None
+    return listening
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> str:
+    return (
+        f"agents cannot be listened to at {host}:{port} ({error.strerror}), rollout.agents.port plus the rank: "
+        "choose another rollout.agents.port, or a rollout.agents.host of this machine"
+    )

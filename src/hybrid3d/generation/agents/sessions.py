@@ -1,0 +1,324 @@
+"""The sessions of agents: a server's thread takes, uses and ends them, and the engine's thread answers their calls."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from hybrid3d.config import Rollout
+from hybrid3d.generation.agents.calls import Call, CallResult, NoSession, RunEnded, no_room
+from hybrid3d.generation.agents.history import Branch, History
+from hybrid3d.generation.engine import Completion, GenerationRequest
+from hybrid3d.generation.turns import seed_of_request
+from hybrid3d.rewards.environments import stop_tokens
+from hybrid3d.rl.data import Example
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05  # while no call is being answered
+CHECK_SECONDS = 1.0  # between two searches for sessions without an agent
+REMIND_SECONDS = 60.0  # between two messages that sessions wait for agents
+MAX_OFFERS = 3  # of a session whose agents have not made a call
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A call that is being answered.
+
+    Attributes:
+        first: the number of its branch's tokens before it.
+        most: how many tokens it may generate.
+    """
+
+    call: Call
+    branch: Branch
+    first: int
+    most: int
+    result: Future[CallResult] = field(default_factory=Future)
+
+    @property
+    def generated(self) -> int:
+        return len(self.branch.tokens) - self.first
+
+
+@dataclass(eq=False)
+class Session:
+    """An answer that an agent makes.
+
+    Attributes:
+        seed: of its first request; None is greedy.
+        id: which its agent knows, and nobody else; empty while nobody has it.
+        version: of the weights when it was opened.
+        temperature: at which it samples.
+        calls: those that are being answered, by the number of their request.
+        requests: how many the engine has been given for it.
+        active: when its agent was heard of last.
+        reward: which its agent has given; None: the recipe's reward is computed.
+        failure: the kind of failure that ended it; empty if there was none. `message` says more.
+    """
+
+    example: Example
+    seed: int | None
+    version: int
+    temperature: float
+    history: History
+    id: str = ""
+    offers: int = 0
+    calls: dict[int, _Pending] = field(default_factory=dict)
+    requests: int = 0
+    active: float = 0.0
+    ended: bool = False
+    reward: float | None = None
+    failure: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What follows a step of the engine; the leading rank of a replica sends it to the others.
+
+    Attributes:
+        requests: new ones by number.
+        cancelled: the numbers of those that nobody waits for any more.
+        done: all sessions have ended.
+    """
+
+    requests: Mapping[int, GenerationRequest]
+    cancelled: Sequence[int]
+    done: bool
+
+
+class SessionPool:
+    """The sessions of a replica's current share of work. Any thread may call any method."""
+
+    def __init__(self, tokenizer: Any, rollout: Rollout, end_tokens: Sequence[int]):
+        assert rollout.agents is not None, "the recipe has agents"
+        self._tokenizer, self._rollout, self._end_tokens = tokenizer, rollout, frozenset(end_tokens)
+        self._timeout = rollout.agents.timeout_seconds
+        self._changed = threading.Condition()
+        self._sessions: list[Session] = []
+        self._by_id: dict[str, Session] = {}
+        self._free: deque[Session] = deque()
+        self._waiting: deque[Future[Session]] = deque()
+        self._numbers = itertools.count()
+        self._new: dict[int, GenerationRequest] = {}
+        self._running: dict[int, Session] = {}
+        self._cancelled: list[int] = []
+        self._closed = False
+        self._checked = self._reminded = 0.0
+        self._stop_tokens = lru_cache(maxsize=64)(lambda stops: stop_tokens(tokenizer, stops))
+
+    def open(self, work: Sequence[tuple[Example, int | None]], version: int, temperature: float) -> list[Session]:
+        """Offer sessions to agents, one for each example and seed."""
+        with self._changed:
+            self._sessions = [
+                Session(example, seed, version, temperature, History(self._tokenizer)) for example, seed in work
+            ]
+            self._by_id, self._free = {}, deque(self._sessions)
+            self._reminded = time.monotonic()
+            self._offer()
+            return self._sessions
+
+    def close(self) -> None:
+        """Tell agents that wait for sessions that there are no more."""
+        with self._changed:
+            self._closed = True
+            for waiting in self._waiting:
+                if waiting.set_running_or_notify_cancel():
+                    waiting.set_exception(RunEnded())
+            self._waiting.clear()
+
+    # --- for agents ---------------------------------------------------------------------------------------------------
+
+    def take(self) -> Future[Session]:
+        """Return a session when there is one; its agent has it alone. Cancel the future to give up waiting.
+
+        The future raises RunEnded when there are no more.
+        """
+        taken: Future[Session] = Future()
+        with self._changed:
+            if self._closed:
+                taken.set_exception(RunEnded())
+            else:
+                self._waiting.append(taken)
+                self._offer()
+        return taken
+
+    def find(self, session_id: str) -> Session:
+        """Return the session of an agent.
+
+        Raises:
+            NoSession: there is no such session.
+        """
+        with self._changed:
+            return self._find(session_id)
+
+    def begin(self, session_id: str, call: Call) -> Future[CallResult]:
+        """Begin a call of a session. `abandon` ends it, and so does the end of the session, with NoSession.
+
+        Raises:
+            NoSession: there is no such session.
+            RefusedCall: the prompt leaves no room for a reply, or has no tokens.
+            NoChatTemplate: as `History.render`.
+        """
+        with self._changed:
+            session = self._find(session_id)
+            branch = session.history.begin(call.prompt)
+            context, first = len(branch.context), len(branch.tokens)
+            room = min(self._rollout.max_model_len - context, self._rollout.max_new_tokens - first)
+            if room < 1 or not context:
+                session.history.drop(branch)
+                raise no_room(context, first, self._rollout)
+            most = room if call.max_tokens is None else min(room, call.max_tokens)
+            pending = _Pending(call, branch, first, most)
+            self._submit(session, pending)
+            self._changed.notify_all()
+            return pending.result
+
+    def abandon(self, session_id: str, result: Future[CallResult]) -> None:
+        """End a call whose agent has gone: its tokens are dropped."""
+        with self._changed:
+            session = self._by_id.get(session_id)
+            if session is None:
+                return
+            for number, pending in [*session.calls.items()]:
+                if pending.result is result:
+                    self._drop(session, number)
+
+    def end(self, session_id: str, reward: float | None) -> None:
+        """End a session, and all calls of it.
+
+        Raises:
+            NoSession: there is no such session.
+        """
+        with self._changed:
+            session = self._find(session_id)
+            session.reward = reward
+            self._end(session)
+            self._changed.notify_all()
+
+    # --- for the thread that generates --------------------------------------------------------------------------------
+
+    def exchange(self, ended: Mapping[int, Completion], is_idle: bool) -> Exchange:
+        """Give the completions that have ended to the agents; return what the engine does next.
+
+        Args:
+            is_idle: the engine has no requests; then this waits a moment for some.
+        """
+        with self._changed:
+            for number, completion in ended.items():
+                if number in self._running:  # otherwise nobody waits for it any more
+                    self._answer(self._running.pop(number), number, completion)
+            now = time.monotonic()
+            if now - self._checked > CHECK_SECONDS:
+                self._checked = now
+                self._end_silent_sessions(now)
+            done = all(session.ended for session in self._sessions)
+            if is_idle and not (self._new or done):
+                self._changed.wait(POLL_SECONDS)
+            new, self._new = self._new, {}
+            cancelled, self._cancelled = self._cancelled, []
+            return Exchange(new, [number for number in cancelled if number not in ended], done and not new)
+
+    def _answer(self, session: Session, number: int, completion: Completion) -> None:
+        pending = session.calls.pop(number)
+        branch, call = pending.branch, pending.call
+        branch.append_generated(completion)
+        tokens = tuple(branch.tokens[pending.first :])
+        text = self._text(tokens)
+        found = [at for at in (text.find(stop) for stop in call.stops) if at >= 0]
+        ended = tokens[-1] in self._end_tokens or bool(found)
+        if call.stops and not ended and pending.generated < pending.most:
+            self._submit(session, pending)  # the engine has paused at a token that may end a stop
+            return
+        reply, cut = text, False
+        if found and not call.include_stop:
+            reply, cut = text[: min(found)], True
+        session.history.finish(branch, call.prompt, reply, cut)
+        session.active = time.monotonic()
+        count = len(tokens)
+        logprobs = tuple(branch.logprobs[-count:]) if branch.logprobs else ()
+        reason = "stop" if ended else "length"
+        prompt_ids = (*branch.prompt_ids, *branch.tokens[: pending.first])
+        pending.result.set_result(CallResult(prompt_ids, tokens, logprobs, reply, reason))
+
+    def _submit(self, session: Session, pending: _Pending) -> None:
+        number, branch = next(self._numbers), pending.branch
+        self._new[number] = GenerationRequest(
+            prompt_ids=branch.context,
+            max_new_tokens=pending.most - pending.generated,
+            stop_tokens=sorted({*self._end_tokens, *self._stop_tokens(pending.call.stops)}),
+            seed=seed_of_request(session.seed, session.requests),
+            temperature=session.temperature,
+        )
+        session.requests += 1
+        session.calls[number] = pending
+        self._running[number] = session
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _offer(self) -> None:
+        """Give sessions that nobody has to agents that wait."""
+        while self._free and self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.set_running_or_notify_cancel():
+                continue
+            session = self._free.popleft()
+            session.id = secrets.token_urlsafe(16)
+            session.offers += 1
+            session.active = time.monotonic()
+            self._by_id[session.id] = session
+            waiting.set_result(session)
+
+    def _find(self, session_id: str) -> Session:
+        session = self._by_id.get(session_id)
+        if session is None:
+            raise NoSession
+        session.active = time.monotonic()
+        return session
+
+    def _end(self, session: Session) -> None:
+        for number in [*session.calls]:
+            self._drop(session, number)
+        self._by_id.pop(session.id, None)
+        session.ended = True
+        if not session.history.branches and not session.failure:
+            session.failure, session.message = "no_calls", "an agent ended its session without a call"
+
+    def _drop(self, session: Session, number: int) -> None:
+        pending = session.calls.pop(number)
+        session.history.drop(pending.branch)
+        del self._running[number]
+        if self._new.pop(number, None) is None:
+            self._cancelled.append(number)
+        if not pending.result.done():
+            pending.result.set_exception(NoSession())
+
+    def _end_silent_sessions(self, now: float) -> None:
+        for session in self._taken():
+            if session.calls or now - session.active < self._timeout:
+                continue
+            if not session.history.branches and session.offers < MAX_OFFERS:
+                del self._by_id[session.id]
+                self._free.append(session)
+                continue
+            session.failure = "hung"
+            session.message = f"its agent made no call for {self._timeout:g} s"
+            self._end(session)
+        self._offer()
+        if self._free and not self._by_id and now - self._reminded > REMIND_SECONDS:
+            self._reminded = now
+            logger.warning("%d sessions wait for agents", len(self._free))
+
+    def _taken(self) -> Iterator[Session]:
+        return iter([*self._by_id.values()])

@@ -1,0 +1,44 @@
+"""The tokens of an answer that is being generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hybrid3d.generation.engine import Completion
+
+
+@dataclass(eq=False, kw_only=True)
+class AnswerTokens:
+    """The tokens that follow a prompt: those that the policy generated, and what was written between them.
+
+    Attributes:
+        tokens: of the policy and of others.
+        loss_mask: whether the policy generated each token.
+        logprobs: of the policy's tokens, with which vLLM sampled them; empty where it is greedy.
+        versions: of the weights that generated each token; the tokens of others have those of the token before.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def append_generated(self, completion: Completion) -> None:
+        """Append tokens that the policy generated."""
+        self._append(completion.tokens, True, completion.weight_version)
+        self.logprobs += completion.logprobs
+
+    def append_written(self, tokens: Sequence[int]) -> None:
+        """Append tokens that others wrote, after tokens of the policy."""
+        self._append(tokens, False, self.versions[-1])
+
+    def truncate(self, length: int) -> None:
+        """Remove all tokens but the first `length`."""
+        generated = sum(self.loss_mask[:length])
+        del self.tokens[length:], self.loss_mask[length:], self.versions[length:], self.logprobs[generated:]
+
+    def _append(self, tokens: Sequence[int], loss_mask: bool, version: int) -> None:
+        self.tokens += tokens
+        self.loss_mask += [loss_mask] * len(tokens)
+        self.versions += [version] * len(tokens)

@@ -1,0 +1,179 @@
+"""Agents that make a run's answers, in real runs: by OpenAI's own client, and by clients that break every rule."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections import Counter
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from commands import EXPERTS, ROOT, experts_folder, hybrid3d, python, read_rows
+from hybrid3d.run.run_folder import RunFolder, recorded_folder
+from hybrid3d.run.step_record import read_step
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+# Short, because every character of it is a token here
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}<eos>{% endfor %}"
+STEPS, TURNS = 4, 20
+HELD_OUT = 8
+KEY = "key of these tests"
+
+
+def prepare(work: Path, demo: Path) -> Path:
+    """Prepare a folder with a model whose weights are random and wide, so that every token of the context matters."""
+    experts_folder(work, demo, "qwen2")
+    pq.write_table(pq.read_table(demo / "eval.parquet").slice(0, HELD_OUT), work / "eval.parquet")
+    return work
+
+
+def train(work: Path, agent: str, *settings: str) -> None:
+    command = f"{sys.executable} {ROOT}/tests/jobs/{agent}"
+    hybrid3d(
+        work,
+        "train",
+        str(ROOT / "recipes/demo-cpu.yaml"),
+        *(setting for setting in EXPERTS if "micro_batch" not in setting),
+        "data.eval=eval.parquet",
+        "rollout.max_model_len=256",
+        "rollout.max_new_tokens=220",
+        f"rollout.agents.command={command}",
+        *settings,
+        timeout=800,
+    )
+
+
+def calls_of_samples(run: Path, step: int) -> Counter[str]:
+    """Return each run of generated tokens in a step's samples, with the tokens before it and its log-probabilities."""
+    calls: Counter[str] = Counter()
+    for sample in read_step(recorded_folder(RunFolder(run), step)).samples:
+        context, logprobs = [*sample.prompt_ids], [*sample.logprobs]
+        pairs = zip(sample.loss_mask, sample.tokens, strict=True)
+        for own, group in groupby(pairs, lambda pair: pair[0]):
+            tokens = [token for _, token in group]
+            if own:
+                calls[json.dumps([context, tokens, logprobs[: len(tokens)]])] += 1
+                del logprobs[: len(tokens)]
+            context = context + tokens
+    return calls
+
+
+@pytest.mark.slow
+def test_ten_thousand_turns_are_trained_token_by_token(demo: Path, tmp_path: Path) -> None:
+    """With histories that the agent sends as text each time, and edits: what it was given is what is trained."""
+    work = prepare(tmp_path, demo)
+    (work / "calls").mkdir()
+    config = json.loads((work / "model/tokenizer_config.json").read_text())
+    (work / "model/tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    train(
+        work,
+        f"agent_chats.py {work}/calls {TURNS}",
+        "name=chats",
+        f"run.steps={STEPS}",
+        "run.record=always",
+        "algorithm.prompts_per_step=16",
+        "algorithm.samples_per_prompt=8",
+        "train.max_tokens_per_micro_batch=2048",
+    )
+    told: dict[int, Counter[str]] = {step: Counter() for step in range(STEPS + 1)}
+    for path in (work / "calls").iterdir():
+        for call in map(json.loads, path.read_text().splitlines()):
+            if not call["greedy"]:
+                told[call["step"]][json.dumps(call["call"])] += 1
+    trained = {step: calls_of_samples(work / "runs/chats", step) for step in range(STEPS)}
+    assert sum(counts.total() for counts in trained.values()) >= 10_000
+    for step, calls in trained.items():
+        assert calls == told[step]
+    for row in read_rows(work / "runs/chats"):
+        assert row["reward/failures"] == 0
+        assert row["rollout/branches_mean"] > 1.2
+        assert 0 < row["mismatch/logprob_abs_max"] <= 1e-3  # Megatron reads every branch as vLLM did
+    for row in read_rows(work / "runs/chats")[:-1]:
+        assert row["train/ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert row["train/grad_norm"] > 0
+
+
+@pytest.fixture(scope="module")
+def requests(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run whose agent asks for what cannot be, and what it was answered."""
+    work = prepare(tmp_path_factory.mktemp("requests"), demo)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYBRID3D_API_KEY", KEY)
+        train(
+            work,
+            f"agent_requests.py {work}/answers.json",
+            "name=requests",
+            "run.steps=1",
+            "run.record=always",
+            "train.pp=1",  # one engine, so that one agent has all sessions
+            "rollout.agents.timeout_seconds=6",
+            "algorithm.prompts_per_step=4",
+            "algorithm.samples_per_prompt=2",
+            "train.max_tokens_per_micro_batch=2048",
+        )
+    return work / "runs/requests", json.loads((work / "answers.json").read_text())
+
+
+REFUSALS = {
+    "model": (404, "model_not_found", "model", "'gpt-9' does not exist: this run's is 'requests'"),
+    "long": (400, "context_length_exceeded", "messages", "300 tokens, and rollout.max_model_len=256"),
+    "temperature": (400, "unsupported_value", "temperature", "this run samples at rollout.temperature=1"),
+    "n": (400, "unsupported_value", "n", "n=2"),
+    "tokens": (400, "invalid_value", "prompt", "token ids from 0 to"),
+    "max_tokens": (400, "invalid_value", "max_tokens", "expected a number of 1 or more"),
+    "unknown": (400, "unknown_parameter", "maximum", "unknown parameter: maximum"),
+    "json": (400, "invalid_json", None, "the body is no JSON"),
+    "list": (400, "invalid_json", None, "expected an object"),
+    "template": (400, "no_chat_template", "messages", "use /v1/completions"),
+    "session": (404, "no_session", None, "no such session"),
+    "address": (404, "not_found", None, "GET /v1/nothing"),
+    "key": (401, "invalid_api_key", None, "HYBRID3D_API_KEY"),
+    "reward": (400, "invalid_value", "reward", "expected a finite number"),
+}
+
+
+def test_what_cannot_be_is_refused_as_by_openai(requests: tuple[Path, dict[str, Any]]) -> None:
+    assert requests[1]["refused"].keys() == REFUSALS.keys()
+    for name, (status, code, param, message) in REFUSALS.items():
+        found = requests[1]["refused"][name]
+        assert found[:3] == [status, code, param], name
+        assert message in found[3]
+    assert requests[1]["ended"] == 404
+
+
+def test_a_session_says_what_it_is_about(requests: tuple[Path, dict[str, Any]]) -> None:
+    session = requests[1]["session"]
+    assert session["base_url"] == f"http://127.0.0.1:8100/sessions/{session['id']}/v1"
+    assert session["answer"].startswith("#### ")
+    assert (session["greedy"], session["step"]) == (True, 0)
+
+
+def test_streams_and_crowds_are_answered(requests: tuple[Path, dict[str, Any]]) -> None:
+    streamed = requests[1]["streamed"]
+    assert streamed["models"] == ["requests"]
+    assert (len(streamed["tokens"]), streamed["reason"], streamed["usage"]) == (6, "length", 6)
+    assert streamed["text"]
+    assert requests[1]["crowd"] == [True] * 200
+
+
+def test_sessions_whose_agent_is_silent_end(requests: tuple[Path, dict[str, Any]]) -> None:
+    """One was silent after a call: it has the default reward, and counts as a failure. One made none: another had it."""
+    events = [json.loads(line) for line in (requests[0] / "events.jsonl").read_text().splitlines()]
+    failures = [event for event in events if event["event"] == "reward_failed"]
+    assert [(event["failures"], event["held_out"]) for event in failures] == [({"agent_hung": 1}, True)]
+    assert failures[0]["examples"] == {"agent_hung": "its agent made no call for 6 s"}
+
+
+def test_an_agent_that_ends_ends_the_run_with_its_exit_code(demo: Path, tmp_path: Path) -> None:
+    work = prepare(tmp_path, demo)
+    shutil.rmtree(work / "runs", ignore_errors=True)
+    (work / "agent.py").write_text("raise SystemExit(7)")
+    settings = [*EXPERTS, f"rollout.agents.command={sys.executable} agent.py", "data.eval=eval.parquet", "run.steps=1"]
+    with pytest.raises(AssertionError, match="ended with exit code 7 before the run did"):
+        python(work, "-m", "hybrid3d", "train", str(ROOT / "recipes/demo-cpu.yaml"), *settings, "name=ends")
