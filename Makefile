@@ -11,7 +11,7 @@ TRACKING_STAMP := $(VENV)/.installed-tracking
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm docs gpu-check test test-fast test-all lint format audit-cuda clean
+.PHONY: help setup demo demo-agent demo-llm docs gpu-check test test-fast test-all lint format audit-cuda clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -31,6 +31,9 @@ $(STAMP): requirements/cpu.txt requirements/torch_build.py pyproject.toml
 
 demo: $(STAMP) ## train a small model on this machine's CPU, from data to curves
 	@$(BIN)/python recipes/demo.py
+
+demo-agent: $(STAMP) ## train a small model with the answers of an agent that has a calculator
+	@$(BIN)/python recipes/demo_agent.py
 
 demo-llm: $(DEMO_STAMP) ## train a real language model of 135 million parameters on this machine's CPU
 	@$(BIN)/python recipes/demo_llm.py

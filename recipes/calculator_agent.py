@@ -64,11 +64,9 @@ async def work(http: httpx.AsyncClient, policy: AsyncOpenAI) -> None:
 
 async def main() -> None:
     """Answer many sessions at a time."""
-    limits = httpx.Limits(max_connections=2 * SESSIONS)
+    headers = {"authorization": f"Bearer {KEY}"}
     async with (
-        httpx.AsyncClient(
-            base_url=ENDPOINT, headers={"authorization": f"Bearer {KEY}"}, timeout=120, limits=limits
-        ) as http,
+        httpx.AsyncClient(base_url=ENDPOINT, headers=headers, timeout=120) as http,
         AsyncOpenAI(base_url=ENDPOINT, api_key=KEY, timeout=600) as policy,
         asyncio.TaskGroup() as workers,
     ):

@@ -1,6 +1,6 @@
 """Make the demo task: an untrained small checkpoint, its tokenizer and three GSM8K-style parquet files.
 
-    python recipes/make_demo.py build/demo [--seed 1]
+    python recipes/make_demo.py build/demo [--seed 1] [--calculator]
 
 Writes to the output folder:
 
@@ -17,6 +17,9 @@ the wrong operation, subtraction instead of addition. A model that is warmed up 
 format; its greedy answers to those kinds are wrong, and its samples are sometimes right. Reinforcement learning can
 therefore learn, from the reward alone and in a few dozen steps, which operation the words require. It does not teach
 this model to calculate. ``train`` and ``eval`` have only right answers.
+
+With ``--calculator`` a demonstration asks for its calculation, which a calculator completes (``calculator_agent.py``):
+``<<31+12=43>>#### 43``. Those of ``train`` and ``eval`` are answers only, as without.
 """
 
 import argparse
@@ -76,31 +79,36 @@ def all_pairs() -> list[Pair]:
     return [(a, b) for a in range(10, 100) for b in range(10, a) if fits(a, b)]
 
 
-def row(kind: Kind, pair: Pair, wrong: bool, rng: random.Random) -> Row:
+def row(kind: Kind, pair: Pair, wrong: bool, rng: random.Random, calculator: bool = False) -> Row:
     a, b = pair
     event = kind.event.format(b=b)
     question = QUESTION.format(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, event=event)
     sign = -kind.sign if wrong else kind.sign
-    return {"question": question, "answer": f"#### {a + sign * b}"}
+    result = a + sign * b
+    calculation = f"<<{a}{'+' if sign > 0 else '-'}{b}={result}>>" if calculator else ""
+    return {"question": question, "answer": f"{calculation}#### {result}"}
 
 
-def rows(count: int, pairs: Sequence[Pair], wrong_fraction: float, rng: random.Random) -> list[Row]:
+def rows(
+    count: int, pairs: Sequence[Pair], wrong_fraction: float, rng: random.Random, calculator: bool = False
+) -> list[Row]:
     """Return `count` shuffled problems of all kinds; `wrong_fraction` of the answers of noisy kinds are wrong."""
     problems = []
     for index in range(count):
         kind = KINDS[index % len(KINDS)]
-        problems.append(row(kind, rng.choice(pairs), kind.noisy and rng.random() < wrong_fraction, rng))
+        wrong = kind.noisy and rng.random() < wrong_fraction
+        problems.append(row(kind, rng.choice(pairs), wrong, rng, calculator))
     rng.shuffle(problems)
     return problems
 
 
-def data_sets(seed: int) -> dict[str, list[Row]]:
+def data_sets(seed: int, calculator: bool) -> dict[str, list[Row]]:
     rng = random.Random(seed)
     pairs = all_pairs()
     rng.shuffle(pairs)
     held_out, seen = pairs[:EVAL_PAIRS], pairs[EVAL_PAIRS:]
     return {
-        "warmup": rows(SIZES["warmup"], seen, WRONG_FRACTION, rng),
+        "warmup": rows(SIZES["warmup"], seen, WRONG_FRACTION, rng, calculator),
         "train": rows(SIZES["train"], seen, 0.0, rng),
         "eval": rows(SIZES["eval"], held_out, 0.0, rng),
     }
@@ -148,13 +156,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--calculator", action="store_true", help="demonstrate how to use a calculator")
     options = parser.parse_args()
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, options.seed)
     model.save_pretrained(options.out / "base")
     tokenizer.save_pretrained(options.out / "base")
     print(f"{options.out / 'base'}: {model.num_parameters()} parameters, vocabulary {model.config.vocab_size}")
-    for name, problems in data_sets(options.seed).items():
+    for name, problems in data_sets(options.seed, options.calculator).items():
         path = options.out / f"{name}.parquet"
         pq.write_table(pa.Table.from_pylist(problems), path)
         print(f"{path}: {len(problems)} problems, such as {problems[0]}")

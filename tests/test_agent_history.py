@@ -13,8 +13,8 @@ from commands import ROOT
 from hybrid3d.generation.agents.history import Branch, History, NoChatTemplate, PromptText, PromptTokens
 from hybrid3d.generation.engine import Completion
 
-# As those of the Qwen2 family, which write contents as they are; of Llama 3, which strip them; and of Qwen 3, which drop
-# what was thought before the last question
+# As those of Qwen 2, which write contents as they are; of Llama 3, which strip them; and of Qwen 3, which drop what was
+# thought before the last question
 PLAIN = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>\n{% endfor %}"
 STRIPS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}<eos>\n{% endfor %}"
 FORGETS = (
@@ -195,7 +195,7 @@ def test_messages_that_no_template_takes_are_refused(tokenizer: Any) -> None:
 @pytest.mark.parametrize("template", [PLAIN, STRIPS, FORGETS])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_conversations_keep_every_token(tokenizer: Any, template: str, seed: int) -> None:
-    """Agents that ask, ask again, edit, fork and drop: each branch has the tokens of its calls, and no others in loss."""
+    """Agents that ask, edit, fork and drop: each branch has the tokens of its calls, and no others in the loss."""
     rng, of = random.Random(f"{template}/{seed}"), history(tokenizer, template)
     known: list[list[dict[str, Any]]] = [[]]
     generated: dict[Branch, list[int]] = {}

@@ -163,7 +163,7 @@ def test_streams_and_crowds_are_answered(requests: tuple[Path, dict[str, Any]]) 
 
 
 def test_sessions_whose_agent_is_silent_end(requests: tuple[Path, dict[str, Any]]) -> None:
-    """One was silent after a call: it has the default reward, and counts as a failure. One made none: another had it."""
+    """One was silent after a call: it counts as a failure. One was before any call: another agent got the session."""
     events = [json.loads(line) for line in (requests[0] / "events.jsonl").read_text().splitlines()]
     failures = [event for event in events if event["event"] == "reward_failed"]
     assert [(event["failures"], event["held_out"]) for event in failures] == [({"agent_hung": 1}, True)]

@@ -34,12 +34,17 @@ def find_agent_problems(settings: Agents) -> list[str]:
         except (ValueError, IndexError) as error:
             problems.append(f"rollout.agents.command={settings.command!r} is no command: {error}")
         else:
-            if shutil.which(program) is None:
+            if shutil.which(program, path=_search_path()) is None:
                 problems.append(f"rollout.agents.command: there is no program {program!r}: give its path")
     if settings.host not in LOCAL_HOSTS and not os.environ.get(KEY_VARIABLE):
         reason = f"other machines can reach it, so that agents need a key: set the environment variable {KEY_VARIABLE}"
         problems.append(f"rollout.agents.host={settings.host}: {reason}")
     return problems
+
+
+def _search_path() -> str:
+    """Return where programs are looked for: first in the environment that this process runs in."""
+    return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 
 class AgentProgram:
@@ -49,7 +54,7 @@ class AgentProgram:
         self._command = command
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, str(os.getpid()), *shlex.split(command)],
-            env=os.environ | {URL_VARIABLE: url},
+            env=os.environ | {URL_VARIABLE: url, "PATH": _search_path()},
             stdin=subprocess.DEVNULL,
         )
 
