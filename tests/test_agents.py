@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections import Counter
 from itertools import groupby
@@ -30,6 +29,15 @@ def prepare(work: Path, demo: Path) -> Path:
     """Prepare a folder with a model whose weights are random and wide, so that every token of the context matters."""
     experts_folder(work, demo, "qwen2")
     pq.write_table(pq.read_table(demo / "eval.parquet").slice(0, HELD_OUT), work / "eval.parquet")
+    return work
+
+
+def prepare_chats(work: Path, demo: Path) -> Path:
+    """Prepare a folder as `prepare` does, with a chat template, and a folder for calls."""
+    prepare(work, demo)
+    (work / "calls").mkdir()
+    config = json.loads((work / "model/tokenizer_config.json").read_text())
+    (work / "model/tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
     return work
 
 
@@ -67,10 +75,7 @@ def calls_of_samples(run: Path, step: int) -> Counter[str]:
 @pytest.mark.slow
 def test_ten_thousand_turns_are_trained_token_by_token(demo: Path, tmp_path: Path) -> None:
     """With histories that the agent sends as text each time, and edits: what it was given is what is trained."""
-    work = prepare(tmp_path, demo)
-    (work / "calls").mkdir()
-    config = json.loads((work / "model/tokenizer_config.json").read_text())
-    (work / "model/tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    work = prepare_chats(tmp_path, demo)
     train(
         work,
         f"agent_chats.py {work}/calls {TURNS}",
@@ -97,6 +102,37 @@ def test_ten_thousand_turns_are_trained_token_by_token(demo: Path, tmp_path: Pat
     for row in read_rows(work / "runs/chats")[:-1]:
         assert row["train/ratio"] == pytest.approx(1.0, abs=1e-5)
         assert row["train/grad_norm"] > 0
+    hybrid3d(work, "replay", "runs/chats", "--step", "1")  # bit for bit
+    hybrid3d(work, "replay", "runs/chats", "--step", "1", "train.pp=1", "train.dp=2")  # fills up another number
+
+
+@pytest.mark.slow
+def test_agents_make_answers_ahead_on_ranks_of_their_own(demo: Path, tmp_path: Path) -> None:
+    work = prepare_chats(tmp_path, demo)
+    train(
+        work,
+        f"agent_chats.py {work}/calls 3",
+        "name=ahead",
+        "run.steps=3",
+        "run.record=always",
+        "train.pp=1",
+        "rollout.tp=1",
+        "roles.generation.ranks=2",
+        "async.max_staleness=1",
+        "algorithm.correction.kind=truncate",
+        "algorithm.prompts_per_step=4",
+        "algorithm.samples_per_prompt=4",
+        "train.max_tokens_per_micro_batch=2048",
+    )
+    told: Counter[str] = Counter()
+    for path in (work / "calls").iterdir():
+        for call in map(json.loads, path.read_text().splitlines()):
+            told[json.dumps(call["call"])] += not call["greedy"]
+    for step in range(3):
+        assert calls_of_samples(work / "runs/ahead", step) <= told
+    rows = read_rows(work / "runs/ahead")
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
+    assert all(row["reward/failures"] == 0 for row in rows)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +208,6 @@ def test_sessions_whose_agent_is_silent_end(requests: tuple[Path, dict[str, Any]
 
 def test_an_agent_that_ends_ends_the_run_with_its_exit_code(demo: Path, tmp_path: Path) -> None:
     work = prepare(tmp_path, demo)
-    shutil.rmtree(work / "runs", ignore_errors=True)
     (work / "agent.py").write_text("raise SystemExit(7)")
     settings = [*EXPERTS, f"rollout.agents.command={sys.executable} agent.py", "data.eval=eval.parquet", "run.steps=1"]
     with pytest.raises(AssertionError, match="ended with exit code 7 before the run did"):

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 import hybrid3d
-from hybrid3d.config import Kl, Machine, Recipe, RecipeError, Rollout, Train, load_recipe, recipe_to_yaml
+from hybrid3d.config import Agents, Kl, Machine, Recipe, RecipeError, Rollout, Train, load_recipe, recipe_to_yaml
+from hybrid3d.generation.agents.program import find_agent_problems
 
 # The recipe of the design's contracts, letter by letter.
 NAMES = "grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp, reinforce_pp_baseline, ppo, sft"
@@ -698,3 +699,38 @@ def test_memory_that_both_engines_use_is_not_offloaded(load: Any) -> None:
         "leave one of them out"
     ]
     assert load(DEMO, [*shared, "train.offload_optimizer=true", "train.offload_gradients=true"])
+
+
+AGENTS = "rollout.agents.timeout_seconds=5"
+
+
+@pytest.mark.parametrize(
+    "settings, problem",
+    [
+        (["rollout.environment=calculator"], "agents take turns themselves: leave rollout.environment=calculator out"),
+        (["reward.model=judge"], "a reward model does not score agents' answers: leave reward.model out"),
+        (["reward.overlong_buffer=4"], "the length of an agent's answer is not that of one sequence"),
+        (["rollout.expert_parallel=true", "rollout.dp=2"], "engines that share experts (rollout.dp=2) step together"),
+        (["roles.reward.ranks=2"], "agents' answers are scored where they are generated: leave roles.reward.ranks out"),
+        (
+            ["async.partial=continue", "async.max_staleness=2", "algorithm.correction.kind=truncate"],
+            "a step waits for its agents: leave async.partial=continue out",
+        ),
+    ],
+)
+def test_what_agents_cannot_be_combined_with(load: Any, settings: list[str], problem: str) -> None:
+    load(DEMO, [AGENTS, "reward.max_failures=0.5"])  # which a reward by name alone never has
+    assert any(found.startswith(f"rollout.agents: {problem}") for found in problems(load, AGENTS, *settings))
+
+
+def test_only_agents_with_a_key_use_an_endpoint_that_other_machines_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HYBRID3D_API_KEY", raising=False)
+    assert find_agent_problems(Agents()) == []
+    assert find_agent_problems(Agents(host="0.0.0.0", command="no-such-agent --fast")) == [
+        "rollout.agents.command: there is no program 'no-such-agent': give its path",
+        "rollout.agents.host=0.0.0.0: other machines can reach it, so that agents need a key: set the environment "
+        "variable HYBRID3D_API_KEY",
+    ]
+    assert find_agent_problems(Agents(command='python "agent.py'))[0].endswith("is no command: No closing quotation")
+    monkeypatch.setenv("HYBRID3D_API_KEY", "secret")
+    assert find_agent_problems(Agents(host="0.0.0.0", command="python agent.py")) == []

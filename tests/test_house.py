@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "config": {"errors", "storage", "families"},
     "rewards": {"errors", "process"},
     "inputs": {"storage", "families", "reshard", "rl", "config"},
-    "generation": {"process", "distributed", "rl", "config", "rewards"},
+    "generation": {"distributed", "rl", "config", "rewards"},
     "train": {"patches", "storage", "families", "process", "distributed", "reshard", "rl", "config"},
     "rollout": {"patches", "families", "reshard", "config", "generation"},
     "run": {

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -208,6 +209,15 @@ def test_means_by_hand(aggregation: Aggregation, wanted: float) -> None:
 
 def test_an_empty_answer_weighs_nothing() -> None:
     assert answer_weights("sequence", torch.tensor([2, 0]), max_tokens=8).tolist() == [0.5, 0.0]
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+def test_an_answer_weighs_as_much_in_several_sequences_as_in_one(aggregation: Aggregation) -> None:
+    """Answer 0 has two branches, of 1 and 2 tokens, and one that fills the batch; answer 1 is not branched."""
+    lengths, answers = torch.tensor([1, 2, 1, 0]), torch.tensor([0, 0, 1, 0])
+    weights = answer_weights(aggregation, lengths, max_tokens=8, answers=answers)
+    whole = answer_weights(aggregation, torch.tensor([3, 1]), max_tokens=8)
+    assert weights.tolist() == [whole[0], whole[0], whole[1], whole[0]]
 
 
 def test_value_loss_by_hand() -> None:

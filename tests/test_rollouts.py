@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hybrid3d.config import Recipe, load_recipe
+from hybrid3d.config import Agents, Recipe, load_recipe
 from hybrid3d.generation.replicas import Answers, EngineReplicas
 from hybrid3d.generation.rollouts import NoReplicas, Rollouts
-from hybrid3d.generation.samples import Sample
+from hybrid3d.generation.samples import Sample, answer_numbers, answers_of, filled_up
 from hybrid3d.rewards.scorer import Scores
 from run_ranks import ROOT
 
@@ -37,13 +37,13 @@ def test_groups_that_teach_nothing_fill_up_where_they_were_drawn(rollouts: Any) 
     batches = ["-+--", "--+-", "++++"]
     asked: list[int] = []
 
-    def generate_samples(version: int, batch: int, temperature: float) -> tuple[list[Sample], list[Answers]]:
+    def generate_answers(version: int, batch: int, temperature: float) -> tuple[list[list[Sample]], list[Answers]]:
         assert (version, temperature) == (3, 0.7)
         asked.append(batch)
         groups = enumerate(batches[batch - 7])
-        return [sample(f"{batch - 7}{i}", n * (kind == "+")) for i, kind in groups for n in (0, 1)], []
+        return [[sample(f"{batch - 7}{i}", n * (kind == "+"))] for i, kind in groups for n in (0, 1)], []
 
-    rollouts._generate_samples = generate_samples
+    rollouts._generate_answers = generate_answers
     batch = rollouts.generate_batch(version=3, batch=7, recipe=recipe_of(1))
     assert [one.prompt for one in batch.samples[::2]] == ["00", "01", "02", "12"]
     assert [one.prompt for one in batch.samples[1::2]] == ["00", "01", "02", "12"]
@@ -52,6 +52,34 @@ def test_groups_that_teach_nothing_fill_up_where_they_were_drawn(rollouts: Any) 
     assert [one.prompt for one in batch.samples[::2]] == ["01", "12", "20", "21"]
     batch = rollouts.generate_batch(version=3, batch=7, recipe=recipe_of(0))
     assert [one.prompt for one in batch.samples[::2]] == ["00", "01", "02", "03"]
+
+
+def test_branches_of_an_answer_stay_together(rollouts: Any) -> None:
+    """They count as one answer in groups, in rewards and in what the batch is filled up to."""
+
+    def branches(prompt: str, reward: float, count: int) -> list[Sample]:
+        return [replace(sample(prompt, reward), branch=branch) for branch in range(count)]
+
+    work = [
+        branches(f"{i}", float(i % 2), 1 + (i == 2) * 2) for i in range(8)
+    ]  # the first answer of prompt 1 has three
+    found = Answers([one for answer in work for one in answer])
+    assert answers_of(found.samples) == work
+    assert answer_numbers(found.samples) == [0, 1, 2, 2, 2, 3, 4, 5, 6, 7]
+    rollouts._replicas = SimpleNamespace(numbers=(0,), answer=lambda *arguments: {0: found})
+    rollouts.train = SimpleNamespace(batch=lambda *arguments: [None] * 4)
+    batch = rollouts.generate_batch(version=0, batch=0, recipe=recipe_of(0))
+    assert batch.samples == found.samples
+    assert batch.zero_variance_groups == 0
+    agents = replace(recipe_of(0).rollout, agents=Agents())
+    metrics = batch.metrics(batch.samples, agents, 0)
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["rollout/branches_mean"] == 10 / 8
+    filled = filled_up(batch.samples, 8)
+    assert filled[:10] == batch.samples
+    assert [(one.branch, one.num_loss_tokens, one.logprobs) for one in filled[10:]] == [(1, 0, ())] * 6
+    assert answer_numbers(filled) == [*answer_numbers(batch.samples), *[7] * 6]
+    assert filled_up(batch.samples, 5) == batch.samples
 
 
 def test_held_out_answers(rollouts: Any) -> None:
@@ -115,6 +143,7 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
         return Scores([1.0] * len(items))
 
     replicas: Any = object.__new__(EngineReplicas)
+    replicas._agents = None
     replicas._engine = SimpleNamespace(replica=0, replicas=1, leads=True)
     replicas._tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
     replicas._scorer = SimpleNamespace(score=score)

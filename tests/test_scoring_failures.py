@@ -154,7 +154,7 @@ def rollouts() -> Any:
 
 def of_step(rollouts: Any, **failures: int) -> None:
     answers = [Answers([], failures, {kind: f"an example of {kind}" for kind in failures})]
-    rollouts._generate_samples = lambda version, batch, temperature: ([sample(0.0)] * 8, answers)
+    rollouts._generate_answers = lambda version, batch, temperature: ([[sample(0.0)]] * 8, answers)
     rollouts.generate_batch(version=0, batch=0, recipe=rollouts._recipe)
 
 

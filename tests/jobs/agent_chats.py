@@ -58,7 +58,7 @@ def main() -> None:
             if response.status_code == httpx.codes.OK:
                 session = response.json()
                 chat(policy.with_options(base_url=session["base_url"]), session, write)
-                http.post(f"/sessions/{session['id']}/end", json={"reward": len(session["id"]) % 3 / 2})
+                http.post(f"/sessions/{session['id']}/end", json={"reward": float(session["id"] > "V")})
 
     threads = [threading.Thread(target=work) for _ in range(THREADS)]
     for thread in threads:

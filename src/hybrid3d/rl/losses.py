@@ -43,8 +43,8 @@ def answer_weights(
     """
     if answers is not None:
         numbers, index = answers.unique(return_inverse=True)
-        of_answers = torch.zeros(len(numbers), dtype=lengths.dtype).index_add(0, index, lengths)
-        return answer_weights(loss_agg_mode, of_answers, max_tokens)[index]
+        totals = torch.zeros(len(numbers), dtype=lengths.dtype).index_add(0, index, lengths)
+        return answer_weights(loss_agg_mode, totals, max_tokens)[index]
     per_answer = lengths.sum() / len(lengths)
     if loss_agg_mode == "sequence":
         return torch.where(lengths > 0, per_answer / lengths.clamp(min=1), 0.0)
