@@ -705,7 +705,7 @@ AGENTS = "rollout.agents.timeout_seconds=5"
 
 
 @pytest.mark.parametrize(
-    "settings, problem",
+    ("settings", "problem"),
     [
         (["rollout.environment=calculator"], "agents take turns themselves: leave rollout.environment=calculator out"),
         (["reward.model=judge"], "a reward model does not score agents' answers: leave reward.model out"),
