@@ -12,7 +12,7 @@ import os
 import re
 
 import httpx
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
 ENDPOINT = os.environ["HYBRID3D_ENDPOINT"]
 KEY = os.environ.get("HYBRID3D_API_KEY", "none")
@@ -35,13 +35,18 @@ async def answer(policy: AsyncOpenAI, model: str, question: str) -> str:
     """Return the policy's answer to a question, with the results of its calculations."""
     text = ""
     for _ in range(MAX_CALCULATIONS):
-        reply = await policy.completions.create(
-            model=model,
-            prompt=question + text,
-            max_tokens=16,
-            stop=["="],
-            extra_body={"include_stop_str_in_output": True},
-        )
+        try:
+            reply = await policy.completions.create(
+                model=model,
+                prompt=question + text,
+                max_tokens=16,
+                stop=["="],
+                extra_body={"include_stop_str_in_output": True},
+            )
+        except BadRequestError as error:
+            if error.code == "context_length_exceeded":  # the answer is as long as it may be
+                break
+            raise
         text += reply.choices[0].text
         if not text.endswith("="):
             break

@@ -178,6 +178,7 @@ class EndpointServer:
 async def _unless_disconnected(request: Request, future: Future[T], seconds: float = math.inf) -> T | None:
     """Return the result of a future; None if the client goes before, or so many seconds pass."""
     result = asyncio.wrap_future(future)
+    result.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which nobody else may look at
     while seconds > 0:
         wait = min(seconds, DISCONNECT_SECONDS)
         done, _ = await asyncio.wait([result], timeout=wait)
