@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import warm_python
 from commands import ROOT, demo_folder, read_rows
+from hybrid3d.report.timeline import read_timeline
 from hybrid3d.storage import manifest
 from run_ranks import environment
 
@@ -174,6 +175,9 @@ def test_a_kl_that_explodes_and_gradients_that_are_not_finite(demo: Path, tmp_pa
     rows = read_rows(run)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert [row["train/grad_norm"] is None for row in rows] == [False, False, True]
+    timeline = read_timeline(run / "timeline.json")  # that of the last step that was complete
+    assert timeline is not None
+    assert (timeline.step, len(timeline.ranks)) == (2, 4)
     assert rows[0]["train/answer_kl"] == 0
     assert rows[0]["train/kl_coef"] == rows[2]["train/kl_coef"] == 0.001
     assert rows[1]["train/kl_coef"] == pytest.approx(0.001 * (1 - 0.2))

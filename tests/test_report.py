@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 
 from commands import demo_folder, hybrid3d
 from hybrid3d import cli
+from hybrid3d.report.memory import memory_table
 from hybrid3d.report.page import MAX_BYTES
 from hybrid3d.report.phases import attribute
 from hybrid3d.report.records import FINISHED, GOING_ON, STOPPED, read_run
 from hybrid3d.report.samples import select_samples
-from hybrid3d.report.tables import memory_table, plan_table
+from hybrid3d.report.tables import plan_table
 from hybrid3d.report.timeline import NOBODY, read_timeline
 from hybrid3d.run.run_folder import RunFolder
 from report_runs import BOUND, BOUND_FROM_3, HOSTILE, row_of, write_run
@@ -225,7 +226,7 @@ def test_states(tmp_path: Path) -> None:
     page = report(folder.path)
     assert [text for _, text in page.all("span", class_="badge")] == [STOPPED]
     assert "3 line(s) of metrics.jsonl could not be read" in page.text
-    assert "a run writes that of its last step when it ends" in page.text
+    assert "a run writes that of each step that updates the models when the step is complete" in page.text
     with folder.lock(pytest.fail):
         assert read_run(folder.path).state == GOING_ON
     folder.add_event("resume", step=6)
@@ -341,6 +342,9 @@ KEYS = st.sampled_from(
             "dur",
             "ph",
             "sync/received_bytes",
+            "device",
+            "args",
+            "memory/max_train_bytes",
         ),
     ]
 )
@@ -361,7 +365,7 @@ def test_no_record_prevents_a_page(tmp_path: Path, records: list[Any], other: li
     folder = RunFolder(tmp_path / "run")
     if not folder.path.exists():
         write_run(folder.path)
-    for path in (folder.metrics, folder.samples, folder.events):
+    for path in (folder.metrics, folder.samples, folder.events, folder.memory):
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
     folder.timeline.write_text(json.dumps({"traceEvents": other, "otherData": {"step": 1}}))
     report(folder.path)
@@ -384,7 +388,7 @@ def test_syncs_and_the_plan(page: Page, folder: RunFolder) -> None:
     assert rows["Received by all ranks"] == ["2.5 GB (2,500,000,000)"] * 2
     assert rows["Staging, fullest rank"] == ["123.5 kB (123,456)"] * 2
     assert rows["Seconds of a dense sync"] == ["0.01 s", "0.1 s"]
-    assert [row.cells for row in memory_table(plan)][2:] == [["60 GB", "75 %"], ["8 GB", "10 %"]]
+    assert [row.cells for row in memory_table(read_run(folder.path), plan)][2:] == [["60 GB", "75 %"], ["8 GB", "10 %"]]
 
 
 def test_a_long_run_fits_the_page(tmp_path: Path) -> None:

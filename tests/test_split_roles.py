@@ -139,7 +139,7 @@ class GenerationRank(FakeRank):
 
     def reply(self, call: Call) -> Reply:
         if call.method == "sync":
-            return Reply(StepMetrics(sums={"sync/received_bytes": 10.0}), peak_memory=self.rank)
+            return Reply(StepMetrics(sums={"sync/received_bytes": 10.0}), [("sync", 1.0, 2.0)], self.rank)
         if call.stoppable:
             while not self.connection.has_message():
                 time.sleep(0.01)
@@ -219,7 +219,8 @@ def test_all_engines_take_part_in_the_first_sync(made: Engines, store: dist.Stor
     metrics = made.finish_sync()
     assert metrics is not None
     assert metrics.sums == {"sync/received_bytes": 40.0}
-    assert made.peak_memory == 7
+    assert made.lap_peaks() == {rank: {"sync": rank} for rank in (4, 5, 6, 7)}
+    assert made.lap_peaks() == {}
     assert made.confined_by == "rank 7"
     assert last.calls == [Call("sync", {"members": Members(1, tuple(range(8)), (0, 1)), "version": 3, "verify": True})]
     assert made.members(4) == Members(1, tuple(range(8)), (0, 1))

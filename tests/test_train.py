@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from commands import ROOT, answers_of, hybrid3d, read_rows, warm_checkpoint, without
+from hybrid3d.report.timeline import read_timeline
 from killing import some_moment, start_and_kill, writing
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1500)]
@@ -99,6 +100,19 @@ def test_the_run_folder_is_complete(work: Path, runs: dict[str, Any]) -> None:
     assert [(run / f"logs/rank-{rank}.log").read_text().count(said) for rank in range(4)] == [1, 0, 0, 0]
 
 
+def test_the_memory_of_each_phase_is_recorded(work: Path, runs: dict[str, Any]) -> None:
+    """The first update makes the optimizer's state; the timeline has the memory of each rank."""
+    rows = [json.loads(line) for line in (work / "runs/wide/memory.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    for row in rows:
+        phases = {"sync", "generate", "train"} | ({"eval"} if row["step"] != 1 else set())
+        assert row.keys() == {"step", "device"} | {f"memory/max_{phase}_bytes" for phase in phases}
+    assert rows[0]["memory/max_train_bytes"] >= rows[0]["memory/max_sync_bytes"] > 0
+    events = json.loads((work / "runs/wide/timeline.json").read_text())["traceEvents"]
+    peaks = {(event["tid"], event["name"]): event["args"]["peak_memory_bytes"] for event in events}
+    assert max(peaks[rank, "train"] for rank in range(4)) == rows[STEPS - 1]["memory/max_train_bytes"]
+
+
 def test_same_seed_same_metrics_whatever_the_bucket_and_hidden_or_not(work: Path, runs: dict[str, Any]) -> None:
     wide, narrow = (without(read_rows(work / "runs" / name), "sync/max_staging_bytes") for name in ("wide", "narrow"))
     assert wide == narrow
@@ -172,6 +186,9 @@ def test_a_run_that_is_killed_while_it_writes_a_checkpoint(
     checkpoints = [run / f"checkpoints/step-{step:06d}" for step in range(STEPS + 1)]
     assert start_and_kill(work, arguments, run, writing(STEPS), dice.uniform(0, 0.05))
     assert Path(f"{checkpoints[STEPS]}.partial").exists()
+    timeline = read_timeline(run / "timeline.json")
+    assert timeline is not None
+    assert (timeline.step, len(timeline.ranks)) == (STEPS - 1, 4)
     damaged = checkpoints[STEPS - 1]
     flip_a_byte(damaged / "__2_1.distcp")
     hybrid3d(work, "train", *arguments)

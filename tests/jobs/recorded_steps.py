@@ -73,10 +73,10 @@ class TrainsMadeUpSamples:
     def progress(self) -> dict[str, Any]:
         return self.learner.progress
 
-    def peak_memory(self) -> int:
-        return 0
-
     def other_spans(self, begin: float, end: float) -> dict[int, Any]:
+        return {}
+
+    def lap_other_peaks(self) -> dict[int, Any]:
         return {}
 
     def close(self, recipe: Recipe) -> None:

@@ -14,11 +14,12 @@ from hybrid3d import __version__
 from hybrid3d.errors import escape_control_characters
 from hybrid3d.report import tables
 from hybrid3d.report.charts import TREND_SPANS, Points, format_value, thin, trend
+from hybrid3d.report.memory import MEASURED_ON, memory_columns, memory_table, rank_memory_table
 from hybrid3d.report.panels import OTHER, draw_sections, event_details
 from hybrid3d.report.phases import NOT_OF_THE_STEP, STEP, attribute, meaning_of, phases_of
 from hybrid3d.report.records import Row, RunRecords, settings_as_yaml
 from hybrid3d.report.samples import SampleSelection, shorten
-from hybrid3d.report.timeline import ACTIVITIES, Timeline, cause_text
+from hybrid3d.report.timeline import ACTIVITIES, RankSpans, Timeline, cause_text
 from hybrid3d.report.timeline import OTHER as OTHER_ACTIVITY
 
 MAX_BYTES = 5_000_000  # of the page; the budgets below leave room for the rest of it
@@ -94,12 +95,8 @@ def make_page(
         syncs=tables.sync_table(runs),
         data_rows=tables.data_table(runs),
         differences=tables.differing_settings(*runs) if len(runs) == 2 else None,
-        plans=[
-            {"plan": tables.plan_table(run, plan), "memory": tables.memory_table(plan), "gpu": plan["memory"]["gpu"]}
-            if plan
-            else None
-            for run, plan in zip(runs, plans, strict=False)
-        ],
+        plans=[tables.plan_table(run, plan) if plan else None for run, plan in zip(runs, plans, strict=False)],
+        memory=[_memory_context(run, plan) for run, plan in zip(runs, plans, strict=False)],
     )
 
 
@@ -170,10 +167,9 @@ def _run_context(run: RunRecords, number_of_runs: int) -> dict[str, Any]:
 
 
 def _timeline_context(timeline: Timeline) -> dict[str, Any]:
-    every = -(-len(timeline.ranks) // MAX_TIMELINE_ROWS)
     shown: list[dict[str, Any]] = []
     left = MAX_SPANS
-    for one in timeline.ranks[::every]:
+    for one in _shown_ranks(timeline):
         spans: list[dict[str, Any]] = [
             {
                 "left": 100 * begin / timeline.seconds,
@@ -196,6 +192,27 @@ def _timeline_context(timeline: Timeline) -> dict[str, Any]:
         "roles": timeline.by_role()[:MAX_ROLES],
         "attributed": timeline.attributed_fraction(),
     }
+
+
+def _memory_context(run: RunRecords, plan: tables.Plan | None) -> dict[str, Any]:
+    kinds = [kind for kind, shown in (("planned", plan), ("measured", run.memory_device)) if shown]
+    gpu = f"fullest of GPUs of {format_value(plan['memory']['gpu'], 'bytes')}" if plan else "fullest rank"
+    ranks = _shown_ranks(run.timeline) if run.timeline else []
+    columns, rows = rank_memory_table(ranks)
+    return {
+        "caption": f"{' and '.join(kinds).capitalize()} memory by phase, {gpu}",
+        "columns": memory_columns(run, plan),
+        "rows": memory_table(run, plan),
+        "note": MEASURED_ON[run.memory_device],
+        "step": run.timeline.step if run.timeline else None,
+        "rank_columns": columns,
+        "ranks": rows,
+        "left_out": len(run.timeline.ranks) - len(ranks) if run.timeline else 0,
+    }
+
+
+def _shown_ranks(timeline: Timeline) -> Sequence[RankSpans]:
+    return timeline.ranks[:: -(-len(timeline.ranks) // MAX_TIMELINE_ROWS)]
 
 
 def _event_context(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybrid3d.report.charts import Chart, Curve, Limit, Mark, Points, draw_chart
+from hybrid3d.report.memory import MEMORY_OF_PHASES
 from hybrid3d.report.records import Event, RunRecords, is_number
 from hybrid3d.run.bounds import BOUNDS
 
@@ -51,7 +52,10 @@ SYNC = (
     Panel("Bytes of a sync of changed elements", ("sync/delta_bytes", "sync/delta_bound_bytes")),
     Panel("Weights whose bits have changed", ("sync/changed_fraction",)),
 )
-MEMORY = (Panel("Buffers of a sync, fullest rank", ("sync/max_staging_bytes", "sync/max_finalize_bytes")),)
+MEMORY = (
+    Panel("Peak memory by phase, fullest rank", MEMORY_OF_PHASES),
+    Panel("Buffers of a sync, fullest rank", ("sync/max_staging_bytes", "sync/max_finalize_bytes")),
+)
 MISMATCH = (
     Panel("Difference of a token's log-probability, mean", ("mismatch/logprob_abs_mean",)),
     Panel(

@@ -23,6 +23,8 @@ MAX_NUMBER = 1e300  # larger numbers, which no metric has, would overflow when a
 MAX_FAILURE = 4000  # characters of a failed rank's reason
 MAX_FAILURES = 8  # ranks whose reasons are read
 
+MEMORY = "memory/"  # of the keys of memory.jsonl
+
 FINISHED, GOING_ON, STOPPED = "finished", "going on", "stopped"
 
 Row = dict[str, float | None]
@@ -37,7 +39,8 @@ class RunRecords:
         name: the recipe's name of the run.
         state: FINISHED, GOING_ON (a process uses the folder), or STOPPED before the end.
         settings: the recipe's settings by their dotted keys.
-        rows: those of metrics.jsonl, by step; a value that is not finite is None.
+        rows: those of metrics.jsonl, by step, with those of memory.jsonl; a value that is not finite is None.
+        memory_device: whose memory was measured, `cuda` or `cpu`; None if none was.
         unreadable: by file, the number of lines that are no records, such as one that a crash has cut off.
         failures: the reasons of ranks that have failed.
     """
@@ -47,6 +50,7 @@ class RunRecords:
     state: str
     settings: dict[str, Any]
     rows: Sequence[Row]
+    memory_device: str | None
     events: Sequence[Event]
     timeline: Timeline | None
     failures: Sequence[str]
@@ -91,7 +95,12 @@ def read_run(path: Path) -> RunRecords:
     except ValueError as error:
         raise error if isinstance(error, RecipeError) else RecipeError(str(folder.recipe), [str(error)]) from None
     unreadable: dict[str, int] = {}
+    memory: dict[float | None, Row] = {}
+    device: str | None = None
+    for row, measured_on in _read(folder.memory, _memory_row, unreadable):
+        memory[row["step"]], device = row, measured_on
     rows = sorted(_read(folder.metrics, _metrics_row, unreadable), key=lambda row: row["step"] or 0)
+    rows = [row | memory.get(row["step"], {}) for row in rows]
     events = list(_read(folder.events, _event, unreadable))
     return RunRecords(
         path=path,
@@ -99,6 +108,7 @@ def read_run(path: Path) -> RunRecords:
         state=_state(folder, events),
         settings=settings,
         rows=rows,
+        memory_device=device,
         events=events,
         timeline=read_timeline(folder.timeline),
         failures=_failures(folder),
@@ -142,6 +152,13 @@ def _metrics_row(parsed: Any) -> Row | None:
     if not isinstance(parsed, dict) or not is_number(parsed.get("step")) or abs(parsed["step"]) > MAX_STEP:
         return None
     return {key: value if is_number(value) else None for key, value in parsed.items() if _is_measured(value)}
+
+
+def _memory_row(parsed: Any) -> tuple[Row, str] | None:
+    row = _metrics_row(parsed)
+    if row is None or parsed.get("device") not in ("cuda", "cpu"):
+        return None
+    return {key: value for key, value in row.items() if key == "step" or key.startswith(MEMORY)}, parsed["device"]
 
 
 def _is_measured(value: Any) -> bool:

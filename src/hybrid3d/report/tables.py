@@ -109,22 +109,6 @@ def plan_table(run: RunRecords, plan: Plan) -> list[TableRow]:
     return rows
 
 
-def memory_table(plan: Plan) -> list[TableRow]:
-    """Return the planned memory of the fullest GPU by phase, and what it consists of."""
-    memory, capacity = plan["memory"], plan["memory"]["gpu"]
-    phases = [("Training", "train"), ("Sync", "sync"), ("Generation", "generate")]
-    rows = [
-        TableRow(label, [format_value(memory[key], "bytes"), format_value(memory[key] / capacity, "fraction")])
-        for label, key in phases
-    ]
-    for key, value in memory.items():
-        if key not in ("gpu", "train", "sync", "generate", "kv_cache_tokens"):
-            label = key.removeprefix("max_").replace("_", " ")
-            share = format_value(value / capacity, "fraction")
-            rows.append(TableRow(f"{label}, at most", [format_value(value, "bytes"), share]))
-    return rows
-
-
 def differing_settings(a: RunRecords, b: RunRecords) -> list[TableRow]:
     """Return the settings in which two runs differ."""
     keys = dict.fromkeys((*a.settings, *b.settings))

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+from hybrid3d.run.timeline import PEAK
 
 ACTIVITIES = ("sync", "eval", "generate", "reward", "train", "wait")
 OTHER, IDLE = "other", "wait"
 NOBODY = "no rank has an activity"
 MAX_BYTES = 2**27  # of the file
 MAX_ROLE = 60  # characters of a role's name
+MAX_PEAK = 1e18  # bytes
 
 
 CAUSES = {"eval": "evaluate", "reward": "compute rewards", OTHER: "do other work"}
@@ -28,11 +31,16 @@ def cause_text(cause: str) -> str:
 
 @dataclass(frozen=True)
 class RankSpans:
-    """What a rank did: its activities, each with its begin and end in seconds since the step began."""
+    """What a rank did: its activities, each with its begin and end in seconds since the step began.
+
+    Attributes:
+        peaks: the most bytes of memory that it used during each of them, if that was measured.
+    """
 
     rank: int
     role: str
     spans: Sequence[tuple[str, float, float]]
+    peaks: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -143,20 +151,26 @@ def read_timeline(path: Path) -> Timeline | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
     by_rank: dict[tuple[int, str], list[tuple[str, float, float]]] = {}
-    for rank, role, span in events:
+    peaks: dict[tuple[int, str], dict[str, float]] = {}
+    for rank, role, span, peak in events:
         by_rank.setdefault((rank, role), []).append(span)
-    seconds = max((end for _, _, (_, _, end) in events), default=0.0)
+        if peak is not None:
+            peaks.setdefault((rank, role), {})[span[0]] = peak
+    seconds = max((end for _, _, (_, _, end), _ in events), default=0.0)
     if not seconds > 0:
         return None
     ranks = [
-        RankSpans(rank, role, sorted(spans, key=lambda s: s[1])) for (rank, role), spans in sorted(by_rank.items())
+        RankSpans(*who, sorted(spans, key=lambda s: s[1]), peaks.get(who, {})) for who, spans in sorted(by_rank.items())
     ]
     return Timeline(step if type(step) is int else None, ranks, seconds)
 
 
-def _span(event: Any) -> tuple[int, str, tuple[str, float, float]]:
+def _span(event: Any) -> tuple[int, str, tuple[str, float, float], float | None]:
     begin, length = 1e-6 * event["ts"], 1e-6 * event["dur"]
     if not (0 <= begin <= begin + length < 1e9):
         raise ValueError("a span that no step has")
     name = event["name"] if event["name"] in ACTIVITIES else OTHER
-    return int(event["tid"]), str(event["pid"])[:MAX_ROLE], (name, begin, begin + length)
+    peak = event.get("args", {}).get(PEAK)
+    if not (peak is None or 0 <= peak < MAX_PEAK):
+        raise ValueError("memory that no machine has")
+    return int(event["tid"]), str(event["pid"])[:MAX_ROLE], (name, begin, begin + length), peak

@@ -24,12 +24,12 @@ from hybrid3d.roles.split.other_roles import OtherRoles
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.health import Guard
+from hybrid3d.run.memory import Peaks, meter
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.slow_ranks import record as work_record
 from hybrid3d.run.timeline import Span
 from hybrid3d.train import checkpoint
 from hybrid3d.train.policy import Policy
-from hybrid3d.train.runtime import peak_memory
 from hybrid3d.train.stepping import BucketHook
 
 
@@ -76,6 +76,7 @@ class Colocated:
             checkpoint.load_weights({"policy": self._policy}, weights_of, group)
         self._policy.offload(recipe.train)  # vLLM sizes its memory by what is free when it starts
         self._engine = RolloutEngine(recipe, rank, new_engine_name(distributed.run_id(), 0, start), slots)
+        meter.asleep = self._engine.asleep_bytes
         work_record.trains(recipe, rank)
         work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
         self._overlaps = guard is not None and recipe.overlaps_sync
@@ -100,9 +101,10 @@ class Colocated:
             report = self._sync.finish()
         else:
             self._policy.onload("parameters")
-            self._engine.wake("weights")
+            self._wake_weights()
             report = self._sync.run(version, is_due(recipe.sync.verify, version))
         (self.models or self._policy).offload(recipe.train)
+        meter.stop()  # the KV cache is memory of the phases that follow, which generate
         self._engine.wake("kv_cache")
         return report
 
@@ -114,6 +116,7 @@ class Colocated:
 
     def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
         self._engine.sleep()
+        meter.start()  # what vLLM has just freed was memory of the phase before
         return self._learner.make_experience(samples, step, recipe)
 
     def update(self, experience: Experience, step: int, recipe: Recipe) -> StepMetrics:
@@ -130,11 +133,11 @@ class Colocated:
         self._learner.restore(progress, recipe)
         self._rollouts.restore(progress)
 
-    def peak_memory(self) -> int:
-        return max(peak_memory(), 0 if self._others is None else self._others.peak_memory)
-
     def other_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
         return {} if self._others is None else self._others.spans(begin, end)
+
+    def lap_other_peaks(self) -> Mapping[int, Peaks]:
+        return {} if self._others is None else self._others.lap_peaks()
 
     def close(self, recipe: Recipe) -> None:
         dist.barrier(self._group)
@@ -158,4 +161,8 @@ class Colocated:
         if not self._overlaps:
             return None
         verify = is_due(recipe.sync.verify, version)
-        return self._sync.begin_when_ready(version, verify, prepare=lambda: self._engine.wake("weights"))
+        return self._sync.begin_when_ready(version, verify, prepare=self._wake_weights)
+
+    def _wake_weights(self) -> None:
+        meter.split()
+        self._engine.wake("weights")

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from hybrid3d.config import Recipe
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
+from hybrid3d.run.memory import Peaks
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.timeline import Span
 
@@ -114,12 +115,12 @@ class Roles(Generator, Trainer, Protocol):
         """Sync the policy's weights, which have this version, to the generator."""
         ...
 
-    def peak_memory(self) -> int:
-        """Return the most bytes of memory that this rank has used, or any other that does not run the loop."""
-        ...
-
     def other_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
         """Return what each rank that does not run the loop did between two moments, on the first rank."""
+        ...
+
+    def lap_other_peaks(self) -> Mapping[int, Peaks]:
+        """Return the peak memory of each rank that does not run the loop since the last call, on the first rank."""
         ...
 
     def close(self, recipe: Recipe) -> None:

@@ -38,6 +38,7 @@ from hybrid3d.rollout.patches import (
     keep_weights_while_asleep,
     name_shared_memory,
 )
+from hybrid3d.rollout.sleep_allocator import load_sleep_allocator
 from hybrid3d.rollout.weights import RolloutWeights
 
 T = TypeVar("T")
@@ -309,6 +310,13 @@ class RolloutEngine:
             self._asleep.remove(memory)
             torch.cuda.empty_cache()  # return memory cached by torch's allocator, so that vLLM can use it
             self._llm.wake_up(tags=[memory])
+
+    def asleep_bytes(self) -> int:
+        """Return the bytes of GPU memory that vLLM has freed until it wakes; torch counts them as allocated still."""
+        if not self._asleep:
+            return 0
+        blocks = load_sleep_allocator().pointer_to_data.values()
+        return sum(block.handle[1] for block in blocks if block.is_asleep)
 
 
 def _sampling_params(request: GenerationRequest) -> SamplingParams:

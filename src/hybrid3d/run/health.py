@@ -143,7 +143,7 @@ class Guard:
 
         Args:
             row: the metrics of the step.
-            memory_gb: peak GPU memory, in 10^9 bytes.
+            memory_gb: the most memory that a rank used in a phase of the step, in 10^9 bytes.
         """
         share = row.get("sync/exposed_seconds", 0.0) / row["time/step"]
         values = {**row, "sync share": share, "memory": memory_gb}

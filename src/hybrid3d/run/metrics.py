@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hybrid3d.distributed import gather_objects
 from hybrid3d.run.heartbeat import enter_phase
+from hybrid3d.run.memory import meter
 
 
 class PhaseTimer:
@@ -19,6 +20,7 @@ class PhaseTimer:
 
     Attributes:
         spans: what this rank did, and when it began and ended, in seconds since the epoch.
+        peaks: the most bytes of memory that it used meanwhile, by activity.
 
     Args:
         activities: what this rank does in a phase, where that is not the phase.
@@ -27,6 +29,7 @@ class PhaseTimer:
     def __init__(self, activities: Mapping[str, str] | None = None) -> None:
         self._activities = activities or {}
         self.spans: list[tuple[str, float, float]] = []
+        self.peaks: dict[str, int] = {}
         self._start = time.perf_counter()
         self._phases: dict[str, float] = {}
 
@@ -34,9 +37,12 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         """Time a phase; a phase may be entered several times."""
         enter_phase(phase)
+        activity = self._activities.get(phase, phase)
         start, clock = time.perf_counter(), time.time()
+        meter.start()
         yield
-        self.spans.append((self._activities.get(phase, phase), clock, time.time()))
+        self.peaks[activity] = max(self.peaks.get(activity, 0), meter.stop())
+        self.spans.append((activity, clock, time.time()))
         self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 
     def row(self, tokens: int) -> dict[str, float]:

@@ -12,8 +12,9 @@ from hybrid3d.config import Recipe
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
 from hybrid3d.rl.data import PromptData
 from hybrid3d.run.display import Display
+from hybrid3d.run.memory import Peaks, measured_device
 from hybrid3d.run.run_folder import RunFolder
-from hybrid3d.run.timeline import Span, write_timeline
+from hybrid3d.run.timeline import Span, draw_timeline, write_timeline
 from hybrid3d.run.trackers import Trackers
 
 SAMPLES_PER_STEP = 4  # written to samples.jsonl
@@ -33,6 +34,7 @@ class Record:
         self._data_counts: dict[str, float] = {}
         self._dense_reason: str | None = None
         self._trackers: Trackers | None = None
+        self._has_timeline = False
 
     @contextmanager
     def tracking(self, recipe: Recipe) -> Iterator[None]:
@@ -79,10 +81,35 @@ class Record:
                 for s in kept
             )
 
-    def timeline(self, step: int, roles: Mapping[str, Sequence[int]], spans: Mapping[int, Sequence[Span]]) -> None:
-        """Record what each rank did during a step: see `write_timeline`."""
+    def memory(self, step: int, peaks: Mapping[int, Peaks]) -> None:
+        """Record the most memory that a rank used during each activity of a step, except for waiting.
+
+        These numbers are not among the metrics, which two runs of a seed have in common.
+        """
         if self._is_rank_0:
-            write_timeline(self.folder, step, roles, spans)
+            largest: dict[str, int] = {}
+            for activity, nbytes in (one for of_rank in peaks.values() for one in of_rank.items()):
+                if nbytes and activity != "wait":
+                    largest[activity] = max(largest.get(activity, 0), nbytes)
+            found = {f"memory/max_{activity}_bytes": nbytes for activity, nbytes in largest.items()}
+            self.folder.add_memory({"step": step, "device": measured_device(), **found})
+
+    def timeline(
+        self,
+        step: int,
+        roles: Mapping[str, Sequence[int]],
+        spans: Mapping[int, Sequence[Span]],
+        peaks: Mapping[int, Peaks] | None = None,
+    ) -> None:
+        """Record what each rank did during a step, in place of the step before: see `write_timeline`."""
+        if self._is_rank_0:
+            write_timeline(self.folder, step, roles, spans, peaks or {})
+            self._has_timeline = True
+
+    def draw_timeline(self) -> None:
+        """Draw the timeline that was recorded last, if any was."""
+        if self._has_timeline:
+            draw_timeline(self.folder)
 
     def event(self, event: str, message: str = "", **fields: Any) -> None:
         """Write an event with these fields to events.jsonl, and print the message unless it is empty."""

@@ -30,10 +30,12 @@ class RunFolder:
         self.recipe = path / "recipe.yaml"
         self.control = path / "control.yaml"
         self.metrics = path / "metrics.jsonl"
+        self.memory = path / "memory.jsonl"
         self.samples = path / "samples.jsonl"
         self.events = path / "events.jsonl"
         self.curves = path / "curves.png"
         self.timeline = path / "timeline.json"
+        self.timeline_picture = path / "timeline.png"
         self.trackers = path / "trackers.json"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
@@ -59,7 +61,8 @@ class RunFolder:
             RecipeError: a file where a run has a folder, or vice versa; with all problems.
         """
         log_folders = [path for path in (self.logs, *self.logs.parents) if self.path in path.parents]
-        files = (self.recipe, self.metrics, self.samples, self.events, self.curves, self.path / LOCK)
+        records = (self.metrics, self.memory, self.samples, self.events, self.timeline)
+        files = (self.recipe, *records, self.curves, self.timeline_picture, self.path / LOCK)
         kinds: dict[Path, tuple[Callable[[Path], bool], str]] = dict.fromkeys(
             (self.path, self.checkpoints, self.step_records, *log_folders), (os.path.isdir, "a folder")
         )
@@ -152,6 +155,10 @@ class RunFolder:
         """Append a row to metrics.jsonl."""
         _append(self.metrics, [row])
 
+    def add_memory(self, row: Mapping[str, float | str]) -> None:
+        """Append a row to memory.jsonl."""
+        _append(self.memory, [row])
+
     def add_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows to samples.jsonl."""
         _append(self.samples, rows)
@@ -159,6 +166,13 @@ class RunFolder:
     def add_event(self, event: str, **fields: Any) -> None:
         """Append an event with the current time to events.jsonl."""
         _append(self.events, [{"time": round(time.time(), 3), "event": event, **fields}])
+
+    def write_timeline(self, trace: Mapping[str, Any]) -> None:
+        """Write the timeline of a step, in place of that of the step before."""
+        try:
+            _replace(self.timeline, json.dumps(trace) + "\n", lasting=False)
+        except OSError as error:
+            raise CheckpointWriteError(describe_write_error(self.timeline, error)) from error
 
     def write_replay(self, step: int, report: Mapping[str, Any]) -> None:
         """Write the result of a replay of a step, in place of an earlier one."""
@@ -170,8 +184,8 @@ class RunFolder:
         return [json.loads(line) for line in _complete_lines(self.metrics)]
 
     def truncate_records(self, step: int) -> None:
-        """Remove metrics, samples and recorded steps from `step` on, which a resumed run records again."""
-        for path in (self.metrics, self.samples):
+        """Remove metrics, memory, samples and recorded steps from `step` on, which a resumed run records again."""
+        for path in (self.metrics, self.memory, self.samples):
             kept = [line for number, line in enumerate(_complete_lines(path), 1) if _step_of(path, number, line) < step]
             _replace(path, "".join(f"{line}\n" for line in kept))
         for path in self.step_records.glob("step-*"):
@@ -252,13 +266,18 @@ def find_checkpoint_step(folder: RunFolder, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
-def _replace(path: Path, text: str) -> None:
-    """Replace a file atomically, so that it is complete even if the process is killed."""
+def _replace(path: Path, text: str, lasting: bool = True) -> None:
+    """Replace a file atomically, so that it is complete even if the process is killed.
+
+    Args:
+        lasting: whether it has to be on the disk afterwards, which takes a while, in case that the machine fails.
+    """
     replacement = path.with_suffix(".tmp")
     with open(replacement, "w") as out:
         out.write(text)
         out.flush()
-        os.fsync(out.fileno())
+        if lasting:
+            os.fsync(out.fileno())
     os.replace(replacement, path)
 
 

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from hybrid3d.run.run_folder import RunFolder
+
+if TYPE_CHECKING:  # torch, which is slow to import
+    from hybrid3d.run.memory import Peaks
 
 Span = tuple[str, float, float]
 """An activity, and when it began and ended, in seconds since the epoch by the clock of its node."""
 
 COLORS = {"sync": "C3", "generate": "C0", "train": "C1", "reward": "C2", "wait": "0.85"}
+PEAK = "peak_memory_bytes"
 MAX_ROWS = 64  # of the picture; of more ranks it shows every n-th
 
 
 def write_timeline(
-    folder: RunFolder, step: int, roles: Mapping[str, Sequence[int]], by_rank: Mapping[int, Sequence[Span]]
+    folder: RunFolder,
+    step: int,
+    roles: Mapping[str, Sequence[int]],
+    by_rank: Mapping[int, Sequence[Span]],
+    peaks: Mapping[int, Peaks],
 ) -> None:
-    """Write `timeline.json`, in Chrome's trace format, and `timeline.png`.
+    """Write `timeline.json`, in Chrome's trace format.
 
     Args:
         roles: the ranks of each role.
         by_rank: what each rank did.
+        peaks: the most bytes of memory that each rank used meanwhile.
     """
     spans = [by_rank[rank] for rank in sorted(by_rank)]
     start = min(begin for of_rank in spans for _, begin, _ in of_rank)
@@ -29,11 +39,22 @@ def write_timeline(
     events = [
         {"name": name, "pid": names[rank], "tid": rank, "ph": "X"}  # a complete event, in microseconds
         | {"ts": 1e6 * (begin - start), "dur": 1e6 * (end - begin)}
+        | ({"args": {PEAK: peaks[rank][name]}} if name in peaks.get(rank, ()) else {})
         for rank, of_rank in enumerate(spans)
         for name, begin, end in of_rank
     ]
-    folder.timeline.write_text(json.dumps({"traceEvents": events, "otherData": {"step": step}}) + "\n")
-    _draw(folder, step, names, [[(name, begin - start, end - start) for name, begin, end in one] for one in spans])
+    folder.write_timeline({"traceEvents": events, "otherData": {"step": step}})
+
+
+def draw_timeline(folder: RunFolder) -> None:
+    """Draw `timeline.json` to `timeline.png`."""
+    trace = json.loads(folder.timeline.read_text())
+    names, spans = dict[int, str](), dict[int, list[Span]]()
+    for event in trace["traceEvents"]:
+        names[event["tid"]] = event["pid"]
+        begin, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+        spans.setdefault(event["tid"], []).append((event["name"], begin, begin + seconds))
+    _draw(folder, trace["otherData"]["step"], list(names.values()), list(spans.values()))
 
 
 def _draw(folder: RunFolder, step: int, names: Sequence[str], spans: Sequence[Sequence[Span]]) -> None:
@@ -62,5 +83,5 @@ def _draw(folder: RunFolder, step: int, names: Sequence[str], spans: Sequence[Se
         frameon=False,
     )
     figure.tight_layout()
-    figure.savefig(folder.path / "timeline.png", dpi=110)
+    figure.savefig(folder.timeline_picture, dpi=110)
     pyplot.close(figure)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hybrid3d.distributed import all_reduce_max, gather_objects
 from hybrid3d.roles.protocols import Roles
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
 from hybrid3d.run.metrics import PhaseTimer
 from hybrid3d.run.record import Record
 from hybrid3d.run.slow_ranks import record as work_record
-from hybrid3d.run.timeline import Span
+from hybrid3d.trainer.activity import gather_activity
 from hybrid3d.trainer.checkpoints import Checkpoints
 from hybrid3d.trainer.recording import StepRecorder
 
@@ -29,7 +28,6 @@ def train_rl(
 
     Row s of the metrics belongs to policy version s; the last version is only evaluated.
     """
-    last: tuple[int, list[Span]] | None = None  # the last step that updated the models, and what this rank did in it
     with checkpoints:
         step, progress = checkpoints.resume()
         live.restore(progress)
@@ -61,19 +59,19 @@ def train_rl(
                 metrics.update(synced.metrics())
                 if step < recipe.run.steps:
                     metrics.update(roles.update(experience, step, recipe))
-                    last = step, timer.spans
             samples = experience.samples
             with timer("wait"):  # for the slowest rank
                 row |= generated.metrics(samples, recipe.rollout, step) | metrics.reduce(group)
             recorder.finish(step, recipe, generated.samples, experience, row, timer)
             row |= timer.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
             record.step(row, recipe.run.steps, samples)
-            guard.check_bounds(row, all_reduce_max([roles.peak_memory()], group)[0] / 1e9, recipe)
+            activity = gather_activity(timer, group, roles)
+            record.memory(step, activity.peaks)
+            if step < recipe.run.steps:
+                record.timeline(step, recipe.role_ranks, activity.spans, activity.peaks)
+            guard.check_bounds(row, activity.peak_gb, recipe)
             step += 1
             drawn = {"batch": batch, "unfinished": generated.unfinished or []}
             checkpoints.save_if_due(step, drawn | roles.progress | live.progress, recipe.run)
-    if last is not None:
-        step, own = last
-        spans = dict(enumerate(gather_objects(own, group)))
-        record.timeline(step, live.recipe.role_ranks, spans | roles.other_spans(own[0][1], own[-1][2]))
+    record.draw_timeline()
     roles.close(live.recipe)

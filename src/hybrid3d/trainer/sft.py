@@ -6,7 +6,6 @@ from functools import partial
 
 import torch.distributed as dist
 
-from hybrid3d.distributed import all_reduce_max
 from hybrid3d.inputs.models import read_data, read_tokenizer
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import encode_pair
@@ -18,7 +17,7 @@ from hybrid3d.run.metrics import PhaseTimer, StepMetrics
 from hybrid3d.run.record import Record
 from hybrid3d.run.slow_ranks import record as work_record
 from hybrid3d.train.policy import Policy
-from hybrid3d.train.runtime import peak_memory
+from hybrid3d.trainer.activity import gather_activity
 from hybrid3d.trainer.checkpoints import Checkpoints
 
 
@@ -58,6 +57,8 @@ def train_sft(
             row = {"step": step, "train/grad_norm": report.grad_norm, "train/lr": report.lr} | metrics.reduce(group)
             row |= timer.row(sum(len(tokens) for tokens, _ in pairs))
             record.step(row, recipe.run.steps)
-            guard.check_bounds(row, all_reduce_max([peak_memory()], group)[0] / 1e9, recipe)
+            activity = gather_activity(timer, group)
+            record.memory(step, activity.peaks)
+            guard.check_bounds(row, activity.peak_gb, recipe)
             step += 1
             checkpoints.save_if_due(step, {"guard": guard.progress} | live.progress, recipe.run)

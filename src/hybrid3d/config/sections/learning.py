@@ -240,7 +240,7 @@ class Guard:
         min_entropy: Minimum entropy, in nats per token.
         max_mismatch_kl: Maximum KL of the rollout's to the trainer's probabilities, in nats per token.
         max_sync_share: Maximum fraction of a step's time that the sync adds.
-        max_memory_gb: Maximum memory used on a GPU, in 10^9 bytes.
+        max_memory_gb: Maximum memory used in a phase of a step (`docs/report.md`), in 10^9 bytes.
         min_tokens_per_second: Minimum throughput of all ranks together.
         initial_mismatch: What to do if the log-probabilities of training and vLLM differ at the first step by more
             than the dtype explains (`docs/algorithms.md`): end the run with exit code 1, warn and continue, or skip

@@ -18,9 +18,9 @@ from hybrid3d.roles.split.messages import Call, Reply
 from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.heartbeat import enter_phase
+from hybrid3d.run.memory import meter
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.slow_ranks import record as work_record
-from hybrid3d.train.runtime import peak_memory
 
 ACTIVITIES = {"sync": "sync", "answer": "generate", "advance": "generate"}
 
@@ -80,13 +80,14 @@ class GenerationRank:
         """Call the method, and return what it returned if this rank reports it."""
         enter_phase(call.method)
         begin, result = time.time(), None
+        meter.start()
         if call.method == "sync":
             result = self.sync(**call.arguments)
         else:
             stop = {"stop": self._has_message} if call.stoppable else {}
             found = getattr(self._replicas, call.method)(**call.arguments, **stop)
             result = found if self._leads else None  # it is the same on all ranks
-        return Reply(result, [(ACTIVITIES[call.method], begin, time.time())], peak_memory())
+        return Reply(result, [(ACTIVITIES[call.method], begin, time.time())], meter.stop())
 
     def close(self) -> None:
         """Shut the engine down."""

@@ -67,7 +67,7 @@ class Reply:
     Attributes:
         result: on ranks whose result is not needed None.
         spans: what the rank did.
-        peak_memory: in bytes, of its GPU.
+        peak_memory: the most bytes of memory that it used meanwhile; 0 if that was not measured.
     """
 
     result: Any

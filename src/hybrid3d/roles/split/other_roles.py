@@ -10,6 +10,7 @@ from hybrid3d.roles.split.engines import Engines
 from hybrid3d.roles.split.messages import Register
 from hybrid3d.roles.split.reward_workers import RewardWorkers
 from hybrid3d.roles.split.worker_groups import WorkerGroups
+from hybrid3d.run.memory import Peaks
 from hybrid3d.run.record import Record
 from hybrid3d.run.timeline import Span
 
@@ -42,11 +43,6 @@ class OtherRoles:
             return
         self._roles[self._recipe.role_of(register.rank)].register(connection, register)
 
-    @property
-    def peak_memory(self) -> int:
-        """The most bytes that one of the ranks has used."""
-        return max(groups.peak_memory for groups in self._roles.values())
-
     def lap_busy_seconds(self) -> dict[str, float]:
         """Return, as metrics, the longest time that a rank of each role has been busy since the last call."""
         return {f"time/{role}_busy": groups.lap_busy_seconds() for role, groups in self._roles.items()}
@@ -54,6 +50,10 @@ class OtherRoles:
     def spans(self, begin: float, end: float) -> dict[int, list[Span]]:
         """Return what each rank did between two moments; it waited in the rest of the time."""
         return {rank: spans for groups in self._roles.values() for rank, spans in groups.spans(begin, end).items()}
+
+    def lap_peaks(self) -> dict[int, Peaks]:
+        """Return the most bytes of memory that each rank has used since the last call, by activity."""
+        return {rank: peaks for groups in self._roles.values() for rank, peaks in groups.lap_peaks().items()}
 
     def close(self) -> None:
         """End the run on all ranks of these roles."""

@@ -20,6 +20,7 @@ from hybrid3d.rl.batch import Batch
 from hybrid3d.roles.split.connections import Connection
 from hybrid3d.roles.split.messages import Call, Reply
 from hybrid3d.run.heartbeat import enter_phase
+from hybrid3d.run.memory import meter
 
 if TYPE_CHECKING:
     from hybrid3d.train.value_model import ValueModel
@@ -60,22 +61,16 @@ class RewardRank:
         assert call.method == "score", call.method
         enter_phase("reward")
         begin = time.time()
+        meter.start()
         scores = self._score(**call.arguments)
         self.ready = True
-        return Reply(scores if self._leads else None, [("reward", begin, time.time())], self._peak_memory())
+        return Reply(scores if self._leads else None, [("reward", begin, time.time())], meter.stop())
 
     def _score(self, samples: Sequence[Sample], by_model: bool) -> Scores:
         if by_model:
             assert self._model is not None, "only asked for where there is one"
             return Scores(self._model.score(samples))
         return self._scorer.score([(s.answer, s.reference, s.prompt) for s in samples] if self._leads else [])
-
-    def _peak_memory(self) -> int:
-        if self._model is None:
-            return 0  # it has no model and uses no GPU
-        from hybrid3d.train.runtime import peak_memory
-
-        return peak_memory()
 
     def close(self) -> None:
         """End the processes that compute rewards, and destroy the group."""

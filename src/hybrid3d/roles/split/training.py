@@ -26,13 +26,13 @@ from hybrid3d.roles.split.engines import Engines
 from hybrid3d.roles.split.other_roles import OtherRoles
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync
 from hybrid3d.run.health import Guard
+from hybrid3d.run.memory import Peaks
 from hybrid3d.run.metrics import StepMetrics, Stopwatch
 from hybrid3d.run.record import Record
 from hybrid3d.run.slow_ranks import record as work_record
 from hybrid3d.run.timeline import Span
 from hybrid3d.train import checkpoint
 from hybrid3d.train.policy import Policy
-from hybrid3d.train.runtime import peak_memory
 from hybrid3d.train.stepping import BucketHook
 
 T = TypeVar("T")
@@ -241,11 +241,11 @@ class TrainingRank:
         if self._engines is not None:
             self._rollouts.restore(progress)
 
-    def peak_memory(self) -> int:
-        return max(peak_memory(), 0 if self._others is None else self._others.peak_memory)
-
     def other_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
         return {} if self._others is None else self._others.spans(begin, end)
+
+    def lap_other_peaks(self) -> Mapping[int, Peaks]:
+        return {} if self._others is None else self._others.lap_peaks()
 
     def close(self, recipe: Recipe) -> None:
         dist.barrier(self._group)

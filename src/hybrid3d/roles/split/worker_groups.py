@@ -15,6 +15,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.roles.split.connections import Connection, Disconnected, wait
 from hybrid3d.roles.split.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop
 from hybrid3d.roles.split.worker_group import WorkerGroup
+from hybrid3d.run.memory import Peaks
 from hybrid3d.run.record import Record
 from hybrid3d.run.timeline import Span
 
@@ -31,7 +32,6 @@ class WorkerGroups:
 
     Attributes:
         confined_by: what confines code that rewards run, on the rank that registered last; None if none is run.
-        peak_memory: the most bytes that a rank has used.
     """
 
     activity: str  # what its ranks are busy with
@@ -46,9 +46,9 @@ class WorkerGroups:
         self._groups: list[WorkerGroup | None] = [None] * places
         self._lost: list[tuple[WorkerGroup, float]] = []  # that was not recorded yet, and when
         self._spans: dict[int, list[Span]] = defaultdict(list)
+        self._peaks: dict[int, dict[str, int]] = {}  # since the last lap
         self._busy_since = time.time()
         self.confined_by: str | None = None
-        self.peak_memory = 0
 
     # Which groups there are
 
@@ -183,7 +183,9 @@ class WorkerGroups:
                     continue
                 results.setdefault(group, {})[rank] = reply.result
                 self._spans[rank] = [*self._spans[rank], *reply.spans][-KEPT_SPANS:]
-                self.peak_memory = max(self.peak_memory, reply.peak_memory)
+                for activity, _, _ in reply.spans if reply.peak_memory else ():
+                    peaks = self._peaks.setdefault(rank, {})
+                    peaks[activity] = max(peaks.get(activity, 0), reply.peak_memory)
         whole = {group: found for group, found in results.items() if len(found) == len(group.ranks)}
         return {group: [found[rank] for rank in group.ranks] for group, found in whole.items()}
 
@@ -209,6 +211,11 @@ class WorkerGroups:
             sum(stop - max(start, since) for name, start, stop in spans if name == self.activity and stop > since)
             for spans in [*self._spans.values(), []]
         )
+
+    def lap_peaks(self) -> dict[int, Peaks]:
+        """Return the most bytes of memory that each rank has used since the last call, by activity."""
+        peaks, self._peaks = self._peaks, {}
+        return dict(peaks)
 
     def close(self) -> None:
         """End the run on all ranks of the role; those that are being started exit by themselves."""
