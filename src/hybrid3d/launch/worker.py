@@ -84,7 +84,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
         on_seen = functools.partial(_report_seen, folder, stderr)
         role_of = recipe.role_of if recipe.has_serving_ranks else lambda rank: ""
         watchdog = Watchdog(store, rank, distributed.world_size(), on_seen, role_of)
-        on_lost = functools.partial(_report_lost_rank, folder, launched, stderr, watchdog.waits_for)
+        on_lost = functools.partial(_report_lost_rank, folder, launched, stderr, watchdog.describe_lost)
         heartbeat = _start_heartbeat(recipe, folder, store, on_lost, restarts)
         task(rank, store, console)
         if dist.is_initialized():
@@ -159,10 +159,15 @@ def _fail_training(folder: RunFolder, store: dist.Store, lost_rank: int, message
 
 
 def _report_lost_rank(
-    folder: RunFolder, launched: bool, stderr: Console, waits_for: Callable[[int], str], lost_rank: int, message: str
+    folder: RunFolder,
+    launched: bool,
+    stderr: Console,
+    describe_lost: Callable[[int], str],
+    lost_rank: int,
+    message: str,
 ) -> None:
     """Report a rank that does not answer, with those that wait for it, and clean up, as this process exits too."""
-    message += waits_for(lost_rank)
+    message += describe_lost(lost_rank)
     with suppress(OSError):  # the disk of its log may be full
         logger.error("rank %d: %s", lost_rank, message)
     reason = failure_record(lost_rank, message)

@@ -134,8 +134,8 @@ class Watchdog:
         self._stopped.set()
         self._thread.join(POLL_SECONDS)
 
-    def waits_for(self, lost: int) -> str:
-        """Return which ranks wait for one that does not answer, as the end of a message; empty if none is known to.
+    def describe_lost(self, lost: int) -> str:
+        """Return the role of a rank that does not answer, and which ranks wait for it, as the end of a message.
 
         Any thread may call it, also when the store does not answer: then only of this rank it is known.
         """
@@ -154,7 +154,8 @@ class Watchdog:
         reading = threading.Thread(target=read, name="waits", daemon=True)
         reading.start()
         reading.join(STORE_SECONDS)
-        return waits_for(lost, dict(sorted(known.items())))
+        role = self._role_of(lost)
+        return (f"; its role is {role}" if role else "") + waits_for(lost, dict(sorted(known.items())))
 
     def _run(self) -> None:
         next_poll, before = time.monotonic() + self._poll_seconds, time.monotonic()
