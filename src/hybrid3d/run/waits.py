@@ -27,6 +27,7 @@ WAITING_OURS = ("hybrid3d.roles.split.", "hybrid3d.roles.weight_sync.")
 # of other functions are not read: Python would keep their values until these functions return.
 COLLECTIVES = "torch.distributed.distributed_c10d"
 ENGINES = ("megatron.core.", "vllm.distributed.")
+PEERS = {"recv": "src", "send": "dst"}  # the variables that have the other end
 GROUPS = ("group", "pp_group", "tp_group", "data_parallel_group", "cpu_group")
 TELLING = ("hybrid3d.reshard.", "hybrid3d.roles.split.")  # modules of objects that tell what they wait for
 
@@ -97,9 +98,12 @@ def _collective(frame: FrameType) -> Wait | None:
     if not isinstance(group, dist.ProcessGroup):
         return None
     ranks = launcher_ranks(group)
-    peer = variables.get({"recv": "group_src", "send": "group_dst"}.get(name, ""))
-    if isinstance(peer, int) and peer < len(ranks):
-        return Wait(name, (ranks[peer],), together=False)
+    if name in PEERS:
+        peer, of_default = variables.get(f"group_{PEERS[name]}"), variables.get(PEERS[name])
+        if peer is None and of_default is not None:
+            peer = dist.get_group_rank(group, of_default)
+        if peer is not None:
+            return Wait(f"{name}, rank {ranks[peer]} at the other end", (ranks[peer],), together=False)
     return Wait(name, ranks, together=True)
 
 
