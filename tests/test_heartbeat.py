@@ -120,7 +120,7 @@ def test_a_store_that_is_gone(
         wait(lambda: second._answers > 0, 10)
         agents.communicate()
         time.sleep(0.5)  # in which the last beat that it took has been counted
-        second._last_beat = '[1, "train", 1, "", "elsewhere"]'
+        second._last_beat = '[1, "train", 1, "", "elsewhere", 7]'
         wait(lambda: len(told) >= 2, 30)
     (what, (rank, words)), ended = told  # type: ignore[misc]
     assert (what, rank, ended) == ("tell", 0, ("exit", 1))

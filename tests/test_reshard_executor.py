@@ -1,6 +1,8 @@
 """Execution of plans on real tensors: values are compared with numpy's, and counts with the plan."""
 
+import sys
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,6 +27,7 @@ from hybrid3d.reshard.planner import Plan, RankPlan, Routes, local_plan, make_pl
 from hybrid3d.reshard.ready import required_optimizer_buckets
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import GlooTransport, Transport, make_transport
+from hybrid3d.run.waits import Wait, find_wait
 from test_reshard_box import Shape, Side, World, addresses, index, worlds
 from worlds import LocalTransport, Mailbox, Strict, run_in_threads
 
@@ -473,8 +476,35 @@ def gloo_rank(rank: int, folder: Path) -> None:
         assert transport.received_bytes == step * world.must_receive(rank)
         assert transport.network_bytes == step * far
         assert unlike(sink.landed, truth(world, rank, values)) == [], f"step {step}"
+    check_waits(rank, executor, sink)
     (folder / f"rank{rank}.done").touch()
     dist.destroy_process_group()
+
+
+def check_waits(rank: int, executor: Executor, sink: Layers) -> None:
+    """Let rank 3 be late, and check what another thread of the others says: in which bucket they wait, and for whom."""
+    found: list[Wait | None] = []
+    main = threading.get_ident()
+    watch = threading.Timer(1.0, lambda: found.append(find_wait(sys._current_frames()[main])))
+    sink.begin()
+    dist.barrier()
+    if rank == 3:
+        time.sleep(2)
+    else:
+        watch.start()
+    executor.run()
+    sink.end()
+    told: list[Any] = [None] * 4
+    dist.all_gather_object(told, None if rank == 3 else found[0])
+    buckets = len(executor._steps)
+    for wait in [found[0]] if found else []:
+        assert isinstance(wait, Wait), "every rank waits for rank 3, or for one that waits for it"
+        (other,) = wait.ranks
+        places = (f"bucket {number} of {buckets}" for number in range(1, buckets + 1))
+        directions = ("from", "to")
+        assert wait.call in [f"{place}, a message {way} rank {other}" for place in places for way in directions]
+        assert not wait.together
+    assert 3 in [other for wait in told if wait is not None for other in wait.ranks]
 
 
 @pytest.mark.engines

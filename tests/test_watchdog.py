@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ import pytest
 
 from commands import ROOT, demo_folder, hybrid3d
 from hybrid3d.run import watchdog
-from hybrid3d.run.watchdog import StackSampler, Standstill, describe_frame
+from hybrid3d.run.standstill import Standstill, standstill_message, waits_for
+from hybrid3d.run.waits import Wait, describe_frame
+from hybrid3d.run.watchdog import StackSampler
 from run_ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -92,16 +95,56 @@ def test_a_place_is_that_of_our_code_and_of_what_it_has_called() -> None:
     assert not waits
 
 
-def test_the_message_names_those_that_work_and_counts_those_that_wait() -> None:
-    works, waits = Standstill("train", "a.write:3", False, 41.0), Standstill("wait", "b.gather:4", True, 39.0)
-    assert watchdog._message({1: works, 2: waits, 0: waits}, everyone=True) == (
+def gather(*ranks: int) -> Wait:
+    return Wait("gather", ranks, together=True)
+
+
+def test_the_message_names_those_that_work_and_for_whom_others_wait() -> None:
+    works = Standstill("train", "a.write:3", False, 41.0, step=7)
+    known = {1: works} | {rank: Standstill("wait", "b.gather:4", True, 39.0, 7, gather(0, 1, 2)) for rank in (2, 0)}
+    assert standstill_message({1: works}, known, everyone=True) == (
         "one rank has not moved for 41 s, and 2 wait for others (Python stacks are in all logs):\n"
-        "  rank 1: phase train, in a.write:3"
+        "  rank 1: step 7, phase train, in a.write:3\n"
+        "  ranks 2, 0: step 7, phase wait, in b.gather:4, waiting for rank 1 (gather of ranks 0, 1, 2)"
     )
-    assert watchdog._message(dict.fromkeys(range(10), waits), everyone=True) == (
+    unknown = dict.fromkeys(range(10), Standstill("wait", "b.gather:4", True, 39.0))
+    assert standstill_message(unknown, unknown, everyone=True) == (
         "all ranks have waited for each other for 39 s (Python stacks are in all logs):\n"
         "  ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more: phase wait, in b.gather:4"
     )
+
+
+def test_the_message_names_the_bucket_and_the_other_end_of_its_message() -> None:
+    def in_bucket(number: int, rank: int) -> Standstill:
+        wait = Wait(f"bucket {number} of 5, a message from rank {rank}", (rank,), together=False)
+        return Standstill("sync", "c.wait:5", True, 39.0, 3, wait)
+
+    known = {0: in_bucket(2, 1), 1: in_bucket(2, 3), 3: Standstill("train", "d.step:1", False, 44.0, 2)}
+    said = standstill_message({3: known[3]}, known, False, {0: "train", 1: "train", 3: "generation"}.__getitem__)
+    assert said.splitlines()[1:] == [
+        "  rank 3: generation, step 2, phase train, in d.step:1",
+        "  rank 0: train, step 3, phase sync, in c.wait:5, waiting for rank 1 (bucket 2 of 5, a message from rank 1)",
+        "  rank 1: train, step 3, phase sync, in c.wait:5, waiting for rank 3 (bucket 2 of 5, a message from rank 3)",
+    ]
+    assert waits_for(3, known) == "; rank 1 waits for it (bucket 2 of 5, a message from rank 3, in phase sync)"
+    assert waits_for(2, known) == ""
+
+
+def test_ranks_in_different_collectives_wait_for_each_other() -> None:
+    places = {0: gather(0, 1, 2), 1: gather(0, 1, 2), 2: Wait("barrier", (1, 2), together=True)}
+    known = {rank: Standstill("train", "b.f:4", True, 39.0, None, wait) for rank, wait in places.items()}
+    assert standstill_message(known, known, True).splitlines()[1:] == [
+        "  ranks 0, 1: phase train, in b.f:4, waiting for rank 2 (gather of ranks 0, 1, 2)",
+        "  rank 2: phase train, in b.f:4, waiting for rank 1 (barrier of ranks 1, 2)",
+    ]
+
+
+def test_what_fails_to_tell_what_it_waits_for_does_not_end_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(frame: object) -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr(watchdog, "find_wait", broken)
+    assert watchdog._find_wait(sys._getframe()) is None
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +173,19 @@ def test_the_rank_that_others_wait_for_is_named_and_those_that_wait_for_each_oth
     assert "broadcast" in by_ranks[(0,)]
     assert "barrier" in by_ranks[(1, 2)]
     assert len(reports(hung)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+def test_whom_the_others_wait_for_is_named(hung: Path) -> None:
+    """While a rank works the others wait for it; in a crossed call each waits for those in the other call."""
+    busy, crossed = reports(hung)[:2]
+    assert busy["waits"] == {"for rank 1 (barrier of ranks 0, 1, 2)": [0, 2]}
+    assert "ranks 0, 2: phase wait, in torch.distributed" in str(busy["message"])
+    assert crossed["waits"] == {
+        "for ranks 1, 2 (broadcast of ranks 0, 1, 2)": [0],
+        "for rank 0 (barrier of ranks 0, 1, 2)": [1, 2],
+    }
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ __all__ = [
     "gather_to_first",
     "gather_unique",
     "is_lost_peer",
+    "launcher_ranks",
     "local_rank",
     "local_world_size",
     "rank",
@@ -57,6 +58,9 @@ TIMEOUT = timedelta(minutes=10)  # of a collective
 MEETING_TIMEOUT = timedelta(seconds=15)  # of the creation of a group of ranks that are known to be there
 # Of a collective in which a role waits while another one generates or trains; heartbeats find a rank that is lost
 PHASE_TIMEOUT = timedelta(days=1)
+
+_spanning: dict[str, tuple[int, ...]] = {}  # the launcher's ranks of groups that are in no default group, by name
+_default_ranks: tuple[int, ...] = ()  # the launcher's ranks of the default group, where they are not all ranks
 
 
 def start(store: dist.Store | None = None) -> dist.ProcessGroup:
@@ -120,6 +124,8 @@ def start_among(ranks: Sequence[int], name: str, store: dist.Store) -> dist.Proc
     Args:
         name: different for each such group of the run.
     """
+    global _default_ranks
+    _default_ranks = tuple(ranks)
     return _start_default(store=dist.PrefixStore(name, store), rank=ranks.index(rank()), world_size=len(ranks))
 
 
@@ -167,7 +173,19 @@ def spanning_group(
     distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(len(ranks))}
     for device in group._device_types:
         group._get_backend(device)._set_default_timeout(timeout)
+    _spanning[group.group_name] = tuple(ranks)
     return group
+
+
+def launcher_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the launcher's ranks of a group's members, in its order; empty for a group that torch has forgotten."""
+    if group.group_name in _spanning:
+        return _spanning[group.group_name]
+    try:
+        members = dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):
+        return ()
+    return tuple(_default_ranks[member] if _default_ranks else member for member in members)
 
 
 def _backend() -> str:

@@ -81,10 +81,11 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     set_shared_memory_prefix(distributed.run_id())
 
     try:
-        on_lost = functools.partial(_report_lost_rank, folder, launched, stderr)
-        heartbeat = _start_heartbeat(recipe, folder, store, on_lost, restarts)
         on_seen = functools.partial(_report_seen, folder, stderr)
-        watchdog = Watchdog(store, rank, distributed.world_size(), on_seen)
+        role_of = recipe.role_of if recipe.has_serving_ranks else lambda rank: ""
+        watchdog = Watchdog(store, rank, distributed.world_size(), on_seen, role_of)
+        on_lost = functools.partial(_report_lost_rank, folder, launched, stderr, watchdog.describe_lost)
+        heartbeat = _start_heartbeat(recipe, folder, store, on_lost, restarts)
         task(rank, store, console)
         if dist.is_initialized():
             dist.barrier()
@@ -157,8 +158,16 @@ def _fail_training(folder: RunFolder, store: dist.Store, lost_rank: int, message
     os._exit(DISCONNECTED)
 
 
-def _report_lost_rank(folder: RunFolder, launched: bool, stderr: Console, lost_rank: int, message: str) -> None:
-    """Report a rank that does not answer and clean up, because this process exits too."""
+def _report_lost_rank(
+    folder: RunFolder,
+    launched: bool,
+    stderr: Console,
+    describe_lost: Callable[[int], str],
+    lost_rank: int,
+    message: str,
+) -> None:
+    """Report a rank that does not answer, with those that wait for it, and clean up, as this process exits too."""
+    message += describe_lost(lost_rank)
     with suppress(OSError):  # the disk of its log may be full
         logger.error("rank %d: %s", lost_rank, message)
     reason = failure_record(lost_rank, message)

@@ -142,6 +142,7 @@ class Executor:
             self._steps.append(step)
         self._release_staging()
         self._in_flight: deque[tuple[Step, Pending]] = deque()
+        self._finishing: Step | None = None
 
     def _bind(self, step: Step, bucket: Bucket, staging: DeviceBuffer) -> None:
         at = 0
@@ -226,6 +227,7 @@ class Executor:
             staging.allocate()
         self._next = 0
         self._in_flight.clear()  # a failed run may have left some
+        self._finishing = None
 
     @torch.no_grad()
     def start_ready_buckets(self, num_ready: int) -> None:
@@ -281,10 +283,17 @@ class Executor:
         timer("copy")
         return pending
 
+    def awaited_bucket(self) -> str:
+        """Return which of this rank's buckets it waits for, or is unpacking; any thread may call it."""
+        step = self._finishing
+        return "" if step is None else f"bucket {step.index + 1} of {len(self._steps)}"
+
     def _finish(self, step: Step, pending: Pending) -> None:
+        self._finishing = step
         pending.wait()
         self._timer("wait")
         self._complete(step)
+        self._finishing = None
 
     def _complete(self, step: Step) -> None:
         """Unpack what a bucket has received, and close the layer that it was the last of."""

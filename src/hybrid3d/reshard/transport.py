@@ -37,16 +37,30 @@ class Transport(Protocol):
 
 
 class _Works:
-    def __init__(self, works: Sequence[dist.Work | None], timeout: timedelta | None = None):
-        self._works, self._timeout = works, timeout
+    def __init__(
+        self,
+        works: Sequence[dist.Work | None],
+        messages: Sequence[tuple[str, int]] = (),
+        timeout: timedelta | None = None,
+    ):
+        self._works, self._messages, self._timeout = works, messages, timeout
+        self._waited = 0  # the number of the one that `wait` waits for
 
     def wait(self) -> None:
-        for work in self._works:
+        for number, work in enumerate(self._works):
+            self._waited = number
             assert work is not None, "every rank of the plan is in the group"
             if self._timeout is None:
                 work.wait()
             else:
                 work.wait(self._timeout)
+
+    def awaited(self) -> tuple[str, Sequence[int]] | None:
+        """Return the message that `wait` is waiting for, and the rank at its other end; any thread may call it."""
+        if self._waited >= len(self._messages):
+            return None
+        direction, rank = self._messages[self._waited]
+        return f"a message {direction} rank {rank}", (rank,)
 
 
 class _CountingTransport:
@@ -87,16 +101,20 @@ class GlooTransport(_CountingTransport):
         super().__init__(group, ranks_per_node, ranks)
         self._timeout = timeout
         self._works: list[dist.Work | None] = []
+        self._messages: list[tuple[str, int]] = []  # of each of these, where it goes or comes from
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         self._works.append(dist.isend(tensor, group=self._group, group_dst=self._members[dst], tag=tag))
+        self._messages.append(("to", dst))
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
         self._count(tensor, src)
         self._works.append(dist.irecv(tensor, group=self._group, group_src=self._members[src], tag=tag))
+        self._messages.append(("from", src))
 
     def run(self) -> Pending:
-        started, self._works = _Works(self._works, self._timeout), []
+        started = _Works(self._works, self._messages, self._timeout)
+        self._works, self._messages = [], []
         return started
 
 

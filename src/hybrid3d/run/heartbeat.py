@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hybrid3d.launch_environment import BEAT_SECONDS, heartbeat_seconds
 from hybrid3d.process import process_state, start_ticks
+from hybrid3d.run import slow_ranks
 
 START_SECONDS = 600.0  # timeout before the first phase: importing libraries and building engines can block threads
 STARTING, OVER = "start-up", "over"
@@ -33,6 +34,12 @@ def enter_phase(name: str) -> None:
 def current_phase() -> str:
     """Return the phase of this process."""
     return _phase
+
+
+def read_phase(store: dist.Store, rank: int) -> str:
+    """Return the phase of a rank's last heartbeat; empty if it has not written one."""
+    key = f"beat/{rank}"
+    return json.loads(store.get(key))[1] if store.check([key]) else ""
 
 
 class Heartbeat:
@@ -92,7 +99,7 @@ class Heartbeat:
             stopped = self._stopped.wait(BEAT_SECONDS)
             count += 1
             try:
-                self._store.set(own_key, json.dumps([count, _phase, *self._identity]))
+                self._store.set(own_key, json.dumps([count, _phase, *self._identity, slow_ranks.record.step]))
                 self._last_beat = self._store.get(watched_key).decode() if self._store.check([watched_key]) else ""
                 self._answers, self._refused = self._answers + 1, False
             except dist.DistError:  # counts towards the timeout
@@ -134,8 +141,8 @@ class Heartbeat:
             return
         message, lost_pid = f"{subject} has not answered for {silent:.0f} s", 0
         if last_beat:
-            _, phase, pid, ticks, host = json.loads(last_beat)
-            message += f", in phase {phase}"
+            _, phase, pid, ticks, host, step = json.loads(last_beat)
+            message += f"{'' if step is None else f', in step {step}'}, in phase {phase}"
             if host == socket.gethostname() and start_ticks(pid) == ticks:
                 state = "stopped (SIGSTOP)" if process_state(pid) in ("T", "t") else "stuck"
                 message += f": its process {pid} is {state}"

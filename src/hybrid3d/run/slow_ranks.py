@@ -81,6 +81,12 @@ class WorkRecord:
         self._parts[GENERATE] = f"rank {rank} of a replica"
         self._count_generated = count_generated
 
+    @property
+    def step(self) -> int | None:
+        """The step that this rank is in; None before the first one."""
+        current = self._current
+        return None if current is None else current.step
+
     def begin_step(self, step: int) -> None:
         """End the step before, and begin this one; the first one is not kept, as things are compiled in it."""
         before, self._generated = self._generated, self._count_generated()

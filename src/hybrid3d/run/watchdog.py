@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import FrameType
@@ -27,45 +27,20 @@ from hybrid3d.launch_environment import heartbeat_seconds, wants_native_stacks
 from hybrid3d.run import slow_ranks
 from hybrid3d.run.heartbeat import OVER, STARTING, current_phase
 from hybrid3d.run.native_stacks import write_native_stacks
+from hybrid3d.run.standstill import Standstill, places, read_standstill, standstill_message, waits, waits_for
+from hybrid3d.run.waits import Wait, describe_frame, find_wait, waits_for_others
 
 logger = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.1
 MAX_PASSED = 2.0  # seconds that count between two samples; more passes where the process was suspended
 POLL_SECONDS = 5.0  # between two times that ranks that stand tell so, and that rank 0 looks
+STORE_SECONDS = 5.0  # in which the store has answered, before the run ends without it
 STALE_POLLS = 2  # after which a rank that has told nothing more has moved, or is lost
 NATIVE_STACKS_AFTER = 3  # times that rank 0 was told, so that it has named the rank that is stopped for them
-MAX_NAMED = 8  # ranks, and places, in a message
-# Where a rank waits for others: anywhere in the stack, in its innermost function, and in the innermost one of hybrid3d.
-# On GPUs it may also do so elsewhere, where it first needs a result.
-WAITING_ANYWHERE = ("torch.distributed.distributed_c10d", "vllm.distributed.")
-WAITING_INNERMOST = (
-    *("megatron.core.distributed.", "megatron.core.pipeline_parallel.", "megatron.core.tensor_parallel."),
-    "hybrid3d.reshard.transport",
-)
-WAITING_OURS = ("hybrid3d.roles.split.", "hybrid3d.roles.weight_sync.")
 _TOLD, _ALL_STAND = "standstill/told", "standstill/all"  # keys of the store
 
 Report = Callable[[str, str, dict[str, object]], None]
-
-
-@dataclass(frozen=True)
-class Standstill:
-    """Where the main thread of a rank stands.
-
-    Attributes:
-        where: the innermost function of hybrid3d, and what it has called.
-        waits: whether it waits for other ranks there.
-        seconds: for which it has stood.
-    """
-
-    phase: str
-    where: str
-    waits: bool
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"phase {self.phase}, in {self.where}"
 
 
 class StackSampler:
@@ -96,35 +71,6 @@ class StackSampler:
         return (frame, self._seconds) if self._seconds > limit else None
 
 
-def describe_frame(frame: FrameType) -> tuple[str, bool]:
-    """Return where a thread is, by its innermost frame, and whether it waits for other ranks there."""
-    waits, ours = waits_for_others(frame)
-    where = _name(frame) if ours is None or ours is frame else f"{_name(ours)} > {_name(frame)}"
-    return where, waits
-
-
-def waits_for_others(frame: FrameType) -> tuple[bool, FrameType | None]:
-    """Return whether a thread waits for other ranks, by its innermost frame, and its innermost frame of hybrid3d."""
-    waits, ours = _module(frame).startswith(WAITING_INNERMOST), None
-    found: FrameType | None = frame
-    while found is not None:
-        module = _module(found)
-        waits = waits or module.startswith(WAITING_ANYWHERE)
-        if ours is None and module.startswith("hybrid3d."):
-            ours = found
-            waits = waits or module.startswith(WAITING_OURS)
-        found = found.f_back
-    return waits, ours
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "?"))
-
-
-def _name(frame: FrameType) -> str:
-    return f"{_module(frame)}.{frame.f_code.co_qualname}:{frame.f_lineno}"
-
-
 @dataclass
 class Told:
     """What rank 0 has read of a rank.
@@ -148,20 +94,31 @@ class Watchdog:
     that stands there was named. Nothing is ended: that is left to timeouts and heartbeats.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, report: Report):
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        report: Report,
+        role_of: Callable[[int], str] = lambda rank: "",
+    ):
         """Start the thread, which watches the one that calls this.
 
         Args:
             store: the store of the rendezvous; the thread uses a connection of its own.
             world_size: the ranks of all roles.
             report: called in the thread, on rank 0, with an event, a message and the event's fields.
+            role_of: returns the role of a rank, for messages; empty if it goes without saying.
         """
         self._store, self._rank, self._world_size, self._report = store.clone(), rank, world_size, report
+        self._role_of = role_of
+        self._told_from = heartbeat_seconds() / 2  # so that whom the others wait for is known when one is named
         self._limit, self._poll_seconds = heartbeat_seconds(), max(POLL_SECONDS, world_size / RANKS_PER_POLL_SECOND)
         self._thread_id = threading.get_ident()
         self._sampler = StackSampler(self._thread_id)
         self._standing: Standstill | None = None  # of this rank
         self._dumped, self._times_told = False, 0  # whether its stacks are in the log; how often rank 0 was told
+        self._has_told = True  # whether rank 0 may have a message that this rank stands, maybe from an earlier process
         self._told: dict[int, Told] = {}  # of ranks that stand, on rank 0
         self._messages = 0  # how many there were at the last poll
         self._named: set[tuple[int, str]] = set()  # ranks and places
@@ -176,6 +133,29 @@ class Watchdog:
         """Stop the thread."""
         self._stopped.set()
         self._thread.join(POLL_SECONDS)
+
+    def describe_lost(self, lost: int) -> str:
+        """Return the role of a rank that does not answer, and which ranks wait for it, as the end of a message.
+
+        Any thread may call it, also when the store does not answer: then only of this rank it is known.
+        """
+        own = self._standing
+        known = {} if own is None else {self._rank: own}
+
+        def read() -> None:
+            found = {}
+            with suppress(dist.DistError):
+                store = self._store.clone()
+                for rank in set(range(self._world_size)) - {self._rank, lost}:
+                    if store.check([_key(rank)]):
+                        found[rank] = read_standstill(store.get(_key(rank)).decode())
+            known.update(found)
+
+        reading = threading.Thread(target=read, name="waits", daemon=True)
+        reading.start()
+        reading.join(STORE_SECONDS)
+        role = self._role_of(lost)
+        return (f"; its role is {role}" if role else "") + waits_for(lost, dict(sorted(known.items())))
 
     def _run(self) -> None:
         next_poll, before = time.monotonic() + self._poll_seconds, time.monotonic()
@@ -201,14 +181,15 @@ class Watchdog:
             innermost = sys._current_frames().get(self._thread_id)
             if innermost is not None and not waits_for_others(innermost)[0]:
                 slow_ranks.record.add_seconds(phase, passed)
-        found = None if phase in (STARTING, OVER) else self._sampler.sample(passed, self._limit)
+        found = None if phase in (STARTING, OVER) else self._sampler.sample(passed, self._told_from)
         if found is None:
             self._standing, self._dumped, self._times_told = None, False, 0
             return
         frame, seconds = found
-        where, waits = describe_frame(frame)
-        self._standing = Standstill(phase, where, waits, round(seconds, 1))
-        if not waits:
+        where, is_waiting = describe_frame(frame)
+        wait = _find_wait(frame) if is_waiting else None
+        self._standing = Standstill(phase, where, is_waiting, round(seconds, 1), slow_ranks.record.step, wait)
+        if not is_waiting and seconds > self._limit:
             self._dump(self._standing)
 
     def _dump(self, standing: Standstill) -> None:
@@ -224,13 +205,17 @@ class Watchdog:
         if self._steps_told != slow_ranks.record.begun:
             self._steps_told = slow_ranks.record.begun
             self._store.set(f"work/{self._rank}", slow_ranks.record.message())
-        if self._standing is not None:
-            self._store.set(_key(self._rank), json.dumps(asdict(self._standing)))
+        standing = self._standing
+        if standing is None and self._has_told:
+            self._store.delete_key(_key(self._rank))
+        self._has_told = standing is not None
+        if standing is not None:
+            self._store.set(_key(self._rank), json.dumps(asdict(standing)))
             self._store.add(_TOLD, 1)
-            if self._store.check([_ALL_STAND]):
-                self._dump(self._standing)
-            self._times_told += 1
-            if self._dumped and self._times_told == NATIVE_STACKS_AFTER and wants_native_stacks():
+            if standing.seconds > self._limit and self._store.check([_ALL_STAND]):
+                self._dump(standing)
+            self._times_told += self._dumped
+            if self._times_told == NATIVE_STACKS_AFTER and wants_native_stacks():
                 write_native_stacks()
 
     def _look(self) -> None:
@@ -243,22 +228,26 @@ class Watchdog:
             message = self._store.get(key).decode() if self._store.check([key]) else ""
             polls = told.polls + 1 if message == told.message else 0
             self._told[rank] = Told(message, polls, told.seen + 1 if message and polls < STALE_POLLS else 0)
-        standing = {rank: Standstill(**json.loads(told.message)) for rank, told in self._told.items() if told.seen > 1}
+        found = {rank: read_standstill(told.message) for rank, told in self._told.items() if told.seen}
+        standing = {r: place for r, place in found.items() if place.seconds > self._limit and self._told[r].seen > 1}
+        known = {rank: place for rank, place in found.items() if place.waits or rank in standing}
         if not any(told.seen for told in self._told.values()):
             self._told = {}
         everyone = len(standing) == self._world_size
-        working = {rank: found for rank, found in standing.items() if not found.waits}
+        working = {rank: place for rank, place in standing.items() if not place.waits}
         if everyone:
             self._store.set(_ALL_STAND, "")
         else:
             self._store.delete_key(_ALL_STAND)
         named = working or (standing if everyone else {})
-        places = {(rank, str(found)) for rank, found in named.items()}
-        known = {place for _, place in places & self._named}  # where a rank stands that was named
-        if any(place not in known for _, place in places):
-            self._named |= places
-            fields = {"ranks": sorted(named), "places": _places(standing)}
-            self._report("standstill", _message(standing, everyone), fields)
+        at = {(rank, str(place)) for rank, place in named.items()}
+        seen = {place for _, place in at & self._named}  # where a rank stands that was named
+        if any(place not in seen for _, place in at):
+            self._named |= at
+            steps = [place.step for place in named.values() if place.step is not None]
+            fields = {"ranks": sorted(named), "places": places(known), "waits": waits(known)}
+            fields |= {"step": max(steps)} if steps else {}
+            self._report("standstill", standstill_message(named, known, everyone, self._role_of), fields)
 
     def _look_for_slow_ranks(self) -> None:
         """Report ranks that are slow in a phase, once each; look twice a step, as others tell later than this rank."""
@@ -281,29 +270,10 @@ def _key(rank: int) -> str:
     return f"standstill/{rank}"
 
 
-def _places(standing: Mapping[int, Standstill]) -> dict[str, list[int]]:
-    """Return the ranks at each place."""
-    found: dict[str, list[int]] = {}
-    for rank, place in standing.items():
-        found.setdefault(str(place), []).append(rank)
-    return found
-
-
-def _message(standing: Mapping[int, Standstill], everyone: bool) -> str:
-    """Return which ranks stand, where, and for how long; where all do, all of them, else those that do not wait."""
-    working = {rank: found for rank, found in standing.items() if not found.waits}
-    named = working or standing
-    seconds, waiting = max(found.seconds for found in named.values()), len(standing) - len(working)
-    if working:
-        subject = "one rank has" if len(working) == 1 else f"{len(working)} ranks have"
-        others = f", and {waiting} wait for others" if waiting else ""
-        start = f"{subject} not moved for {seconds:.0f} s{others}"
-    else:
-        start = f"all ranks have waited for each other for {seconds:.0f} s"
-    lines = []
-    for place, ranks in list(_places(named).items())[:MAX_NAMED]:
-        more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
-        listed = ", ".join(map(str, ranks[:MAX_NAMED]))
-        lines.append(f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}: {place}")
-    logs = "all logs" if everyone else "their logs"
-    return "\n  ".join([f"{start} (Python stacks are in {logs}):", *lines])
+def _find_wait(frame: FrameType) -> Wait | None:
+    """Return what `find_wait` does, or None where it fails: without it a rank is named all the same."""
+    try:
+        return find_wait(frame)
+    except Exception:
+        logger.exception("it is not known what this rank waits for")
+        return None

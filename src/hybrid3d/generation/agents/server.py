@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 TAKE_SECONDS = 30.0  # for which a request for a session waits, before it is told to ask again
 DISCONNECT_SECONDS = 0.5  # between two looks at whether a client is still there
+KEEP_ALIVE_SECONDS = 3600  # closing an idle connection would fail the request that a client is sending on it
 CLOSE_SECONDS = 2  # within which answers end when the server does
 MAX_BODY_BYTES = 2**26
 
@@ -65,6 +66,7 @@ class EndpointServer:
             lifespan="off",
             log_level="warning",
             access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=CLOSE_SECONDS,
         )
         self._server = uvicorn.Server(config)

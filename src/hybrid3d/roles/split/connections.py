@@ -44,7 +44,12 @@ class Disconnected(LostPeer):
 class Connection:
     """One end of a connection. One thread at a time may receive, and one may send."""
 
-    def __init__(self, of_socket: socket.socket):
+    def __init__(self, of_socket: socket.socket, peer: int | None = None):
+        """
+        Args:
+            peer: the rank at the other end, if it is known.
+        """
+        self._peer = peer
         of_socket.setblocking(True)
         of_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in TCP_OPTIONS:
@@ -80,6 +85,10 @@ class Connection:
             return self._messages.recv()
         except (EOFError, OSError) as error:
             raise Disconnected(str(error)) from error
+
+    def awaited(self) -> tuple[str, Sequence[int]] | None:
+        """Return what `receive` waits for, and the rank at the other end; any thread may call it."""
+        return None if self._peer is None else (f"its connection to rank {self._peer}", (self._peer,))
 
     def has_message(self) -> bool:
         """Return whether `receive` returns, or raises, at once."""
@@ -198,7 +207,7 @@ def connect(store: dist.Store, start: int, has_failed: Callable[[], bool]) -> Co
                 raise Disconnected("a rank that trains was lost")
             time.sleep(ADDRESS_POLL_SECONDS)
         port, secret = json.loads(store.get(_address(start)))
-        made = Connection(socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds()))
+        made = Connection(socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds()), peer=0)
         made.authenticate(bytes.fromhex(secret), as_server=False)
     except (OSError, EOFError, AuthenticationError, dist.DistError) as error:
         raise Disconnected(

@@ -53,9 +53,9 @@ class Engines(WorkerGroups):
     def _record_lost(self, group: WorkerGroup, moment: float, ready: int) -> None:
         message = (
             f"{group} lost: {ready} of {self._active} engines can generate, and its ranks are started again, "
-            "at most roles.generation.max_restarts times"
+            f"at most roles.generation.max_restarts times{group.lost_while}"
         )
-        self._record.event("engine_lost", message, ranks=group.ranks, time=moment)
+        self._record.event("engine_lost", message, ranks=group.ranks, time=moment, phase=group.lost_in)
 
     def _set_active(self, ranks: int) -> None:
         """Let so many ranks generate: start engines once theirs have registered, or let the last engines go."""

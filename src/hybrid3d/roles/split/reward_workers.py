@@ -80,6 +80,6 @@ class RewardWorkers(WorkerGroups):
     def _record_lost(self, group: WorkerGroup, moment: float, ready: int) -> None:
         message = (
             f"{group} lost: {ready} of {self._active} groups can compute rewards, and its ranks are started again, "
-            "at most roles.reward.max_restarts times"
+            f"at most roles.reward.max_restarts times{group.lost_while}"
         )
-        self._record.event("reward_worker_lost", message, ranks=group.ranks, time=moment)
+        self._record.event("reward_worker_lost", message, ranks=group.ranks, time=moment, phase=group.lost_in)

@@ -21,6 +21,8 @@ class WorkerGroup:
         kept: it was up before the ranks that train were started.
         started: those of the connections whose ranks have started what they serve with.
         lost: a rank of it has been lost, or it was asked to leave.
+        lost_in: the phase that its ranks were in when it was lost; empty if that is not known.
+        awaited: whether the first rank that trains waited for it then.
     """
 
     def __init__(self, place: int, number: int, registered: Mapping[int, tuple[Connection, Register]]):
@@ -29,7 +31,7 @@ class WorkerGroup:
         self.failures = [register.failure for _, register in registered.values() if register.failure]
         self.kept = all(register.group_start is not None for _, register in registered.values())
         self.started: set[Connection] = set()
-        self.lost = False
+        self.lost, self.lost_in, self.awaited = False, "", False
 
     @property
     def ranks(self) -> list[int]:
@@ -39,6 +41,13 @@ class WorkerGroup:
     def ready(self) -> bool:
         """Whether all of its ranks have started, and none is known to be lost."""
         return not self.lost and len(self.started) == len(self.connections)
+
+    @property
+    def lost_while(self) -> str:
+        """What it did when it was lost, as the end of a message."""
+        if not self.lost_in:
+            return ""
+        return f"; it was in phase {self.lost_in}" + (", and rank 0 waited for it" if self.awaited else "")
 
     def __str__(self) -> str:
         first, last = self.ranks[0], self.ranks[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +15,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.roles.split.connections import Connection, Disconnected, wait
 from hybrid3d.roles.split.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop
 from hybrid3d.roles.split.worker_group import WorkerGroup
+from hybrid3d.run.heartbeat import read_phase
 from hybrid3d.run.memory import Peaks
 from hybrid3d.run.record import Record
 from hybrid3d.run.timeline import Span
@@ -45,6 +46,7 @@ class WorkerGroups:
         self._registered: list[dict[int, tuple[Connection, Register]]] = [{} for _ in range(places)]
         self._groups: list[WorkerGroup | None] = [None] * places
         self._lost: list[tuple[WorkerGroup, float]] = []  # that was not recorded yet, and when
+        self._awaiting: dict[Connection, tuple[WorkerGroup, int]] = {}  # whose replies have not been received
         self._spans: dict[int, list[Span]] = defaultdict(list)
         self._peaks: dict[int, dict[str, int]] = {}  # since the last lap
         self._busy_since = time.time()
@@ -95,6 +97,9 @@ class WorkerGroups:
         if group.lost:
             return
         group.lost = True
+        with suppress(dist.DistError):  # without the store the run ends
+            group.lost_in = ", ".join(sorted({read_phase(self._store, rank) for rank in group.ranks} - {""}))
+        group.awaited = any(one is group for one, _ in list(self._awaiting.values()))
         self._groups[group.place] = None
         self._lost.append((group, time.time()))
         for connection in group.connections.values():
@@ -167,6 +172,7 @@ class WorkerGroups:
     ) -> dict[WorkerGroup, list[Any]]:
         """Return the replies to a call of each group that is not lost, by rank; until `stop`, which ends the calls."""
         waiting, results, stopped = dict(sent), dict[WorkerGroup, dict[int, Any]](), False
+        self._awaiting = waiting
         while waiting:
             if stop is not None and not stopped and stop():
                 stopped = True
@@ -174,13 +180,15 @@ class WorkerGroups:
                     with suppress(Disconnected):
                         connection.send(Stop())
             for connection in wait(list(waiting), None if stop is None or stopped else POLL_SECONDS):
-                group, rank = waiting.pop(connection)
+                group, rank = waiting[connection]
                 try:
                     reply: Reply = connection.receive()
                 except Disconnected:
                     with self._lock:
                         self._lose(group)
+                    del waiting[connection]
                     continue
+                del waiting[connection]
                 results.setdefault(group, {})[rank] = reply.result
                 self._spans[rank] = [*self._spans[rank], *reply.spans][-KEPT_SPANS:]
                 for activity, _, _ in reply.spans if reply.peak_memory else ():
@@ -188,6 +196,11 @@ class WorkerGroups:
                     peaks[activity] = max(peaks.get(activity, 0), reply.peak_memory)
         whole = {group: found for group, found in results.items() if len(found) == len(group.ranks)}
         return {group: [found[rank] for rank in group.ranks] for group, found in whole.items()}
+
+    def awaited(self) -> tuple[str, Sequence[int]] | None:
+        """Return what this rank waits for, and the ranks that it comes from; any thread may call it."""
+        ranks = sorted(rank for _, rank in list(self._awaiting.values()))
+        return ("replies", ranks) if ranks else None
 
     # What is seen, and the end
 
