@@ -128,6 +128,11 @@ def test_the_message_names_the_bucket_and_the_other_end_of_its_message() -> None
     ]
     assert waits_for(3, known) == "; rank 1 waits for it (bucket 2 of 5, a message from rank 3, in phase sync)"
     assert waits_for(2, known) == ""
+    two = known | {2: Standstill("train", "b.f:4", True, 39.0, 3, gather(2, 3))}
+    assert waits_for(3, {rank: two[rank] for rank in (0, 1, 2)}) == (
+        "; rank 1 waits for it (bucket 2 of 5, a message from rank 3, in phase sync), "
+        "rank 2 waits for it (gather of ranks 2, 3, in phase train)"
+    )
 
 
 def test_ranks_in_different_collectives_wait_for_each_other() -> None:

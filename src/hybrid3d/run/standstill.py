@@ -74,12 +74,15 @@ def waits(known: Mapping[int, Standstill]) -> dict[str, list[int]]:
 
 def waits_for(lost: int, known: Mapping[int, Standstill]) -> str:
     """Return which ranks wait for one that is lost, and in what, as the end of a message; empty if none is known to."""
-    waiting = {rank: known[rank] for rank in known if lost in awaited_ranks(rank, known)}
-    if not waiting:
-        return ""
-    first = next(iter(waiting.values()))
-    call = "" if first.wait is None else f" ({_call_text(first.wait)}, in phase {first.phase})"
-    return f"; {list_ranks(list(waiting))} {'wait' if len(waiting) > 1 else 'waits'} for it{call}"
+    by_call: dict[str, list[int]] = {}
+    for rank, found in known.items():
+        if found.wait is not None and lost in awaited_ranks(rank, known):
+            by_call.setdefault(f"{_call_text(found.wait)}, in phase {found.phase}", []).append(rank)
+    told = [
+        f"{list_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'} for it ({call})"
+        for call, ranks in by_call.items()
+    ]
+    return "; " + ", ".join(told) if told else ""
 
 
 def standstill_message(
