@@ -113,6 +113,7 @@ def test_a_tiny_model_has_layers_of_each_kind(model: Path) -> None:
     assert small["hidden_size"] <= 2048
 
 
+@pytest.mark.engines  # Megatron is imported to read the arguments
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,4 +1,4 @@
-"""Eighteen hangs and slow ranks in real runs: each is named within a minute, with its phase and whom is waited for.
+"""Twenty hangs and slow ranks in real runs: each is named within a minute, with its phase and whom is waited for.
 
 What hangs opens a FIFO, which blocks in the kernel until the test opens its other end: in functions of a rank by a
 `sitecustomize`, in the recipe's reward, and in the file that a rank appends its records to. Other ranks are stopped by
@@ -63,6 +63,7 @@ if "RANK" in os.environ and "hybrid3d" in sys.orig_argv:  # not in processes of 
             wrap("hybrid3d.roles.learner", "Learner", "make_experience")
             wrap("hybrid3d.rollout.engine", "RolloutEngine", "generate")
             wrap("hybrid3d.roles.weight_sync", "WeightSync", "finish")
+            wrap("hybrid3d.reshard.executor", "Executor", "_complete")
             wrap("os", "", "fsync")
             wrap("megatron.core.optimizer.optimizer", "", "get_grad_norm_fp32")
             wrap("hybrid3d.roles.weight_sync.session", "", "corrupted_on_any")
@@ -89,6 +90,14 @@ SETTINGS = [
     *("algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2", "train.micro_batch_size=4"),
     *("rollout.kv_cache_gib=0.0625", "reward.name=rewards:sometimes", "reward.timeout_seconds=200"),
     *("rollout.placement=consecutive", "optimizer.lr=0", "run.checkpoint_every=0", "sync.bucket_mib=0.125"),
+]
+SPLIT = [
+    "rollout.placement=overlap",
+    "train.tp=2",
+    "train.pp=1",
+    "rollout.tp=1",
+    "roles.generation.ranks=2",
+    "machine.gpus_per_node=2",
 ]
 IN_BUCKET = r"for rank {0} \(bucket \d+ of \d+, a message (from|to) rank {0}\)"
 STOPPED = (
@@ -286,3 +295,10 @@ def test_a_rank_that_skips_a_collective_in_training(demo: Path, tmp_path: Path) 
 def test_a_rank_that_skips_a_collective_in_a_sync(demo: Path, tmp_path: Path) -> None:
     with started(tmp_path, demo, "sync.verify=always") as run:
         run.skip("hybrid3d.roles.weight_sync.session.corrupted_on_any", 2, "sync")
+
+
+def test_hangs_of_ranks_that_only_generate(demo: Path, tmp_path: Path) -> None:
+    """In a sync with those that train; and stopped while it generates, so that it is started again."""
+    with started(tmp_path, demo, *SPLIT) as run:
+        run.block("3-Executor._complete", 3, "sync", awaited=IN_BUCKET.format(3))
+        run.stop(3, "answer", r"rank 3 lost: .*; it was in phase answer, and rank 0 waited for it")
