@@ -1,4 +1,4 @@
-"""The demo of an agent, as `make demo-agent` runs it: an own program with OpenAI's client and a calculator is trained."""
+"""The demo of an agent, as `make demo-agent` runs it: a program with OpenAI's client and a calculator is trained."""
 
 from __future__ import annotations
 
