@@ -26,9 +26,9 @@ def measured_device() -> Literal["cuda", "cpu"]:
 class MemoryMeter:
     """Measures the most bytes that this process uses between `start` and `stop`.
 
-    On a GPU these are the bytes that torch has allocated, vLLM's pools included. Memory that vLLM frees while it sleeps
-    is freed behind the back of torch, which counts it on: `asleep` says how much that is, and `split` has to be called
-    before it changes.
+    On a GPU these are the bytes that torch has allocated, vLLM's pools included. Torch still counts memory
+    that vLLM has freed while it sleeps: `asleep` returns how much that is, and `split` has to be called before it
+    changes.
 
     Without a GPU they are the resident bytes of the process. Where the kernel does not let a process reset its peak,
     only the bytes at `start`, `split` and `stop` are seen.
