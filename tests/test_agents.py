@@ -158,11 +158,15 @@ def requests(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 REFUSALS = {
     "model": (404, "model_not_found", "model", "'gpt-9' does not exist: this run's is 'requests'"),
-    "long": (400, "context_length_exceeded", "messages", "300 tokens, and rollout.max_model_len=256"),
+    "long": (400, "context_length_exceeded", "prompt", "300 tokens, and rollout.max_model_len=256"),
     "temperature": (400, "unsupported_value", "temperature", "this run samples at rollout.temperature=1"),
     "n": (400, "unsupported_value", "n", "n=2"),
     "tokens": (400, "invalid_value", "prompt", "token ids from 0 to"),
     "max_tokens": (400, "invalid_value", "max_tokens", "expected a number of 1 or more"),
+    "stop": (400, "invalid_value", "stop", "none of the tokenizer's"),
+    "half": (400, "invalid_value", "prompt", "half of a surrogate pair"),
+    "options": (400, "invalid_value", "stream_options", "expected an object"),
+    "logprobs": (400, "invalid_value", "logprobs", "logprobs=5"),
     "unknown": (400, "unknown_parameter", "maximum", "unknown parameter: maximum"),
     "json": (400, "invalid_json", None, "the body is no JSON"),
     "list": (400, "invalid_json", None, "expected an object"),

@@ -723,6 +723,13 @@ def test_what_agents_cannot_be_combined_with(load: Any, settings: list[str], pro
     assert any(found.startswith(f"rollout.agents: {problem}") for found in problems(load, AGENTS, *settings))
 
 
+def test_agents_of_every_rank_have_a_port(load: Any) -> None:
+    load(DEMO, ["rollout.agents.port=65532"])
+    assert problems(load, "rollout.agents.port=65533") == [
+        "rollout.agents.port=65533: the last of 4 ranks would listen at 65536: at most 65532"
+    ]
+
+
 def test_only_agents_with_a_key_use_an_endpoint_that_other_machines_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HYBRID3D_API_KEY", raising=False)
     assert find_agent_problems(Agents()) == []

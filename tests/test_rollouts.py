@@ -13,6 +13,7 @@ from hybrid3d.generation.replicas import Answers, EngineReplicas
 from hybrid3d.generation.rollouts import NoReplicas, Rollouts
 from hybrid3d.generation.samples import Sample, answer_numbers, answers_of, filled_up
 from hybrid3d.rewards.scorer import Scores
+from hybrid3d.roles.shares import spread_over
 from run_ranks import ROOT
 
 
@@ -80,6 +81,14 @@ def test_branches_of_an_answer_stay_together(rollouts: Any) -> None:
     assert [(one.branch, one.num_loss_tokens, one.logprobs) for one in filled[10:]] == [(1, 0, ())] * 6
     assert answer_numbers(filled) == [*answer_numbers(batch.samples), *[7] * 6]
     assert filled_up(batch.samples, 5) == batch.samples
+
+
+def test_rows_that_fill_a_batch_are_spread_over_its_minibatches() -> None:
+    assert spread_over(2, samples=8, rows=8) == [*range(8)]
+    order = spread_over(4, samples=17, rows=32)
+    assert sorted(order) == [*range(32)]
+    for first in range(0, 32, 8):
+        assert sum(row < 17 for row in order[first : first + 8]) in (4, 5)
 
 
 def test_held_out_answers(rollouts: Any) -> None:

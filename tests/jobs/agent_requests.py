@@ -47,9 +47,13 @@ def refusals(session: dict) -> dict[str, list]:
         "n": {"model": model, "prompt": "x", "n": 2},
         "tokens": {"model": model, "prompt": [5, 10**6]},
         "max_tokens": {"model": model, "prompt": "x", "max_tokens": 0},
+        "stop": {"model": model, "prompt": "x", "stop": ["\u2603"]},
+        "half": {"model": model, "prompt": "\ud800"},
+        "options": {"model": model, "prompt": "x", "stream_options": "x"},
+        "logprobs": {"model": model, "prompt": "x", "logprobs": 5},
         "unknown": {"model": model, "prompt": "x", "maximum": 3},
     }
-    answers = {name: http.post(path, json=body) for name, body in bodies.items()}
+    answers = {name: http.post(path, content=json.dumps(body)) for name, body in bodies.items()}
     answers["json"] = http.post(path, content=b'{"model": ')
     answers["list"] = http.post(path, json=[1])
     chat = {"model": model, "messages": [{"role": "user", "content": "x"}]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hybrid3d.config.schema import MAX_RANKS
+from hybrid3d.config.schema import MAX_PORT, MAX_RANKS
 from hybrid3d.config.unused_settings import unused_settings
 
 if TYPE_CHECKING:
@@ -180,7 +180,12 @@ def _check_agents(recipe: Recipe) -> Iterator[str]:
     rollout, ahead, reward = recipe.rollout, recipe.async_, recipe.reward
     if rollout is None or rollout.agents is None:
         return
-    agents = "rollout.agents"
+    agents, last_port = "rollout.agents", rollout.agents.port + recipe.world_size - 1
+    if last_port > MAX_PORT:
+        yield (
+            f"{agents}.port={rollout.agents.port}: the last of {recipe.world_size} ranks would listen at {last_port}: "
+            f"at most {MAX_PORT - recipe.world_size + 1}"
+        )
     if rollout.environment is not None:
         yield f"{agents}: agents take turns themselves: leave rollout.environment={rollout.environment} out"
     if ahead.partial is not None:

@@ -98,7 +98,7 @@ class Engine(Protocol):
         ...
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """End paused requests."""
+        """End requests that were submitted."""
         ...
 
     def broadcast(self, value: T | None) -> T:

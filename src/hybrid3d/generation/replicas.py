@@ -148,7 +148,7 @@ class EngineReplicas:
         examples, seeds = [example for example, _ in work], [seed for _, seed in work]
         if self._agents is not None:
             sessions = self._agents.run(examples, seeds, version, temperature)
-            return self._of_all_replicas(self._scored_sessions(sessions, scored))
+            return self._of_all_replicas(self._scored_sessions(sessions))
         trajectories = self._multi_turn.run(examples, seeds, version, temperature)
         return self._of_all_replicas(self._scored(trajectories, scored))
 
@@ -218,11 +218,11 @@ class EngineReplicas:
         failures = Counter(f"{OF_ENVIRONMENT}{trajectory.failure}" for trajectory in trajectories if trajectory.failure)
         return Answers(samples, dict(failures | scores.failures), failed | scores.examples)
 
-    def _scored_sessions(self, sessions: Sequence[Session], by_name: bool) -> Answers:
+    def _scored_sessions(self, sessions: Sequence[Session]) -> Answers:
         """Return the answers of agents, with the rewards that these have given, or else those of the function."""
         answers = [samples_of(session, self._tokenizer) for session in sessions]
         rewards: list[float | None] = [
-            self._default_reward if session.failure else session.reward if by_name else 0.0 for session in sessions
+            self._default_reward if session.failure else session.reward for session in sessions
         ]
         missing = [i for i, reward in enumerate(rewards) if reward is None]
         scores = self._scorer.score(

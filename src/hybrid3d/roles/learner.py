@@ -25,7 +25,7 @@ from hybrid3d.rl.kl import KlController, token_kl
 from hybrid3d.rl.losses import answer_weights
 from hybrid3d.rl.objective import PolicyObjective, ValueObjective
 from hybrid3d.roles.models import Models
-from hybrid3d.roles.shares import Shares, shares_of
+from hybrid3d.roles.shares import Shares, shares_of, spread_over
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.train.megatron_model import StepReport
@@ -130,7 +130,10 @@ class Learner:
         rows = filled_up(samples, sequences_multiple(recipe))
         answers = answer_numbers(rows)
         lengths = [len(sample.prompt_ids) + len(sample.tokens) for sample in rows]
-        shares = shares_of(recipe, lengths, recipe.algorithm.minibatches)
+        minibatches = recipe.algorithm.minibatches
+        order = spread_over(minibatches, len(samples), len(rows))
+        placed = shares_of(recipe, [lengths[row] for row in order], minibatches)
+        shares = [[order[place] for place in share] for share in placed]
         local = [rows[i] for i in shares[policy.data_parallel_rank]]
         sequences, prompts = [s.prompt_ids + s.tokens for s in local], [len(s.prompt_ids) for s in local]
         batch = Batch.from_sequences(sequences, prompts, loss_mask=[s.loss_mask for s in local], pad_id=self._pad_id)
@@ -216,7 +219,7 @@ class Learner:
         self._kl.configure(kl.coef, kl.target)
         if experience.answer_kl is not None:
             if trains_policy:
-                self._kl.observe(experience.answer_kl, len(experience.samples))
+                self._kl.observe(experience.answer_kl, sum(not sample.branch for sample in experience.samples))
             self._guard.freeze_kl_coef(step, experience.answer_kl, self._kl, recipe)
 
     def _trains_policy(self, step: int, recipe: Recipe) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from hybrid3d.config import Recipe
 from hybrid3d.rl.balance import balanced_shares
@@ -41,3 +42,17 @@ def shares_of(recipe: Recipe, lengths: Sequence[int], minibatches: int = 1) -> S
         for share, numbers in zip(shares, dealt, strict=True):
             share += [first + i for i in numbers]
     return shares
+
+
+def spread_over(minibatches: int, samples: int, rows: int) -> list[int]:
+    """Return the order of rows in which those that only fill the batch are spread evenly over its minibatches.
+
+    Args:
+        samples: the number of rows that are samples; those from this number on fill the batch.
+        rows: the number of all rows.
+    """
+    each, filling, order = rows // minibatches, iter(range(samples, rows)), list[int]()
+    for number in range(minibatches):
+        own = range(samples * number // minibatches, samples * (number + 1) // minibatches)
+        order += [*own, *islice(filling, each - len(own))]
+    return order

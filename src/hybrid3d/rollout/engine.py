@@ -251,7 +251,7 @@ class RolloutEngine:
         return ended, paused
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """End paused requests."""
+        """End requests that were submitted."""
         for number in numbers:
             self._llm.llm_engine.abort_request([str(number)])
             del self._submitted[number]

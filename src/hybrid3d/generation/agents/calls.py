@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid3d.config import Rollout
-from hybrid3d.generation.agents.history import Prompt
+from hybrid3d.generation.agents.history import Prompt, PromptText
 
 
 class RefusedCall(ValueError):
@@ -42,6 +42,11 @@ class Call:
     stops: tuple[str, ...] = ()
     include_stop: bool = False
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether its prompt is messages."""
+        return isinstance(self.prompt, PromptText) and self.prompt.messages is not None
+
 
 @dataclass(frozen=True)
 class CallResult:
@@ -62,12 +67,13 @@ class CallResult:
     finish_reason: str
 
 
-def no_room(context: int, answer: int, rollout: Rollout) -> RefusedCall:
-    """Return why a prompt of so many tokens, of which `answer` follow the first prompt, leaves no room for a reply."""
+def no_room(context: int, answer: int, rollout: Rollout, is_chat: bool) -> RefusedCall:
+    """Return why a prompt of so many tokens leaves no room for a reply; `answer` of them follow its branch's prompt."""
+    param = "messages" if is_chat else "prompt"
     if not context:
-        return RefusedCall("the prompt has no tokens", "invalid_prompt", "prompt")
+        return RefusedCall("the prompt has no tokens", "invalid_prompt", param)
     problem = f"the prompt has {context} tokens, and rollout.max_model_len={rollout.max_model_len} leaves no room"
     if context < rollout.max_model_len:
         limit = f"rollout.max_new_tokens={rollout.max_new_tokens}"
-        problem = f"{answer} tokens follow the session's first prompt, and {limit} leaves no room"
-    return RefusedCall(f"{problem} for a reply: end the session", "context_length_exceeded", "messages")
+        problem = f"{answer} tokens follow the prompt of the branch, and {limit} leaves no room"
+    return RefusedCall(f"{problem} for a reply: end the session", "context_length_exceeded", param)

@@ -189,7 +189,10 @@ class History:
         assert prompt.messages is not None, "only chats have messages"
         if len(prompt.messages) < len(history) or any(map(_differ, history, prompt.messages)):
             return None
-        before, after = self.render(history[:-1]), self.render(history, ends=True)
+        try:
+            before, after = self.render(history[:-1]), self.render(history, ends=True)
+        except NoChatTemplate:  # it renders no messages that end with a reply
+            return None
         if not after.startswith(before) or not prompt.text.startswith(after):
             return None
         rendered = after[len(before) :]

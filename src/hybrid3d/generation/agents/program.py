@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 from hybrid3d.config import Agents
 
@@ -56,6 +58,7 @@ class AgentProgram:
             [sys.executable, "-c", _START, str(os.getpid()), *shlex.split(command)],
             env=os.environ | {URL_VARIABLE: url, "PATH": _search_path()},
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # with what it starts itself
         )
 
     def check(self) -> None:
@@ -67,8 +70,8 @@ class AgentProgram:
 
     def close(self) -> None:
         """Wait a moment for it to end, and kill it otherwise."""
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # also those that it has started
+        self._process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import uuid
@@ -78,7 +79,7 @@ def read_request(body: Mapping[str, Any], is_chat: bool, session: Session, model
         problem = f"the model {body.get('model')!r} does not exist: this run's is {model!r}"
         raise RefusedCall(problem, "model_not_found", "model")
     temperature = body.get("temperature")
-    if temperature is not None and temperature != session.temperature:
+    if temperature not in (None, session.temperature) and session.seed is not None:
         problem = f"temperature={temperature!r}: this run samples at rollout.temperature={session.temperature:g}"
         raise RefusedCall(f"{problem}: leave it out", "unsupported_value", "temperature")
     most = _number(body, "max_completion_tokens") or _number(body, "max_tokens")
@@ -92,8 +93,8 @@ def read_request(body: Mapping[str, Any], is_chat: bool, session: Session, model
         model=model,
         is_chat=is_chat,
         streams=_flag(body, "stream"),
-        usage=bool((body.get("stream_options") or {}).get("include_usage")),
-        logprobs=bool(body.get("logprobs")) if is_chat else body.get("logprobs") is not None,
+        usage=_usage_wanted(body),
+        logprobs=_flag(body, "logprobs") if is_chat else _logprobs_wanted(body),
         token_ids=_flag(body, "return_token_ids"),
     )
 
@@ -120,7 +121,7 @@ def _chat(body: Mapping[str, Any], history: History) -> Prompt:
             messages[i] = message | {"content": "".join(part["text"] for part in content)}
         elif content is not None and not isinstance(content, str):
             raise RefusedCall(f"messages[{i}].content: expected text", "invalid_value", "messages")
-    return PromptText(history.render(tuple(messages)), tuple(messages))
+    return PromptText(_valid(history.render(tuple(messages)), "messages"), tuple(messages))
 
 
 def _prompt(body: Mapping[str, Any], tokenizer_size: int) -> Prompt:
@@ -128,11 +129,20 @@ def _prompt(body: Mapping[str, Any], tokenizer_size: int) -> Prompt:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return PromptText(prompt)
+        return PromptText(_valid(prompt, "prompt"))
     if isinstance(prompt, list) and all(type(token) is int and 0 <= token < tokenizer_size for token in prompt):
         return PromptTokens(tuple(prompt))
     expected = f"expected one text, or one list of token ids from 0 to {tokenizer_size - 1}"
     raise RefusedCall(f"prompt: {expected}", "invalid_value", "prompt")
+
+
+def _valid(text: str, param: str) -> str:
+    """Return a text if it is one: JSON can have halves of characters, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RefusedCall(f"{param}: a half of a surrogate pair is no text", "invalid_value", param) from None
+    return text
 
 
 def _number(body: Mapping[str, Any], key: str) -> int | None:
@@ -147,6 +157,25 @@ def _flag(body: Mapping[str, Any], key: str) -> bool:
     if value not in (None, True, False):
         raise RefusedCall(f"{key}={value!r}: expected true or false", "invalid_value", key)
     return bool(value)
+
+
+def _usage_wanted(body: Mapping[str, Any]) -> bool:
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise RefusedCall("stream_options: expected an object", "invalid_value", "stream_options")
+    return _flag(options, "include_usage")
+
+
+def _logprobs_wanted(body: Mapping[str, Any]) -> bool:
+    """Return whether a completion has log-probabilities: 0 or more alternatives to each token, of which 0 are here."""
+    value = body.get("logprobs")
+    if value is None or value is False:
+        return False
+    if value not in (0, 1):
+        raise RefusedCall(
+            f"logprobs={value!r}: no alternatives to tokens are given: set 0", "invalid_value", "logprobs"
+        )
+    return True
 
 
 def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
@@ -215,12 +244,12 @@ def _logprobs(request: Request, result: CallResult, tokenizer: Any) -> dict[str,
         return None
     texts = [tokenizer.decode([token]) for token in result.tokens]
     if not request.is_chat:
-        ends = [len("".join(texts[:i])) for i in range(len(texts))]
+        offsets = [0, *itertools.accumulate(map(len, texts))][:-1]
         return {
             "tokens": texts,
             "token_logprobs": list(result.logprobs),
             "top_logprobs": None,
-            "text_offset": ends,
+            "text_offset": offsets,
         }
     content = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}

@@ -55,6 +55,7 @@ class AgentRollout:
             self._engine.submit(exchange.requests, version)
             running += len(exchange.requests) - len(exchange.cancelled)
             done = exchange.done
+        self._engine.interrupt()  # a batch that was scheduled ahead must not run while weights are synced
         return sessions
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from hybrid3d.config import Agents
 from hybrid3d.generation.agents.calls import NoSession, RefusedCall, RunEnded
 from hybrid3d.generation.agents.history import NoChatTemplate
-from hybrid3d.generation.agents.program import KEY_VARIABLE
+from hybrid3d.generation.agents.program import KEY_VARIABLE, find_agent_problems
 from hybrid3d.generation.agents.requests import answer, events, read_request
 from hybrid3d.generation.agents.sessions import SessionPool
 
@@ -33,18 +33,18 @@ TAKE_SECONDS = 30.0  # for which a request for a session waits, before it is tol
 DISCONNECT_SECONDS = 0.5  # between two looks at whether a client is still there
 KEEP_ALIVE_SECONDS = 3600  # closing an idle connection would fail the request that a client is sending on it
 CLOSE_SECONDS = 2  # within which answers end when the server does
-MAX_BODY_BYTES = 2**26
+MAX_BODY_BYTES = 2**23
 
 
 class CannotListen(RuntimeError):
-    """The address of the endpoint cannot be listened at."""
+    """The address of the endpoint cannot be bound, or agents cannot use it."""
 
 
 class EndpointServer:
     """Serves the sessions of a pool, in threads of this process.
 
     Raises:
-        CannotListen: the address cannot be listened at.
+        CannotListen: the address cannot be bound, or agents cannot use it.
     """
 
     def __init__(self, pool: SessionPool, model: str, tokenizer: Any, settings: Agents, offset: int):
@@ -56,6 +56,9 @@ class EndpointServer:
         self._pool, self._model, self._tokenizer = pool, model, tokenizer
         self._size = len(tokenizer)
         self._key = os.environ.get(KEY_VARIABLE, "")
+        problems = find_agent_problems(settings)  # on this machine
+        if problems:
+            raise CannotListen("; ".join(problems))
         self._socket = _listen(settings.host, settings.port + offset)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -96,7 +99,7 @@ class EndpointServer:
                 Route("/sessions/{session}/v1/chat/completions", self._checked(chat), methods=["POST"]),
                 Route("/sessions/{session}/v1/completions", self._checked(complete), methods=["POST"]),
             ],
-            exception_handlers={404: _not_found, 405: _not_found},
+            exception_handlers={404: _not_found, 405: _not_found, Exception: _broken},
         )
 
     def _checked(
@@ -161,12 +164,13 @@ class EndpointServer:
         )
 
     async def _generate(self, request: Request, is_chat: bool) -> Response:
-        session = self._pool.find(request.path_params["session"])
+        session_id = request.path_params["session"]  # not the session's, which changes if it is offered again
+        session = self._pool.find(session_id)
         asked = read_request(await _json(request), is_chat, session, self._model, self._size)
-        result = self._pool.begin(session.id, asked.call)
+        result = self._pool.begin(session_id, asked.call)
         found = await _unless_disconnected(request, result)
         if found is None:
-            self._pool.abandon(session.id, result)
+            self._pool.abandon(session_id, result)
             return Response(status_code=499)
         if asked.streams:
             return StreamingResponse(events(asked, found, self._tokenizer), media_type="text/event-stream")
@@ -224,6 +228,10 @@ async def _not_found(request: Request, error: Exception) -> Response:
     return _error(404, f"{request.method} {request.url.path}: there is no such address", "not_found", None)
 
 
+async def _broken(request: Request, error: Exception) -> Response:
+    return _error(500, f"{type(error).__name__}: {error}", "internal_error", None)
+
+
 def _error(status: int, message: str, code: str, param: str | None) -> Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
@@ -249,6 +257,6 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> str:
     return (
-        f"agents cannot be listened to at {host}:{port} ({error.strerror}), rollout.agents.port plus the rank: "
+        f"cannot bind {host}:{port} for agents ({error.strerror}), which is rollout.agents.port plus the rank: "
         "choose another rollout.agents.port, or a rollout.agents.host of this machine"
     )

@@ -8,14 +8,14 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from hybrid3d.config import Rollout
-from hybrid3d.generation.agents.calls import Call, CallResult, NoSession, RunEnded, no_room
+from hybrid3d.generation.agents.calls import Call, CallResult, NoSession, RefusedCall, RunEnded, no_room
 from hybrid3d.generation.agents.history import Branch, History
 from hybrid3d.generation.engine import Completion, GenerationRequest
 from hybrid3d.generation.turns import seed_of_request
@@ -172,15 +172,20 @@ class SessionPool:
         """
         with self._changed:
             session = self._find(session_id)
+            try:
+                self._stop_tokens(call.stops)
+            except ValueError as error:
+                raise RefusedCall(str(error), "invalid_value", "stop") from None
             branch = session.history.begin(call.prompt)
             context, first = len(branch.context), len(branch.tokens)
             room = min(self._rollout.max_model_len - context, self._rollout.max_new_tokens - first)
             if room < 1 or not context:
                 session.history.drop(branch)
-                raise no_room(context, first, self._rollout)
+                raise no_room(context, first, self._rollout, call.is_chat)
             most = room if call.max_tokens is None else min(room, call.max_tokens)
             pending = _Pending(call, branch, first, most)
             self._submit(session, pending)
+            session.active = time.monotonic()
             self._changed.notify_all()
             return pending.result
 
@@ -235,15 +240,16 @@ class SessionPool:
         branch.append_generated(completion)
         tokens = tuple(branch.tokens[pending.first :])
         text = self._text(tokens)
-        found = [at for at in (text.find(stop) for stop in call.stops) if at >= 0]
+        found = [(text.find(stop), stop) for stop in call.stops if stop in text]
         ended = tokens[-1] in self._end_tokens or bool(found)
         if call.stops and not ended and pending.generated < pending.most:
             self._submit(session, pending)  # the engine has paused at a token that may end a stop
             return
-        reply, cut = text, False
-        if found and not call.include_stop:
-            reply, cut = text[: min(found)], True
-        session.history.finish(branch, call.prompt, reply, cut)
+        reply = text
+        if found:
+            at, stop = min(found)
+            reply = text[: at + len(stop)] if call.include_stop else text[:at]
+        session.history.finish(branch, call.prompt, reply, cut=reply != text)
         session.active = time.monotonic()
         count = len(tokens)
         logprobs = tuple(branch.logprobs[-count:]) if branch.logprobs else ()
@@ -284,7 +290,6 @@ class SessionPool:
         session = self._by_id.get(session_id)
         if session is None:
             raise NoSession
-        session.active = time.monotonic()
         return session
 
     def _end(self, session: Session) -> None:
@@ -293,7 +298,7 @@ class SessionPool:
         self._by_id.pop(session.id, None)
         session.ended = True
         if not session.history.branches and not session.failure:
-            session.failure, session.message = "no_calls", "an agent ended its session without a call"
+            session.failure, session.message = "no_calls", "a session ended without a call that was answered"
 
     def _drop(self, session: Session, number: int) -> None:
         pending = session.calls.pop(number)
@@ -305,20 +310,18 @@ class SessionPool:
             pending.result.set_exception(NoSession())
 
     def _end_silent_sessions(self, now: float) -> None:
-        for session in self._taken():
+        for session in [*self._by_id.values()]:
             if session.calls or now - session.active < self._timeout:
                 continue
             if not session.history.branches and session.offers < MAX_OFFERS:
                 del self._by_id[session.id]
                 self._free.append(session)
                 continue
-            session.failure = "hung"
-            session.message = f"its agent made no call for {self._timeout:g} s"
+            if session.history.branches:
+                session.failure = "hung"
+                session.message = f"its agent made no call for {self._timeout:g} s"
             self._end(session)
         self._offer()
         if self._free and not self._by_id and now - self._reminded > REMIND_SECONDS:
             self._reminded = now
             logger.warning("%d sessions wait for agents", len(self._free))
-
-    def _taken(self) -> Iterator[Session]:
-        return iter([*self._by_id.values()])
