@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 import runpy
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from commands import ROOT
+from hybrid3d.generation.agents.calls import RefusedCall
 from hybrid3d.generation.agents.history import Branch, History, NoChatTemplate, PromptText, PromptTokens
+from hybrid3d.generation.agents.requests import read_request
 from hybrid3d.generation.engine import Completion
 
 # As those of Qwen 2, which write contents as they are; of Llama 3, which strip them; and of Qwen 3, which drop what was
@@ -190,6 +193,21 @@ def test_messages_that_no_template_takes_are_refused(tokenizer: Any) -> None:
         history(tokenizer).render((user("?"),))
     with pytest.raises(NoChatTemplate, match="does not accept the messages: no tools"):
         history(tokenizer, "{{ raise_exception('no tools') }}").render((user("?"),))
+
+
+def test_only_the_recipes_temperature_samples(tokenizer: Any) -> None:
+    """A greedy session, of an evaluation, takes any: it has none."""
+    body = {"model": "run", "prompt": "x"}
+
+    def read(seed: int | None, **more: float) -> Any:
+        session: Any = SimpleNamespace(seed=seed, temperature=0.8 if seed is not None else 1.0, history=None)
+        return read_request(body | more, False, session, "run", len(tokenizer))
+
+    assert read(1, temperature=0.8) == read(1) == read(None, temperature=0.8) == read(None, temperature=0)
+    with pytest.raises(
+        RefusedCall, match=r"temperature=0.2: this run samples at rollout.temperature=0.8: leave it out"
+    ):
+        read(1, temperature=0.2)
 
 
 @pytest.mark.parametrize("template", [PLAIN, STRIPS, FORGETS])

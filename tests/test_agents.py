@@ -159,7 +159,7 @@ def requests(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 REFUSALS = {
     "model": (404, "model_not_found", "model", "'gpt-9' does not exist: this run's is 'requests'"),
     "long": (400, "context_length_exceeded", "prompt", "300 tokens, and rollout.max_model_len=256"),
-    "temperature": (400, "unsupported_value", "temperature", "this run samples at rollout.temperature=1"),
+    "top_p": (400, "unsupported_value", "top_p", "samples are those of the policy's own distribution"),
     "n": (400, "unsupported_value", "n", "n=2"),
     "tokens": (400, "invalid_value", "prompt", "token ids from 0 to"),
     "max_tokens": (400, "invalid_value", "max_tokens", "expected a number of 1 or more"),

@@ -43,7 +43,7 @@ def refusals(session: dict) -> dict[str, list]:
     bodies = {
         "model": {"model": "gpt-9", "prompt": "x"},
         "long": {"model": model, "prompt": [5] * 300},
-        "temperature": {"model": model, "prompt": "x", "temperature": 0.2},
+        "top_p": {"model": model, "prompt": "x", "top_p": 0.5},
         "n": {"model": model, "prompt": "x", "n": 2},
         "tokens": {"model": model, "prompt": [5, 10**6]},
         "max_tokens": {"model": model, "prompt": "x", "max_tokens": 0},
