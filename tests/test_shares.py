@@ -116,7 +116,17 @@ def updates_of(layout: str) -> list[dict[int, Tensor]]:
         width = batch.tokens.shape[1]
         rollout, before, of_share = [values[share][:, :width] for values in (old, old, advantages)]
         experience = Experience(
-            [], StepMetrics(), share, batch, lengths, rollout, before, None, 0.0, advantages=of_share
+            [],
+            StepMetrics(),
+            share,
+            batch,
+            lengths,
+            torch.tensor(shares),
+            rollout,
+            before,
+            None,
+            0.0,
+            advantages=of_share,
         )
         learner.update(experience, 0, recipe)
         for of_all, of_rank in zip(found, policy.updates, strict=True):
