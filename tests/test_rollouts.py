@@ -12,7 +12,9 @@ from hybrid3d.config import Agents, Recipe, load_recipe
 from hybrid3d.generation.replicas import Answers, EngineReplicas
 from hybrid3d.generation.rollouts import NoReplicas, Rollouts
 from hybrid3d.generation.samples import Sample, answer_numbers, answers_of, filled_up
+from hybrid3d.generation.turns import Trajectory
 from hybrid3d.rewards.scorer import Scores
+from hybrid3d.rl.data import Example
 from hybrid3d.roles.shares import spread_over
 from run_ranks import ROOT
 
@@ -136,10 +138,7 @@ def test_the_work_of_lost_replicas_is_done_by_the_others(rollouts: Any) -> None:
 def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: Any) -> None:
     """Its references in the training data may be of any kind, and are not judged by."""
     asked: list[str] = []
-    held = SimpleNamespace(
-        example=SimpleNamespace(prompt="", prompt_ids=(1,), answer="right"), tokens=[2], loss_mask=[True],
-        logprobs=[-0.5], failure="", message="", versions=[6],
-    )  # fmt: skip
+    held = Trajectory(Example(0, "", "right", (1,)), 0, tokens=[2], loss_mask=[True], logprobs=[-0.5], versions=[6])
     versions: list[int] = []
 
     def run(examples: list[Any], seeds: list[int | None], version: int, temperature: float) -> list[Any]:

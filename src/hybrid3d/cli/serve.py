@@ -12,9 +12,8 @@ from pathlib import Path
 from hybrid3d import launch_environment
 from hybrid3d.cli.terminal import DONE, Commands, make_console, path_argument
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
+from hybrid3d.config.schema import MAX_PORT
 from hybrid3d.run.run_folder import RunFolder, find_checkpoint_step, served_folder
-
-MAX_PORT = 65535
 
 
 def add_parser(commands: Commands) -> None:

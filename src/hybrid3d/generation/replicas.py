@@ -197,26 +197,11 @@ class EngineReplicas:
         ]
         scores = self._scorer.score(queries) if by_name else Scores([0.0] * len(queries))
         samples = [
-            Sample(
-                prompt=trajectory.example.prompt,
-                prompt_ids=trajectory.example.prompt_ids,
-                tokens=tuple(trajectory.tokens),
-                loss_mask=tuple(trajectory.loss_mask),
-                logprobs=tuple(trajectory.logprobs),
-                answer=answer,
-                reward=reward,
-                versions=tuple(trajectory.versions),
-                reference=trajectory.example.answer,
-            )
+            trajectory.sample(trajectory.example, trajectory.example.prompt_ids, answer, reward)
             for trajectory, answer, reward in zip(trajectories, answers, scores.rewards, strict=True)
         ]
-        failed = {
-            f"{OF_ENVIRONMENT}{trajectory.failure}": trajectory.message
-            for trajectory in reversed(trajectories)
-            if trajectory.failure
-        }
-        failures = Counter(f"{OF_ENVIRONMENT}{trajectory.failure}" for trajectory in trajectories if trajectory.failure)
-        return Answers(samples, dict(failures | scores.failures), failed | scores.examples)
+        failed = [(f"{OF_ENVIRONMENT}{one.failure}", one.message) for one in trajectories if one.failure]
+        return _answers(samples, failed, scores)
 
     def _scored_sessions(self, sessions: Sequence[Session]) -> Answers:
         """Return the answers of agents, with the rewards that these have given, or else those of the function."""
@@ -238,13 +223,18 @@ class EngineReplicas:
             for sample in branches
         ]
         failed = [(f"{OF_AGENT}{session.failure}", session.message) for session in sessions if session.failure]
-        failures = Counter(kind for kind, _ in failed)
-        return Answers(samples, dict(failures | scores.failures), dict(reversed(failed)) | scores.examples)
+        return _answers(samples, failed, scores)
 
     def _of_all_replicas(self, value: T) -> dict[int, T]:
         """Return the values of all replicas, by number; each replica's is that of its leading rank."""
         values = gather_objects((self._engine.replica, value) if self._engine.leads else None, self._group)
         return dict(sorted(filter(None, values), key=lambda pair: pair[0]))
+
+
+def _answers(samples: list[Sample], failed: Sequence[tuple[str, str]], scores: Scores) -> Answers:
+    """Return samples with the failures of their conversations (kind and message) and of their rewards."""
+    failures = Counter(kind for kind, _ in failed)
+    return Answers(samples, dict(failures | scores.failures), dict(reversed(failed)) | scores.examples)
 
 
 Score = Callable[[Sequence[Sample], bool], Scores]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybrid3d.generation.engine import Completion
+from hybrid3d.generation.samples import Sample
+from hybrid3d.rl.data import Example
 
 
 @dataclass(eq=False, kw_only=True)
@@ -37,6 +39,23 @@ class AnswerTokens:
         """Remove all tokens but the first `length`."""
         generated = sum(self.loss_mask[:length])
         del self.tokens[length:], self.loss_mask[length:], self.versions[length:], self.logprobs[generated:]
+
+    def sample(
+        self, example: Example, prompt_ids: Sequence[int], answer: str, reward: float = 0.0, branch: int = 0
+    ) -> Sample:
+        """Return the sample of these tokens; arguments are as in `Sample`."""
+        return Sample(
+            prompt=example.prompt,
+            prompt_ids=tuple(prompt_ids),
+            tokens=tuple(self.tokens),
+            loss_mask=tuple(self.loss_mask),
+            logprobs=tuple(self.logprobs),
+            answer=answer,
+            reward=reward,
+            versions=tuple(self.versions),
+            reference=example.answer,
+            branch=branch,
+        )
 
     def _append(self, tokens: Sequence[int], loss_mask: bool, version: int) -> None:
         self.tokens += tokens

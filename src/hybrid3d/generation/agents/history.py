@@ -225,9 +225,6 @@ def _differ(one: Message, other: Message) -> bool:
 def _essence(message: Message) -> dict[str, Any]:
     """Return what of a message a template can see, without the keys that clients add as null."""
     found = {key: value for key, value in message.items() if value is not None}
-    content = found.get("content")
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        found["content"] = "".join(str(part.get("text", "")) for part in content)
     if not found.get("content"):
         found.pop("content", None)
     return found

@@ -46,11 +46,11 @@ class AgentRollout:
         while not done:
             ended = self._engine.step()
             running -= len(ended)
-            said = None
+            found = None
             if leader is not None:
                 leader.check_program()
-                said = leader.pool.exchange(ended, is_idle=running == 0)
-            exchange = self._engine.broadcast(said)
+                found = leader.pool.exchange(ended, is_idle=running == 0)
+            exchange = self._engine.broadcast(found)
             self._engine.cancel(exchange.cancelled)
             self._engine.submit(exchange.requests, version)
             running += len(exchange.requests) - len(exchange.cancelled)

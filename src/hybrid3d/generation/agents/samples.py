@@ -6,6 +6,7 @@ from typing import Any
 
 from hybrid3d.generation.agents.sessions import Session
 from hybrid3d.generation.samples import Sample
+from hybrid3d.generation.tokens import AnswerTokens
 
 
 def samples_of(session: Session, tokenizer: Any) -> list[Sample]:
@@ -13,34 +14,16 @@ def samples_of(session: Session, tokenizer: Any) -> list[Sample]:
 
     A session without a call has one that training learns nothing from.
     """
-    example = session.example
-    samples = [
-        Sample(
-            prompt=example.prompt,
-            prompt_ids=branch.prompt_ids,
-            tokens=tuple(branch.tokens),
-            loss_mask=tuple(branch.loss_mask),
-            logprobs=tuple(branch.logprobs),
-            answer=tokenizer.decode(branch.tokens, skip_special_tokens=True),
-            reward=0.0,
-            versions=tuple(branch.versions),
-            reference=example.answer,
-            branch=number,
+    example, branches = session.example, session.history.branches
+    if not branches:
+        nothing = AnswerTokens(tokens=[tokenizer.eos_token_id], loss_mask=[False], versions=[session.version])
+        return [nothing.sample(example, example.prompt_ids, "")]
+    return [
+        branch.sample(
+            example, branch.prompt_ids, tokenizer.decode(branch.tokens, skip_special_tokens=True), branch=number
         )
-        for number, branch in enumerate(session.history.branches)
+        for number, branch in enumerate(branches)
     ]
-    nothing = Sample(
-        prompt=example.prompt,
-        prompt_ids=example.prompt_ids,
-        tokens=(tokenizer.eos_token_id,),
-        loss_mask=(False,),
-        logprobs=(),
-        answer="",
-        reward=0.0,
-        versions=(session.version,),
-        reference=example.answer,
-    )
-    return samples or [nothing]
 
 
 def last_answer(session: Session, samples: list[Sample]) -> str:

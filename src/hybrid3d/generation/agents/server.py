@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import json
 import math
@@ -34,6 +33,7 @@ DISCONNECT_SECONDS = 0.5  # between two looks at whether a client is still there
 KEEP_ALIVE_SECONDS = 3600  # closing an idle connection would fail the request that a client is sending on it
 CLOSE_SECONDS = 2  # within which answers end when the server does
 MAX_BODY_BYTES = 2**23
+BACKLOG = 1024  # connections that wait to be accepted
 
 
 class CannotListen(RuntimeError):
@@ -242,21 +242,12 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise CannotListen(_cannot_listen(host, port, error)) from None
-    try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(1024)
+        listening.listen(BACKLOG)
+        return listening
     except OSError as error:
-        with contextlib.suppress(OSError):
-            listening.close()
-        raise CannotListen(_cannot_listen(host, port, error)) from None
-    return listening
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> str:
-    return (
-        f"cannot bind {host}:{port} for agents ({error.strerror}), which is rollout.agents.port plus the rank: "
-        "choose another rollout.agents.port, or a rollout.agents.host of this machine"
-    )
+        raise CannotListen(
+            f"cannot bind {host}:{port} for agents ({error.strerror}), which is rollout.agents.port plus the rank: "
+            "choose another rollout.agents.port, or a rollout.agents.host of this machine"
+        ) from None

@@ -35,19 +35,19 @@ class _Pending:
     """A call that is being answered.
 
     Attributes:
-        first: the number of its branch's tokens before it.
-        most: how many tokens it may generate.
+        start: the number of its branch's tokens before it.
+        max_new_tokens: how many tokens it may generate.
     """
 
     call: Call
     branch: Branch
-    first: int
-    most: int
+    start: int
+    max_new_tokens: int
     result: Future[CallResult] = field(default_factory=Future)
 
     @property
     def generated(self) -> int:
-        return len(self.branch.tokens) - self.first
+        return len(self.branch.tokens) - self.start
 
 
 @dataclass(eq=False)
@@ -160,7 +160,9 @@ class SessionPool:
             NoSession: there is no such session.
         """
         with self._changed:
-            return self._find(session_id)
+            if session_id not in self._by_id:
+                raise NoSession
+            return self._by_id[session_id]
 
     def begin(self, session_id: str, call: Call) -> Future[CallResult]:
         """Begin a call of a session. `abandon` ends it, and so does the end of the session, with NoSession.
@@ -171,19 +173,18 @@ class SessionPool:
             NoChatTemplate: as `History.render`.
         """
         with self._changed:
-            session = self._find(session_id)
+            session = self.find(session_id)
             try:
                 self._stop_tokens(call.stops)
             except ValueError as error:
                 raise RefusedCall(str(error), "invalid_value", "stop") from None
             branch = session.history.begin(call.prompt)
-            context, first = len(branch.context), len(branch.tokens)
-            room = min(self._rollout.max_model_len - context, self._rollout.max_new_tokens - first)
+            context, start = len(branch.context), len(branch.tokens)
+            room = min(self._rollout.max_model_len - context, self._rollout.max_new_tokens - start)
             if room < 1 or not context:
                 session.history.drop(branch)
-                raise no_room(context, first, self._rollout, call.is_chat)
-            most = room if call.max_tokens is None else min(room, call.max_tokens)
-            pending = _Pending(call, branch, first, most)
+                raise no_room(context, start, self._rollout, call.is_chat)
+            pending = _Pending(call, branch, start, min(room, call.max_tokens or room))
             self._submit(session, pending)
             session.active = time.monotonic()
             self._changed.notify_all()
@@ -206,7 +207,7 @@ class SessionPool:
             NoSession: there is no such session.
         """
         with self._changed:
-            session = self._find(session_id)
+            session = self.find(session_id)
             session.reward = reward
             self._end(session)
             self._changed.notify_all()
@@ -238,11 +239,11 @@ class SessionPool:
         pending = session.calls.pop(number)
         branch, call = pending.branch, pending.call
         branch.append_generated(completion)
-        tokens = tuple(branch.tokens[pending.first :])
+        tokens = tuple(branch.tokens[pending.start :])
         text = self._text(tokens)
         found = [(text.find(stop), stop) for stop in call.stops if stop in text]
         ended = tokens[-1] in self._end_tokens or bool(found)
-        if call.stops and not ended and pending.generated < pending.most:
+        if call.stops and not ended and pending.generated < pending.max_new_tokens:
             self._submit(session, pending)  # the engine has paused at a token that may end a stop
             return
         reply = text
@@ -254,14 +255,14 @@ class SessionPool:
         count = len(tokens)
         logprobs = tuple(branch.logprobs[-count:]) if branch.logprobs else ()
         reason = "stop" if ended else "length"
-        prompt_ids = (*branch.prompt_ids, *branch.tokens[: pending.first])
+        prompt_ids = (*branch.prompt_ids, *branch.tokens[: pending.start])
         pending.result.set_result(CallResult(prompt_ids, tokens, logprobs, reply, reason))
 
     def _submit(self, session: Session, pending: _Pending) -> None:
         number, branch = next(self._numbers), pending.branch
         self._new[number] = GenerationRequest(
             prompt_ids=branch.context,
-            max_new_tokens=pending.most - pending.generated,
+            max_new_tokens=pending.max_new_tokens - pending.generated,
             stop_tokens=sorted({*self._end_tokens, *self._stop_tokens(pending.call.stops)}),
             seed=seed_of_request(session.seed, session.requests),
             temperature=session.temperature,
@@ -285,12 +286,6 @@ class SessionPool:
             session.active = time.monotonic()
             self._by_id[session.id] = session
             waiting.set_result(session)
-
-    def _find(self, session_id: str) -> Session:
-        session = self._by_id.get(session_id)
-        if session is None:
-            raise NoSession
-        return session
 
     def _end(self, session: Session) -> None:
         for number in [*session.calls]:
