@@ -96,8 +96,8 @@ def rows(
     problems = []
     for index in range(count):
         kind = KINDS[index % len(KINDS)]
-        wrong = kind.noisy and rng.random() < wrong_fraction
-        problems.append(row(kind, rng.choice(pairs), wrong, rng, calculator))
+        pair, wrong = rng.choice(pairs), kind.noisy and rng.random() < wrong_fraction
+        problems.append(row(kind, pair, wrong, rng, calculator))
     rng.shuffle(problems)
     return problems
 
