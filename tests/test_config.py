@@ -16,7 +16,10 @@ from hybrid3d.config import Agents, Kl, Machine, Recipe, RecipeError, Rollout, T
 from hybrid3d.generation.agents.program import find_agent_problems
 
 # The recipe of the design's contracts, letter by letter.
-NAMES = "grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp, reinforce_pp_baseline, ppo, sft"
+NAMES = (
+    "grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp, reinforce_pp_baseline, ppo, grpo_passk, opo, remax, gpg, cispo, "
+    "sapo, gmpo, clip_cov, kl_cov, dppo, sft"
+)
 
 PATH = "expected a string, not empty, of printable characters, at most 200 bytes a name"
 
@@ -126,6 +129,9 @@ def test_defaults(load: Any) -> None:
             "timeout_seconds": 10.0,
             "default": 0.0,
             "max_failures": 1.0,
+            "min": None,
+            "max": None,
+            "whiten": False,
             "overlong_buffer": 0,
         },
         "algorithm": {
@@ -134,16 +140,19 @@ def test_defaults(load: Any) -> None:
             "samples_per_prompt": 1,
             "epochs": 1,
             "minibatches": 1,
-            "clip": None,
-            "clip_high": None,
-            "dual_clip": None,
+            **dict.fromkeys(("advantage", "advantage_scale", "policy_loss", "ratio", "clip", "clip_high", "dual_clip")),
             "loss_agg_mode": None,
             "entropy_coef": 0.0,
+            "mask_truncated": False,
+            "high_entropy_fraction": None,
             "gamma": 1.0,
             "lam": 1.0,
             "dynamic_sampling": None,
-            "correction": {"kind": "none", "low": 0.5, "high": 2.0},
-            "kl": {"where": "none", "estimator": None, "coef": 0.0, "target": None, "horizon": 10_000},
+            "loss": {"tau_positive": 1.0, "tau_negative": 1.05, "cov_fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0}
+            | {"cov_kl_coef": 1.0, "max_ratio": 20.0},
+            "correction": {"kind": "none", "low": 0.5, "high": 2.0, "normalize": False, "bypass": False},
+            "kl": {"where": "none", "estimator": None, "coef": 0.0, "target": None, "horizon": 10_000}
+            | {"straight_through": False, "clamp": None, "ratio_weighted": False},
         },
         "optimizer": {
             "lr": 0.001,
@@ -359,13 +368,13 @@ def test_the_error_survives_pickling(load: Any) -> None:
             "algorithm.name=gropo",
             f"algorithm.name: expected one of {NAMES}, got 'gropo' (a string), did you mean grpo?",
         ),
-        ("algorithm.kl.estimator=[k3]", "algorithm.kl.estimator: expected one of k1, k2, k3, got ['k3'] (a list)"),
+        ("algorithm.kl.estimator=[k3]", "algorithm.kl.estimator: expected one of k1, k2, k3, abs, got ['k3'] (a list)"),
         ("algorithm.kl={where: loss}", "algorithm.kl.coef: missing, expected a number, 0 to 1,000"),
         ("algorithm.kl={coef: 1}", "algorithm.kl.where: missing, expected one of reward, loss, none"),
         (
             "algorithm.kl.coeff=0.1",
-            "algorithm.kl.coeff: unknown key, did you mean coef?; known keys of algorithm.kl: where, estimator, coef, "
-            "target, horizon",
+            "algorithm.kl.coeff: unknown key, did you mean coef?; known keys of algorithm.kl: where, estimator, "
+            "straight_through, clamp, ratio_weighted, coef, target, horizon",
         ),
         (
             "optimiser.lr=1",
@@ -412,7 +421,8 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
         ),
         (
             "algorithm.kl.estimator=k1",
-            "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, or where: reward",
+            "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, straight_through: true, or "
+            "where: reward",
         ),
         (
             "algorithm.kl={where: loss, coef: 0.1, target: 1, horizon: 51}",
@@ -488,12 +498,12 @@ def test_generation_runs_ahead_only_on_ranks_of_its_own_and_corrected(load: Any)
         "async.max_staleness=1: the ranks that train also generate: set roles.generation.ranks or async.partial",
         "async.max_staleness=1: older weights than those that are trained generate the samples, and "
         "algorithm.correction.kind=none does not correct for it: set truncate, mask, "
-        "sequence_truncate or sequence_mask",
+        "sequence_truncate, sequence_mask or sequence_mean_mask, or bypass: true",
     ]
     assert problems(load, "async.max_staleness=1", "roles.generation.ranks=2") == [
         "async.max_staleness=1: older weights than those that are trained generate the samples, and "
         "algorithm.correction.kind=none does not correct for it: set truncate, mask, "
-        "sequence_truncate or sequence_mask"
+        "sequence_truncate, sequence_mask or sequence_mean_mask, or bypass: true"
     ]
     corrected = ["algorithm.correction.kind=truncate", "roles.generation.ranks=2"]
     recipe = load(DEMO, ["async.max_staleness=1", *corrected])

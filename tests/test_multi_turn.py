@@ -18,7 +18,8 @@ from hybrid3d.generation.multi_turn import MultiTurnRollout
 from hybrid3d.generation.turns import Trajectory, TurnResult, Turns
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import Example
-from hybrid3d.rl.objective import PolicyObjective, TokenScores
+from hybrid3d.rl.objective import KlSettings, PolicyObjective, TokenScores
+from hybrid3d.rl.policy_losses import LossSettings
 
 pytestmark = pytest.mark.processes
 
@@ -211,10 +212,9 @@ def test_no_gradient_comes_from_the_environments_tokens(talk: Talk) -> None:
         mask=batch.response_mask,
         old_logprobs=logprobs.detach(),
         answer_weights=torch.ones(2),
-        clip=0.2,
-        clip_high=0.2,
+        loss=LossSettings(),
         ref_logprobs=torch.full_like(logprobs, -2.0),
-        kl_coef=0.1,
+        kl=KlSettings(0.1),
         entropy_coef=0.01,
     )
     losses, sums = objective(TokenScores(logprobs, lambda: entropy), slice(None))

@@ -5,20 +5,21 @@ import statistics
 import pytest
 import torch
 
-from hybrid3d.rl.advantages import (
-    Moments,
-    centred_advantages,
-    gae,
-    grpo_advantages,
-    leave_one_out_advantages,
-    returns_to_go,
-    token_rewards,
-)
+from hybrid3d.rl.advantages import Answers, Moments, answer_advantages, gae, returns_to_go, token_rewards, whitened
+
+
+def grpo(rewards: torch.Tensor, group: int, penalties: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    return answer_advantages("group_mean", "group_std", Answers(rewards, group, penalties), eps)
+
+
+def unscaled(advantage: str, rewards: list[float], group: int, penalties: list[float] | None = None) -> list[float]:
+    held = None if penalties is None else torch.tensor(penalties)
+    return answer_advantages(advantage, "none", Answers(torch.tensor(rewards), group, held)).tolist()
 
 
 def test_against_numbers_worked_by_hand() -> None:
     """Rewards 1, 0, 0, 1: mean 1/2, sample variance (4 x 1/4) / 3 = 1/3, so +-(1/2) / sqrt(1/3) = +-0.8660254."""
-    advantages = grpo_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), group=4, eps=0.0)
+    advantages = grpo(torch.tensor([1.0, 0.0, 0.0, 1.0]), group=4, eps=0.0)
     torch.testing.assert_close(advantages, torch.tensor([1.0, -1.0, -1.0, 1.0]) * 0.8660254, atol=1e-6, rtol=0)
 
 
@@ -29,7 +30,7 @@ def test_against_the_statistics_module() -> None:
         group = rewards[start : start + 3]
         mean, std = statistics.mean(group), statistics.stdev(group)
         expected += [(reward - mean) / (std + 1e-6) for reward in group]
-    actual = grpo_advantages(torch.tensor(rewards), group=3)
+    actual = grpo(torch.tensor(rewards), group=3)
     assert actual.tolist() == pytest.approx(expected, abs=1e-6)
 
 
@@ -37,35 +38,63 @@ def test_against_the_statistics_module() -> None:
 def test_equal_rewards_give_exactly_zero(reward: float) -> None:
     """In float32 the mean of seven times 0.1 is not 0.1: without care, this is noise over eps."""
     rewards = torch.tensor([reward] * 7 + [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
-    advantages = grpo_advantages(rewards, group=7)
+    advantages = grpo(rewards, group=7)
     assert advantages[:7].tolist() == [0.0] * 7
     assert advantages[8] > 2
 
 
 def test_groups_do_not_see_each_other() -> None:
-    alone = grpo_advantages(torch.tensor([0.0, 1.0]), group=2)
-    beside = grpo_advantages(torch.tensor([0.0, 1.0, 50.0, -50.0]), group=2)
+    alone = grpo(torch.tensor([0.0, 1.0]), group=2)
+    beside = grpo(torch.tensor([0.0, 1.0, 50.0, -50.0]), group=2)
     assert alone.tolist() == beside[:2].tolist()
 
 
 def test_integer_rewards() -> None:
-    assert grpo_advantages(torch.tensor([1, 0]), group=2).tolist() == pytest.approx([2**-0.5, -(2**-0.5)], abs=1e-5)
+    assert grpo(torch.tensor([1, 0]), group=2).tolist() == pytest.approx([2**-0.5, -(2**-0.5)], abs=1e-5)
 
 
 def test_wrong_shapes() -> None:
     with pytest.raises(ValueError, match=r"a multiple of group=4, got shape \(6,\)"):
-        grpo_advantages(torch.zeros(6), group=4)
+        grpo(torch.zeros(6), group=4)
     with pytest.raises(ValueError, match=r"got shape \(2, 4\)"):
-        grpo_advantages(torch.zeros(2, 4), group=4)
+        grpo(torch.zeros(2, 4), group=4)
     with pytest.raises(ValueError, match="a group of 1 samples has no baseline"):
-        grpo_advantages(torch.zeros(6), group=1)
+        grpo(torch.zeros(6), group=1)
 
 
 def test_centred_and_left_out_by_hand() -> None:
     """Rewards 3, 0, 0: mean 1; the others' means are 0, 1.5, 1.5."""
-    rewards = torch.tensor([3.0, 0.0, 0.0])
-    assert centred_advantages(rewards, 3).tolist() == [2.0, -1.0, -1.0]
-    assert leave_one_out_advantages(rewards, 3).tolist() == [3.0, -1.5, -1.5]
+    assert unscaled("group_mean", [3.0, 0.0, 0.0], 3) == [2.0, -1.0, -1.0]
+    assert unscaled("leave_one_out", [3.0, 0.0, 0.0], 3) == [3.0, -1.5, -1.5]
+
+
+def test_other_baselines_by_hand() -> None:
+    """Lengths 1, 1, 2 weight rewards 4, 0, 2 to (4 + 0 + 4) / 4 = 2; the best leads the second by 2."""
+    rewards, lengths = torch.tensor([4.0, 0.0, 2.0]), torch.tensor([1.0, 1.0, 2.0])
+    answers = Answers(rewards, 3, lengths=lengths, baselines=torch.tensor([1.0, 1.0, 1.0]))
+    wanted = {
+        "length_weighted_mean": [2.0, -2.0, 0.0],
+        "best_of_group": [2.0, 0.0, 0.0],
+        "greedy_answer": [3.0, -1.0, 1.0],
+    }
+    for advantage, found in wanted.items():
+        assert answer_advantages(advantage, "none", answers).tolist() == found
+
+
+def test_scales_by_hand() -> None:
+    """Of the groups 1, 0 and 1, 1 one varies; all four have the standard deviation 1/2."""
+    answers = Answers(torch.tensor([1.0, 0.0, 1.0, 1.0]), 2)
+    assert answer_advantages("group_mean", "varying_groups", answers).tolist() == [1.0, -1.0, 0.0, 0.0]
+    found = answer_advantages("group_mean", "batch_std", answers, eps=0.0)
+    assert found.tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0])
+    assert answer_advantages("group_mean", "varying_groups", Answers(torch.ones(4), 2)).tolist() == [0.0] * 4
+
+
+def test_whitened_against_the_statistics_module() -> None:
+    rewards = [0.5, 1.0, -2.0, 4.0]
+    mean, std = statistics.mean(rewards), statistics.stdev(rewards)
+    assert whitened(torch.tensor(rewards)).tolist() == pytest.approx([(r - mean) / std for r in rewards], abs=1e-6)
+    assert whitened(torch.ones(3)).tolist() == [0.0] * 3
 
 
 MASK = torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
@@ -114,9 +143,9 @@ def test_moments_over_ranks_are_those_of_all() -> None:
 def test_penalties_are_not_divided_by_the_deviation_of_rewards() -> None:
     """Penalties 0, 0.002 are 0.001 apart from their mean, also in a group whose rewards are equal."""
     rewards, penalties = torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([0.0, 0.002, 0.0, 0.002])
-    found = grpo_advantages(rewards, 2, penalties, eps=0.0)
+    found = grpo(rewards, 2, penalties, eps=0.0)
     torch.testing.assert_close(found, torch.tensor([0.001, -0.001, -(0.5**0.5) + 0.001, 0.5**0.5 - 0.001]))
-    assert centred_advantages(rewards, 2, penalties).tolist() == pytest.approx([0.001, -0.001, -0.499, 0.499], abs=1e-6)
-    assert leave_one_out_advantages(rewards, 2, penalties).tolist() == pytest.approx(
-        [0.002, -0.002, -0.998, 0.998], abs=1e-6
-    )
+    given = [1.0, 1.0, 0.0, 1.0], 2, [0.0, 0.002, 0.0, 0.002]
+    assert unscaled("group_mean", *given) == pytest.approx([0.001, -0.001, -0.499, 0.499], abs=1e-6)
+    assert unscaled("leave_one_out", *given) == pytest.approx([0.002, -0.002, -0.998, 0.998], abs=1e-6)
+    assert unscaled("best_of_group", *given) == pytest.approx([0.001, -0.001, 0.001, 0.999], abs=1e-6)

@@ -24,6 +24,7 @@ RATIOS = torch.tensor([[9.0, 4.0, 0.25, 1.5], [9.0, 3.0, math.nan, 0.0]])  # tra
         ("mask", [[0.0, 0.0, 0.0, 1.5], [0.0, 0.0, 0.0, 0.0]]),
         ("sequence_truncate", [[0.0, 1.5, 1.5, 1.5], [0.0, 2.0, 0.0, 0.0]]),  # 4 x 1/4 x 3/2, and 3
         ("sequence_mask", [[0.0, 1.5, 1.5, 1.5], [0.0, 0.0, 0.0, 0.0]]),
+        ("sequence_mean_mask", [[0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]),  # the third root of 3/2, and 3
     ],
 )
 def test_weights_by_hand(name: str, wanted: list[list[float]]) -> None:

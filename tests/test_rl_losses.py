@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid3d.rl.losses import Aggregation, answer_weights, log_ratios, masked_sum, policy_loss, value_loss
-from hybrid3d.rl.objective import PolicyObjective, TokenScores, sft_loss
+from hybrid3d.rl.losses import Aggregation, answer_weights, masked_sum, value_loss
+from hybrid3d.rl.objective import KlSettings, PolicyObjective, TokenScores, sft_loss
+from hybrid3d.rl.policy_losses import LossSettings, log_ratios, policy_loss
 
-CLIP = 0.2
+PPO = LossSettings(clip=0.2)
 
 
 def one_token(ratio: float, advantage: float) -> tuple[float, float, float]:
@@ -22,7 +23,7 @@ def one_token(ratio: float, advantage: float) -> tuple[float, float, float]:
     logprobs = torch.tensor([[math.log(ratio) - 3.0]], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([[-3.0]], dtype=torch.float64)
     ones = torch.ones(1, 1, dtype=torch.float64)
-    loss, stats = policy_loss(logprobs, old, advantage * ones, ones, CLIP)
+    loss, _, stats = policy_loss(logprobs, old, advantage * ones, ones, PPO)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     return loss.item(), gradient.item(), stats["clip_fraction"].item()
 
@@ -61,7 +62,7 @@ def random_batch(rows: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tens
 
 def test_values_and_stats_against_plain_python() -> None:
     logprobs, old, advantages, mask = random_batch(5, 9, seed=1)
-    loss, stats = policy_loss(logprobs, old, advantages, mask, CLIP)
+    loss, _, stats = policy_loss(logprobs, old, advantages, mask, PPO)
     sums = {"ratio": 0.0, "clip_fraction": 0.0, "approx_kl": 0.0}
     for b in range(5):
         advantage = advantages[b, 0].item()
@@ -82,7 +83,7 @@ def test_values_and_stats_against_plain_python() -> None:
 
 def test_gradients_flow_into_the_trained_policy_only() -> None:
     logprobs, old, advantages, mask = (tensor.requires_grad_() for tensor in random_batch(2, 3, seed=2))
-    policy_loss(logprobs, old, advantages, mask.detach(), CLIP)[0].sum().backward()
+    policy_loss(logprobs, old, advantages, mask.detach(), PPO)[0].sum().backward()
     assert logprobs.grad is not None
     assert old.grad is None
     assert advantages.grad is None
@@ -92,7 +93,7 @@ def test_padding_may_hold_anything() -> None:
     logprobs = torch.tensor([[-1.0, 500.0, -math.inf, math.nan]], requires_grad=True)
     old = torch.tensor([[-1.1, -500.0, 0.0, 0.0]])
     mask = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
-    loss, stats = policy_loss(logprobs, old, torch.ones(1, 4), mask, CLIP)
+    loss, _, stats = policy_loss(logprobs, old, torch.ones(1, 4), mask, PPO)
     masked_sum(loss, mask).backward()
     assert loss[0, 1:].tolist() == [0.0, 0.0, 0.0]
     assert logprobs.grad is not None
@@ -127,7 +128,7 @@ def test_any_split_has_the_loss_and_gradient_of_the_whole(cuts: list[int], seed:
         logprobs = torch.nn.functional.logsigmoid(weights[part])
         if algorithm == "sft":
             return masked_sum(sft_loss(scored(logprobs), part)[0], mask[part]) / tokens
-        per_token, _ = policy_loss(logprobs, old[part], advantages[part], mask[part], CLIP)
+        per_token, _, _ = policy_loss(logprobs, old[part], advantages[part], mask[part], PPO)
         return masked_sum(per_token, mask[part]) / tokens
 
     edges = [0, *sorted(cuts), 12]
@@ -159,14 +160,14 @@ def test_sft_loss_is_torchs_cross_entropy() -> None:
 def test_one_advantage_a_token() -> None:
     logprobs, old, _, mask = random_batch(2, 3, seed=4)
     with pytest.raises(ValueError, match=r"expected advantages \(2, 3\), one per token, got \(2,\)"):
-        policy_loss(logprobs, old, torch.zeros(2), mask, CLIP)
+        policy_loss(logprobs, old, torch.zeros(2), mask, PPO)
 
 
 def test_the_upper_clip_may_be_another() -> None:
     logprobs = torch.tensor([[math.log(1.25), math.log(1.35), math.log(0.7)]], dtype=torch.float64)
     advantages = torch.tensor([[1.0, 1.0, -1.0]], dtype=torch.float64)
     ones = torch.ones(1, 3, dtype=torch.float64)
-    losses, stats = policy_loss(logprobs, 0 * logprobs, advantages, ones, 0.2, clip_high=0.3)
+    losses, _, stats = policy_loss(logprobs, 0 * logprobs, advantages, ones, LossSettings(clip=0.2, clip_high=0.3))
     assert losses[0].tolist() == pytest.approx([-1.25, -1.3, 0.8])
     assert stats["clip_fraction"] == 2
 
@@ -175,7 +176,7 @@ def test_the_second_clip_holds_where_a_ratio_ran_away() -> None:
     """A = -1: at r = 2 the loss is r, at r = 10 it is 3 and has no gradient. A = 1 at r = 10 is held by the first."""
     logprobs = torch.tensor([[2.0, 10.0, 10.0]], dtype=torch.float64).log().requires_grad_()
     advantages = torch.tensor([[-1.0, -1.0, 1.0]], dtype=torch.float64)
-    losses, stats = policy_loss(logprobs, 0 * logprobs, advantages, torch.ones(1, 3), 0.2, dual_clip=3.0)
+    losses, _, stats = policy_loss(logprobs, 0 * logprobs, advantages, torch.ones(1, 3), LossSettings(dual_clip=3.0))
     (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
     assert losses[0].tolist() == pytest.approx([2.0, 3.0, -1.2])
     assert gradient[0].tolist() == pytest.approx([2.0, 0.0, 0.0])
@@ -188,7 +189,7 @@ def test_a_sequence_has_one_ratio() -> None:
     mask = torch.tensor([[0.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
     found = log_ratios(logprobs, torch.zeros(1, 4), mask, "sequence")
     assert found[0].tolist() == pytest.approx([0.0, 0.1, 0.1, 0.0])
-    losses, _ = policy_loss(logprobs, torch.zeros(1, 4), 2 * mask, mask, 0.2, ratio_level="sequence")
+    losses, _, _ = policy_loss(logprobs, torch.zeros(1, 4), 2 * mask, mask, LossSettings(ratio="sequence"))
     (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
     assert gradient[0].tolist() == pytest.approx([0.0, -2 * math.exp(0.1), -2 * math.exp(0.1), 0.0])
 
@@ -198,6 +199,7 @@ def test_a_sequence_has_one_ratio() -> None:
     [
         ("token", (1 + 2 + 3 + 10) / 4),  # over all tokens
         ("sequence", ((1 + 2 + 3) / 3 + 10 / 1) / 2),  # of each answer's mean
+        ("sequence_sum", (1 + 2 + 3 + 10) / 2),  # of each answer's sum
         ("constant", (1 + 2 + 3 + 10) / (2 * 8)),  # over the longest that both might have been
     ],
 )
@@ -248,12 +250,10 @@ def test_objective_by_hand() -> None:
         mask=torch.tensor([[0.0, 1.0], [0.0, 1.0]]),
         old_logprobs=-ones,
         answer_weights=torch.tensor([7.0, 2.0]),
-        correction=0.5 * ones,
-        clip=0.2,
-        clip_high=0.2,
+        weights=0.5 * ones,
+        loss=PPO,
         ref_logprobs=-1.5 * ones,
-        kl_estimator="k2",
-        kl_coef=0.8,
+        kl=KlSettings(0.8, "k2"),
         entropy_coef=0.1,
     )
     losses, sums = objective(TokenScores(logprobs[1:], lambda: 4 * ones[1:]), slice(1, 2))

@@ -8,37 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid3d.rl.advantages import (
-    Moments,
-    centred_advantages,
-    gae,
-    grpo_advantages,
-    leave_one_out_advantages,
-    returns_to_go,
-    token_rewards,
-)
+from hybrid3d.rl.advantages import Answers, Moments, answer_advantages, gae, returns_to_go, token_rewards
 from hybrid3d.rl.correction import correction_weights
 from hybrid3d.rl.kl import KlController, token_kl
-from hybrid3d.rl.losses import answer_weights, policy_loss, value_loss
-from hybrid3d.rl.objective import PolicyObjective, TokenScores
+from hybrid3d.rl.losses import answer_weights, value_loss
+from hybrid3d.rl.objective import KlSettings, PolicyObjective, TokenScores
+from hybrid3d.rl.policy_losses import LossSettings, policy_loss
+from hybrid3d.rl.selection import high_entropy
 
 NUMBERS = Path(__file__).resolve().parent / "numbers"
 TRL = json.loads((NUMBERS / "trl.json").read_text())
 PPO = json.loads((NUMBERS / "trl_ppo.json").read_text())
 
-AGGREGATION = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant"}
-# What this project does not have: other losses than the clipped one, and a KL that is multiplied by the ratio.
-OTHERS = {
-    "cispo",
-    "sapo",
-    "vespo",
-    "luspo",
-    "top_entropy",
-    "off_policy_mask",
-    "entropy_bonus",
-    "kl_corrected",
-    "kl_corrected_on_policy",
+AGGREGATION = {
+    **{"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant"},
+    **{"cispo": "token", "sapo": "sequence", "luspo": "sequence_sum"},
 }
+# `vespo` and `off_policy_mask` are not implemented here; of the entropy bonus see its own test
+OTHERS = {"vespo", "off_policy_mask", "entropy_bonus"}
 
 
 def tensors(batch: dict[str, Any]) -> dict[str, Tensor]:
@@ -57,7 +44,6 @@ def close(found: Tensor, wanted: Any, mask: Tensor | None = None) -> None:
 
 def objective(batch: dict[str, Tensor], settings: dict[str, Any]) -> PolicyObjective:
     mask = batch["mask"]
-    high = settings.get("epsilon_high")
     return PolicyObjective(
         advantages=batch["advantages"][:, None].expand_as(mask),
         mask=mask,
@@ -65,13 +51,36 @@ def objective(batch: dict[str, Tensor], settings: dict[str, Any]) -> PolicyObjec
         answer_weights=answer_weights(
             AGGREGATION[settings["loss_type"]], mask.sum(1), settings.get("max_completion_length", 0)
         ),
-        clip=settings["epsilon"],
-        clip_high=settings["epsilon"] if high is None else high,
-        dual_clip=settings.get("delta"),
-        ratio=settings.get("importance_sampling_level", "token"),
+        loss=loss_settings(settings),
+        weights=top_entropy(batch, settings.get("top_entropy_quantile", 1.0)),
         ref_logprobs=batch["ref_logprobs"] if settings["beta"] else None,
-        kl_coef=settings["beta"],
+        kl=KlSettings(settings["beta"], ratio_weighted=settings.get("use_bias_correction_kl", False)),
         entropy_coef=settings.get("entropy_coef", 0.0),
+    )
+
+
+def loss_settings(settings: dict[str, Any]) -> LossSettings:
+    """TRL's GSPO has one ratio for an answer, with the gradient of the mean. CISPO's `epsilon_high` is the bound."""
+    kind = settings["loss_type"] if settings["loss_type"] in ("cispo", "sapo") else "ppo"
+    low, high = (
+        (1.0, settings["epsilon_high"] - 1) if kind == "cispo" else (settings["epsilon"], settings.get("epsilon_high"))
+    )
+    return LossSettings(
+        kind=kind,
+        ratio=settings.get("importance_sampling_level", "token"),
+        clip=low,
+        clip_high=high,
+        dual_clip=settings.get("delta"),
+        tau_positive=settings.get("sapo_temperature_pos", 1.0),
+        tau_negative=settings.get("sapo_temperature_neg", 1.05),
+    )
+
+
+def top_entropy(batch: dict[str, Tensor], fraction: float) -> Tensor | None:
+    mask = batch["mask"].bool()
+    kept = torch.zeros_like(batch["mask"])
+    return (
+        None if fraction == 1 else kept.masked_scatter(mask, high_entropy(batch["entropies"][mask], fraction).double())
     )
 
 
@@ -124,7 +133,7 @@ def test_rollout_correction(case: dict[str, Any]) -> None:
     wanted = torch.tensor(case["outputs"]["weights"], dtype=torch.float64).expand_as(weights)
     close(weights, wanted.tolist(), batch["mask"])
     corrected = objective(batch, settings)
-    object.__setattr__(corrected, "correction", weights)
+    object.__setattr__(corrected, "weights", weights)
     loss, gradient, _ = loss_and_gradient(batch, corrected, [slice(None)])
     close(loss, case["outputs"]["loss"])
     close(gradient, case["outputs"]["gradient"])
@@ -136,12 +145,9 @@ def test_rollout_correction(case: dict[str, Any]) -> None:
 def test_advantages(name: str, eps: float | None) -> None:
     case = next(case for case in TRL["advantages"] if case["name"] == name)
     rewards, group = torch.tensor(case["inputs"]["rewards"]).sum(1), case["settings"]["group"]
-    if name == "grpo_group":
-        found = grpo_advantages(rewards, group, eps=eps or 0.0)
-    elif name == "grpo_batch":
-        found = centred_advantages(rewards, group) / (rewards.std() + eps)
-    else:
-        found = (leave_one_out_advantages if name == "rloo" else centred_advantages)(rewards, group)
+    scale = {"grpo_group": "group_std", "grpo_batch": "batch_std"}.get(name, "none")
+    advantage = "leave_one_out" if name == "rloo" else "group_mean"
+    found = answer_advantages(advantage, scale, Answers(rewards, group), eps=eps or 0.0)
     close(found, case["outputs"]["advantages"])
 
 
@@ -149,8 +155,9 @@ def test_kl_in_the_reward_of_an_answer() -> None:
     case = next(case for case in TRL["advantages"] if case["name"] == "rloo_kl_in_reward")
     batch = tensors(TRL["batches"][case["batch"]])
     kl = token_kl("k1", batch["old_logprobs"], batch["ref_logprobs"], batch["mask"]).sum(1)
-    rewards = torch.tensor(case["inputs"]["rewards"]).sum(1) - case["settings"]["beta"] * kl
-    close(leave_one_out_advantages(rewards, case["settings"]["group"]), case["outputs"]["advantages"])
+    rewards = torch.tensor(case["inputs"]["rewards"]).sum(1)
+    answers = Answers(rewards, case["settings"]["group"], penalties=case["settings"]["beta"] * kl)
+    close(answer_advantages("leave_one_out", "none", answers), case["outputs"]["advantages"])
 
 
 @pytest.mark.parametrize("case", named(PPO["token_rewards"], "kl", "mse"))
@@ -189,7 +196,8 @@ def test_ppo(case: dict[str, Any]) -> None:
     batch, settings = tensors(PPO["batch"]), case["settings"]
     mask, tokens = batch["mask"], batch["mask"].sum()
     logprobs, values = batch["logprobs"].requires_grad_(), batch["values"].requires_grad_()
-    policy = policy_loss(logprobs, batch["old_logprobs"], batch["advantages"], mask, settings["cliprange"])[0].sum()
+    loss = LossSettings(clip=settings["cliprange"])
+    policy = policy_loss(logprobs, batch["old_logprobs"], batch["advantages"], mask, loss)[0].sum()
     clip = settings["cliprange_value"]
     critic = value_loss(values, batch["old_values"], batch["returns"], mask, clip)[0].sum() * settings["vf_coef"]
     close((policy / tokens).detach(), case["outputs"]["policy_loss"])

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from hybrid3d.rl.correction import CORRECTIONS, correction_weights, mismatch
-from hybrid3d.rl.losses import Ratio, answer_weights, policy_loss, value_loss
-from hybrid3d.rl.objective import PolicyObjective, TokenScores
+from hybrid3d.rl.losses import answer_weights, value_loss
+from hybrid3d.rl.objective import KlSettings, PolicyObjective, TokenScores
+from hybrid3d.rl.policy_losses import POLICY_LOSSES, LossSettings, Ratio, policy_loss
 from hybrid3d.rl.ratio import MAX_LOG_RATIO, bounded
 
 LIMIT = math.exp(20)
 ROWS = slice(None)
+STRAIGHT_THROUGH = LossSettings(ratio="sequence_straight_through")
+KINDS = [kind for kind in POLICY_LOSSES if not kind.endswith("cov") and kind != "reinforce"]  # its factor is A alone
 
 
 def gradient_of(logprobs: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
     """Losses of a `PolicyObjective`, and the gradient of their sum with respect to the log-probabilities."""
     logprobs = logprobs.clone().requires_grad_()
     ones = torch.ones_like(logprobs)
-    defaults = {"mask": ones, "old_logprobs": 0 * ones, "answer_weights": ones[:, 0], "clip": 0.2, "clip_high": 0.2}
+    defaults = {"mask": ones, "old_logprobs": 0 * ones, "answer_weights": ones[:, 0], "loss": LossSettings()}
     objective = PolicyObjective(**({"advantages": ones} | defaults | settings))
     losses, _ = objective(TokenScores(logprobs, lambda: 0 * ones), ROWS)
     (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
@@ -33,7 +36,7 @@ def test_a_masked_token_of_gspo_has_no_gradient() -> None:
     """Mean log-ratio (0.3 - 0.1 + 0.2 + 0) / 4 = 0.1, A = 2: -2 exp(0.1) at each token that counts, 0 at the other."""
     logprobs = torch.tensor([[0.3, -0.1, 0.2, 0.0]], dtype=torch.float64)
     weights = torch.tensor([[1.0, 0.0, 1.0, 1.0]], dtype=torch.float64)
-    losses, gradient = gradient_of(logprobs, advantages=0 * logprobs + 2, correction=weights, ratio="sequence")
+    losses, gradient = gradient_of(logprobs, advantages=0 * logprobs + 2, weights=weights, loss=STRAIGHT_THROUGH)
     each = -2 * math.exp(0.1)
     assert losses[0].tolist() == pytest.approx([each, 0, each, each])
     assert gradient[0].tolist() == pytest.approx([each, 0, each, each])
@@ -43,12 +46,13 @@ def test_a_masked_token_of_gspo_has_no_gradient() -> None:
 def test_weights_of_gspo_act_on_their_own_token() -> None:
     logprobs = torch.tensor([[0.1, -0.1, 0.0]], dtype=torch.float64)  # one ratio of 1
     weights = torch.tensor([[2.0, 0.5, 0.25]], dtype=torch.float64)
-    _, gradient = gradient_of(logprobs, correction=weights, ratio="sequence")
+    _, gradient = gradient_of(logprobs, weights=weights, loss=STRAIGHT_THROUGH)
     assert gradient[0].tolist() == pytest.approx([-2.0, -0.5, -0.25])
 
 
+@pytest.mark.parametrize("level", ["sequence", "sequence_straight_through"])
 @pytest.mark.parametrize("clip", [0.2, 0.05])
-def test_without_correction_gspo_is_the_papers_loss_of_whole_answers(clip: float) -> None:
+def test_without_correction_gspo_is_the_papers_loss_of_whole_answers(clip: float, level: Ratio) -> None:
     """arXiv 2507.18071, equation 5, written out: the mean over answers of min(s A, clip(s) A); by autograd."""
     generator = torch.Generator().manual_seed(3)
     logprobs = -torch.rand(8, 6, generator=generator, dtype=torch.float64)
@@ -70,15 +74,13 @@ def test_without_correction_gspo_is_the_papers_loss_of_whole_answers(clip: float
         mask=mask,
         old_logprobs=old,
         answer_weights=answer_weights("sequence", lengths, 6),
-        clip=clip,
-        clip_high=clip,
-        ratio="sequence",
+        loss=LossSettings(clip=clip, ratio=level),
     )
     torch.testing.assert_close(losses.sum() / lengths.sum(), per_answer.mean().detach())
     torch.testing.assert_close(gradient / lengths.sum(), wanted)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", get_args(Ratio))
 @pytest.mark.parametrize("gap", [89.0, 1000.0, 1e30])
 @pytest.mark.parametrize(
     ("advantage", "loss"),
@@ -88,23 +90,24 @@ def test_a_ratio_that_ran_away_has_a_finite_gradient(level: Ratio, gap: float, a
     """In float32, where exp(89) is infinite. The second answer's gradient is its own: -r A = -1."""
     logprobs = torch.tensor([[gap], [0.0]])
     advantages = torch.tensor([[advantage], [1.0]])
-    losses, gradient = gradient_of(logprobs, advantages=advantages, ratio=level)
+    losses, gradient = gradient_of(logprobs, advantages=advantages, loss=LossSettings(ratio=level))
     assert losses.flatten().tolist() == pytest.approx([loss, -1.0])
     assert gradient.flatten().tolist() == [0.0, -1.0]
-    _, stats = policy_loss(logprobs, 0 * logprobs, advantages, torch.ones(2, 1), 0.2, ratio_level=level)
+    _, _, stats = policy_loss(logprobs, 0 * logprobs, advantages, torch.ones(2, 1), LossSettings(ratio=level))
     assert stats["approx_kl"].item() == pytest.approx(LIMIT - 21)
     assert stats["ratio"].item() == pytest.approx(LIMIT + 1)
 
 
 def test_up_to_the_bound_gradients_are_the_ratio() -> None:
-    _, gradient = gradient_of(torch.tensor([[19.5, -19.5]]).double(), advantages=-torch.ones(1, 2).double(), clip=1.0)
+    logprobs, advantages = torch.tensor([[19.5, -19.5]]).double(), -torch.ones(1, 2).double()
+    _, gradient = gradient_of(logprobs, advantages=advantages, loss=LossSettings(clip=1.0))
     assert gradient[0].tolist() == pytest.approx([math.exp(19.5), math.exp(-19.5)])
 
 
 @pytest.mark.parametrize("gap", [89.0, -89.0])
 def test_k3_of_a_reference_far_away_has_a_finite_gradient(gap: float) -> None:
     far = torch.tensor([[gap, -0.5]])
-    losses, gradient = gradient_of(0 * far, advantages=0 * far, ref_logprobs=far, kl_estimator="k3", kl_coef=1.0)
+    losses, gradient = gradient_of(0 * far, advantages=0 * far, ref_logprobs=far, kl=KlSettings(1.0))
     assert losses[0].tolist() == pytest.approx([LIMIT - 21 if gap > 0 else 19.0, math.exp(-0.5) - 0.5])
     assert gradient[0].tolist() == pytest.approx(
         [0.0, 1 - math.exp(-0.5)]
@@ -135,11 +138,13 @@ def test_the_bound(gap: float) -> None:
     [
         {},
         {"advantages": torch.zeros(2, 3)},
-        {"advantages": -torch.ones(2, 3), "dual_clip": 3.0},
-        {"ratio": "sequence"},
-        {"ref_logprobs": torch.zeros(2, 3), "kl_coef": 0.1},
+        {"advantages": -torch.ones(2, 3), "loss": LossSettings(dual_clip=3.0)},
+        {"loss": STRAIGHT_THROUGH},
+        {"ref_logprobs": torch.zeros(2, 3), "kl": KlSettings(0.1)},
+        {"ref_logprobs": torch.zeros(2, 3), "kl": KlSettings(0.1, clamp=1.0)},
+        *({"loss": LossSettings(kind=kind)} for kind in KINDS),
     ],
-    ids=["clipped", "no advantage", "dual clip", "sequence", "reference"],
+    ids=["clipped", "no advantage", "dual clip", "sequence", "reference", "clamped", *KINDS],
 )
 @pytest.mark.parametrize("where", ["logprobs", "old"])
 def test_nan_reaches_the_gradient(settings: dict[str, Any], where: str) -> None:
@@ -153,7 +158,7 @@ def test_nan_reaches_the_gradient(settings: dict[str, Any], where: str) -> None:
 
 def test_nan_of_the_reference_reaches_the_gradient() -> None:
     reference = torch.tensor([[0.0, math.nan]])
-    _, gradient = gradient_of(torch.zeros(1, 2), ref_logprobs=reference, kl_coef=0.1)
+    _, gradient = gradient_of(torch.zeros(1, 2), ref_logprobs=reference, kl=KlSettings(0.1))
     assert gradient[0, 1].isnan()
 
 
@@ -161,7 +166,7 @@ def test_nan_of_the_reference_reaches_the_gradient() -> None:
 def test_nan_of_the_rollout_reaches_the_gradient(name: str) -> None:
     rollout, ones = torch.tensor([[0.0, math.nan]]), torch.ones(1, 2)
     weights = correction_weights(name, 0 * ones, rollout, ones, low=0.5, high=2.0)
-    _, gradient = gradient_of(torch.zeros(1, 2), correction=weights)
+    _, gradient = gradient_of(torch.zeros(1, 2), weights=weights)
     assert gradient[0, 1].isnan()
     assert math.isnan(mismatch(0 * ones, rollout, ones)[1])
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import PolicyObjective, TokenScores
-from hybrid3d.roles.learner import Experience, Learner
+from hybrid3d.roles.experience_maker import Experience
+from hybrid3d.roles.learner import Learner
 from hybrid3d.roles.shares import shares_of
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics

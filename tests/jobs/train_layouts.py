@@ -22,7 +22,8 @@ from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.file_index import read_index
 from hybrid3d.reshard.files import create_files, export_files, shard_entries
 from hybrid3d.rl.batch import Batch
-from hybrid3d.rl.objective import PolicyObjective, sft_loss
+from hybrid3d.rl.objective import KlSettings, PolicyObjective, sft_loss
+from hybrid3d.rl.policy_losses import LossSettings
 from hybrid3d.train import checkpoint, runtime
 from hybrid3d.train.megatron_model import MegatronModel, StepReport
 from hybrid3d.train.policy import Policy
@@ -121,10 +122,9 @@ def grpo_step(policy: Policy, reference: Policy, spec: dict[str, Any], dp: int) 
         mask=batch.response_mask,
         old_logprobs=old,
         answer_weights=torch.ones(len(batch)),
-        clip=spec["clip"],
-        clip_high=spec["clip"],
+        loss=LossSettings(clip=spec["clip"]),
         ref_logprobs=ref,
-        kl_coef=spec["kl_coef"],
+        kl=KlSettings(spec["kl_coef"]),
     )
     return report_of(policy, policy.train_step(batch, loss, policy.recipe))
 

@@ -10,6 +10,7 @@ from hybrid3d.config.load import load_recipe, read_recipe, recipe_to_yaml
 from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.config.recipe import Recipe
 from hybrid3d.config.schema import RecipeError
+from hybrid3d.config.sections.algorithm import Algorithm, Correction, Kl
 from hybrid3d.config.sections.engines import (
     OFFLOADS,
     Agents,
@@ -22,7 +23,7 @@ from hybrid3d.config.sections.engines import (
     Sync,
     Train,
 )
-from hybrid3d.config.sections.learning import Algorithm, Correction, Critic, Data, Guard, Kl, Optimizer, Reward, Run
+from hybrid3d.config.sections.learning import Critic, Data, Guard, Optimizer, Reward, Run
 
 __all__ = [
     "OFFLOADS",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from hybrid3d.config.algorithms import GROUP_ADVANTAGES
 from hybrid3d.config.schema import Rule
 
 if TYPE_CHECKING:
@@ -251,7 +252,10 @@ def _check_batch(recipe: Recipe, replicas: int | None) -> Iterator[LayoutProblem
     prompts = algorithm.prompts_per_step
     samples = recipe.sequences_per_step // prompts
     if algorithm.uses_groups and samples < 2:
-        fix = f"{algorithm.name} compares samples of one prompt, so it needs 2 or more"
+        combined = algorithm.combination
+        scale = f"algorithm.advantage_scale={combined.advantage_scale}"
+        what = algorithm.name if combined.advantage in GROUP_ADVANTAGES else scale
+        fix = f"{what} compares samples of one prompt, so it needs 2 or more"
         yield LayoutProblem(("algorithm.samples_per_prompt",), f"algorithm.samples_per_prompt={samples}", fix)
     factors = _batch_factors(recipe)
     unit = sequences_multiple(recipe)

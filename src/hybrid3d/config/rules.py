@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from hybrid3d.config.algorithm_rules import check_algorithm
 from hybrid3d.config.schema import MAX_PORT, MAX_RANKS
 from hybrid3d.config.unused_settings import unused_settings
 
 if TYPE_CHECKING:
     from hybrid3d.config.recipe import Recipe
-    from hybrid3d.config.sections.learning import Kl, Optimizer
-
-DYNAMIC_ALGORITHMS = ("dapo",)  # which sample dynamically by default
+    from hybrid3d.config.sections.algorithm import Kl
+    from hybrid3d.config.sections.learning import Optimizer
 
 
 def validate_recipe(recipe: Recipe) -> Iterator[str]:
@@ -23,6 +23,7 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
     algorithm, kl, optimizer = recipe.algorithm, recipe.algorithm.kl, recipe.optimizer
     if algorithm.generates and recipe.rollout is None:
         yield f"rollout: missing, and algorithm.name={algorithm.name} generates: give max_model_len and max_new_tokens"
+    yield from check_algorithm(recipe)
     yield from _check_kl(kl, recipe.sequences_per_step)
     if algorithm.correction.kind.endswith("mask") and algorithm.correction.low >= algorithm.correction.high:
         low, high = algorithm.correction.low, algorithm.correction.high
@@ -140,11 +141,11 @@ def _check_async(recipe: Recipe) -> Iterator[str]:
         return
     if not recipe.is_split and ahead.partial is None:
         yield f"{staleness}: the ranks that train also generate: set roles.generation.ranks or async.partial"
-    if recipe.algorithm.correction.kind == "none":
+    if recipe.algorithm.correction.kind == "none" and not recipe.algorithm.correction.bypass:
         yield (
             f"{staleness}: older weights than those that are trained generate the samples, and "
             "algorithm.correction.kind=none does not correct for it: set truncate, mask, "
-            "sequence_truncate or sequence_mask"
+            "sequence_truncate, sequence_mask or sequence_mean_mask, or bypass: true"
         )
     if ahead.partial is None or rollout is None:
         return
@@ -160,9 +161,9 @@ def _check_async(recipe: Recipe) -> Iterator[str]:
             f"async.batches_in_flight={ahead.batches_in_flight}: more than async.max_staleness + 1 = "
             f"{ahead.max_staleness + 1}, so that prompts would be too old when they are trained: at most that"
         )
-    name, extra = recipe.algorithm.name, recipe.algorithm.dynamic_sampling
-    if extra or (extra is None and name in DYNAMIC_ALGORITHMS):
-        setting = f"algorithm.dynamic_sampling={extra}" if extra else f"algorithm.name={name}"
+    if recipe.algorithm.combination.dynamic_sampling:
+        extra = recipe.algorithm.dynamic_sampling
+        setting = f"algorithm.dynamic_sampling={extra}" if extra else f"algorithm.name={recipe.algorithm.name}"
         yield (
             f"async.partial={ahead.partial}: {setting} replaces prompts of whole batches, for which no step waits: set "
             "algorithm.dynamic_sampling=0"
@@ -227,8 +228,11 @@ def _check_kl(kl: Kl, answers: int) -> Iterator[str]:
     """Yield the contradictions between settings of the KL, for a step with this many answers."""
     if kl.where == "none" and kl.coef > 0:
         yield f"algorithm.kl.coef={kl.coef} has no effect with algorithm.kl.where=none: set where: loss, or coef: 0"
-    if kl.where == "loss" and kl.estimator == "k1":
-        yield "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, or where: reward"
+    if kl.where == "loss" and kl.estimator == "k1" and not kl.straight_through:
+        yield (
+            "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, straight_through: true, or "
+            "where: reward"
+        )
     if kl.target is not None and answers >= 5 * kl.horizon:  # a step's smallest factor, 1 - 0.2 answers / horizon, <= 0
         yield (
             f"algorithm.kl.horizon={kl.horizon} is too short for the {answers} answers of a step, which could change "

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
 
+from hybrid3d.config.algorithms import TOKEN_ADVANTAGES
+
 if TYPE_CHECKING:
     from hybrid3d.config.recipe import Recipe
 
 # Rewards and environments that are computed in the rank's own process, without workers that could fail: see `REWARDS`
 # and `ENVIRONMENTS` in rewards/
 IN_PROCESS = {"gsm8k", "calculator"}
-
-TOKEN_LEVEL_ALGORITHMS = ("ppo", "reinforce_pp")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,18 @@ def _is_sft(recipe: Recipe) -> bool:
     return not recipe.algorithm.generates
 
 
+def _loss_is(*kinds: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: recipe.algorithm.generates and recipe.algorithm.combination.policy_loss in kinds
+
+
+def _loss_is_not(*kinds: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: not _loss_is(*kinds)(recipe)
+
+
+def _by_loss(recipe: Recipe) -> str:
+    return f"algorithm.policy_loss={recipe.algorithm.combination.policy_loss} does not use it"
+
+
 def _never_generates(recipe: Recipe) -> bool:
     return _is_sft(recipe) and recipe.rollout is None
 
@@ -65,7 +77,8 @@ def _is_builtin(recipe: Recipe) -> bool:
 
 _RL_SETTINGS = (
     *("samples_per_prompt", "epochs", "minibatches", "clip", "clip_high", "dual_clip", "loss_agg_mode", "entropy_coef"),
-    *("gamma", "lam", "dynamic_sampling"),
+    *("gamma", "lam", "dynamic_sampling", "advantage", "advantage_scale", "policy_loss", "ratio", "mask_truncated"),
+    "high_entropy_fraction",
 )
 
 UNUSED_RULES = (
@@ -82,6 +95,7 @@ UNUSED_RULES = (
         _never_generates,
         _reason("algorithm.name={name} without `rollout` has no answers to score"),
     ),
+    UnusedRule("reward", ("min", "max", "whiten"), _is_sft, _reason("algorithm.name={name} has no advantages")),
     UnusedRule(
         "sync",
         ("bucket_mib", "verify", "overlap", "share_storage", "delta", "keep_loader_layout", "anchor_every"),
@@ -152,20 +166,38 @@ UNUSED_RULES = (
     UnusedRule(
         "algorithm",
         ("gamma",),
-        lambda recipe: recipe.algorithm.generates and recipe.algorithm.name not in TOKEN_LEVEL_ALGORITHMS,
-        _reason("algorithm.name={name} does not discount, only ppo and reinforce_pp do"),
+        lambda recipe: recipe.algorithm.generates and recipe.algorithm.combination.advantage not in TOKEN_ADVANTAGES,
+        _reason("algorithm.name={name} does not discount, only algorithm.advantage=returns and gae do"),
     ),
     UnusedRule(
         "algorithm",
         ("lam",),
         lambda recipe: recipe.algorithm.generates and not recipe.algorithm.uses_critic,
-        _reason("algorithm.name={name} estimates no values, only ppo does"),
+        _reason("algorithm.name={name} estimates no values, only algorithm.advantage=gae does"),
+    ),
+    UnusedRule("algorithm", ("clip", "clip_high"), _loss_is("sapo", "reinforce"), _by_loss),
+    UnusedRule(
+        "algorithm",
+        ("dual_clip",),
+        lambda recipe: recipe.algorithm.generates and not _loss_is("ppo", "clip_cov")(recipe),
+        _by_loss,
+    ),
+    UnusedRule("algorithm.loss", ("tau_positive", "tau_negative"), _loss_is_not("sapo"), _by_loss),
+    UnusedRule("algorithm.loss", ("cov_fraction",), _loss_is_not("clip_cov", "kl_cov"), _by_loss),
+    UnusedRule("algorithm.loss", ("cov_low", "cov_high"), _loss_is_not("clip_cov"), _by_loss),
+    UnusedRule("algorithm.loss", ("cov_kl_coef",), _loss_is_not("kl_cov"), _by_loss),
+    UnusedRule("algorithm.loss", ("max_ratio",), _loss_is_not("dppo_tv", "dppo_kl"), _by_loss),
+    UnusedRule(
+        "algorithm.kl",
+        ("estimator", "target", "horizon", "clamp", "straight_through", "ratio_weighted"),
+        lambda recipe: recipe.algorithm.kl.where == "none",
+        _reason("algorithm.kl.where=none measures no KL"),
     ),
     UnusedRule(
         "algorithm.kl",
-        ("estimator", "target", "horizon"),
-        lambda recipe: recipe.algorithm.kl.where == "none",
-        _reason("algorithm.kl.where=none measures no KL"),
+        ("straight_through", "ratio_weighted"),
+        lambda recipe: recipe.algorithm.kl.where == "reward",
+        _reason("with algorithm.kl.where=reward the KL has no gradient"),
     ),
     UnusedRule(
         "algorithm.kl",
@@ -176,7 +208,7 @@ UNUSED_RULES = (
     ),
     UnusedRule(
         "algorithm.correction",
-        ("low", "high"),
+        ("low", "high", "normalize"),
         lambda recipe: recipe.algorithm.correction.kind == "none",
         _reason("algorithm.correction.kind=none corrects nothing"),
         ("algorithm.correction.kind",),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hybrid3d.config import Recipe
 from hybrid3d.generation.partial_rollout import Place, Prompt
 from hybrid3d.generation.replicas import OF_AGENT, OF_ENVIRONMENT, Advanced, Answers, NoReplicas, Replicas, Work
 from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample, answers_of
-from hybrid3d.rl.algorithms import ALGORITHMS
 from hybrid3d.rl.data import PromptData
 
 
@@ -76,7 +76,8 @@ class Rollouts:
                 groups.append([branch for answer in of_prompt for branch in answer])
                 zero_variance += uniform
             batches += 1
-        self._check(failures, examples, batches * wanted * group, self._recipe.reward.max_failures)
+        answered = batches * wanted * (group + recipe.algorithm.uses_greedy_answers)
+        self._check(failures, examples, answered, self._recipe.reward.max_failures)
         # In the order of generation, so that no minibatch has fillers only
         chosen = sorted([*found, *fillers][:wanted])
         return RolloutBatch(
@@ -112,12 +113,15 @@ class Rollouts:
         self, version: int, batch: int, temperature: float
     ) -> tuple[list[list[Sample]], list[Answers]]:
         algorithm, run = self._recipe.algorithm, self._recipe.run
+        greedy: list[int | None] = [None] * algorithm.uses_greedy_answers
         work: list[Work] = [
             (example, seed)
             for i, example in enumerate(self.train.batch(batch, algorithm.prompts_per_step))
-            for seed in request_seeds(run.seed, batch, i, algorithm.samples_per_prompt)
+            for seed in [*request_seeds(run.seed, batch, i, algorithm.samples_per_prompt), *greedy]
         ]
-        return self._answer(work, algorithm.samples_per_prompt, version, temperature, self._scores_training)
+        size = algorithm.samples_per_prompt + len(greedy)
+        answers, of_replicas = self._answer(work, size, version, temperature, self._scores_training)
+        return (_with_baselines(answers, size) if greedy else answers), of_replicas
 
     def evaluate(self, version: int) -> EvalResult:
         """Answer the held-out problems greedily, and score the answers.
@@ -282,6 +286,15 @@ def make_rollouts(recipe: Recipe, *args: Any) -> Rollouts:
     return (Rollouts if recipe.async_.partial is None else PartialRollouts)(recipe, *args)
 
 
+def _with_baselines(answers: Sequence[list[Sample]], size: int) -> list[list[Sample]]:
+    """Return answers with, as baseline, the reward of the greedy one: the last of each `size` in a row."""
+    return [
+        [replace(sample, baseline=answers[start + size - 1][0].reward) for sample in answer]
+        for start in range(0, len(answers), size)
+        for answer in answers[start : start + size - 1]
+    ]
+
+
 def _failures(answers: Sequence[Answers]) -> tuple[dict[str, int], dict[str, str]]:
     """Return how many rewards and environments failed, by kind, and an example of each kind."""
     failures: Counter[str] = Counter()
@@ -294,10 +307,8 @@ def _failures(answers: Sequence[Answers]) -> tuple[dict[str, int], dict[str, str
 
 def extra_batches(recipe: Recipe) -> int:
     """Return the maximum number of extra batches of prompts for dynamic sampling: see `Rollouts.generate_batch`."""
-    if recipe.algorithm.dynamic_sampling is not None:
-        return recipe.algorithm.dynamic_sampling
     # A reward model's scores are hardly ever equal
-    return ALGORITHMS[recipe.algorithm.name].dynamic_sampling if recipe.reward.model is None else 0
+    return recipe.algorithm.combination.dynamic_sampling if recipe.reward.model is None else 0
 
 
 def request_seed(seed: int, batch: int, prompt: int, sample: int) -> int:

@@ -21,6 +21,7 @@ class Sample:
         versions: for each token, the version of the weights that generated it (for an environment's, the turn before
             it): the number of updates behind them.
         branch: of an agent's answer, whose branches are samples in a row: 0 is the first. All have its reward.
+        baseline: the reward of a greedy answer to the prompt; 0 unless advantages need it.
     """
 
     prompt: str
@@ -33,6 +34,7 @@ class Sample:
     versions: tuple[int, ...]
     reference: str = ""
     branch: int = 0
+    baseline: float = 0.0
 
     @property
     def weight_version(self) -> int:
@@ -69,6 +71,16 @@ def filled_up(samples: Sequence[Sample], multiple: int) -> Sequence[Sample]:
     return [*samples, *[filling] * (-len(samples) % multiple)]
 
 
+def is_truncated(sample: Sample, rollout: Rollout) -> bool:
+    """Return whether an answer has as many tokens as it may have, so that it may lack its end."""
+    return len(sample.tokens) >= rollout.max_new_tokens
+
+
+def without_loss(sample: Sample) -> Sample:
+    """Return a sample of the same tokens none of which is trained on."""
+    return replace(sample, loss_mask=(False,) * len(sample.tokens), logprobs=())
+
+
 @dataclass(frozen=True)
 class RolloutBatch:
     """The samples of a step, on every rank.
@@ -101,7 +113,7 @@ class RolloutBatch:
         firsts = [sample for sample in samples if not sample.branch]
         staleness = [version - sample.weight_version for sample in samples]
         lengths = [len(sample.tokens) for sample in samples]
-        truncated = sum(length >= rollout.max_new_tokens for length in lengths)
+        truncated = sum(is_truncated(sample, rollout) for sample in samples)
         found = {
             "reward/mean": sum(sample.reward for sample in firsts) / len(firsts),
             "rollout/response_tokens_mean": sum(lengths) / len(lengths),

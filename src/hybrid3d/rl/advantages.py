@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,60 +11,120 @@ from torch import Tensor
 # --- per answer, from the rewards of the prompt's group --------------------------------------------------------------
 
 
-def grpo_advantages(rewards: Tensor, group: int, penalties: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """Normalize the rewards within each prompt's group: `(r - mean) / (std + eps)`.
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Holds what advantages of answers are computed from, [B]; B = prompts x group, a prompt's answers are adjacent.
 
-    DeepSeekMath (arXiv 2402.03300, section 4.1.2), outcome supervision. The paper does not say which `std`: this is the
-    sample standard deviation (divided by `group - 1`), because the rewards are samples and because TRL and verl use it
-    too, so that training curves can be compared. The advantages of a group whose rewards are all equal are exactly
-    zero: the rounding error of the mean would otherwise be divided by an `std` close to zero.
-
-    Args:
-        rewards: [B], where B = prompts x group and the samples of a prompt are adjacent.
-        group: samples per prompt, 2 or more.
-        penalties: [B], for the KL to the reference. They are centred and subtracted after the division: within a group
-            of equal rewards, dividing them by the standard deviation would scale them up however small they are.
-
-    Returns:
-        Advantages, [B].
-
-    Raises:
-        ValueError: `group` is less than 2, or B is not a multiple of it.
+    Attributes:
+        rewards: of the answers.
+        group: samples per prompt.
+        penalties: for the KL to the reference; zero where there is none.
+        lengths: numbers of tokens that the policy generated.
+        baselines: rewards of the greedy answers to the same prompts.
     """
-    grouped = _grouped(rewards, group)
-    centred = grouped - grouped.mean(dim=1, keepdim=True)
-    normalised = _zero_where_equal(centred / (grouped.std(dim=1, keepdim=True, correction=1) + eps), grouped)
-    return normalised if penalties is None else normalised - centred_advantages(penalties, group)
+
+    rewards: Tensor
+    group: int
+    penalties: Tensor | None = None
+    lengths: Tensor | None = None
+    baselines: Tensor | None = None
 
 
-def centred_advantages(rewards: Tensor, group: int, penalties: Tensor | None = None) -> Tensor:
-    """Return `r - mean` within each group: Dr. GRPO (arXiv 2503.20783, section 3.2), without the standard deviation.
-
-    Arguments, result and errors are those of `grpo_advantages`.
-    """
-    grouped = _grouped(rewards if penalties is None else rewards - penalties, group)
+def group_mean(values: Tensor, answers: Answers) -> Tensor:
+    """Return `r - mean` within each group (DeepSeekMath, arXiv 2402.03300, section 4.1.2)."""
+    grouped = _grouped(values, answers.group)
     return _zero_where_equal(grouped - grouped.mean(dim=1, keepdim=True), grouped)
 
 
-def leave_one_out_advantages(rewards: Tensor, group: int, penalties: Tensor | None = None) -> Tensor:
-    """Return `r - mean of the group's other rewards`: RLOO (arXiv 2402.14740).
+def leave_one_out(values: Tensor, answers: Answers) -> Tensor:
+    """Return `r - mean of the group's other rewards`: RLOO (arXiv 2402.14740)."""
+    return group_mean(values, answers) * (answers.group / (answers.group - 1))
 
-    Arguments, result and errors are those of `grpo_advantages`.
+
+def length_weighted_mean(values: Tensor, answers: Answers) -> Tensor:
+    """Return `r - sum(length r) / sum(length)` within each group: OPO (arXiv 2505.23585, equation 7)."""
+    assert answers.lengths is not None, "a mean weighted by length needs lengths"
+    grouped, lengths = _grouped(values, answers.group), _grouped(answers.lengths, answers.group)
+    baseline = (lengths * grouped).sum(dim=1, keepdim=True) / lengths.sum(dim=1, keepdim=True).clamp(min=1)
+    return _zero_where_equal(grouped - baseline, grouped)
+
+
+def best_of_group(values: Tensor, answers: Answers) -> Tensor:
+    """Return for the best answer of each group its lead over the second, else 0 (arXiv 2503.19595, section 3)."""
+    grouped = _grouped(values, answers.group)
+    (best, second), (first, _) = (part.unbind(dim=1) for part in grouped.topk(2, dim=1))
+    return torch.zeros_like(grouped).scatter(1, first[:, None], (best - second)[:, None]).flatten()
+
+
+def greedy_answer(values: Tensor, answers: Answers) -> Tensor:
+    """Return `r - reward of the greedy answer`: ReMax (arXiv 2310.10505, equation 5)."""
+    assert answers.baselines is not None, "this advantage needs the rewards of greedy answers"
+    return values.float() - answers.baselines.float()
+
+
+def plain(values: Tensor, answers: Answers) -> Tensor:
+    """Return the rewards, without a baseline: a critic or normalization supplies one later."""
+    return values.float()
+
+
+ADVANTAGES: dict[str, Callable[[Tensor, Answers], Tensor]] = {
+    **{f.__name__: f for f in (group_mean, leave_one_out, length_weighted_mean, best_of_group, greedy_answer)},
+    "returns": plain,
+    "gae": plain,
+}
+
+
+def answer_advantages(advantage: str, scale: str, answers: Answers, eps: float = 1e-6) -> Tensor:
+    """Return the advantage of each answer, [B].
+
+    With `group_std`, it is divided by the sample standard deviation of the group's rewards (divided by `group - 1`, as
+    in TRL and verl) plus `eps`; with `batch_std`, by that of all rewards (arXiv 2508.08221, section 4.1); with
+    `varying_groups`, by the fraction of groups whose rewards vary (GPG, arXiv 2504.02546, equation 7). The advantages
+    of a group whose rewards are all equal are exactly zero with a baseline of the group: the rounding error of the mean
+    would otherwise be divided by a standard deviation close to zero.
+
+    Penalties have the same baseline as rewards (`best_of_group`: the group's mean) and are not divided: within a group
+    of equal rewards, dividing them by the standard deviation would scale them up however small they are.
+
+    Args:
+        advantage: a key of `ADVANTAGES`.
+        scale: `group_std`, `batch_std`, `varying_groups`; anything else leaves the advantages as they are.
+
+    Raises:
+        ValueError: answers are compared but `group` is less than 2, or B is not a multiple of it.
     """
-    return centred_advantages(rewards, group, penalties) * (group / (group - 1))
+    found = ADVANTAGES[advantage](answers.rewards, answers)
+    if scale == "group_std":
+        deviations = _grouped(answers.rewards, answers.group).std(dim=1, correction=1)
+        found = _divided(found, deviations.repeat_interleave(answers.group) + eps)
+    elif scale == "batch_std":
+        found = _divided(found, answers.rewards.float().std(correction=1) + eps)
+    elif scale == "varying_groups":
+        grouped = _grouped(answers.rewards, answers.group)
+        varying = (grouped != grouped[:, :1]).any(dim=1).float().mean()
+        found = found / varying.clamp(min=1 / len(grouped))
+    if answers.penalties is None:
+        return found
+    baseline = {"best_of_group": group_mean, "greedy_answer": plain}.get(advantage, ADVANTAGES[advantage])
+    return found - baseline(answers.penalties, answers)
 
 
-def plain_advantages(rewards: Tensor, group: int, penalties: Tensor | None = None) -> Tensor:
-    """Return the rewards less the penalties, without a group baseline: a critic or normalization supplies one later."""
-    return rewards.float() if penalties is None else rewards.float() - penalties
+def whitened(rewards: Tensor, eps: float = 1e-8) -> Tensor:
+    """Return rewards [B] with mean 0 and standard deviation 1, or 0 if all are equal."""
+    everywhere = torch.ones_like(rewards)
+    return Moments.from_values(rewards, everywhere).normalise(rewards, everywhere, eps).float()
 
 
-def _grouped(rewards: Tensor, group: int) -> Tensor:
+def _grouped(values: Tensor, group: int) -> Tensor:
     if group < 2:
         raise ValueError(f"a group of {group} samples has no baseline: 2 or more samples of a prompt are needed")
-    if rewards.ndim != 1 or rewards.numel() % group:
-        raise ValueError(f"expected rewards [B] with B a multiple of group={group}, got shape {tuple(rewards.shape)}")
-    return rewards.float().reshape(-1, group)
+    if values.ndim != 1 or values.numel() % group:
+        raise ValueError(f"expected values [B] with B a multiple of group={group}, got shape {tuple(values.shape)}")
+    return values.float().reshape(-1, group)
+
+
+def _divided(values: Tensor, deviations: Tensor) -> Tensor:
+    return torch.where(values == 0, 0.0, values / deviations)
 
 
 def _zero_where_equal(values: Tensor, grouped: Tensor) -> Tensor:

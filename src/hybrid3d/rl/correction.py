@@ -1,4 +1,4 @@
-"""Measures the mismatch between training and rollout log-probabilities, and corrects for it.
+"""Measures the mismatch between training and rollout log-probabilities, and computes weights that correct for it.
 
 Two implementations of one model give a token slightly different probabilities, so even fresh samples are slightly
 off-policy. `ratio` below is train / rollout, for the policy before the update.
@@ -7,6 +7,7 @@ off-policy. `ratio` below is train / rollout, for the policy before the update.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 import torch
@@ -68,15 +69,21 @@ def _masked(ratio: Tensor, low: float, high: float) -> Tensor:
     return torch.where((ratio < low) | (ratio > high), 0.0, ratio)  # NaN stays NaN
 
 
-CORRECTIONS: dict[str, tuple[bool, Callable[[Tensor, float, float], Tensor]]] = {
-    # name: (whether the ratio is that of the whole answer, the transform of the ratio)
+def _rejected(ratio: Tensor, low: float, high: float) -> Tensor:
+    return torch.where(ratio.isnan(), ratio, ((ratio >= low) & (ratio <= high)).to(ratio.dtype))
+
+
+CORRECTIONS: dict[str, tuple[str, Callable[[Tensor, float, float], Tensor]]] = {
+    # name: (whether the ratio is that of a token, of a whole answer, or an answer's mean; the transform of the ratio)
     # Truncated importance sampling: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     # Training". For whole answers, and with a mask: Liu et al. 2025, "When Speed Kills Stability".
-    "truncate": (False, _truncated),
-    "sequence_truncate": (True, _truncated),
+    "truncate": ("token", _truncated),
+    "sequence_truncate": ("answer", _truncated),
     # IcePop (arXiv 2510.18855): tokens outside [low, high] get no weight.
-    "mask": (False, _masked),
-    "sequence_mask": (True, _masked),
+    "mask": ("token", _masked),
+    "sequence_mask": ("answer", _masked),
+    # Liu et al. 2025, part 3: answers are rejected by the geometric mean of their tokens' ratios
+    "sequence_mean_mask": ("mean", _rejected),
 }
 
 
@@ -91,8 +98,66 @@ def correction_weights(
         name: a key of `CORRECTIONS`.
         low, high: bounds of the ratio; truncation uses the upper one only.
     """
-    per_answer, transform = CORRECTIONS[name]
+    level, transform = CORRECTIONS[name]
     gap = torch.where(mask.bool(), (logprobs - rollout_logprobs).detach(), 0.0)
-    if per_answer:
-        gap = gap.sum(1, keepdim=True).expand_as(gap)
+    if level != "token":
+        tokens = mask.sum(1, keepdim=True).clamp(min=1) if level == "mean" else 1
+        gap = (gap.sum(1, keepdim=True) / tokens).expand_as(gap)
     return transform(bounded(gap).exp(), low, high) * mask
+
+
+@dataclass(frozen=True)
+class OffPolicy:
+    """Adds up how far the samples are from the policy, over rows and ranks.
+
+    Attributes:
+        tokens, answers: how many were added.
+        ratio, ratio_squared: sums over tokens of train / rollout and of its square.
+        answer_ratio_squared: sum over answers of the square of the product of its tokens' ratios.
+        train_perplexity, rollout_perplexity: sums over answers of exp(-mean log-probability).
+    """
+
+    tokens: float = 0.0
+    answers: float = 0.0
+    ratio: float = 0.0
+    ratio_squared: float = 0.0
+    answer_ratio_squared: float = 0.0
+    train_perplexity: float = 0.0
+    rollout_perplexity: float = 0.0
+
+    @classmethod
+    def of(cls, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> OffPolicy:
+        """Return the sums of log-probabilities [B, T]; rows without tokens are not answers."""
+        rows = mask.bool().any(1)
+        mask, logprobs, rollout = mask[rows].double(), logprobs[rows].double(), rollout_logprobs[rows].double()
+        logprobs, rollout = (torch.where(mask.bool(), values, 0.0) for values in (logprobs, rollout))
+        gap, lengths = logprobs - rollout, mask.sum(1)
+        ratio = bounded(gap).exp() * mask
+        sums = (
+            ratio.sum(),
+            ratio.square().sum(),
+            (2 * bounded(gap.sum(1))).exp().sum(),
+            (-logprobs.sum(1) / lengths).exp().sum(),
+            (-rollout.sum(1) / lengths).exp().sum(),
+        )
+        return cls(float(mask.sum()), float(len(mask)), *(float(value) for value in sums))
+
+    def __add__(self, other: OffPolicy) -> OffPolicy:
+        return OffPolicy(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of all that was added.
+
+        `ess` is the effective sample size, as a fraction of the tokens (Kong 1992); `chi2_token` and `chi2_answer`
+        estimate the chi-squared divergence of training from rollout, E[r^2] - 1.
+        """
+        if not self.answers:
+            return {}
+        return {
+            "ess": self.ratio**2 / (self.tokens * self.ratio_squared) if self.ratio_squared else 0.0,
+            "chi2_token": self.ratio_squared / self.tokens - 1,
+            "chi2_answer": self.answer_ratio_squared / self.answers - 1,
+            "train_perplexity": self.train_perplexity / self.answers,
+            "rollout_perplexity": self.rollout_perplexity / self.answers,
+        }

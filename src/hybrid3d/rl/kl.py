@@ -33,13 +33,24 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda log_ratio: -log_ratio,  # unbiased, high variance, negative half the time
     "k2": lambda log_ratio: log_ratio.square() / 2,  # biased, low variance
     "k3": k3,
+    "abs": torch.abs,
 }
 
 
-def token_kl(estimator: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Estimate the KL at each token, [B, T]; zero where `mask` is zero. Only k3 is bounded.
+def token_kl(
+    estimator: str,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    clamp: float | None = None,
+    straight_through: bool = False,
+) -> Tensor:
+    """Estimate the KL at each token, [B, T]; zero where `mask` is zero. Only k3 is bounded without `clamp`.
 
-    `logprobs` and `ref_logprobs` [B, T] are those of the policy and of the reference; gradients flow into both.
+    Args:
+        logprobs, ref_logprobs: [B, T], of the policy and of the reference; gradients flow into both.
+        clamp: bound on the absolute value of an estimate, which has no gradient beyond.
+        straight_through: whether the gradient is that of k2, whatever the estimator.
 
     Raises:
         ValueError: `estimator` is unknown.
@@ -48,7 +59,13 @@ def token_kl(estimator: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tenso
         raise ValueError(f"unknown KL estimator {estimator!r}; known: {', '.join(ESTIMATORS)}")
     # The mask is applied before the estimator: padding may overflow in exp, and 0 * inf is NaN in the gradient.
     log_ratio = torch.where(mask.bool(), ref_logprobs - logprobs, 0.0)
-    return ESTIMATORS[estimator](log_ratio)
+    estimate = ESTIMATORS[estimator](log_ratio)
+    if clamp is not None:  # not by `clamp` alone, whose gradient is zero at NaN
+        estimate = torch.where(estimate.abs() > clamp, estimate.detach().clamp(-clamp, clamp), estimate)
+    if straight_through:
+        gradient = ESTIMATORS["k2"](log_ratio)
+        estimate = estimate.detach() + gradient - gradient.detach()
+    return estimate
 
 
 @dataclass

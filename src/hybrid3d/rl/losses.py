@@ -1,4 +1,4 @@
-"""Implements losses per token, which are summed here and divided once by Megatron.
+"""Implements sums and means over tokens of losses, which are summed here and divided once by Megatron.
 
 The loss of a step is a mean over all response tokens of its *global* batch. Each micro batch of each data-parallel rank
 returns its sum and its number of tokens, and Megatron divides once, at the end (`calculate_per_token_loss`), so the
@@ -13,11 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybrid3d.rl.kl import k3
-from hybrid3d.rl.ratio import bounded
-
-Aggregation = Literal["token", "sequence", "constant"]
-Ratio = Literal["token", "sequence"]
+Aggregation = Literal["token", "sequence", "sequence_sum", "constant"]
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -32,8 +28,9 @@ def answer_weights(
 
     Args:
         loss_agg_mode: `token`, the mean over all tokens (DAPO, arXiv 2503.14476, equation 8); `sequence`, the mean of
-            each answer's mean (GRPO, arXiv 2402.03300, equation 3); `constant`, the sum divided by
-            answers x `max_tokens`, whatever their lengths (Dr. GRPO, arXiv 2503.20783, section 3.2).
+            each answer's mean (GRPO, arXiv 2402.03300, equation 3); `sequence_sum`, the mean of each answer's sum;
+            `constant`, the sum divided by answers x `max_tokens`, whatever their lengths (Dr. GRPO, arXiv 2503.20783,
+            section 3.2).
         lengths: [B], number of loss tokens of each sequence of the update, over all ranks.
         max_tokens: the maximum number of tokens of an answer.
         answers: [B], a number of the answer that each sequence belongs to; None if each is an answer of its own.
@@ -48,77 +45,8 @@ def answer_weights(
     per_answer = lengths.sum() / len(lengths)
     if loss_agg_mode == "sequence":
         return torch.where(lengths > 0, per_answer / lengths.clamp(min=1), 0.0)
-    return torch.full(lengths.shape, float(per_answer) / max_tokens if loss_agg_mode == "constant" else 1.0)
-
-
-def log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Ratio) -> Tensor:
-    """Return log(policy / old policy) at each token, [B, T], bounded (`ratio.py`), zero where `mask` is zero.
-
-    At level `sequence` the value at every token is the mean over its answer (GSPO, arXiv 2507.18071, equation 7), and
-    its gradient is with respect to the token's own log-probability only (GSPO-token, in the same paper). So a token
-    whose loss is multiplied by zero has no gradient; if all tokens of an answer have the same weight, the gradient is
-    that of the shared mean.
-    """
-    # The mask is applied before exp: padding may overflow there, and 0 * inf is NaN in the gradient.
-    log_ratio = bounded(torch.where(mask.bool(), logprobs - old_logprobs.detach(), 0.0))
-    if level == "sequence":
-        zero = log_ratio - log_ratio.detach()  # with the gradient of the token's own log-probability
-        log_ratio = zero + log_ratio.detach().sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1) * mask
-    return log_ratio
-
-
-def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    clip: float,
-    clip_high: float | None = None,
-    dual_clip: float | None = None,
-    ratio_level: Ratio = "token",
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate, negated: `-min(r A, clamp(r, 1 - clip, 1 + clip) A)` (arXiv 1707.06347, equation 7).
-
-    Args:
-        logprobs: [B, T], of the policy that is trained; gradients flow into these only.
-        old_logprobs: [B, T], of the policy before the step, which generated the samples.
-        advantages: [B, T].
-        mask: [B, T], 1 at the tokens in the loss.
-        clip: how far the ratio r = exp(`log_ratios`) may move from 1.
-        clip_high: the upper bound if it differs from `clip` (DAPO, arXiv 2503.14476, equation 10).
-        dual_clip: above 1; where A < 0 the surrogate is bounded below by `dual_clip` A, so that a large ratio cannot
-            make an arbitrarily large update (arXiv 1912.09729, equation 5).
-        ratio_level: as in `log_ratios`.
-
-    Returns:
-        The loss at each token, [B, T], zero where `mask` is zero; and *sums over tokens*, detached scalars, which are
-        added over micro batches and divided by the global token count as the loss is: `ratio`; `clip_fraction`, tokens
-        whose gradient the clip removed, and `dual_clip_fraction`, those whose gradient the dual clip removed;
-        `approx_kl`, the k3 estimate (`kl.py`) of KL(old policy || policy).
-
-    Raises:
-        ValueError: the shapes of `advantages` and `logprobs` differ.
-    """
-    if advantages.shape != logprobs.shape:
-        raise ValueError(f"expected advantages {tuple(logprobs.shape)}, one per token, got {tuple(advantages.shape)}")
-    log_ratio = log_ratios(logprobs, old_logprobs, mask, ratio_level)
-    ratio = log_ratio.exp()
-    advantage = torch.where(mask.bool(), advantages.detach(), 0.0)
-    surrogate = ratio * advantage
-    clipped = ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high)) * advantage
-    objective = torch.minimum(surrogate, clipped)
-    with torch.no_grad():
-        plain = log_ratio if ratio_level == "token" else log_ratios(logprobs, old_logprobs, mask, "token")
-        stats = {
-            "ratio": (ratio * mask).sum(),
-            "clip_fraction": ((clipped < surrogate) * mask).sum(),
-            "approx_kl": k3(plain).sum(),
-        }
-    if dual_clip is not None:
-        floor = dual_clip * advantage
-        stats["dual_clip_fraction"] = ((advantage < 0) & (objective < floor)).sum()
-        objective = torch.where(advantage < 0, torch.maximum(objective, floor), objective)
-    return -objective * mask, stats
+    weight = {"token": 1.0, "sequence_sum": float(per_answer), "constant": float(per_answer) / max(max_tokens, 1)}
+    return torch.full(lengths.shape, weight[loss_agg_mode])
 
 
 def value_loss(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hybrid3d.rl.batch import Rows
 from hybrid3d.rl.kl import token_kl
-from hybrid3d.rl.losses import Ratio, policy_loss, value_loss
+from hybrid3d.rl.losses import value_loss
+from hybrid3d.rl.policy_losses import LossSettings, policy_loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,15 +30,26 @@ The outputs of a policy are `TokenScores`, those of a critic are values [b, T].
 """
 
 
+@dataclass(frozen=True)
+class KlSettings:
+    """Holds how the KL to the reference is added to the loss: see `kl.token_kl` and `config/sections/algorithm.py`."""
+
+    coef: float
+    estimator: str = "k3"
+    clamp: float | None = None
+    straight_through: bool = False
+    ratio_weighted: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class PolicyObjective:
-    """Computes the clipped policy loss, plus the KL to a reference, minus an entropy bonus.
+    """Computes the policy loss, plus the KL to a reference, minus an entropy bonus.
 
-    Tensors are those of a whole batch, [B, T]; attributes that are not described are as in `losses.policy_loss`.
+    Tensors are those of a whole batch, [B, T]; attributes that are not described are as in `policy_losses.policy_loss`.
 
     Attributes:
         answer_weights: weight of each answer's losses, [B] (`losses.answer_weights`).
-        correction: weight of each token's policy loss (`correction.correction_weights`), or None.
+        weights: weight of each token's policy loss (`correction.py`, `selection.high_entropy`), or None.
         ref_logprobs: log-probabilities of the reference policy if the KL to it is in the loss, else None.
     """
 
@@ -45,34 +57,36 @@ class PolicyObjective:
     mask: Tensor
     old_logprobs: Tensor
     answer_weights: Tensor
-    clip: float
-    clip_high: float
-    dual_clip: float | None = None
-    correction: Tensor | None = None
-    ratio: Ratio = "token"
+    loss: LossSettings
+    selected: Tensor | None = None
+    weights: Tensor | None = None
     ref_logprobs: Tensor | None = None
-    kl_estimator: str = "k3"
-    kl_coef: float = 0.0
+    kl: KlSettings | None = None
     entropy_coef: float = 0.0
 
     def __call__(self, scored: TokenScores, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute a policy's `TokenLoss`."""
         mask = self.mask[rows]
-        losses, sums = policy_loss(
+        losses, ratio, sums = policy_loss(
             scored.logprobs,
             self.old_logprobs[rows],
             self.advantages[rows],
             mask,
-            self.clip,
-            self.clip_high,
-            self.dual_clip,
-            self.ratio,
+            self.loss,
+            None if self.selected is None else self.selected[rows],
         )
-        if self.correction is not None:
-            losses = losses * self.correction[rows]
-        if self.ref_logprobs is not None:
-            kl = token_kl(self.kl_estimator, scored.logprobs, self.ref_logprobs[rows], mask)
-            losses = losses + self.kl_coef * kl
+        if self.weights is not None:
+            losses = losses * self.weights[rows]
+        if self.ref_logprobs is not None and self.kl is not None:
+            kl = token_kl(
+                self.kl.estimator,
+                scored.logprobs,
+                self.ref_logprobs[rows],
+                mask,
+                self.kl.clamp,
+                self.kl.straight_through,
+            )
+            losses = losses + self.kl.coef * (kl * ratio if self.kl.ratio_weighted else kl)
             sums["kl"] = kl.detach().sum()
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_coef > 0):
             entropy = torch.where(mask.bool(), scored.entropy(), 0.0)

@@ -175,6 +175,7 @@ def _sample_arrays(samples: Sequence[Sample]) -> dict[str, Array]:
         "logprobs": joined([sample.logprobs for sample in samples], np.float64),
         "rewards": np.array([sample.reward for sample in samples], np.float64),
         "branches": np.array([sample.branch for sample in samples], np.int32),
+        "baselines": np.array([sample.baseline for sample in samples], np.float64),
     }
 
 
@@ -183,9 +184,10 @@ def _samples(arrays: Mapping[str, Array]) -> list[Sample]:
     tokens, masks, versions = (_split(arrays[key], arrays["lengths"]) for key in ("tokens", "loss_mask", "versions"))
     logprobs = _split(arrays["logprobs"], np.array([sum(mask) for mask in masks], np.int64))
     rewards = arrays["rewards"].tolist()
-    branches = arrays["branches"].tolist() if "branches" in arrays else [0] * len(rewards)  # in older records
-    fields = zip(prompts, tokens, masks, logprobs, rewards, versions, branches, strict=True)
-    return [Sample("", p, t, mask, numbers, "", r, v, branch=b) for p, t, mask, numbers, r, v, b in fields]
+    missing = np.zeros(len(rewards), np.int32)  # in older records
+    others = [arrays.get(key, missing).tolist() for key in ("branches", "baselines")]
+    fields = zip(prompts, tokens, masks, logprobs, rewards, versions, *others, strict=True)
+    return [Sample("", p, t, mask, n, "", r, v, branch=b, baseline=base) for p, t, mask, n, r, v, b, base in fields]
 
 
 def _split(joined: Array, lengths: Array) -> list[tuple[Any, ...]]:

@@ -47,6 +47,16 @@ class Policy(MegatronModel):
         """
         return self._read(batch, lambda output, micro: self._per_token(output, micro, recipe).logprobs, recipe)
 
+    def logprobs_and_entropies(self, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return also the entropy, in nats, of the distribution that each token was sampled from, both [B, T]."""
+
+        def read(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+            scores = self._per_token(output, micro, recipe)
+            return torch.stack([scores.logprobs, scores.entropy()], -1)
+
+        found = self._read(batch, read, recipe)
+        return None if found is None else (found[..., 0], found[..., 1])
+
     def _per_token(self, output: torch.Tensor, micro: MicroBatch, recipe: Recipe) -> TokenScores:
         """Return the tokens' log-probabilities and entropies by logits [.., .., vocabulary / TP]; 0 at position 0."""
         # A new copy each time, because the cross entropy works in place

@@ -1,29 +1,24 @@
-"""Recipe sections about learning: data, reward, algorithm, optimizer, critic, guard and the run itself."""
+"""Recipe sections about learning: data, reward, optimizer, critic, guard and the run itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from hybrid3d.config import schema
 from hybrid3d.config.interval import Interval
 from hybrid3d.config.schema import (
-    REQUIRED_UNLESS,
     AboveOne,
     ClosedFraction,
-    Coefficient,
     Decay,
     FilePath,
     LearningRate,
     NonNegative,
-    OpenFraction,
     Positive,
     Processes,
-    Repeats,
     RepeatsOrZero,
     Seconds,
     Seed,
-    Sequences,
     Steps,
     StepsOrZero,
     Text,
@@ -72,6 +67,9 @@ class Reward:
         default: Reward of an answer whose scoring failed.
         max_failures: Maximum fraction of a step's samples whose reward or environment may fail before the run ends.
             Whatever its value, the run ends if all samples of a step fail, or all held-out problems.
+        min: Lower bound that lower rewards are set to before advantages are computed; `null`: none.
+        max: Upper bound that higher rewards are set to; `null`: none.
+        whiten: Normalize the rewards of a step to mean 0 and standard deviation 1 before advantages are computed.
         overlong_buffer: Number of tokens before the maximum answer length within which the reward decreases linearly,
             by up to 1 (arXiv 2503.14476, eq. 13); 0 disables the penalty.
     """
@@ -83,105 +81,10 @@ class Reward:
     timeout_seconds: Seconds = 10.0
     default: schema.Reward = 0.0
     max_failures: ClosedFraction = 1.0
+    min: schema.Reward | None = None
+    max: schema.Reward | None = None
+    whiten: bool = False
     overlong_buffer: TokensOrZero = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kl:
-    """KL divergence of the policy from the reference, which is a frozen copy of the initial policy.
-
-    Attributes:
-        where: Subtract the KL from the reward, add it to the loss, or do not measure it.
-        estimator: KL estimator; `null`: `k1` in the reward and `k3` in the loss.
-        coef: Coefficient of the KL. Required unless `where` is `none`.
-        target: Target KL of an answer, in nats summed over its tokens, for an adaptive coefficient (arXiv 1909.08593,
-            section 2.2); `null`: the coefficient is fixed.
-        horizon: Number of answers over which an adaptive coefficient adjusts: a step changes it by a factor of at
-            most 1 ± 0.2 x answers / `horizon`.
-    """
-
-    where: Literal["reward", "loss", "none"]
-    estimator: Literal["k1", "k2", "k3"] | None = None
-    coef: Coefficient = field(default=0.0, metadata={REQUIRED_UNLESS: ("where", "none")})
-    target: Positive | None = None
-    horizon: Steps = 10_000
-
-    @property
-    def effective_estimator(self) -> str:
-        """Return the estimator in use: `estimator`, or the default of `where`."""
-        return self.estimator or ("k1" if self.where == "reward" else "k3")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Correction:
-    """Correction of the mismatch between training and rollout probabilities of sampled tokens.
-
-    Attributes:
-        kind: Weight the loss by the probability ratio train / rollout, capped at `high` (`truncate`) or set to 0
-            outside of `low` to `high` (`mask`); `sequence_*` uses the ratio of the whole answer instead of each
-            token's.
-        low: Lower bound of the ratio (`mask` only).
-        high: Upper bound of the ratio (`truncate` and `mask`).
-    """
-
-    kind: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"] = "none"
-    low: NonNegative = 0.5
-    high: Positive = 2.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Algorithm:
-    """The RL algorithm and its batch sizes. `null`: the algorithm's default (`docs/algorithms.md`).
-
-    Attributes:
-        name: The algorithm.
-        prompts_per_step: Prompts per step; with `sft`, sequences per step.
-        samples_per_prompt: Answers sampled per prompt.
-        epochs: Passes over a step's samples.
-        minibatches: Optimizer updates per epoch.
-        clip: Clip range of the probability ratio below 1, and above 1 too unless `clip_high` is given.
-        clip_high: Clip range of the probability ratio above 1.
-        dual_clip: Upper bound of the probability ratio for negative advantages (arXiv 1912.09729, c); `null`: none.
-        loss_agg_mode: Aggregate token losses as a mean over all tokens (`token`), a mean of per-answer means
-            (`sequence`), or a sum divided by the answers times the maximum answer length (`constant`).
-        entropy_coef: Coefficient of the entropy bonus.
-        gamma: Discount factor per token (`ppo`, `reinforce_pp`).
-        lam: Lambda of GAE (`ppo`).
-        dynamic_sampling: Maximum number of extra prompt batches that a step generates to replace groups whose rewards
-            are all equal.
-        kl, correction: Sections of their own, below.
-    """
-
-    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo", "sft"]
-    prompts_per_step: Sequences
-    samples_per_prompt: Sequences = 1
-    epochs: Repeats = 1
-    minibatches: Repeats = 1
-    clip: OpenFraction | None = None
-    clip_high: Positive | None = None
-    dual_clip: AboveOne | None = None
-    loss_agg_mode: Literal["token", "sequence", "constant"] | None = None
-    entropy_coef: Coefficient = 0.0
-    gamma: ClosedFraction = 1.0
-    lam: ClosedFraction = 1.0
-    dynamic_sampling: RepeatsOrZero | None = None
-    kl: Kl = Kl(where="none", coef=0.0)
-    correction: Correction = Correction()
-
-    @property
-    def generates(self) -> bool:
-        """Return whether training samples answers with vLLM; only `sft` does not."""
-        return self.name != "sft"
-
-    @property
-    def uses_critic(self) -> bool:
-        """Return whether the algorithm trains a value model."""
-        return self.name == "ppo"
-
-    @property
-    def uses_groups(self) -> bool:
-        """Return whether advantages compare the answers to one prompt."""
-        return self.generates and self.name not in ("ppo", "reinforce_pp")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,204 @@
+"""Recipe section about the algorithm: its name, what it combines, its KL, its correction and its batch sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal
+
+from hybrid3d.config.algorithms import (
+    ALGORITHMS,
+    GROUP_ADVANTAGES,
+    GROUP_SCALES,
+    Advantage,
+    AdvantageScale,
+    Aggregation,
+    AlgorithmDefaults,
+    LossKind,
+    Name,
+    Ratio,
+)
+from hybrid3d.config.schema import (
+    REQUIRED_UNLESS,
+    AboveOne,
+    ClosedFraction,
+    Coefficient,
+    NonNegative,
+    OpenFraction,
+    Positive,
+    Repeats,
+    RepeatsOrZero,
+    Sequences,
+    Steps,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kl:
+    """KL divergence of the policy from the reference, which is a frozen copy of the initial policy.
+
+    Attributes:
+        where: Subtract the KL from the reward, add it to the loss, or do not measure it.
+        estimator: KL estimator; `null`: `k1` in the reward and `k3` in the loss.
+        straight_through: In the loss, give the estimator the gradient of `k2`, which is that of the KL (as verl's
+            `k3+`).
+        clamp: Bound on the absolute value of a token's estimate, beyond which it has no gradient; `null`: none.
+        ratio_weighted: In the loss, multiply the estimate by the token's probability ratio, which makes its gradient
+            unbiased when several updates use the same samples (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+        coef: Coefficient of the KL. Required unless `where` is `none`.
+        target: Target KL of an answer, in nats summed over its tokens, for an adaptive coefficient (arXiv 1909.08593,
+            section 2.2); `null`: the coefficient is fixed.
+        horizon: Number of answers over which an adaptive coefficient adjusts: a step changes it by a factor of at
+            most 1 ± 0.2 x answers / `horizon`.
+    """
+
+    where: Literal["reward", "loss", "none"]
+    estimator: Literal["k1", "k2", "k3", "abs"] | None = None
+    straight_through: bool = False
+    clamp: Positive | None = None
+    ratio_weighted: bool = False
+    coef: Coefficient = field(default=0.0, metadata={REQUIRED_UNLESS: ("where", "none")})
+    target: Positive | None = None
+    horizon: Steps = 10_000
+
+    @property
+    def effective_estimator(self) -> str:
+        """Return the estimator in use: `estimator`, or the default of `where`."""
+        return self.estimator or ("k1" if self.where == "reward" else "k3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """Correction of the mismatch between training and rollout probabilities of sampled tokens.
+
+    Attributes:
+        kind: Weight the loss by the probability ratio train / rollout, capped at `high` (`truncate`) or set to 0
+            outside of `low` to `high` (`mask`); `sequence_*` uses the ratio of the whole answer instead of each
+            token's, and `sequence_mean_mask` the geometric mean of its tokens' ratios.
+        low: Lower bound of the ratio (`mask` only).
+        high: Upper bound of the ratio (`truncate` and `mask`).
+        normalize: Divide the weights by their mean over the step's tokens.
+        bypass: Use vLLM's log-probabilities as those of the policy before the update, so that the ratio of the policy
+            loss, and its clip, are relative to the policy that sampled.
+    """
+
+    kind: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask"] = "none"
+    low: NonNegative = 0.5
+    high: Positive = 2.0
+    normalize: bool = False
+    bypass: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """Constants of the policy losses that have some of their own.
+
+    Attributes:
+        tau_positive: Temperature of `sapo`'s gate for positive advantages.
+        tau_negative: Temperature of `sapo`'s gate for other advantages.
+        cov_fraction: Fraction of a step's tokens that `clip_cov` excludes or that `kl_cov` penalizes.
+        cov_low: Lowest covariance of log-probability and advantage of the tokens that `clip_cov` selects from.
+        cov_high: Highest covariance of the tokens that `clip_cov` selects from.
+        cov_kl_coef: Coefficient of `kl_cov`'s penalty.
+        max_ratio: Upper bound of the ratio with which `dppo_tv` and `dppo_kl` weight a token.
+    """
+
+    tau_positive: Positive = 1.0
+    tau_negative: Positive = 1.05
+    cov_fraction: OpenFraction = 2e-4
+    cov_low: NonNegative = 1.0
+    cov_high: Positive = 5.0
+    cov_kl_coef: Coefficient = 1.0
+    max_ratio: AboveOne = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """The RL algorithm and its batch sizes. `null`: the algorithm's default (`docs/algorithms.md`).
+
+    Attributes:
+        name: The algorithm: the defaults of the settings that are `null`.
+        prompts_per_step: Prompts per step; with `sft`, sequences per step.
+        samples_per_prompt: Answers sampled per prompt.
+        epochs: Passes over a step's samples.
+        minibatches: Optimizer updates per epoch.
+        advantage: The advantage of an answer is its reward minus the mean of its prompt's answers (`group_mean`), of
+            its prompt's other answers (`leave_one_out`), their mean weighted by length (`length_weighted_mean`), or the
+            reward of a greedy answer (`greedy_answer`); with `best_of_group` only the best answer has one, its lead
+            over the second. A token's advantage is its `returns`, or by `gae` and a critic.
+        advantage_scale: Divide advantages by the standard deviation of the rewards of a prompt's answers (`group_std`)
+            or of all answers of the step (`batch_std`), or by the fraction of groups whose rewards vary
+            (`varying_groups`); `whiten` normalizes them over all tokens of the step.
+        policy_loss: The loss of a token, given its advantage and the probability ratio.
+        ratio: Probability ratio of each token; or one per answer, its tokens' geometric mean (`sequence`), also with
+            the gradient of each token's own (`sequence_straight_through`).
+        clip: Clip range of the probability ratio below 1, and above 1 too unless `clip_high` is given. `gmpo`: of the
+            logarithm of the ratio. `dppo_*`: bound on the divergence.
+        clip_high: Clip range of the probability ratio above 1.
+        dual_clip: Upper bound of the probability ratio for negative advantages (arXiv 1912.09729, c); `null`: none.
+        loss_agg_mode: Aggregate token losses as a mean over all tokens (`token`), a mean over answers of their means
+            (`sequence`) or of their sums (`sequence_sum`), or a sum divided by the answers times the maximum answer
+            length (`constant`).
+        entropy_coef: Coefficient of the entropy bonus.
+        mask_truncated: Do not train on answers that have the maximum length (arXiv 2503.14476, section 3.4).
+        high_entropy_fraction: Fraction of a step's tokens, those with the highest entropy, that the policy loss is
+            computed on (arXiv 2506.01939); `null`: all.
+        gamma: Discount factor per token (`returns` and `gae`).
+        lam: Lambda of GAE.
+        dynamic_sampling: Maximum number of extra prompt batches that a step generates to replace groups whose rewards
+            are all equal.
+        loss, kl, correction: Sections of their own, below.
+    """
+
+    name: Name
+    prompts_per_step: Sequences
+    samples_per_prompt: Sequences = 1
+    epochs: Repeats = 1
+    minibatches: Repeats = 1
+    advantage: Advantage | None = None
+    advantage_scale: AdvantageScale | None = None
+    policy_loss: LossKind | None = None
+    ratio: Ratio | None = None
+    clip: OpenFraction | None = None
+    clip_high: Positive | None = None
+    dual_clip: AboveOne | None = None
+    loss_agg_mode: Aggregation | None = None
+    entropy_coef: Coefficient = 0.0
+    mask_truncated: bool = False
+    high_entropy_fraction: OpenFraction | None = None
+    gamma: ClosedFraction = 1.0
+    lam: ClosedFraction = 1.0
+    dynamic_sampling: RepeatsOrZero | None = None
+    loss: PolicyLoss = PolicyLoss()
+    kl: Kl = Kl(where="none", coef=0.0)
+    correction: Correction = Correction()
+
+    @property
+    def combination(self) -> AlgorithmDefaults:
+        """Return what the algorithm combines: this section's settings, and the name's where they are `null`."""
+        defaults = ALGORITHMS.get(self.name, AlgorithmDefaults())
+        if self.clip is not None and self.clip_high is None:
+            defaults = replace(defaults, clip_high=None)  # the bound on both sides
+        given = {key.name: getattr(self, key.name) for key in fields(defaults)}
+        return replace(defaults, **{key: value for key, value in given.items() if value is not None})
+
+    @property
+    def generates(self) -> bool:
+        """Return whether training samples answers with vLLM; only `sft` does not."""
+        return self.name != "sft"
+
+    @property
+    def uses_critic(self) -> bool:
+        """Return whether the algorithm trains a value model."""
+        return self.generates and self.combination.advantage == "gae"
+
+    @property
+    def uses_groups(self) -> bool:
+        """Return whether advantages compare the answers to one prompt."""
+        combined = self.combination
+        compares = combined.advantage in GROUP_ADVANTAGES or combined.advantage_scale in GROUP_SCALES
+        return self.generates and compares
+
+    @property
+    def uses_greedy_answers(self) -> bool:
+        """Return whether each prompt has a greedy answer too, whose reward is the others' baseline."""
+        return self.generates and self.combination.advantage == "greedy_answer"
