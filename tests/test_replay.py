@@ -37,6 +37,11 @@ PPO = [
     *("critic.optimizer={lr: 1.0e-3}", "algorithm.epochs=2", "algorithm.correction.kind=truncate"),
     "schedule={1: {algorithm.kl.coef: 0.5}, 2: {optimizer.lr: 1.0e-3}}",
 ]
+SELECTED = [  # tokens of the whole step, whatever the layout
+    *("name=selected", "run.record=always", "run.checkpoint_every=1", "algorithm.name=kl_cov"),
+    *("algorithm.loss={cov_fraction: 0.2}", "algorithm.high_entropy_fraction=0.5", "algorithm.advantage_scale=whiten"),
+    *("algorithm.mask_truncated=true", "rollout.max_new_tokens=6", "reward.whiten=true"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +52,7 @@ def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     common = [*SETTINGS, f"run.dir={work}/runs", f"model.path={work}/build/demo/base"]
     recipe = str(ROOT / "recipes/demo-cpu.yaml")
     cases = [{"recipe": recipe, "settings": [*common, *GRPO], "faults": faults}]
-    cases += [{"recipe": recipe, "settings": [*common, *PPO], "faults": []}]
+    cases += [{"recipe": recipe, "settings": [*common, *of_run], "faults": []} for of_run in (PPO, SELECTED)]
     (work / "spec.json").write_text(json.dumps(cases))
     run_ranks(JOB, 2, [str(work / "spec.json")], timeout=300)
     return work
@@ -70,7 +75,7 @@ def test_one_flipped_bit_is_found_in_20_of_20(work: Path) -> None:
         assert found.others.startswith("1 of ")
 
 
-@pytest.mark.parametrize(("run", "start"), [("grpo", 2), ("ppo", 2)])
+@pytest.mark.parametrize(("run", "start"), [("grpo", 2), ("ppo", 2), ("selected", 2)])
 def test_a_step_is_done_again_bit_for_bit(work: Path, run: str, start: int) -> None:
     found = replayed(work, run, 2)
     assert (found["equal"], found["same_layout"], found["start"]) == (True, True, start)
@@ -88,6 +93,16 @@ def test_in_another_layout_it_is_the_same_up_to_rounding(work: Path, layout: lis
     assert 0 < found["largest_differences"]["logprobs"] < 1e-4
     norms = found["metrics"]["train/grad_norm"]
     assert norms["replayed"] == pytest.approx(norms["recorded"], rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", [["train.tp=1"], ["train.tp=1", "train.dp=2", "train.packed=true"]], ids=str)
+def test_in_another_layout_the_same_tokens_are_selected(work: Path, layout: list[str]) -> None:
+    found = replayed(work, "selected", 2, *layout)
+    assert (found["as_recorded"], found["same_layout"]) == (True, False)
+    assert found["largest_differences"]["correction"] == 0  # each is 1 or 0
+    for name in ("train/grad_norm", "train/cov_fraction"):
+        values = found["metrics"][name]
+        assert 0 < values["replayed"] == pytest.approx(values["recorded"], rel=1e-4)
 
 
 def test_what_was_changed_since_is_found(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
