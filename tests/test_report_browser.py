@@ -60,7 +60,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     one, both = work / "one" / "report.html", work / "both.html"
     assert cli.main(["report", str(work / "one")]) == 0
     assert cli.main(["report", str(work / "one"), str(work / "other"), "--out", str(both)]) == 0
-    return {"one": one, "both": both}
+    write_run(work / "long", steps=40)  # whose last numbers below curves have two digits
+    assert cli.main(["report", str(work / "long")]) == 0
+    return {"one": one, "both": both, "long": work / "long" / "report.html"}
 
 
 def run_in(page: Path, script: str, width: int = 1200, flags: str = "") -> Any:
@@ -82,6 +84,18 @@ def test_only_tables_scroll_sideways(pages: dict[str, Path], name: str, width: i
     script += "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
     inside, outside = run_in(pages[name], script, width)
     assert inside <= outside <= width
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_a_number_below_a_curve_is_one_line(pages: dict[str, Path], width: int) -> None:
+    script = """
+        const numbers = [...document.querySelectorAll(".x-axis span")];
+        const isBroken = (n) => n.getBoundingClientRect().height > 1.8 * parseFloat(getComputedStyle(n).fontSize);
+        return [numbers.length, numbers.filter(isBroken).map((n) => n.textContent)];
+    """
+    count, broken = run_in(pages["long"], script, width)
+    assert count > 20
+    assert broken == []
 
 
 def test_texts_of_others_do_not_run(pages: dict[str, Path]) -> None:
