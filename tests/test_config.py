@@ -132,6 +132,7 @@ def test_defaults(load: Any) -> None:
             "min": None,
             "max": None,
             "whiten": False,
+            "coef": 1.0,
             "overlong_buffer": 0,
         },
         "algorithm": {
@@ -152,7 +153,7 @@ def test_defaults(load: Any) -> None:
             | {"cov_kl_coef": 1.0, "max_ratio": 20.0},
             "correction": {"kind": "none", "low": 0.5, "high": 2.0, "normalize": False, "bypass": False},
             "kl": {"where": "none", "estimator": None, "coef": 0.0, "target": None, "horizon": 10_000}
-            | {"straight_through": False, "clamp": None, "ratio_weighted": False},
+            | {"reference": None, "straight_through": False, "clamp": None, "ratio_weighted": False},
         },
         "optimizer": {
             "lr": 0.001,
@@ -373,8 +374,8 @@ def test_the_error_survives_pickling(load: Any) -> None:
         ("algorithm.kl={coef: 1}", "algorithm.kl.where: missing, expected one of reward, loss, none"),
         (
             "algorithm.kl.coeff=0.1",
-            "algorithm.kl.coeff: unknown key, did you mean coef?; known keys of algorithm.kl: where, estimator, "
-            "straight_through, clamp, ratio_weighted, coef, target, horizon",
+            "algorithm.kl.coeff: unknown key, did you mean coef?; known keys of algorithm.kl: where, reference, "
+            "estimator, straight_through, clamp, ratio_weighted, coef, target, horizon",
         ),
         (
             "optimiser.lr=1",

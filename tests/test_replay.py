@@ -95,7 +95,11 @@ def test_in_another_layout_it_is_the_same_up_to_rounding(work: Path, layout: lis
     assert norms["replayed"] == pytest.approx(norms["recorded"], rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", [["train.tp=1"], ["train.tp=1", "train.dp=2", "train.packed=true"]], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [["train.tp=1"], ["train.tp=1", "train.dp=2", "train.micro_batch_size=2", "train.packed=true"]],
+    ids=str,
+)
 def test_in_another_layout_the_same_tokens_are_selected(work: Path, layout: list[str]) -> None:
     found = replayed(work, "selected", 2, *layout)
     assert (found["as_recorded"], found["same_layout"]) == (True, False)

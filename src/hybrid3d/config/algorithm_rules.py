@@ -22,7 +22,9 @@ def check_algorithm(recipe: Recipe) -> Iterator[str]:
     yield from _check_loss(recipe)
     if recipe.algorithm.uses_greedy_answers:
         yield from _check_greedy_answers(recipe)
-    reward = recipe.reward
+    reward, kl = recipe.reward, recipe.algorithm.kl
+    if reward.coef == 0 and kl.coef == 0:
+        yield f"reward.coef=0 and algorithm.kl.coef={kl.coef:g} leave nothing to learn from: set one of them above 0"
     if reward.min is not None and reward.max is not None and reward.min >= reward.max:
         yield f"reward.min={reward.min:g} is not below reward.max={reward.max:g}"
 

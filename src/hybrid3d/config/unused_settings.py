@@ -95,7 +95,7 @@ UNUSED_RULES = (
         _never_generates,
         _reason("algorithm.name={name} without `rollout` has no answers to score"),
     ),
-    UnusedRule("reward", ("min", "max", "whiten"), _is_sft, _reason("algorithm.name={name} has no advantages")),
+    UnusedRule("reward", ("min", "max", "whiten", "coef"), _is_sft, _reason("algorithm.name={name} has no advantages")),
     UnusedRule(
         "sync",
         ("bucket_mib", "verify", "overlap", "share_storage", "delta", "keep_loader_layout", "anchor_every"),
@@ -189,7 +189,7 @@ UNUSED_RULES = (
     UnusedRule("algorithm.loss", ("max_ratio",), _loss_is_not("dppo_tv", "dppo_kl"), _by_loss),
     UnusedRule(
         "algorithm.kl",
-        ("estimator", "target", "horizon", "clamp", "straight_through", "ratio_weighted"),
+        ("estimator", "target", "horizon", "clamp", "straight_through", "ratio_weighted", "reference"),
         lambda recipe: recipe.algorithm.kl.where == "none",
         _reason("algorithm.kl.where=none measures no KL"),
     ),

@@ -75,7 +75,9 @@ def find_mistakes(recipe: Recipe) -> Iterator[UserMistake]:
         yield from _mistake_of(check_prompts, recipe, config)
     yield from _mistake_of(check_folder, recipe)
     if config is not None:
-        yield from _mistake_of(check_weights, config, recipe)
+        yield from _mistake_of(check_weights, config, recipe.model.path)
+        if recipe.algorithm.kl.reference is not None:
+            yield from _mistake_of(check_reference, config, recipe)
         if recipe.algorithm.uses_critic and recipe.critic.path is not None:
             yield from _mistake_of(check_scorer, recipe.critic.path, "critic.path", config, recipe)
         if recipe.reward.model is not None:
@@ -186,6 +188,37 @@ def check_data_references(recipe: Recipe, train: PromptData, held_out: PromptDat
             raise DataError("\n".join([message, *first, *["  ..."][: len(refused) > MAX_ROWS_IN_MESSAGE]]))
 
 
+def check_reference(policy: Config, recipe: Recipe) -> None:
+    """Check the checkpoint of a reference policy: it must fit the train layout and read the policy's tokens.
+
+    Args:
+        policy: the policy's `config.json`.
+
+    Raises:
+        CheckpointError, UnsupportedModel, RecipeError: as in `check_run`.
+    """
+    path = recipe.algorithm.kl.reference
+    assert path is not None, "called where the recipe has one"
+    config = read_config(path)
+    _check_reads_tokens(path, "algorithm.kl.reference", config, policy, recipe)
+    check_weights(config, path)
+
+
+def _check_reads_tokens(path: str, key: str, config: Config, policy: Config, recipe: Recipe) -> None:
+    """Check that a model beside the policy fits the train layout, and reads sequences of the policy's tokens."""
+    family = family_of(config)
+    check_against_transformers(Path(path) / "config.json", config, family)
+    shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
+    check_layout(replace(recipe, rollout=None), shape, device=None)
+    if config["vocab_size"] != policy["vocab_size"]:
+        problem = f"{key}: {path} has a vocabulary of {config['vocab_size']} tokens, the policy {policy['vocab_size']}"
+        raise RecipeError(recipe.name, [f"{problem}: it must have been trained with the policy's tokenizer"])
+    max_model_len = recipe.rollout.max_model_len if recipe.rollout is not None else 0
+    if config["max_position_embeddings"] < max_model_len:
+        problem = f"{key}: {path} reads at most {config['max_position_embeddings']} tokens"
+        raise RecipeError(recipe.name, [f"{problem}, fewer than rollout.max_model_len={max_model_len}: lower that"])
+
+
 def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
     """Check the checkpoint of a reward model or critic: it must fit its layout and read the policy's tokens.
 
@@ -201,23 +234,13 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
     from hybrid3d.train.value_model import language_model
 
     config = language_model(read_config(path))
-    family = family_of(config)
-    check_against_transformers(Path(path) / "config.json", config, family)
-    shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
     try:
-        check_layout(replace(recipe, rollout=None), shape, device=None)
+        _check_reads_tokens(path, key, config, policy, recipe)
     except RecipeError as error:
         if key != "reward.model" or recipe.roles.reward.ranks is None:
             raise
         problems = [problem.replace("train.", "roles.reward.") for problem in error.problems]
         raise RecipeError(f"{key} {path}", problems) from None
-    if config["vocab_size"] != policy["vocab_size"]:
-        problem = f"{key}: {path} has a vocabulary of {config['vocab_size']} tokens, the policy {policy['vocab_size']}"
-        raise RecipeError(recipe.name, [f"{problem}: it must have been trained with the policy's tokenizer"])
-    max_model_len = recipe.rollout.max_model_len if recipe.rollout is not None else 0
-    if config["max_position_embeddings"] < max_model_len:
-        problem = f"{key}: {path} reads at most {config['max_position_embeddings']} tokens"
-        raise RecipeError(recipe.name, [f"{problem}, fewer than rollout.max_model_len={max_model_len}: lower that"])
     entries = read_index(path)
     head = entries.get(VALUE_HEAD)
     if head is None and key == "reward.model":
@@ -304,7 +327,7 @@ def check_fit(recipe: Recipe) -> None:
         raise RecipeError(*misfit)
 
 
-def check_weights(config: Config, recipe: Recipe) -> None:
+def check_weights(config: Config, path: str) -> None:
     """Compare the checkpoint's headers with the tensors that Megatron's model of this config declares.
 
     Raises:
@@ -312,11 +335,11 @@ def check_weights(config: Config, recipe: Recipe) -> None:
     """
     from hybrid3d.train.probe import expected_shapes
 
-    entries = read_index(recipe.model.path)
+    entries = read_index(path)
     problems = list(_differences(expected_shapes(config), entries, config))
     if problems:
-        raise CheckpointError("\n".join([f"{recipe.model.path} does not fit its config.json:", *problems]))
-    check_tied_copy(recipe.model.path, config, entries)
+        raise CheckpointError("\n".join([f"{path} does not fit its config.json:", *problems]))
+    check_tied_copy(path, config, entries)
 
 
 def _differences(expected: Mapping[str, Shape], entries: Mapping[str, TensorEntry], config: Config) -> Iterator[str]:

@@ -191,7 +191,7 @@ class ExperienceMaker:
             metrics.replicated["reward/overlong_penalty"] = sum(penalties) / len(penalties)
             scores = scores + torch.tensor(penalties)
         scores = scores.clamp(reward.min, reward.max) if (reward.min, reward.max) != (None, None) else scores
-        return whitened(scores) if reward.whiten else scores
+        return (whitened(scores) if reward.whiten else scores) * reward.coef
 
     def _token_advantages(
         self, experience: Experience, answer_values: Tensor, kl: Tensor | None, recipe: Recipe

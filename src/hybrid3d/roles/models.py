@@ -17,7 +17,7 @@ class Models:
 
     Attributes:
         policy: the language model that is trained.
-        reference: the frozen initial policy, for the KL.
+        reference: the frozen initial policy, or the checkpoint `algorithm.kl.reference`, for the KL.
         critic: PPO's value model, which is trained too.
         reward_model: scores samples instead of a reward function; None also where ranks of its own have it.
     """
@@ -30,8 +30,11 @@ class Models:
     @classmethod
     def of(cls, recipe: Recipe, policy: Policy, rank: int) -> Models:
         """Build the models that the recipe needs besides the policy."""
-        refers = recipe.algorithm.kl.where != "none"
-        reference = Policy(policy.config, recipe, rank, trainable=False) if refers else None
+        reference = None
+        if recipe.algorithm.kl.where != "none":
+            path = recipe.algorithm.kl.reference or recipe.model.path
+            config = policy.config if path == recipe.model.path else read_config(path)
+            reference = Policy(config, recipe, rank, path, trainable=False)
         critic = reward_model = None
         if recipe.algorithm.uses_critic:
             path = recipe.critic.path or recipe.model.path

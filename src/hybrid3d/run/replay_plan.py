@@ -38,6 +38,9 @@ def find_start(folder: RunFolder, step: int) -> int:
     raise NotRecorded(f"{folder.path}: step {step} cannot be replayed: {problem}. {existing}: {fix}")
 
 
+SHAPING = ("shuffle", "overlong_buffer", "min", "max", "whiten", "coef")  # of rewards that were computed
+
+
 def training_recipe(recipe: Recipe, overrides: Sequence[str] = ()) -> Recipe:
     """Return a recipe without what training steps do not need, such as ranks that generate, in another train layout.
 
@@ -62,7 +65,7 @@ def training_recipe(recipe: Recipe, overrides: Sequence[str] = ()) -> Recipe:
         roles=RoleRanks(),
         async_=Async(),
         sync=Sync(),
-        reward=Reward(model=model, shuffle=reward.shuffle, overlong_buffer=reward.overlong_buffer),
+        reward=Reward(model=model, **{key: getattr(reward, key) for key in SHAPING}),
         guard=replace(recipe.guard, initial_mismatch="ignore"),
         tracking=(),
         schedule={},

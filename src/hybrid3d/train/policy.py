@@ -23,10 +23,11 @@ from hybrid3d.train.runtime import ON_CUDA
 class Policy(MegatronModel):
     """A language model in the train layout; `train_step` calls the loss with `TokenScores`."""
 
-    def __init__(self, config: Config, recipe: Recipe, rank: int, trainable: bool = True):
+    def __init__(self, config: Config, recipe: Recipe, rank: int, path: str | None = None, trainable: bool = True):
+        """Build it with the weights of the checkpoint `path`, by default the recipe's model."""
         stages = build_model(config, recipe.train, getattr(torch, recipe.model.dtype))
         optimizer = recipe.optimizer if trainable else None
-        super().__init__(config, stages, recipe, rank, path=recipe.model.path, optimizer=optimizer)
+        super().__init__(config, stages, recipe, rank, path=path or recipe.model.path, optimizer=optimizer)
 
     @property
     def has_experts(self) -> bool:

@@ -22,6 +22,7 @@ from hybrid3d.config.schema import (
     AboveOne,
     ClosedFraction,
     Coefficient,
+    FilePath,
     NonNegative,
     OpenFraction,
     Positive,
@@ -34,10 +35,11 @@ from hybrid3d.config.schema import (
 
 @dataclass(frozen=True, kw_only=True)
 class Kl:
-    """KL divergence of the policy from the reference, which is a frozen copy of the initial policy.
+    """KL divergence of the policy from the reference, which is a frozen copy of the initial policy or of `reference`.
 
     Attributes:
         where: Subtract the KL from the reward, add it to the loss, or do not measure it.
+        reference: Checkpoint of the reference, such as a teacher (`docs/algorithms.md`); `null`: the policy's.
         estimator: KL estimator; `null`: `k1` in the reward and `k3` in the loss.
         straight_through: In the loss, give the estimator the gradient of `k2`, which is that of the KL (as verl's
             `k3+`).
@@ -52,6 +54,7 @@ class Kl:
     """
 
     where: Literal["reward", "loss", "none"]
+    reference: FilePath | None = None
     estimator: Literal["k1", "k2", "k3", "abs"] | None = None
     straight_through: bool = False
     clamp: Positive | None = None
