@@ -69,9 +69,11 @@ COMBINATIONS: dict[str, list[str]] = {
     "discounted returns, reinforce": combined("name=reinforce_pp", "policy_loss=reinforce", "gamma=0.99"),
     "highest half of entropies": combined("high_entropy_fraction=0.5", "minibatches=2"),
     "truncated answers masked, dual clip": combined("name=dapo", "mask_truncated=true", "dual_clip=3", "minibatches=2"),
-    "straight-through k1, clamped and weighted": combined(
-        "kl={where: loss, estimator: k1, coef: 0.001, straight_through: true, clamp: 5, ratio_weighted: true}",
-        "minibatches=2",
+    "straight-through k1, clamped": combined(
+        "kl={where: loss, estimator: k1, coef: 0.001, straight_through: true, clamp: 5}", "minibatches=2"
+    ),
+    "k3 weighted by the ratio": combined(
+        "kl={where: loss, estimator: k3, coef: 0.001, ratio_weighted: true}", "minibatches=2", "epochs=2"
     ),
     "dppo by KL, bypass, by the group's deviation": combined(
         *("name=dppo", "policy_loss=dppo_kl", "clip=0.05", "advantage_scale=group_std", "correction.bypass=true"),

@@ -422,8 +422,8 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
         ),
         (
             "algorithm.kl.estimator=k1",
-            "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, straight_through: true, or "
-            "where: reward",
+            "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, straight_through: true, "
+            "ratio_weighted: true, or where: reward",
         ),
         (
             "algorithm.kl={where: loss, coef: 0.1, target: 1, horizon: 51}",

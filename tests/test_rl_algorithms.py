@@ -1,5 +1,6 @@
 """The table of algorithms, and what recipes say of it."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from hybrid3d.config import Algorithm, RecipeError, load_recipe
-from hybrid3d.config.algorithms import ALGORITHMS, Advantage, Aggregation, AlgorithmDefaults, LossKind, Name, Ratio
+from hybrid3d.config.algorithms import ALGORITHMS, Advantage, Aggregation, Combination, LossKind, Name, Ratio
 from hybrid3d.rl import losses, policy_losses
 from hybrid3d.rl.advantages import ADVANTAGES, Answers, answer_advantages
 from hybrid3d.rl.correction import CORRECTIONS
@@ -54,7 +55,7 @@ def test_a_setting_replaces_what_the_name_stands_for() -> None:
     assert algorithm(name="dapo", clip=None).combination.clip_high == 0.28
     assert algorithm(name="dapo", clip=0.1).combination.clip_high is None  # the bound on both sides
     assert algorithm(name="dapo", clip=0.1, clip_high=0.3).combination.clip_high == 0.3
-    assert algorithm(name="sft", clip=None).combination == AlgorithmDefaults()
+    assert algorithm(name="sft", clip=None).combination == Combination()
 
 
 def test_who_needs_a_critic_groups_or_greedy_answers() -> None:
@@ -72,7 +73,8 @@ def test_who_needs_a_critic_groups_or_greedy_answers() -> None:
         (
             "name=gspo correction.kind=truncate",
             "algorithm.correction.kind=truncate weights tokens, but with algorithm.ratio=sequence an answer has one "
-            "ratio: set algorithm.correction.kind=sequence_truncate, or algorithm.ratio=sequence_straight_through",
+            "ratio: set algorithm.correction.kind=sequence_truncate, or algorithm.ratio=sequence_straight_through or "
+            "token",
         ),
         (
             "ratio=sequence high_entropy_fraction=0.2",
@@ -92,6 +94,26 @@ def test_who_needs_a_critic_groups_or_greedy_answers() -> None:
             "name=gmpo loss_agg_mode=token",
             "algorithm.loss_agg_mode=token: with algorithm.policy_loss=gmpo an answer has one loss, which this would "
             "multiply by its length: set sequence",
+        ),
+        (
+            "name=gmpo correction.kind=mask",
+            "algorithm.correction.kind=mask weights tokens, but with algorithm.policy_loss=gmpo an answer has one "
+            "ratio: set algorithm.correction.kind=sequence_mask, or algorithm.policy_loss=ppo",
+        ),
+        (
+            "name=clip_cov ratio=sequence",
+            "algorithm.policy_loss=clip_cov selects tokens, but with algorithm.ratio=sequence an answer has one ratio: "
+            "set algorithm.ratio=sequence_straight_through or token",
+        ),
+        (
+            "kl={where: loss, coef: 1, estimator: k2, ratio_weighted: true}",
+            "algorithm.kl.ratio_weighted=true: its gradient is that of the KL with estimator k1 or k3 and "
+            "straight_through: false only, not with k2 and straight_through: false",
+        ),
+        (
+            "name=remax dynamic_sampling=2",
+            "algorithm.advantage=greedy_answer: algorithm.dynamic_sampling=2 replaces groups of equal rewards, which "
+            "have advantages here: set it to 0",
         ),
         (
             "correction.kind=truncate correction.bypass=true",
@@ -121,7 +143,8 @@ def test_who_needs_a_critic_groups_or_greedy_answers() -> None:
     ],
 )
 def test_combinations_that_make_no_sense(given: str, said: str) -> None:
-    overrides = ["algorithm.clip=null", *(f"algorithm.{setting}" for setting in given.split())]
+    settings = re.split(" (?=[a-z_.]+=)", given)
+    overrides = ["algorithm.clip=null", *(f"algorithm.{setting}" for setting in settings)]
     with pytest.raises(RecipeError) as error:
         load_recipe(ROOT / "recipes/demo-cpu.yaml", overrides)
     assert error.value.problems == (said,)
@@ -144,7 +167,7 @@ def test_what_has_no_greedy_answer_beside_the_samples(given: str, said: str) -> 
     overrides = [first, *(f"algorithm{other}" for other in others)]
     with pytest.raises(RecipeError) as error:
         load_recipe(ROOT / "recipes/demo-cpu.yaml", ["algorithm.name=remax", *overrides])
-    message = f"algorithm.advantage=greedy_answer: {said}: set algorithm.advantage=leave_one_out, or leave it out"
+    message = f"algorithm.advantage=greedy_answer: {said}: set algorithm.advantage=returns, or leave it out"
     assert message in error.value.problems
 
 

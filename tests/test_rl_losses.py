@@ -222,6 +222,16 @@ def test_an_answer_weighs_as_much_in_several_sequences_as_in_one(aggregation: Ag
     assert weights.tolist() == [whole[0], whole[0], whole[1], whole[0]]
 
 
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+def test_what_is_not_trained_on_is_not_part_of_the_mean(aggregation: Aggregation) -> None:
+    """The sum over the tokens of all sequences, divided by their number, is the mean over those that are trained on."""
+    lengths, losses = torch.tensor([3, 1, 2]), torch.tensor([6.0, 50.0, 10.0])  # sums over tokens
+    weights = answer_weights(aggregation, lengths, 8, torch.tensor([0, 1, 2]), torch.tensor([True, False, True]))
+    wanted = {"token": 16 / 5, "sequence": (6 / 3 + 10 / 2) / 2, "sequence_sum": 16 / 2, "constant": 16 / (2 * 8)}
+    assert float((weights * losses).sum() / lengths.sum()) == pytest.approx(wanted[aggregation])
+    assert answer_weights(aggregation, lengths, 8, trained=torch.zeros(3, dtype=torch.bool)).tolist() == [0.0] * 3
+
+
 def test_value_loss_by_hand() -> None:
     """Old 0, clip 1/2: from value 2 to return 1, 1/2 (1)^2; bounded to 1/2 it is closer: 1/8. To return -1: 9/2 counts.
 

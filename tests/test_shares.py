@@ -123,6 +123,7 @@ def updates_of(layout: str) -> list[dict[int, Tensor]]:
             batch,
             lengths,
             torch.tensor(shares),
+            torch.ones_like(lengths, dtype=torch.bool),
             rollout,
             before,
             None,

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hybrid3d.config.recipe import Recipe
 
 TOKEN_CORRECTIONS = ("truncate", "mask")
+OF_TOKENS = ("clip_cov", "kl_cov")  # which select tokens
 WITHOUT_RATIO = ("reinforce", "gmpo", "dppo_tv", "dppo_kl")  # or with one of their own
 
 
@@ -19,12 +20,14 @@ def check_algorithm(recipe: Recipe) -> Iterator[str]:
     if not recipe.algorithm.generates:
         return
     yield from _check_advantage(recipe)
+    yield from _check_batch_std(recipe)
     yield from _check_loss(recipe)
     if recipe.algorithm.uses_greedy_answers:
         yield from _check_greedy_answers(recipe)
     reward, kl = recipe.reward, recipe.algorithm.kl
-    if reward.coef == 0 and kl.coef == 0:
-        yield f"reward.coef=0 and algorithm.kl.coef={kl.coef:g} leave nothing to learn from: set one of them above 0"
+    scheduled = any("algorithm.kl.coef" in settings for settings in recipe.schedule.values())
+    if reward.coef == kl.coef == recipe.algorithm.entropy_coef == 0 and not scheduled:
+        yield "reward.coef=0 and algorithm.kl.coef=0 leave nothing to learn from: set one of them above 0"
     if reward.min is not None and reward.max is not None and reward.min >= reward.max:
         yield f"reward.min={reward.min:g} is not below reward.max={reward.max:g}"
 
@@ -42,19 +45,36 @@ def _check_advantage(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _check_batch_std(recipe: Recipe) -> Iterator[str]:
+    if recipe.algorithm.combination.advantage_scale == "batch_std" and recipe.sequences_per_step < 2:
+        yield (
+            f"algorithm.advantage_scale=batch_std: the {recipe.sequences_per_step} answer of a step has no standard "
+            "deviation: set algorithm.prompts_per_step to 2 or more, or algorithm.advantage_scale to none"
+        )
+
+
 def _check_loss(recipe: Recipe) -> Iterator[str]:
     algorithm = recipe.algorithm
     combined, correction = algorithm.combination, algorithm.correction
-    if combined.ratio == "sequence" and correction.kind in TOKEN_CORRECTIONS:
+    one_ratio, others = "", ""  # what gives all tokens of an answer one ratio, and what would not
+    if combined.ratio == "sequence":
+        one_ratio, others = "algorithm.ratio=sequence", "algorithm.ratio=sequence_straight_through or token"
+    elif combined.policy_loss == "gmpo":
+        one_ratio, others = "algorithm.policy_loss=gmpo", "algorithm.policy_loss=ppo"
+    if one_ratio and correction.kind in TOKEN_CORRECTIONS:
         yield (
-            f"algorithm.correction.kind={correction.kind} weights tokens, but with algorithm.ratio=sequence an answer "
-            f"has one ratio: set algorithm.correction.kind=sequence_{correction.kind}, or "
-            "algorithm.ratio=sequence_straight_through"
+            f"algorithm.correction.kind={correction.kind} weights tokens, but with {one_ratio} an answer has one "
+            f"ratio: set algorithm.correction.kind=sequence_{correction.kind}, or {others}"
         )
-    if combined.ratio == "sequence" and algorithm.high_entropy_fraction is not None:
+    if one_ratio and algorithm.high_entropy_fraction is not None:
         yield (
             f"algorithm.high_entropy_fraction={algorithm.high_entropy_fraction:g} selects tokens, but with "
-            "algorithm.ratio=sequence an answer has one ratio: set algorithm.ratio=sequence_straight_through or token"
+            f"{one_ratio} an answer has one ratio: set {others}"
+        )
+    if one_ratio and combined.policy_loss in OF_TOKENS:
+        yield (
+            f"algorithm.policy_loss={combined.policy_loss} selects tokens, but with {one_ratio} an answer has one "
+            f"ratio: set {others}"
         )
     if combined.ratio != "token" and combined.policy_loss in WITHOUT_RATIO:
         yield (
@@ -87,7 +107,10 @@ def _check_loss(recipe: Recipe) -> Iterator[str]:
 def _check_greedy_answers(recipe: Recipe) -> Iterator[str]:
     """Yield what a greedy answer beside the samples cannot be combined with."""
     advantage = "algorithm.advantage=greedy_answer"
-    fix = "set algorithm.advantage=leave_one_out, or leave it out"
+    fix = "set algorithm.advantage=returns, or leave it out"
+    if recipe.algorithm.combination.dynamic_sampling:
+        extra = f"algorithm.dynamic_sampling={recipe.algorithm.combination.dynamic_sampling}"
+        yield f"{advantage}: {extra} replaces groups of equal rewards, which have advantages here: set it to 0"
     if recipe.reward.model is not None:
         yield f"{advantage}: reward.model={recipe.reward.model} does not score greedy answers: {fix}"
     if recipe.roles.reward.ranks is not None:

@@ -29,8 +29,8 @@ TOKEN_ADVANTAGES = ("returns", "gae")  # a token's own; the others are an answer
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmDefaults:
-    """Holds what a name stands for; the attributes are the settings of `algorithm` of the same names."""
+class Combination:
+    """Holds what an algorithm combines; the attributes are the settings of `algorithm` of the same names."""
 
     advantage: Advantage = "group_mean"
     advantage_scale: AdvantageScale = "none"
@@ -44,39 +44,39 @@ class AlgorithmDefaults:
 
 ALGORITHMS = {
     # DeepSeekMath, arXiv 2402.03300, but with DAPO's mean over tokens (`loss_agg_mode: sequence` is the paper's)
-    "grpo": AlgorithmDefaults(advantage_scale="group_std"),
+    "grpo": Combination(advantage_scale="group_std"),
     # arXiv 2503.20783
-    "dr_grpo": AlgorithmDefaults(loss_agg_mode="constant"),
+    "dr_grpo": Combination(loss_agg_mode="constant"),
     # arXiv 2503.14476: clip-higher, dynamic sampling, token mean; its overlong penalty is `reward.overlong_buffer`
-    "dapo": AlgorithmDefaults(advantage_scale="group_std", clip_high=0.28, dynamic_sampling=3),
+    "dapo": Combination(advantage_scale="group_std", clip_high=0.28, dynamic_sampling=3),
     # arXiv 2507.18071, clips of section 5.1
-    "gspo": AlgorithmDefaults(
+    "gspo": Combination(
         advantage_scale="group_std", ratio="sequence", loss_agg_mode="sequence", clip=3e-4, clip_high=4e-4
     ),
     # arXiv 2402.14740
-    "rloo": AlgorithmDefaults(advantage="leave_one_out"),
+    "rloo": Combination(advantage="leave_one_out"),
     # arXiv 2501.03262: REINFORCE++, and its variant with the mean of a prompt's answers as baseline
-    "reinforce_pp": AlgorithmDefaults(advantage="returns", advantage_scale="whiten"),
-    "reinforce_pp_baseline": AlgorithmDefaults(advantage_scale="whiten"),
+    "reinforce_pp": Combination(advantage="returns", advantage_scale="whiten"),
+    "reinforce_pp_baseline": Combination(advantage_scale="whiten"),
     # arXiv 1707.06347, and arXiv 2203.02155 for its use here
-    "ppo": AlgorithmDefaults(advantage="gae", advantage_scale="whiten"),
+    "ppo": Combination(advantage="gae", advantage_scale="whiten"),
     # Pass@k policy optimization, arXiv 2503.19595
-    "grpo_passk": AlgorithmDefaults(advantage="best_of_group", advantage_scale="group_std"),
+    "grpo_passk": Combination(advantage="best_of_group", advantage_scale="group_std"),
     # arXiv 2505.23585
-    "opo": AlgorithmDefaults(advantage="length_weighted_mean"),
+    "opo": Combination(advantage="length_weighted_mean"),
     # arXiv 2310.10505
-    "remax": AlgorithmDefaults(advantage="greedy_answer", policy_loss="reinforce", loss_agg_mode="sequence_sum"),
+    "remax": Combination(advantage="greedy_answer", policy_loss="reinforce", loss_agg_mode="sequence_sum"),
     # arXiv 2504.02546
-    "gpg": AlgorithmDefaults(advantage_scale="varying_groups", policy_loss="reinforce"),
+    "gpg": Combination(advantage_scale="varying_groups", policy_loss="reinforce"),
     # MiniMax-M1, arXiv 2506.13585: only the upper bound acts; 5 is that of arXiv 2510.13786
-    "cispo": AlgorithmDefaults(advantage_scale="group_std", policy_loss="cispo", clip=1.0, clip_high=4.0),
+    "cispo": Combination(advantage_scale="group_std", policy_loss="cispo", clip=1.0, clip_high=4.0),
     # arXiv 2511.20347
-    "sapo": AlgorithmDefaults(advantage_scale="group_std", policy_loss="sapo", loss_agg_mode="sequence"),
+    "sapo": Combination(advantage_scale="group_std", policy_loss="sapo", loss_agg_mode="sequence"),
     # arXiv 2507.20673: bounds of log-ratios
-    "gmpo": AlgorithmDefaults(advantage_scale="group_std", policy_loss="gmpo", loss_agg_mode="sequence", clip=0.4),
+    "gmpo": Combination(advantage_scale="group_std", policy_loss="gmpo", loss_agg_mode="sequence", clip=0.4),
     # arXiv 2505.22617
-    "clip_cov": AlgorithmDefaults(advantage_scale="group_std", policy_loss="clip_cov"),
-    "kl_cov": AlgorithmDefaults(advantage_scale="group_std", policy_loss="kl_cov"),
+    "clip_cov": Combination(advantage_scale="group_std", policy_loss="clip_cov"),
+    "kl_cov": Combination(advantage_scale="group_std", policy_loss="kl_cov"),
     # arXiv 2602.04879: bounds of the difference of probabilities
-    "dppo": AlgorithmDefaults(policy_loss="dppo_tv", loss_agg_mode="constant", clip=0.15),
+    "dppo": Combination(policy_loss="dppo_tv", loss_agg_mode="constant", clip=0.15),
 }

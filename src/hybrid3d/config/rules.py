@@ -34,7 +34,10 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
             "reward.model: set 0"
         )
     if recipe.critic != type(recipe.critic)() and not algorithm.uses_critic:
-        yield f"critic: algorithm.name={algorithm.name} has no critic: leave the section out, or set ppo"
+        given = "name" if algorithm.advantage is None else "advantage"
+        fix = "ppo" if algorithm.advantage is None else "gae"
+        value = getattr(algorithm, given)
+        yield f"critic: algorithm.{given}={value} has no critic: leave the section out, or set {fix}"
     yield from _check_split(recipe)
     yield from _check_reward_ranks(recipe)
     yield from _check_async(recipe)
@@ -228,10 +231,16 @@ def _check_kl(kl: Kl, answers: int) -> Iterator[str]:
     """Yield the contradictions between settings of the KL, for a step with this many answers."""
     if kl.where == "none" and kl.coef > 0:
         yield f"algorithm.kl.coef={kl.coef} has no effect with algorithm.kl.where=none: set where: loss, or coef: 0"
-    if kl.where == "loss" and kl.estimator == "k1" and not kl.straight_through:
+    if kl.where == "loss" and kl.estimator == "k1" and not (kl.straight_through or kl.ratio_weighted):
         yield (
-            "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, straight_through: true, or "
-            "where: reward"
+            "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, straight_through: true, "
+            "ratio_weighted: true, or where: reward"
+        )
+    if kl.ratio_weighted and (kl.straight_through or kl.effective_estimator not in ("k1", "k3")):
+        yield (
+            f"algorithm.kl.ratio_weighted=true: its gradient is that of the KL with estimator k1 or k3 and "
+            f"straight_through: false only, not with {kl.effective_estimator} and "
+            f"straight_through: {str(kl.straight_through).lower()}"
         )
     if kl.target is not None and answers >= 5 * kl.horizon:  # a step's smallest factor, 1 - 0.2 answers / horizon, <= 0
         yield (
@@ -273,6 +282,10 @@ def _check_guard(recipe: Recipe) -> Iterator[str]:
         if guard.initial_mismatch != type(guard)().initial_mismatch:
             yield f"guard.initial_mismatch={guard.initial_mismatch}: algorithm.name=sft generates nothing: leave it out"
         return
+    loss = recipe.algorithm.combination.policy_loss
+    if guard.max_clip_fraction is not None and loss in ("sapo", "reinforce", "kl_cov"):
+        bound = f"guard.max_clip_fraction={guard.max_clip_fraction:g}"
+        yield f"{bound}: algorithm.policy_loss={loss} clips nothing: leave it out"
     if kl.where == "none" and guard.max_kl is not None:
         yield f"guard.max_kl={guard.max_kl}: algorithm.kl.where=none measures no KL: leave it out, or set where: loss"
     if kl.target is None and guard.kl_explosion is not None:

@@ -81,11 +81,16 @@ _RL_SETTINGS = (
     "high_entropy_fraction",
 )
 
+DIVIDED = ("group_std", "batch_std")  # by what normalized rewards have been divided by already
+
 UNUSED_RULES = (
     UnusedRule("algorithm", _RL_SETTINGS, _is_sft, _reason("algorithm.name={name} trains on the answers of the data")),
     UnusedRule("algorithm.kl", ("where",), _is_sft, _reason("algorithm.name={name} measures no KL")),
     UnusedRule(
-        "algorithm.correction", ("kind",), _is_sft, _reason("algorithm.name={name} has no rollout to correct for")
+        "algorithm.correction",
+        ("kind", "bypass"),
+        _is_sft,
+        _reason("algorithm.name={name} has no rollout to correct for"),
     ),
     UnusedRule("run", ("eval_every",), _is_sft, _reason("algorithm.name={name} does not evaluate during training")),
     UnusedRule("run", ("record",), _is_sft, _reason("algorithm.name={name} has no samples to record")),
@@ -96,6 +101,14 @@ UNUSED_RULES = (
         _reason("algorithm.name={name} without `rollout` has no answers to score"),
     ),
     UnusedRule("reward", ("min", "max", "whiten", "coef"), _is_sft, _reason("algorithm.name={name} has no advantages")),
+    UnusedRule(
+        "reward",
+        ("whiten",),
+        lambda recipe: recipe.algorithm.generates and recipe.algorithm.combination.advantage_scale in DIVIDED,
+        lambda recipe: (
+            f"algorithm.advantage_scale={recipe.algorithm.combination.advantage_scale} divides by the deviation"
+        ),
+    ),
     UnusedRule(
         "sync",
         ("bucket_mib", "verify", "overlap", "share_storage", "delta", "keep_loader_layout", "anchor_every"),
@@ -175,7 +188,7 @@ UNUSED_RULES = (
         lambda recipe: recipe.algorithm.generates and not recipe.algorithm.uses_critic,
         _reason("algorithm.name={name} estimates no values, only algorithm.advantage=gae does"),
     ),
-    UnusedRule("algorithm", ("clip", "clip_high"), _loss_is("sapo", "reinforce"), _by_loss),
+    UnusedRule("algorithm", ("clip", "clip_high"), _loss_is("sapo", "reinforce", "kl_cov"), _by_loss),
     UnusedRule(
         "algorithm",
         ("dual_clip",),

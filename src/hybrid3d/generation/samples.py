@@ -76,11 +76,6 @@ def is_truncated(sample: Sample, rollout: Rollout) -> bool:
     return len(sample.tokens) >= rollout.max_new_tokens
 
 
-def without_loss(sample: Sample) -> Sample:
-    """Return a sample of the same tokens none of which is trained on."""
-    return replace(sample, loss_mask=(False,) * len(sample.tokens), logprobs=())
-
-
 @dataclass(frozen=True)
 class RolloutBatch:
     """The samples of a step, on every rank.

@@ -200,7 +200,10 @@ def check_reference(policy: Config, recipe: Recipe) -> None:
     path = recipe.algorithm.kl.reference
     assert path is not None, "called where the recipe has one"
     config = read_config(path)
-    _check_reads_tokens(path, "algorithm.kl.reference", config, policy, recipe)
+    try:
+        _check_reads_tokens(path, "algorithm.kl.reference", config, policy, recipe)
+    except RecipeError as error:
+        raise RecipeError(f"algorithm.kl.reference {path}", error.problems) from None
     check_weights(config, path)
 
 

@@ -21,6 +21,7 @@ class Answers:
         penalties: for the KL to the reference; zero where there is none.
         lengths: numbers of tokens that the policy generated.
         baselines: rewards of the greedy answers to the same prompts.
+        coef: factor of the rewards, but not of the penalties, in the advantages.
     """
 
     rewards: Tensor
@@ -28,6 +29,7 @@ class Answers:
     penalties: Tensor | None = None
     lengths: Tensor | None = None
     baselines: Tensor | None = None
+    coef: float = 1.0
 
 
 def group_mean(values: Tensor, answers: Answers) -> Tensor:
@@ -103,6 +105,7 @@ def answer_advantages(advantage: str, scale: str, answers: Answers, eps: float =
         grouped = _grouped(answers.rewards, answers.group)
         varying = (grouped != grouped[:, :1]).any(dim=1).float().mean()
         found = found / varying.clamp(min=1 / len(grouped))
+    found = found * answers.coef
     if answers.penalties is None:
         return found
     baseline = {"best_of_group": group_mean, "greedy_answer": plain}.get(advantage, ADVANTAGES[advantage])

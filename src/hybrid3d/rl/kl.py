@@ -60,11 +60,11 @@ def token_kl(
     # The mask is applied before the estimator: padding may overflow in exp, and 0 * inf is NaN in the gradient.
     log_ratio = torch.where(mask.bool(), ref_logprobs - logprobs, 0.0)
     estimate = ESTIMATORS[estimator](log_ratio)
-    if clamp is not None:  # not by `clamp` alone, whose gradient is zero at NaN
-        estimate = torch.where(estimate.abs() > clamp, estimate.detach().clamp(-clamp, clamp), estimate)
     if straight_through:
         gradient = ESTIMATORS["k2"](log_ratio)
         estimate = estimate.detach() + gradient - gradient.detach()
+    if clamp is not None:  # not by `clamp` alone, whose gradient is zero at NaN
+        estimate = torch.where(estimate.abs() > clamp, estimate.detach().clamp(-clamp, clamp), estimate)
     return estimate
 
 

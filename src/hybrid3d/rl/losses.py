@@ -22,7 +22,11 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def answer_weights(
-    loss_agg_mode: Aggregation, lengths: Tensor, max_tokens: int, answers: Tensor | None = None
+    loss_agg_mode: Aggregation,
+    lengths: Tensor,
+    max_tokens: int,
+    answers: Tensor | None = None,
+    trained: Tensor | None = None,
 ) -> Tensor:
     """Return the weight of each answer's token losses that turns their mean over all tokens into `loss_agg_mode`.
 
@@ -34,10 +38,19 @@ def answer_weights(
         lengths: [B], number of loss tokens of each sequence of the update, over all ranks.
         max_tokens: the maximum number of tokens of an answer.
         answers: [B], a number of the answer that each sequence belongs to; None if each is an answer of its own.
+        trained: [B], whether each sequence is trained on: the others are not part of the mean; None if all are.
 
     Returns:
-        [B]; with `sequence`, zero for an answer without tokens.
+        [B]; zero for sequences that are not trained on and, with `sequence`, for an answer without tokens.
     """
+    if trained is not None:
+        weights = torch.zeros(lengths.shape)
+        if int(lengths[trained].sum()):
+            among = answer_weights(
+                loss_agg_mode, lengths[trained], max_tokens, None if answers is None else answers[trained]
+            )
+            weights[trained] = among * (lengths.sum() / lengths[trained].sum())
+        return weights
     if answers is not None:
         numbers, index = answers.unique(return_inverse=True)
         totals = torch.zeros(len(numbers), dtype=lengths.dtype).index_add(0, index, lengths)

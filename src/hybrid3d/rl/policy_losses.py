@@ -143,9 +143,8 @@ def gmpo(terms: TokenTerms, settings: LossSettings) -> Objective:
     limited = torch.where(
         terms.advantage > 0, torch.minimum(terms.log_ratio, clipped), torch.maximum(terms.log_ratio, clipped)
     )
-    limited = torch.where(terms.advantage == 0, 0.0, limited)
     objective = answer_means(limited, terms.mask).exp() * answer_means(terms.advantage, terms.mask)
-    return objective, {"clip_fraction": limited != terms.log_ratio}
+    return objective, {"clip_fraction": (limited != terms.log_ratio) & (terms.advantage != 0)}
 
 
 def reinforce(terms: TokenTerms, settings: LossSettings) -> Objective:
@@ -218,10 +217,11 @@ def policy_loss(
         selected: [B, T], the tokens that `clip_cov` or `kl_cov` treats apart (`selection.py`).
 
     Returns:
-        The loss at each token, [B, T], zero where `mask` is zero; the ratio, [B, T]; and *sums over tokens*, detached
-        scalars, which are added over micro batches and divided by the global token count as the loss is: `ratio`;
-        `approx_kl`, the k3 estimate (`kl.py`) of KL(old policy || policy); `clip_fraction`, tokens whose gradient the
-        clip removed or (cispo) whose weight it changed; and what else the loss counts.
+        The loss at each token, [B, T], zero where `mask` is zero; each token's own ratio, [B, T], whatever
+        `settings.ratio` is, zero where `mask` is zero; and *sums over tokens*, detached scalars, which are added over
+        micro batches and divided by the global token count as the loss is: `ratio`; `approx_kl`, the k3 estimate
+        (`kl.py`) of KL(old policy || policy); `clip_fraction`, tokens whose gradient the clip removed or (cispo) whose
+        weight it changed; and what else the loss counts.
 
     Raises:
         ValueError: the shapes of `advantages` and `logprobs` differ.
@@ -239,8 +239,8 @@ def policy_loss(
         selected,
     )
     objective, counts = POLICY_LOSSES[settings.kind](terms, settings)
+    plain = log_ratio if settings.ratio == "token" else log_ratios(logprobs, old_logprobs, mask, "token")
     with torch.no_grad():
-        plain = log_ratio if settings.ratio == "token" else log_ratios(logprobs, old_logprobs, mask, "token")
         sums = {"ratio": (terms.ratio * mask).sum(), "approx_kl": k3(plain).sum()}
         sums |= {name: (counted & in_loss).sum() for name, counted in counts.items()}
-    return -objective * mask, terms.ratio * mask, sums
+    return -objective * mask, plain.exp() * mask, sums

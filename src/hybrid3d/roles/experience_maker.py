@@ -14,7 +14,7 @@ from torch import Tensor
 from hybrid3d.config import Recipe, sequences_multiple
 from hybrid3d.config.algorithms import TOKEN_ADVANTAGES
 from hybrid3d.distributed import gather_objects
-from hybrid3d.generation.samples import Sample, answer_numbers, filled_up, is_truncated, without_loss
+from hybrid3d.generation.samples import Sample, answer_numbers, filled_up, is_truncated
 from hybrid3d.rewards.registry import overlong_penalty
 from hybrid3d.rl.advantages import Answers, Moments, answer_advantages, gae, returns_to_go, token_rewards, whitened
 from hybrid3d.rl.batch import Batch
@@ -40,6 +40,7 @@ class Experience:
         rows: the sample of each row of this rank's tensors; rows that only fill the batch have numbers beyond them.
         lengths: [data-parallel ranks, b], loss tokens of every row.
         answers: [data-parallel ranks, b], the number of the answer that each row is a branch of.
+        trained: [data-parallel ranks, b], whether each row is trained on: see `algorithm.mask_truncated`.
         rollout, old, reference: log-probabilities by vLLM, by the policy and by the reference policy.
         kl_coef: coefficient of the KL to the reference.
         entropy: of the policy's distributions, where tokens are selected by it.
@@ -56,6 +57,7 @@ class Experience:
     batch: Batch
     lengths: Tensor
     answers: Tensor
+    trained: Tensor
     rollout: Tensor
     old: Tensor | None
     reference: Tensor | None
@@ -88,9 +90,9 @@ class ExperienceMaker:
         policy, metrics = self.models.policy, StepMetrics()
         rows = filled_up(samples, sequences_multiple(recipe))
         answers = answer_numbers(rows)
-        trained = [self._trained_tokens(row, recipe) for row in rows]
+        trained = [not (recipe.algorithm.mask_truncated and is_truncated(row, recipe.rollout)) for row in rows]
         shares = self._shares = self._divide(rows, len(samples), recipe)
-        local = [trained[i] for i in shares[policy.data_parallel_rank]]
+        local = [rows[i] for i in shares[policy.data_parallel_rank]]
         sequences, prompts = [s.prompt_ids + s.tokens for s in local], [len(s.prompt_ids) for s in local]
         batch = Batch.from_sequences(sequences, prompts, loss_mask=[s.loss_mask for s in local], pad_id=self.pad_id)
         samples = self._with_model_scores(samples, batch, recipe)
@@ -101,7 +103,8 @@ class ExperienceMaker:
             metrics=metrics,
             rows=shares[policy.data_parallel_rank],
             batch=batch.to(device()),
-            lengths=torch.tensor([[trained[i].num_loss_tokens for i in share] for share in shares]),
+            lengths=torch.tensor([[rows[i].num_loss_tokens for i in share] for share in shares]),
+            trained=torch.tensor([[trained[i] for i in share] for share in shares]),
             answers=torch.tensor([[answers[i] for i in share] for share in shares]),
             rollout=batch.align([sample.logprobs for sample in local]).to(device()),
             old=old,
@@ -115,11 +118,6 @@ class ExperienceMaker:
         if self.guard.must_compare_engines(recipe) and all(s.weight_version == step for s in samples):
             self.guard.compare_engines(step, metrics.reduce(self.group), policy.has_experts, recipe)
         return experience
-
-    def _trained_tokens(self, row: Sample, recipe: Recipe) -> Sample:
-        """Return a row, without tokens in the loss if `algorithm.mask_truncated` excludes it."""
-        assert recipe.rollout is not None, "samples were generated"
-        return without_loss(row) if recipe.algorithm.mask_truncated and is_truncated(row, recipe.rollout) else row
 
     def _divide(self, rows: Sequence[Sample], samples: int, recipe: Recipe) -> Shares:
         """Return the rows of each data-parallel rank; those from the number `samples` on only fill the batch."""
@@ -171,6 +169,7 @@ class ExperienceMaker:
             penalties,
             lengths,
             torch.tensor([sample.baseline for sample in firsts]),
+            recipe.reward.coef,
         )
         found = answer_advantages(combined.advantage, combined.advantage_scale, compared)
         if recipe.algorithm.uses_greedy_answers:
@@ -191,7 +190,7 @@ class ExperienceMaker:
             metrics.replicated["reward/overlong_penalty"] = sum(penalties) / len(penalties)
             scores = scores + torch.tensor(penalties)
         scores = scores.clamp(reward.min, reward.max) if (reward.min, reward.max) != (None, None) else scores
-        return (whitened(scores) if reward.whiten else scores) * reward.coef
+        return whitened(scores) if reward.whiten else scores
 
     def _token_advantages(
         self, experience: Experience, answer_values: Tensor, kl: Tensor | None, recipe: Recipe
@@ -241,7 +240,7 @@ class ExperienceMaker:
         gathered = gather_objects(sums, self.group)
         total, tokens = sum((of for of, _ in gathered), OffPolicy()), int(experience.lengths.sum())
         experience.metrics.replicated |= {f"mismatch/{name}": value for name, value in total.metrics.items()}
-        mean_weight = sum(weight for _, weight in gathered) / max(tokens, 1)
+        mean_weight = sum(weight for _, weight in gathered) / tokens
         if weights is not None and setting.normalize and mean_weight > 0:
             weights = weights / mean_weight
         if reports:
@@ -263,8 +262,6 @@ class ExperienceMaker:
         found, divergence = mismatch(experience.old, experience.rollout, mask)
         metrics.maxima |= {f"mismatch/logprob_abs_{name}": value for name, value in found.items()}
         gaps = torch.where(mask.bool(), experience.old - experience.rollout, 0.0).abs()
-        if not tokens:  # all answers are truncated, and `mask_truncated` excludes them
-            return
         metrics.sums["mismatch/kl"] = divergence / tokens
         metrics.sums["mismatch/logprob_abs_mean"] = float(gaps.sum(dtype=torch.float64)) / tokens
         longest = recipe.rollout.max_new_tokens
@@ -287,11 +284,13 @@ class ExperienceMaker:
         """
         mask, rank = experience.batch.response_mask.bool(), self.models.policy.data_parallel_rank
         reports = values is not None and self.models.policy.is_reporting_rank
-        lengths = mask.sum(1).tolist()
-        parts = torch.stack([values, experience.advantages], -1)[mask].cpu().split(lengths) if reports else ()
+        # As one array: parts of a tensor would each be sent with all of its memory
+        whole = torch.stack([values, experience.advantages], -1)[mask].cpu().numpy() if reports else None
         by_row: dict[int, Tensor] = {}
-        for other, tokens in filter(None, gather_objects((rank, parts) if reports else None, self.group)):
-            by_row |= zip(self._shares[other], tokens, strict=True)
+        for found in gather_objects((rank, mask.sum(1).tolist(), whole) if reports else None, self.group):
+            if found is not None:
+                other, lengths, tokens = found
+                by_row |= zip(self._shares[other], torch.from_numpy(tokens).split(lengths), strict=True)
         order = sorted(by_row)
         everything = torch.cat([by_row[row] for row in order])
         chosen = select(everything[:, 0], everything[:, 1]).split([len(by_row[row]) for row in order])

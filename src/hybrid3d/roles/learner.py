@@ -146,6 +146,7 @@ class Learner:
             lengths.flatten(),
             recipe.rollout.max_new_tokens,
             experience.answers[:, rows].flatten(),
+            experience.trained[:, rows].flatten() if algorithm.mask_truncated else None,
         ).reshape(lengths.shape)[self._policy.data_parallel_rank]
         old = experience.rollout if algorithm.correction.bypass else experience.old
         in_loss = experience.reference is not None and algorithm.kl.where == "loss"

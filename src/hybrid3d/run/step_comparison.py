@@ -18,15 +18,7 @@ from hybrid3d.run.step_record import Array, StepRecord, WeightRecord, read_step
 # Settings that decide on what a step computes from its weights and samples. Others may differ between equal runs.
 CAUSES = (
     *("model.dtype", "train.expert_bias_update_rate", "rollout.temperature", "rollout.max_new_tokens"),
-    *(
-        "reward.model",
-        "reward.shuffle",
-        "reward.overlong_buffer",
-        "reward.min",
-        "reward.max",
-        "reward.whiten",
-        "reward.coef",
-    ),
+    *("reward.model", "reward.shuffle", "reward.overlong_buffer", "reward.min", "reward.max", "reward.whiten"),
     *("reward.coef", "algorithm.*", "optimizer.*", "critic.*", "run.seed"),
 )
 BEFORE, AFTER = "weights before the step", "updated weights"

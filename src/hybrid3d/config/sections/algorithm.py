@@ -12,7 +12,7 @@ from hybrid3d.config.algorithms import (
     Advantage,
     AdvantageScale,
     Aggregation,
-    AlgorithmDefaults,
+    Combination,
     LossKind,
     Name,
     Ratio,
@@ -44,8 +44,8 @@ class Kl:
         straight_through: In the loss, give the estimator the gradient of `k2`, which is that of the KL (as verl's
             `k3+`).
         clamp: Bound on the absolute value of a token's estimate, beyond which it has no gradient; `null`: none.
-        ratio_weighted: In the loss, multiply the estimate by the token's probability ratio, which makes its gradient
-            unbiased when several updates use the same samples (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+        ratio_weighted: In the loss, multiply `k1` or `k3` by the token's probability ratio, which makes its gradient
+            unbiased, also when several updates use the same samples (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
         coef: Coefficient of the KL. Required unless `where` is `none`.
         target: Target KL of an answer, in nats summed over its tokens, for an adaptive coefficient (arXiv 1909.08593,
             section 2.2); `null`: the coefficient is fixed.
@@ -127,22 +127,23 @@ class Algorithm:
         advantage: The advantage of an answer is its reward minus the mean of its prompt's answers (`group_mean`), of
             its prompt's other answers (`leave_one_out`), their mean weighted by length (`length_weighted_mean`), or the
             reward of a greedy answer (`greedy_answer`); with `best_of_group` only the best answer has one, its lead
-            over the second. A token's advantage is its `returns`, or by `gae` and a critic.
+            over the second. With `returns` a token's advantage is its reward-to-go, with `gae` that of a critic.
         advantage_scale: Divide advantages by the standard deviation of the rewards of a prompt's answers (`group_std`)
             or of all answers of the step (`batch_std`), or by the fraction of groups whose rewards vary
             (`varying_groups`); `whiten` normalizes them over all tokens of the step.
         policy_loss: The loss of a token, given its advantage and the probability ratio.
         ratio: Probability ratio of each token; or one per answer, its tokens' geometric mean (`sequence`), also with
             the gradient of each token's own (`sequence_straight_through`).
-        clip: Clip range of the probability ratio below 1, and above 1 too unless `clip_high` is given. `gmpo`: of the
-            logarithm of the ratio. `dppo_*`: bound on the divergence.
+        clip: Clip range of the probability ratio below 1, and above 1 too unless `clip_high` is given. With `gmpo` it
+            is that of the logarithm of the ratio, and with `dppo_*` a bound on the divergence.
         clip_high: Clip range of the probability ratio above 1.
         dual_clip: Upper bound of the probability ratio for negative advantages (arXiv 1912.09729, c); `null`: none.
         loss_agg_mode: Aggregate token losses as a mean over all tokens (`token`), a mean over answers of their means
             (`sequence`) or of their sums (`sequence_sum`), or a sum divided by the answers times the maximum answer
             length (`constant`).
         entropy_coef: Coefficient of the entropy bonus.
-        mask_truncated: Do not train on answers that have the maximum length (arXiv 2503.14476, section 3.4).
+        mask_truncated: Do not train on answers that have the maximum length (arXiv 2503.14476, section 3.4); of agents'
+            answers, on branches that have it.
         high_entropy_fraction: Fraction of a step's tokens, those with the highest entropy, that the policy loss is
             computed on (arXiv 2506.01939); `null`: all.
         gamma: Discount factor per token (`returns` and `gae`).
@@ -176,9 +177,9 @@ class Algorithm:
     correction: Correction = Correction()
 
     @property
-    def combination(self) -> AlgorithmDefaults:
+    def combination(self) -> Combination:
         """Return what the algorithm combines: this section's settings, and the name's where they are `null`."""
-        defaults = ALGORITHMS.get(self.name, AlgorithmDefaults())
+        defaults = ALGORITHMS.get(self.name, Combination())
         if self.clip is not None and self.clip_high is None:
             defaults = replace(defaults, clip_high=None)  # the bound on both sides
         given = {key.name: getattr(self, key.name) for key in fields(defaults)}

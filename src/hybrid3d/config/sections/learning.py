@@ -71,7 +71,7 @@ class Reward:
         min: Lower bound that lower rewards are set to before advantages are computed; `null`: none.
         max: Upper bound that higher rewards are set to; `null`: none.
         whiten: Normalize the rewards of a step to mean 0 and standard deviation 1 before advantages are computed.
-        coef: Factor of rewards in advantages; with 0 only the KL to the reference is learned from.
+        coef: Factor of rewards, but not of the KL to the reference, in advantages; with 0 only the KL is learned from.
         overlong_buffer: Number of tokens before the maximum answer length within which the reward decreases linearly,
             by up to 1 (arXiv 2503.14476, eq. 13); 0 disables the penalty.
     """
