@@ -22,6 +22,7 @@ from hybrid3d.config.sections.engines import (
     Sync,
     Train,
 )
+from hybrid3d.config.sections.evaluation import Evaluation
 from hybrid3d.config.sections.learning import Algorithm, Correction, Critic, Data, Guard, Kl, Optimizer, Reward, Run
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Correction",
     "Critic",
     "Data",
+    "Evaluation",
     "Guard",
     "Kl",
     "Machine",

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from hybrid3d.config.schema import Name, Schedule
 from hybrid3d.config.sections.engines import Async, Machine, Model, RewardRole, RoleRanks, Rollout, Sync, Train
+from hybrid3d.config.sections.evaluation import Evaluation
 from hybrid3d.config.sections.learning import Algorithm, Critic, Data, Guard, Optimizer, Reward, Run
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
@@ -34,6 +35,7 @@ class Recipe:
     async_: Async = Async()
     sync: Sync = Sync()
     data: Data
+    evaluation: Evaluation = Evaluation()
     reward: Reward = Reward()
     algorithm: Algorithm
     optimizer: Optimizer
