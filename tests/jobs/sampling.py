@@ -46,16 +46,23 @@ def stepwise(engine: RolloutEngine, requests: list[GenerationRequest]) -> list[C
     return [found[i] for i in range(len(requests))]
 
 
-def alternatives(engine: RolloutEngine, request: GenerationRequest, completion: Completion) -> list[list[float]]:
+def alternatives(
+    engine: RolloutEngine, requests: list[GenerationRequest], completions: list[Completion]
+) -> list[list[list[float]]]:
     """Return, for each token, its log-probability as part of a prompt, and those of the most likely tokens, sorted."""
-    prompt = TokensPrompt(prompt_token_ids=[*request.prompt_ids, *completion.tokens])
+    pairs = [(request.prompt_ids, one.tokens) for request, one in zip(requests, completions, strict=True)]
+    prompts = [TokensPrompt(prompt_token_ids=[*prompt, *tokens]) for prompt, tokens in pairs]
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=ALTERNATIVES, detokenize=False)
-    (output,) = engine.llm.generate([prompt], params, use_tqdm=False)
-    steps = output.prompt_logprobs[len(request.prompt_ids) :]
-    return [
-        [step[token].logprob, *sorted((one.logprob for one in step.values()), reverse=True)[:ALTERNATIVES]]
-        for step, token in zip(steps, completion.tokens, strict=True)
-    ]
+    found = []
+    for output, (prompt, tokens) in zip(engine.llm.generate(prompts, params, use_tqdm=False), pairs, strict=True):
+        steps = zip(output.prompt_logprobs[len(prompt) :], tokens, strict=True)
+        found.append(
+            [
+                [step[token].logprob, *sorted((one.logprob for one in step.values()), reverse=True)[:ALTERNATIVES]]
+                for step, token in steps
+            ]
+        )
+    return found
 
 
 def as_json(completions: list[Completion]) -> list[dict]:
@@ -85,9 +92,7 @@ def main(folder: str, stop: str, out: Path) -> None:
         completions = engine.generate(requests, 0)
         said[name] = as_json(completions)
         if name in ("whole", "top_k", "top_p", "min_p"):
-            said[f"{name} as prompts"] = [
-                alternatives(engine, *pair) for pair in zip(requests, completions, strict=True)
-            ]
+            said[f"{name} as prompts"] = alternatives(engine, requests, completions)
     # Greedy and sampled requests together, as with a greedy baseline; and other seeds
     mixed = [replace(greedy[0]), replace(greedy[1], seed=1, sampling=SETTINGS["top_k"])]
     said["mixed"] = as_json(engine.generate(mixed, 0))
