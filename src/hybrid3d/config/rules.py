@@ -180,6 +180,8 @@ def _check_async(recipe: Recipe) -> Iterator[str]:
 def _check_evaluation(recipe: Recipe) -> Iterator[str]:
     """Yield what cannot be measured on held-out problems, and files or names that stand there twice."""
     evaluation, samples = recipe.evaluation, f"evaluation.samples={recipe.evaluation.samples}"
+    if recipe.rollout is None:
+        return
     if evaluation.samples > 1 and evaluation.temperature == 0:
         yield (
             f"{samples}: with evaluation.temperature=0 all answers to a problem are the same: set a temperature, such "
