@@ -141,7 +141,7 @@ def test_of_the_critics_optimizer(tmp_path: Path) -> None:
         "algorithm.correction.kind=mask",
         "run.eval_every=5",
         "evaluation.samples=4",
-        "evaluation.data.more=more.parquet",
+        "evaluation.data={more: more.parquet}",
         "reward.name=math",
         "reward.shuffle=true",
         "reward.overlong_buffer=2",
