@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.processes, pytest.mark.timeout(60
 PROBLEMS = 16
 REWARD = """\
 def letters(answer, reference, prompt):
-    return float("e" in answer)  # which a model that was not trained writes now and then
+    return float(any(letter in answer for letter in "567"))  # which a model that was not trained writes at times
 """
 SETTINGS = [
     *("model.path=build/demo/base", "reward.name=mine:letters", "data.eval=easy.parquet"),
