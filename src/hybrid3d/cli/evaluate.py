@@ -25,6 +25,9 @@ def add_parser(commands: Commands) -> None:
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
+    others = [text for text in options.overrides if not text.strip().startswith(("evaluation.", "evaluation="))]
+    if others:
+        raise RecipeError("eval", [f"{text}: only settings of evaluation can differ from the run's" for text in others])
     recipe, folder, step = load_run(options, "eval")
     recipe = _with_overrides(recipe, options.overrides)
     recipe = dataclasses.replace(recipe, reward=dataclasses.replace(recipe.reward, model=None))  # which is for training
@@ -48,11 +51,8 @@ def _with_overrides(recipe: Recipe, overrides: list[str]) -> Recipe:
     """Return the recipe of a run with other settings of its evaluation.
 
     Raises:
-        RecipeError: an override is of another section, or the result is invalid; with all problems.
+        RecipeError: the result is invalid; with all problems.
     """
-    others = [text for text in overrides if not text.strip().startswith(("evaluation.", "evaluation="))]
-    if others:
-        raise RecipeError("eval", [f"{text}: only settings of evaluation can differ from the run's" for text in others])
     problems: list[str] = []
     raw = to_raw(recipe)
     apply_overrides(raw, overrides, problems)
