@@ -92,6 +92,8 @@ def format_values(hint: Any) -> str:
 
 def format_default(field: dataclasses.Field[Any]) -> str:
     """Return a setting's default as YAML, or an empty string if the setting is required."""
+    if field.default_factory is not dataclasses.MISSING:
+        return f"`{yaml.safe_dump(field.default_factory()).strip()}`"
     if field.default is dataclasses.MISSING:
         return ""
     return f"`{yaml.safe_dump(field.default).splitlines()[0]}`"

@@ -14,7 +14,7 @@ from commands import ROOT
 from hybrid3d.generation.agents.calls import RefusedCall
 from hybrid3d.generation.agents.history import Branch, History, NoChatTemplate, PromptText, PromptTokens
 from hybrid3d.generation.agents.requests import read_request
-from hybrid3d.generation.engine import Completion
+from hybrid3d.generation.engine import Completion, Sampling
 
 # As those of Qwen 2, which write contents as they are; of Llama 3, which strip them; and of Qwen 3, which drop what was
 # thought before the last question
@@ -196,18 +196,24 @@ def test_messages_that_no_template_takes_are_refused(tokenizer: Any) -> None:
 
 
 def test_only_the_recipes_temperature_samples(tokenizer: Any) -> None:
-    """A greedy session, of an evaluation, takes any: it has none."""
+    """A greedy session, of an evaluation, takes any: it has none. `top_p` and the like are those of the recipe."""
     body = {"model": "run", "prompt": "x"}
+    sampling = Sampling(0.8)
 
     def read(seed: int | None, **more: float) -> Any:
-        session: Any = SimpleNamespace(seed=seed, temperature=0.8 if seed is not None else 1.0, history=None)
+        session: Any = SimpleNamespace(seed=seed, sampling=sampling, history=None)
         return read_request(body | more, False, session, "run", len(tokenizer))
 
     assert read(1, temperature=0.8) == read(1) == read(None, temperature=0.8) == read(None, temperature=0)
-    with pytest.raises(
-        RefusedCall, match=r"temperature=0.2: this run samples at rollout.temperature=0.8: leave it out"
-    ):
+    with pytest.raises(RefusedCall, match=r"temperature=0.2: this session samples at temperature=0.8: leave it out"):
         read(1, temperature=0.2)
+    assert read(1, top_p=1, top_k=-1, min_p=0) == read(1)
+    with pytest.raises(RefusedCall, match=r"top_k=5: samples are those of the policy's own distribution.*: set 0"):
+        read(1, top_k=5)
+    sampling = Sampling(0.8, top_p=0.9, top_k=5)
+    assert read(1, top_p=0.9, top_k=5) == read(1) == read(None, top_p=0.9)
+    with pytest.raises(RefusedCall, match=r"top_p=1: this session samples at top_p=0.9: leave it out"):
+        read(1, top_p=1)
 
 
 @pytest.mark.parametrize("template", [PLAIN, STRIPS, FORGETS])

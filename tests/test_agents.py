@@ -120,6 +120,8 @@ def test_agents_make_answers_ahead_on_ranks_of_their_own(demo: Path, tmp_path: P
         "roles.generation.ranks=2",
         "async.max_staleness=1",
         "algorithm.correction.kind=truncate",
+        "rollout.top_p=0.9",
+        "rollout.stop=['w']",
         "algorithm.prompts_per_step=4",
         "algorithm.samples_per_prompt=4",
         "train.max_tokens_per_micro_batch=2048",
@@ -132,6 +134,8 @@ def test_agents_make_answers_ahead_on_ranks_of_their_own(demo: Path, tmp_path: P
         assert calls_of_samples(work / "runs/ahead", step) <= told
     rows = read_rows(work / "runs/ahead")
     assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
+    assert all(0.9 <= row["rollout/kept_probability_mean"] < 0.99 for row in rows)
+    assert 0 < rows[0]["mismatch/logprob_abs_max"] <= 1e-3
     assert all(row["reward/failures"] == 0 for row in rows)
 
 

@@ -360,7 +360,7 @@ def test_settings_may_stand_behind_options() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["plan", "a.yaml", "--jsn"], ["eval", "run", "name=a"], ["plan", "a.yaml", "--b=c"]]
+    "arguments", [["plan", "a.yaml", "--jsn"], ["export", "run", "out", "name=a"], ["plan", "a.yaml", "--b=c"]]
 )
 def test_what_is_no_setting_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

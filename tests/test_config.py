@@ -121,6 +121,7 @@ def test_defaults(load: Any) -> None:
             "overlong": "error",
             "max_invalid_fraction": 0.01,
         },
+        "evaluation": {"samples": 1, "temperature": 0.0, "top_p": 1.0, "k": [], "data": {}},
         "reward": {
             "name": "gsm8k",
             "model": None,
@@ -380,7 +381,8 @@ def test_the_error_survives_pickling(load: Any) -> None:
         (
             "optimiser.lr=1",
             "optimiser: unknown key, did you mean optimizer?; known sections: name, model, train, rollout, roles, "
-            "async, sync, data, reward, algorithm, optimizer, critic, guard, run, tracking, schedule, machine",
+            "async, sync, data, evaluation, reward, algorithm, optimizer, critic, guard, run, tracking, schedule, "
+            "machine",
         ),
         ("train", "override 'train': expected section.key=value"),
         ("=3", "override '=3': expected section.key=value"),

@@ -101,7 +101,7 @@ def test_counts_go_to_the_terminal_the_events_and_every_row(write: Write, tokeni
     held_out = read_part("eval.parquet", fitting=4, overlong=0, broken=0)
     folder, shown = RunFolder(tmp_path), StringIO()
     record = Record(folder, 0, Display("run", 2, Console(file=shown, width=500)))
-    record.data(train=train, eval=held_out)
+    record.data({"train": train, "eval": held_out})
     record.step({"step": 0, "reward/mean": 0.5}, steps=2)
     record.step({"step": 1, "reward/mean": 0.6}, steps=2)
     assert shown.getvalue().splitlines()[:2] == [

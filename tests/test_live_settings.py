@@ -130,6 +130,17 @@ def test_the_temperature_stays_where_samples_of_later_steps_are_generated_alread
     assert apply_settings(together, {"rollout.temperature": 0.5}, step=1).rollout.temperature == 0.5  # type: ignore[union-attr]
     with pytest.raises(RecipeError, match=r"rollout.temperature=0.5: with async.max_staleness=2 samples of later"):
         apply_settings(ahead, {"rollout.temperature": 0.5}, step=1)
+    with pytest.raises(RecipeError, match=r"rollout.top_k=5: with async.max_staleness=2 samples of later"):
+        apply_settings(ahead, {"rollout.top_k": 5}, step=1)
+
+
+def test_how_held_out_problems_are_answered_may_change(recipe: Recipe) -> None:
+    new = apply_settings(recipe, {"evaluation.samples": 8, "evaluation.temperature": 1, "evaluation.k": [1, 8]}, step=1)
+    assert (new.evaluation.samples, new.evaluation.temperature, new.evaluation.k) == (8, 1.0, (1, 8))
+    with pytest.raises(RecipeError, match=r"evaluation.samples=8: with evaluation.temperature=0 all answers"):
+        apply_settings(recipe, {"evaluation.samples": 8}, step=1)
+    with pytest.raises(RecipeError, match=r"evaluation.data.more: cannot change during a run"):
+        apply_settings(recipe, {"evaluation.data.more": "more.parquet"}, step=1)
 
 
 def test_a_schedule_is_read_nested_or_dotted_in_order_and_comes_back(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hybrid3d.config import load_recipe
 from hybrid3d.generation import multi_turn
 from hybrid3d.generation import turns as turns_module
-from hybrid3d.generation.engine import Completion, GenerationRequest
+from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
 from hybrid3d.generation.multi_turn import MultiTurnRollout
 from hybrid3d.generation.turns import Trajectory, TurnResult, Turns
 from hybrid3d.rl.batch import Batch
@@ -72,15 +72,21 @@ class Author:
         for request in requests:
             prompt, stops, longest = request.prompt_ids, request.stop_tokens, request.max_new_tokens
             assert tuple(prompt[:2]) == PROMPT
-            assert (version, request.temperature) == (7, 0.5)
+            assert (version, request.sampling) == (7, Sampling(0.5, stop=request.sampling.stop))
             assert END in stops
             context = "".join("|" if token == END else LETTERS[token] for token in prompt[3:])
             self.asked[-1].append((context, request.seed, longest))
             rest = [END if letter == "|" else LETTERS.index(letter) for letter in self.texts[prompt[2] - 1]]
-            count = next(n for n, token in enumerate(rest, 1) if token in (*self.end_tokens, *stops) or n == longest)
+            texts = [self.texts[prompt[2] - 1][:n] for n in range(len(rest) + 1)]  # vLLM looks at those of the request
+            stopped = [any(stop in text for stop in request.sampling.stop) for text in texts]
+            count = next(
+                n
+                for n, token in enumerate(rest, 1)
+                if token in (*self.end_tokens, *stops) or n == longest or stopped[n]
+            )
             self.texts[prompt[2] - 1] = self.texts[prompt[2] - 1][count:]
             logprobs = () if request.seed is None else tuple(-float(token) for token in rest[:count])
-            completions.append(Completion(tuple(rest[:count]), logprobs, version))
+            completions.append(Completion(tuple(rest[:count]), logprobs, version, stopped[count]))
         return completions
 
 
@@ -94,19 +100,23 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: dist.ProcessGro
     monkeypatch.chdir(tmp_path)
 
     def held(
-        *texts: str, environment: str = "mine:echo", longest: int = 99, turns: int = 8, greedy: bool = False
+        *texts: str,
+        environment: str = "mine:echo",
+        longest: int = 99,
+        turns: int = 8,
+        greedy: bool = False,
+        stop: tuple[str, ...] = (),
     ) -> Any:
-        recipe = load_recipe(
-            ROOT / "recipes/demo-cpu.yaml",
-            [f"rollout.environment={environment}", f"rollout.max_new_tokens={longest}", f"rollout.max_turns={turns}"],
-        )
+        lengths = [f"rollout.max_new_tokens={longest}", f"rollout.max_turns={turns}"]
+        settings = [f"rollout.environment={environment}", f"rollout.stop={[*stop]}", *lengths]
+        recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", settings)
         author: Any = Author(*texts)
         of_recipe = Turns(recipe, author, Tokenizer(), alone)
         conversations = MultiTurnRollout(of_recipe, author, alone)
         examples = [Example(i, f"p{i}", f"r{i}", (*PROMPT, i + 1)) for i in range(len(texts))]
         try:
             seeds = None if greedy else [100 + i for i in range(len(texts))]
-            return conversations.run(examples, seeds or [None] * len(examples), 7, 0.5), author
+            return conversations.run(examples, seeds or [None] * len(examples), 7, Sampling(0.5, stop=stop)), author
         finally:
             of_recipe.close()
 
@@ -130,6 +140,21 @@ def test_a_calculator(talk: Talk) -> None:
     assert one.logprobs == [-float(t) for t, own in zip(one.tokens, one.loss_mask, strict=True) if own]
     asked = [[(context, longest) for context, _, longest in of_round] for of_round in author.asked]
     assert asked == [[("", 99), ("", 99)], [("1=", 97)], [("1=1 <<1+2=3>>", 86)]]
+
+
+def test_a_stop_of_the_recipe_ends_an_answer_without_a_reply(talk: Talk) -> None:
+    """Also where it is complete in another request than it began in: the author pauses at each `~`."""
+    texts = ("go! say so!on|", "a~xb|", "a~~x bye|", "mm no|")
+    found, author = talk(*texts, stop=("so", "~x"))
+    assert [shown(one)[0] for one in found] == ["go!<go!> say so", "a~x", "a~~<a~~>x bye|", "mm no|"]
+    assert [one.stopped for one in found] == [True, True, False, False]
+    for one in found:
+        assert len(one.loss_mask) == len(one.versions) == len(one.tokens)
+        assert one.logprobs == [-float(t) for t, own in zip(one.tokens, one.loss_mask, strict=True) if own]
+    assert all(one.done for one in found)
+    assert [len(of_round) for of_round in author.asked] == [4, 3, 1]
+    (one,), _ = talk("so it is|", stop=("o i",), environment="null")
+    assert shown(one)[0] == "so i"
 
 
 def test_without_an_environment_there_is_one_turn(talk: Talk) -> None:

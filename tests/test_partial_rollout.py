@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybrid3d.config import Async, load_recipe
-from hybrid3d.generation.engine import Completion, GenerationRequest
+from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
 from hybrid3d.generation.partial_rollout import PartialRollout
 from hybrid3d.generation.replicas import EngineReplicas, NoReplicas
 from hybrid3d.generation.rollouts import PartialRollouts
@@ -88,7 +88,9 @@ def recipe_of(*more: str) -> Any:
 
 
 def rollouts_on(engine: Engine, group: dist.ProcessGroup, recipe: Any) -> PartialRollouts:
-    tokenizer = SimpleNamespace(eos_token_id=END, decode=lambda tokens, skip_special_tokens: "", __len__=lambda: 200)
+    tokenizer = SimpleNamespace(
+        eos_token_id=END, decode=lambda tokens, skip_special_tokens: "".join(map(chr, tokens)), __len__=lambda: 200
+    )
 
     def batch(number: int, prompts: int) -> list[Example]:
         return [Example(i, f"{number * prompts + i}", "", (number * prompts + i,)) for i in range(prompts)]
@@ -96,7 +98,7 @@ def rollouts_on(engine: Engine, group: dist.ProcessGroup, recipe: Any) -> Partia
     train: Any = SimpleNamespace(batch=batch)
     replicas = EngineReplicas(recipe, engine, tokenizer, group)
     replicas._scorer = SimpleNamespace(score=lambda queries: Scores([1.0] * len(queries)))  # type: ignore[assignment]
-    return PartialRollouts(recipe, replicas, train, train)
+    return PartialRollouts(recipe, replicas, train, {"eval": train})
 
 
 def run(recipe: Any, length: Callable[[int, int], int], steps: int, group: Any) -> tuple[list[RolloutBatch], Engine]:
@@ -112,6 +114,18 @@ def run(recipe: Any, length: Callable[[int, int], int], steps: int, group: Any) 
 
 def trained(batch: RolloutBatch) -> list[int]:
     return [int(sample.prompt) for sample in batch.samples[::ANSWERS]]
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_a_stop_that_an_interruption_cuts_in_two_ends_an_answer(alone: dist.ProcessGroup, keep_cache: bool) -> None:
+    """Step 0 writes the letter d, step 1 the letter e: the answers to prompt 0 end with the first `de`."""
+    more = ["rollout.stop=[de]", f"async.keep_cache={keep_cache}".lower(), "rollout.sleep=false"]
+    batches, engine = run(recipe_of(*more), lambda prompt, answer: 5 if prompt else 12, 3, alone)
+    assert [trained(batch) for batch in batches[:2]] == [[1, 2, 3, 4], [0, 5, 6, 7]]
+    for one in batches[1].samples[:ANSWERS]:
+        assert (one.tokens, one.versions) == ((100,) * 5 + (101,), (0,) * 5 + (1,))
+        assert one.logprobs == (0.0,) * 5 + (-1.0,)
+    assert all(request.prompt_ids[0] for request, _ in engine.running.values())
 
 
 def test_a_step_trains_the_first_prompts_that_are_complete_and_the_others_go_on(alone: dist.ProcessGroup) -> None:
@@ -355,5 +369,5 @@ def test_waiting_for_replies_ends_with_the_run(alone: dist.ProcessGroup) -> None
     engine: Any = Engine(lambda prompt, answer: 3)
     turns = Turns(recipe_of(), engine, SimpleNamespace(eos_token_id=END), alone)
     partial = PartialRollout(engine, turns, Async(max_staleness=1, partial="continue"))
-    partial.generate(0, 0, 1.0)  # a replica that has no prompts
+    partial.generate(0, 0, Sampling())  # a replica that has no prompts
     assert partial.take(0, 0) == []

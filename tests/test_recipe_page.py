@@ -35,4 +35,4 @@ def test_every_setting_has_its_row() -> None:
             found.add(f"{section}.{line.split('`')[1]}")
     of_critic = {key for key in wanted if key.startswith("critic.optimizer.")}
     assert of_critic
-    assert found == wanted - of_critic | {"critic.optimizer", "rollout.agents"}
+    assert found == wanted - of_critic | {"critic.optimizer", "rollout.agents", "evaluation.data"}

@@ -267,10 +267,10 @@ def data(*references: str) -> PromptData:
 
 def test_data_with_references_that_test_nothing_is_refused(recipe: Recipe) -> None:
     right, wrong = data(*["assert f(1) == 2"] * 9), data("assert f(1) == 2", *["#### 43"] * 4, "pass")
-    check_data_references(recipe, right, right)
+    check_data_references(recipe, right, {"eval": right})
     for train, held_out, path in ((wrong, right, recipe.data.train), (right, wrong, recipe.data.eval)):
         with pytest.raises(DataError) as refused:
-            check_data_references(recipe, train, held_out)
+            check_data_references(recipe, train, {"eval": replace(held_out, path=recipe.data.eval)})
         first, *rows = str(refused.value).splitlines()
         assert first == (
             f"{path}: reward.name=code cannot use 5 of 6 references in column 'answer': fix or remove these rows"

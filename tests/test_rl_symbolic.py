@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from hybrid3d.rewards.math_answers import final_text, math
+from hybrid3d.rewards.final_answers import final_text
+from hybrid3d.rewards.math_answers import math
 
 
 @pytest.mark.parametrize(

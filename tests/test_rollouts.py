@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hybrid3d.config import Agents, Recipe, load_recipe
+from hybrid3d.generation.engine import Sampling
 from hybrid3d.generation.replicas import Answers, EngineReplicas
 from hybrid3d.generation.rollouts import NoReplicas, Rollouts
 from hybrid3d.generation.samples import Sample, answer_numbers, answers_of, filled_up
@@ -40,8 +41,8 @@ def test_groups_that_teach_nothing_fill_up_where_they_were_drawn(rollouts: Any) 
     batches = ["-+--", "--+-", "++++"]
     asked: list[int] = []
 
-    def generate_answers(version: int, batch: int, temperature: float) -> tuple[list[list[Sample]], list[Answers]]:
-        assert (version, temperature) == (3, 0.7)
+    def generate_answers(version: int, batch: int, sampling: Sampling) -> tuple[list[list[Sample]], list[Answers]]:
+        assert (version, sampling) == (3, Sampling(0.7))
         asked.append(batch)
         groups = enumerate(batches[batch - 7])
         return [[sample(f"{batch - 7}{i}", n * (kind == "+"))] for i, kind in groups for n in (0, 1)], []
@@ -100,9 +101,9 @@ def test_held_out_answers(rollouts: Any) -> None:
         0: Answers(rewards[:2], {"timeout": 1}, {"timeout": "first"}),
         1: Answers(rewards[2:], {"timeout": 2}, {"timeout": "second"}),
     }
-    rollouts.held_out = SimpleNamespace(examples=(None,) * 4)
+    rollouts.held_out = {"eval": SimpleNamespace(examples=(None,) * 4)}
     rollouts._replicas = SimpleNamespace(numbers=(0, 1), answer=lambda *arguments: answers)
-    found = rollouts.evaluate(0)
+    found = rollouts.evaluate(0, recipe_of(0))
     assert (found.accuracy, found.reward) == (0.25, pytest.approx(0.65))
     assert (found.failures, found.examples) == ({"timeout": 3}, {"timeout": "first"})
 
@@ -116,7 +117,7 @@ def test_the_work_of_lost_replicas_is_done_by_the_others(rollouts: Any) -> None:
 
         numbers: tuple[int, ...] = (0, 3, 5)
 
-        def answer(self, shares: Any, version: int, temperature: float, scored: bool) -> dict[int, Answers]:
+        def answer(self, shares: Any, version: int, sampling: Sampling, scored: bool) -> dict[int, Answers]:
             asked.append({number: [example for example, _ in share] for number, share in shares.items()})
             self.numbers, lost = (*self.numbers[:1], *self.numbers[2:]), self.numbers[1:2]
             return {n: Answers([sample(e, 1.0) for e, _ in share]) for n, share in shares.items() if n not in lost}
@@ -141,9 +142,9 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     held = Trajectory(Example(0, "", "right", (1,)), 0, tokens=[2], loss_mask=[True], logprobs=[-0.5], versions=[6])
     versions: list[int] = []
 
-    def run(examples: list[Any], seeds: list[int | None], version: int, temperature: float) -> list[Any]:
+    def run(examples: list[Any], seeds: list[int | None], version: int, sampling: Sampling) -> list[Any]:
         versions.append(version)
-        assert temperature == (1.0 if None in seeds else 0.7)
+        assert sampling == Sampling(0.7)
         return [held] * len(examples)
 
     def score(items: list[tuple[str, str, str]]) -> Scores:
@@ -159,7 +160,7 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     replicas._of_all_replicas = lambda value: {0: value}
     rollouts._replicas = replicas
     rollouts.train = SimpleNamespace(batch=lambda batch, prompts: [None] * prompts)
-    rollouts.held_out = SimpleNamespace(examples=[None])
+    rollouts.held_out = {"eval": SimpleNamespace(examples=[None])}
     batch = rollouts.generate_batch(3, 0, recipe_of(0))
     assert [(one.reward, one.weight_version) for one in batch.samples] == [(1.0, 6)] * 8
     assert asked == ["right"] * 8
@@ -167,6 +168,6 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     batch = rollouts.generate_batch(4, 0, recipe_of(0))
     assert ([one.reward for one in batch.samples], batch.zero_variance_groups) == ([0.0] * 8, 0)
     assert len(asked) == 8
-    assert rollouts.evaluate(5).accuracy == 1.0
+    assert rollouts.evaluate(5, recipe_of(0)).accuracy == 1.0
     assert len(asked) == 9
     assert versions == [3, 4, 5]

@@ -149,19 +149,19 @@ def rollouts() -> Any:
     settings = ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2", "train.micro_batch_size=4"]
     recipe, replicas = load_recipe(ROOT / "recipes/demo-cpu.yaml", settings), SimpleNamespace(numbers=(0,))
     held_out: Any = SimpleNamespace(examples=(None,) * 8)
-    return Rollouts(recipe, replicas, held_out, held_out)  # type: ignore[arg-type]
+    return Rollouts(recipe, replicas, held_out, {"eval": held_out})  # type: ignore[arg-type]
 
 
 def of_step(rollouts: Any, **failures: int) -> None:
     answers = [Answers([], failures, {kind: f"an example of {kind}" for kind in failures})]
-    rollouts._generate_answers = lambda version, batch, temperature: ([[sample(0.0)]] * 8, answers)
+    rollouts._generate_answers = lambda version, batch, sampling: ([[sample(0.0)]] * 8, answers)
     rollouts.generate_batch(version=0, batch=0, recipe=rollouts._recipe)
 
 
 def of_held_out(rollouts: Any, **failures: int) -> None:
     answers = Answers([sample(0.0)] * 8, failures, {kind: f"an example of {kind}" for kind in failures})
-    rollouts._replicas.answer = lambda shares, version, temperature, scored: {0: answers}
-    rollouts.evaluate(0)
+    rollouts._replicas.answer = lambda shares, version, sampling, scored: {0: answers}
+    rollouts.evaluate(0, rollouts._recipe)
 
 
 @pytest.mark.parametrize("failures", [{}, {"raised": 7}, {"raised": 3, "environment_hung": 7}])

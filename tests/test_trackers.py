@@ -116,6 +116,17 @@ def test_mlflow_has_the_run_and_goes_on_with_it(folder: RunFolder) -> None:
     assert {metric.step: metric.value for metric in history} == {s: row["reward/mean"] for s, row in ROWS.items()}
 
 
+def test_mlflow_takes_metrics_of_evaluations(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses names with `@`, and a file for a metric where another metric has a folder."""
+    tracking = pytest.importorskip("mlflow.tracking")
+    row = {"eval/accuracy": 0.25, "eval/pass@8": 0.5, "eval/hard/accuracy": 0.125, "eval/hard/majority@8": 0.75}
+    monkeypatch.setitem(ROWS, 0, row)
+    log(folder, "mlflow", range(1))
+    client = tracking.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("hybrid3d").experiment_id])
+    assert run.data.metrics == {key.replace("@", "_at_"): value for key, value in row.items()}
+
+
 def test_prometheus_reads_the_last_step(folder: RunFolder) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -70,6 +70,8 @@ def problems(folder: Path, text: str, *overrides: str) -> list[str]:
         ("reward.workers=4", "reward.workers=4 has no effect", ["rollout.environment=mine:reply"]),
         ("reward.timeout_seconds=4", "reward.timeout_seconds=4 has no effect", ["reward.name=code"]),
         ("reward.default=1", "reward.default=1 has no effect: reward.name=gsm8k never fails", ["reward.name=math"]),
+        ("evaluation.top_p=0.9", "evaluation.top_p=0.9 has no effect", ["schedule={5: {evaluation.temperature: 1}}"]),
+        ("evaluation.k=[4]", "evaluation.k=[4] has no effect", ["evaluation={samples: 4, temperature: 1, k: [4]}"]),
         ("reward.max_failures=0", "reward.max_failures=0 has no effect", ["rollout.environment=calculator"]),
     ],
 )
@@ -138,6 +140,8 @@ def test_of_the_critics_optimizer(tmp_path: Path) -> None:
         "algorithm.kl={where: loss, coef: 0.1}",
         "algorithm.correction.kind=mask",
         "run.eval_every=5",
+        "evaluation.samples=4",
+        "evaluation.data={more: more.parquet}",
         "reward.name=math",
         "reward.shuffle=true",
         "reward.overlong_buffer=2",
@@ -154,6 +158,10 @@ def test_of_supervised_learning(tmp_path: Path, given: str) -> None:
 
 def test_what_a_later_evaluation_reads(tmp_path: Path) -> None:
     generates = ["rollout={max_model_len: 256, max_new_tokens: 16}"]
+    sampled = ["evaluation={samples: 4, temperature: 1, k: [2], data: {more: c.parquet}}", "rollout.stop=[x]"]
+    assert problems(tmp_path, SFT, *generates, *sampled) == []
+    (problem,) = problems(tmp_path, SFT, *generates, "rollout.top_p=0.9")
+    assert problem.startswith("rollout.top_p=0.9 has no effect: algorithm.name=sft does not sample")
     assert problems(tmp_path, SFT, *generates, "reward.name=math", "reward.workers=4", "sync.bucket_mib=32") == []
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Async, Data, Model, Optimizer, Recipe, Rollout, Run, Train
-from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights
+from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling, StaleWeights
 from hybrid3d.inputs.models import read_config
 from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
@@ -104,7 +104,7 @@ def main(folder: str, out: Path) -> None:
     prompts = [[5, 7, 11, 13 + engine.replica, 17 + n] for n in range(len(lengths))]
     for kind in ("greedy", "sampled", "paused"):
         requests = {
-            10 * n: GenerationRequest(prompt, length, [3], None if kind == "greedy" else n, 0.7)
+            10 * n: GenerationRequest(prompt, length, [3], None if kind == "greedy" else n, Sampling(0.7))
             for n, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
         }
         state = torch.get_rng_state()

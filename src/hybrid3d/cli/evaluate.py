@@ -10,19 +10,26 @@ import os
 from hybrid3d import launch_environment
 from hybrid3d.cli.starting import launch_ranks, load_run, run_as_rank
 from hybrid3d.cli.terminal import Commands, make_console
-from hybrid3d.config import RecipeError
+from hybrid3d.config import Recipe, RecipeError, read_recipe
+from hybrid3d.config.schema import apply_overrides, to_raw
 from hybrid3d.launch_environment import CHECKED
 
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("eval", help="measure the held-out accuracy of a run's checkpoint")
     parser.add_argument("folder", metavar="RUN", help="a run's folder")
+    parser.add_argument("overrides", nargs="*", metavar="evaluation.key=value", help="settings that override the run's")
     parser.add_argument("--step", type=int, help="the checkpoint after this many updates (default: the last)")
+    parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
+    others = [text for text in options.overrides if not text.strip().startswith(("evaluation.", "evaluation="))]
+    if others:
+        raise RecipeError("eval", [f"{text}: only settings of evaluation can differ from the run's" for text in others])
     recipe, folder, step = load_run(options, "eval")
+    recipe = _with_overrides(recipe, options.overrides)
     recipe = dataclasses.replace(recipe, reward=dataclasses.replace(recipe.reward, model=None))  # which is for training
     if recipe.rollout is None:
         raise RecipeError(recipe.name, ["the run has no `rollout` section, which `eval` needs to generate answers"])
@@ -31,8 +38,22 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
         check_evaluation(recipe, folder, step)
     if not launch_environment.under_launcher():
-        return launch_ranks(arguments, recipe, folder, make_console())
+        return launch_ranks(arguments, recipe, folder, make_console(stderr=options.json))
     from hybrid3d.launch import tasks
 
     recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, max_restarts=0))
-    return run_as_rank(recipe, folder, functools.partial(tasks.evaluate, recipe, folder, step), restarts=True)
+    return run_as_rank(
+        recipe, folder, functools.partial(tasks.evaluate, recipe, folder, step, options.json), restarts=True
+    )
+
+
+def _with_overrides(recipe: Recipe, overrides: list[str]) -> Recipe:
+    """Return the recipe of a run with other settings of its evaluation.
+
+    Raises:
+        RecipeError: the result is invalid; with all problems.
+    """
+    problems: list[str] = []
+    raw = to_raw(recipe)
+    apply_overrides(raw, overrides, problems)
+    return read_recipe(raw, recipe.name, problems) if overrides else recipe

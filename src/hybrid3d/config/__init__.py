@@ -23,6 +23,7 @@ from hybrid3d.config.sections.engines import (
     Sync,
     Train,
 )
+from hybrid3d.config.sections.evaluation import Evaluation
 from hybrid3d.config.sections.learning import Critic, Data, Guard, Optimizer, Reward, Run
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Correction",
     "Critic",
     "Data",
+    "Evaluation",
     "Guard",
     "Kl",
     "Machine",

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from hybrid3d.config.schema import Name, Schedule
 from hybrid3d.config.sections.algorithm import Algorithm
 from hybrid3d.config.sections.engines import Async, Machine, Model, RewardRole, RoleRanks, Rollout, Sync, Train
+from hybrid3d.config.sections.evaluation import Evaluation
 from hybrid3d.config.sections.learning import Critic, Data, Guard, Optimizer, Reward, Run
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
@@ -35,6 +36,7 @@ class Recipe:
     async_: Async = Async()
     sync: Sync = Sync()
     data: Data
+    evaluation: Evaluation = Evaluation()
     reward: Reward = Reward()
     algorithm: Algorithm
     optimizer: Optimizer

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from hybrid3d.config.sections.algorithm import Kl
     from hybrid3d.config.sections.learning import Optimizer
 
+RESERVED_NAMES = ("train", "eval", "accuracy", "reward")  # of files with held-out problems
+
 
 def validate_recipe(recipe: Recipe) -> Iterator[str]:
     """Yield a message for each contradiction between settings of a recipe, independent of the model."""
@@ -42,6 +44,7 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
     yield from _check_reward_ranks(recipe)
     yield from _check_async(recipe)
     yield from _check_agents(recipe)
+    yield from _check_evaluation(recipe)
     if recipe.sync.share_storage and not recipe.is_split and recipe.rollout is not None and recipe.rollout.sleep:
         yield (
             "sync.share_storage: memory that both engines share cannot be freed while vLLM sleeps: "
@@ -177,6 +180,29 @@ def _check_async(recipe: Recipe) -> Iterator[str]:
             f"cannot wait for rollout.environment={rollout.environment} apart: set rollout.dp=1, or leave "
             "async.partial out"
         )
+
+
+def _check_evaluation(recipe: Recipe) -> Iterator[str]:
+    """Yield what cannot be measured on held-out problems, and files or names that stand there twice."""
+    evaluation, samples = recipe.evaluation, f"evaluation.samples={recipe.evaluation.samples}"
+    if recipe.rollout is None:
+        return
+    if evaluation.samples > 1 and evaluation.temperature == 0:
+        yield (
+            f"{samples}: with evaluation.temperature=0 all answers to a problem are the same: set a temperature, such "
+            "as 1, or samples: 1"
+        )
+    for k in evaluation.k if evaluation.samples > 1 else ():
+        if k > evaluation.samples:
+            yield f"evaluation.k: pass@{k} needs at least {k} answers per problem, and {samples}: raise it, or lower k"
+    files = {recipe.data.eval: "data.eval"}
+    for name, path in evaluation.data.items():
+        setting = f"evaluation.data.{name}"
+        if name in RESERVED_NAMES:
+            yield f"{setting}: {name} is a name that metrics have: choose another"
+        if path in files:
+            yield f"{setting}={path} is the file of {files[path]} too: leave one of them out"
+        files.setdefault(path, setting)
 
 
 def _check_agents(recipe: Recipe) -> Iterator[str]:

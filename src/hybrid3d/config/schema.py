@@ -1,29 +1,36 @@
 """Reads YAML into frozen dataclasses. It is independent of the recipe, whose sections `recipe.py` defines.
 
 A dataclass is a section and its fields are the keys. A field is a str, int, float, bool, Literal, a tuple of one of
-these, a section, or a section or None; `Annotated[type, Rule(...)]` restricts its values. A `Schedule` maps steps to
-settings by dotted key. All problems are collected, so that a user can fix a file in one pass.
+these, a section, or a section or None; `Annotated[type, Rule(...)]` restricts its values. `dict[str, type]` maps names
+of the user's own to values, a `Schedule` steps to settings by dotted key. All problems are collected, so that a file
+can be fixed in one pass.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import math
 import re
-import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from hybrid3d.config.messages import (
+    TYPE_NAMES,
+    did_you_mean,
+    format_key,
+    format_value,
+    join_keys,
+    one_line,
+    unknown_key_problem,
+)
 from hybrid3d.errors import UserMistake, escape_control_characters
 from hybrid3d.storage.user_files import UnreadableFile, parse_yaml, read_text_file
 
 T = TypeVar("T")
-
 
 MAX_PROBLEMS = 50  # listed in one message
 
@@ -39,7 +46,7 @@ class RecipeError(UserMistake):
     def __str__(self) -> str:
         more = len(self.problems) - MAX_PROBLEMS
         lines = [*self.problems[:MAX_PROBLEMS], *([f"... and {more:,} more problems"] if more > 0 else [])]
-        return "\n  ".join([f"{_one_line(self.subject)}:", *lines])
+        return "\n  ".join([f"{one_line(self.subject)}:", *lines])
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,10 @@ def _is_printable(text: str) -> bool:
     return escape_control_characters(text) == text and not set("\n\t") & set(text)
 
 
+def _is_text(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)  # halves of characters
+
+
 _NOT_EMPTY = Rule(lambda s: s.strip() != "", "not empty")
 Name = Annotated[
     str,
@@ -98,12 +109,15 @@ FilePath = Annotated[
     _NOT_EMPTY,
     Rule(lambda s: _is_printable(s) and _is_path(s), f"of printable characters, at most {MAX_NAME_BYTES} bytes a name"),
 ]
+# A text that ends an answer, such as a line break
+StopText = Annotated[str, Rule(lambda s: 0 < len(s) <= 1_000 and _is_text(s), "of 1 to 1,000 characters")]
 # For the model's config.json and for settings without a tighter bound. The bounds also refuse infinity and NaN.
 Count = Annotated[int, Rule(lambda n: n >= 1, "1 or more")]
 Positive = Annotated[float, above(0, 1e12)]
 NonNegative = Annotated[float, within(0, 1e12)]
 AboveOne = Annotated[float, above(1, 1e12)]
 ClosedFraction = Annotated[float, within(0, 1)]
+PositiveFraction = Annotated[float, above(0, 1)]
 OpenFraction = Annotated[float, Rule(lambda x: 0 < x < 1, "more than 0 and less than 1")]
 Decay = Annotated[float, Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")]
 
@@ -115,6 +129,7 @@ Tokens = Annotated[int, within(1, 2**24)]
 TokensOrZero = Annotated[int, within(0, 2**24)]
 Steps = Annotated[int, within(1, 10**9)]
 StepsOrZero = Annotated[int, within(0, 10**9)]
+TopK = Annotated[int, within(-1, 2**24)]
 Repeats = Annotated[int, within(1, 10_000)]
 Staleness = Annotated[int, within(0, 100)]
 BatchesInFlight = Annotated[int, within(2, 101)]
@@ -129,24 +144,19 @@ Coefficient = Annotated[float, within(0, 1_000)]
 Reward = Annotated[float, within(-1_000_000, 1_000_000)]
 # `_MAX_TEMP` of vLLM 0.32.0's sampling_params.py: it raises lower values to 0.01, while training would divide by them
 Temperature = Annotated[float, within(0.01, 100), Rule(lambda x: True, "because vLLM raises lower values to 0.01")]
+TemperatureOrZero = Annotated[
+    float, Rule(lambda x: x == 0 or 0.01 <= x <= 100, "0 or 0.01 to 100, because vLLM raises lower values to 0.01")
+]
 Mebibytes = Annotated[float, within(0.01, 16_384)]
 Gibibytes = Annotated[float, within(0.001, 16_384)]
 
 Schedule = dict[int, dict[str, Any]]
+MAX_NAMED = 100  # values by names of the user's own
 MAX_SCHEDULED = 1_000  # steps of a schedule, each of which is validated as a complete recipe
 
 REQUIRED_UNLESS = "required unless"
 """Metadata key of a field: a pair (key, value). The field is required unless that key of its section has that value."""
 
-_TYPE_NAMES: dict[type, str] = {
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    bool: "a boolean",
-    list: "a list",
-    dict: "a section",
-    NoneType: "nothing",
-}
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
@@ -163,7 +173,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     except ValueError as error:
         raise RecipeError(str(path), [str(error)]) from error
     if not isinstance(raw, dict):
-        raise RecipeError(str(path), [f"expected sections with keys, got {_format_value(raw)}"])
+        raise RecipeError(str(path), [f"expected sections with keys, got {format_value(raw)}"])
     return raw
 
 
@@ -174,10 +184,10 @@ def flatten_settings(raw: object, path: str = "") -> dict[str, Any]:
         ValueError: `raw` is not a section, or a key is given twice, nested and dotted.
     """
     if not isinstance(raw, dict):
-        raise ValueError(f"expected sections with keys, got {_format_value(raw)}")
+        raise ValueError(f"expected sections with keys, got {format_value(raw)}")
     flat: dict[str, Any] = {}
     for key, value in raw.items():
-        key_path = _join(path, _format_key(key))
+        key_path = join_keys(path, format_key(key))
         settings = flatten_settings(value, key_path) if isinstance(value, dict) else {key_path: value}
         duplicate = next((name for name in settings if name in flat), None)
         if duplicate is not None:
@@ -222,7 +232,7 @@ def _set(raw: dict[Any, Any], keys: Sequence[str], value: object) -> None:
         if section.get(name) is None:  # absent, or `rollout: null`
             section[name] = {}
         if not isinstance(section[name], dict):
-            raise ValueError(f"{name} is not a section but {_format_value(section[name])}")
+            raise ValueError(f"{name} is not a section but {format_value(section[name])}")
         section = section[name]
     section[key] = value
 
@@ -234,8 +244,13 @@ def key_of(field_name: str) -> str:
 
 def to_raw(recipe: Any) -> dict[str, Any]:
     """Return a recipe as `read_section` reads it."""
-    raw = {key_of(name): value for name, value in dataclasses.asdict(recipe).items()}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in raw.items()}
+    return {key_of(name): _to_lists(value) for name, value in dataclasses.asdict(recipe).items()}
+
+
+def _to_lists(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _to_lists(one) for key, one in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def read_section(kind: type[T], raw: object, path: str, problems: list[str]) -> T | None:
@@ -245,16 +260,16 @@ def read_section(kind: type[T], raw: object, path: str, problems: list[str]) -> 
         path: dotted name of the section, which messages put before its keys; empty for the recipe itself.
     """
     if not isinstance(raw, dict):
-        problems.append(f"{path}: expected a section with keys, got {_format_value(raw)}")
+        problems.append(f"{path}: expected a section with keys, got {format_value(raw)}")
         return None
     before = len(problems)
     hints = get_type_hints(kind, include_extras=True)
     keys = [key_of(name) for name in hints]
-    problems.extend(_unknown_key_problem(key, keys, path) for key in raw if key not in keys)
+    problems.extend(unknown_key_problem(key, keys, path) for key in raw if key not in keys)
     values = {}
     for field in dataclasses.fields(cast(Any, kind)):
         key, hint = key_of(field.name), hints[field.name]
-        key_path = _join(path, key)
+        key_path = join_keys(path, key)
         if key in raw:
             values[field.name] = _read(hint, raw[key], key_path, problems)
         elif field.metadata and raw.get(field.metadata[REQUIRED_UNLESS][0]) != field.metadata[REQUIRED_UNLESS][1]:
@@ -272,6 +287,8 @@ def _read(hint: Any, raw: object, path: str, problems: list[str]) -> object:
     """Return a field's value, a section or a scalar, or None if it has problems, which are appended."""
     if hint == Schedule:
         return _read_schedule(raw, path, problems)
+    if get_origin(hint) is dict:
+        return _read_named(get_args(hint)[1], raw, path, problems)
     section = section_type(hint)
     if section is not None:
         optional = NoneType in get_args(hint)
@@ -287,19 +304,37 @@ def _read(hint: Any, raw: object, path: str, problems: list[str]) -> object:
         return None
 
 
+def _read_named(hint: Any, raw: object, path: str, problems: list[str]) -> dict[str, Any]:
+    """Return values of the scalar type `hint` by names of the user's own."""
+    if not isinstance(raw, dict) or len(raw) > MAX_NAMED:
+        problems.append(f"{path}: expected a section of at most {MAX_NAMED} names, got {format_value(raw)}")
+        return {}
+    named: dict[str, Any] = {}
+    for key, value in raw.items():
+        key_path = join_keys(path, format_key(key))
+        if not isinstance(key, str) or not re.fullmatch(r"\w[\w-]{0,99}", key):
+            problems.append(f"{key_path}: expected a name of letters, digits and _ - only, at most 100 of them")
+            continue
+        try:
+            named[key] = read_value(hint, value)
+        except ValueError as error:
+            problems.append(f"{key_path}: {error}")
+    return named
+
+
 def _read_schedule(raw: object, path: str, problems: list[str]) -> Schedule:
     """Return the settings by dotted key of each step, ascending. Whether the keys exist is not checked here."""
     if not isinstance(raw, dict):
-        problems.append(f"{path}: expected steps with settings, got {_format_value(raw)}")
+        problems.append(f"{path}: expected steps with settings, got {format_value(raw)}")
         return {}
     if len(raw) > MAX_SCHEDULED:
         problems.append(f"{path}: {len(raw):,} steps, at most {MAX_SCHEDULED:,}")
         return {}
     schedule: Schedule = {}
     for key, settings in raw.items():
-        key_path = _join(path, _format_key(key))
+        key_path = join_keys(path, format_key(key))
         if not re.fullmatch("[1-9][0-9]{0,8}", str(key)):
-            problems.append(f"{key_path}: expected a step, 1 to 999,999,999, got {_format_value(key)}")
+            problems.append(f"{key_path}: expected a step, 1 to 999,999,999, got {format_value(key)}")
             continue
         try:
             schedule[int(key)] = flatten_settings(settings)
@@ -317,16 +352,16 @@ def read_value(hint: Any, raw: object) -> Any:
     kind, rules = _split(hint)
     if get_origin(kind) is tuple:
         if not isinstance(raw, list) or len(set(map(str, raw))) < len(raw):
-            raise ValueError(f"expected {describe_type(hint)}, got {_format_value(raw)}")
+            raise ValueError(f"expected {describe_type(hint)}, got {format_value(raw)}")
         return tuple(read_value(get_args(kind)[0], value) for value in raw)
     value = _to_float(raw) if kind is float else raw
     if get_origin(kind) is Literal:
-        valid, suggestion = value in get_args(kind), _did_you_mean(raw, get_args(kind))
+        valid, suggestion = value in get_args(kind), did_you_mean(raw, get_args(kind))
     else:  # compares types with `is`, because isinstance(True, int) is true
         valid, suggestion = type(value) is kind and all(rule.is_satisfied(value) for rule in rules), ""
-    if not valid:
-        raise ValueError(f"expected {describe_type(hint)}, got {_format_value(raw)}{suggestion}")
-    return value
+    if valid:
+        return value
+    raise ValueError(f"expected {describe_type(hint)}, got {format_value(raw)}{suggestion}")
 
 
 def _to_float(raw: object) -> object:
@@ -356,43 +391,10 @@ def section_type(hint: Any) -> type[Any] | None:
 def describe_type(hint: Any) -> str:
     """Describe in words what a scalar hint accepts."""
     kind, rules = _split(hint)
+    if get_origin(kind) is dict:
+        return f"names of your own, each with {describe_type(get_args(kind)[1])}"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
     if get_origin(kind) is tuple:
         return f"a list without repetitions, each {describe_type(get_args(kind)[0])}"
-    return ", ".join([_TYPE_NAMES[kind], *(rule.description for rule in rules)])
-
-
-def _format_value(value: object) -> str:
-    name = _TYPE_NAMES.get(type(value), type(value).__name__)
-    return name if value is None or isinstance(value, dict) else f"{reprlib.repr(value)} ({name})"
-
-
-def abbreviate(value: object) -> str:
-    """Return the repr of a value for a message, with the middle left out if it is long."""
-    return reprlib.repr(value)
-
-
-def _format_key(key: object) -> str:
-    """Return a key for a message: verbatim if it is short and printable, otherwise its repr."""
-    text = str(key) if not isinstance(key, float | int) else repr(key)
-    return text if len(text) <= 100 and text.isprintable() else reprlib.repr(text)
-
-
-def _one_line(text: str) -> str:
-    return text if text.isprintable() else repr(text)
-
-
-def _unknown_key_problem(key: object, known: Sequence[str], path: str) -> str:
-    where = f"keys of {path}" if path else "sections"
-    suggestion = _did_you_mean(key, known)
-    return f"{_join(path, _format_key(key))}: unknown key{suggestion}; known {where}: {', '.join(known)}"
-
-
-def _did_you_mean(word: object, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(word), known, n=1)
-    return f", did you mean {close[0]}?" if close else ""
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
+    return ", ".join([TYPE_NAMES[kind], *(rule.description for rule in rules)])

@@ -93,6 +93,32 @@ UNUSED_RULES = (
         _reason("algorithm.name={name} has no rollout to correct for"),
     ),
     UnusedRule("run", ("eval_every",), _is_sft, _reason("algorithm.name={name} does not evaluate during training")),
+    UnusedRule(
+        "evaluation",
+        ("samples", "temperature", "top_p", "k", "data"),
+        _never_generates,
+        _reason("algorithm.name={name} without `rollout` cannot answer held-out problems"),
+    ),
+    UnusedRule(
+        "evaluation",
+        ("top_p",),
+        lambda recipe: not _never_generates(recipe) and recipe.evaluation.temperature == 0,
+        _reason("with evaluation.temperature=0 held-out answers are greedy"),
+        ("evaluation.temperature",),
+    ),
+    UnusedRule(
+        "evaluation",
+        ("k",),
+        lambda recipe: not _never_generates(recipe) and recipe.evaluation.samples == 1,
+        _reason("with evaluation.samples=1 there is no pass@k beside the accuracy"),
+        ("evaluation.samples",),
+    ),
+    UnusedRule(
+        "rollout",
+        ("top_p", "top_k", "min_p"),
+        lambda recipe: _is_sft(recipe) and recipe.rollout is not None,
+        _reason("algorithm.name={name} does not sample answers to train on"),
+    ),
     UnusedRule("run", ("record",), _is_sft, _reason("algorithm.name={name} has no samples to record")),
     UnusedRule(
         "reward",
@@ -280,7 +306,7 @@ def unused_settings(recipe: Recipe) -> Iterator[str]:
         section: Any = recipe
         for name in rule.section.split("."):
             section = getattr(section, f"{name}_" if iskeyword(name) else name)
-        defaults = {field.name: field.default for field in dataclasses.fields(section)}
+        defaults = {field.name: _default(field) for field in dataclasses.fields(section)}
         if rule.section == "algorithm.kl":
             defaults |= {"where": "none"}
         for key in rule.keys:
@@ -290,7 +316,15 @@ def unused_settings(recipe: Recipe) -> Iterator[str]:
                 yield f"{problem}: leave it out, or set it to {_as_yaml(defaults[key])}"
 
 
+def _default(field: dataclasses.Field[Any]) -> object:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 def _as_yaml(value: object) -> str:
     if value is None:
         return "null"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_as_yaml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_as_yaml(one)}' for key, one in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -6,11 +6,51 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from hybrid3d.config import Recipe
+
 T = TypeVar("T")
 
 
 class StaleWeights(RuntimeError):
     """The engine's weights are older than the version that was required, or a sync of them was interrupted."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are sampled, in vLLM's terms. Without a request's seed all but `stop` is unused.
+
+    Attributes:
+        temperature: of the distribution that is sampled.
+        top_p, top_k, min_p: which tokens it is restricted to.
+        stop: texts that end an answer.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+    @classmethod
+    def for_training(cls, recipe: Recipe) -> Sampling:
+        """Return how the answers are sampled that a step trains on."""
+        rollout = recipe.rollout
+        assert rollout is not None, "checked when the recipe was read"
+        return cls(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, rollout.stop)
+
+    @classmethod
+    def for_evaluation(cls, recipe: Recipe) -> Sampling:
+        """Return how held-out problems are answered; where that is greedy, as for training, without an effect."""
+        assert recipe.rollout is not None, "checked when the recipe was read"
+        evaluation = recipe.evaluation
+        if evaluation.temperature == 0:
+            return cls.for_training(recipe)
+        return cls(evaluation.temperature, evaluation.top_p, stop=recipe.rollout.stop)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never sampled, so that the others have more than their probability."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True)
@@ -22,14 +62,14 @@ class GenerationRequest:
         max_new_tokens: the answer has at most so many tokens.
         stop_tokens: tokens that end the answer.
         seed: of this request alone, so that a run repeats; None samples greedily.
-        temperature: of the distribution that is sampled; unused where greedy.
+        sampling: the distribution that is sampled, and what ends the answer besides tokens.
     """
 
     prompt_ids: Sequence[int]
     max_new_tokens: int
     stop_tokens: Sequence[int]
     seed: int | None = None
-    temperature: float = 1.0
+    sampling: Sampling = Sampling()
 
 
 @dataclass(frozen=True)
@@ -38,13 +78,17 @@ class Completion:
 
     Attributes:
         tokens: the one that ended it included.
-        logprobs: with which each token was sampled; empty for a greedy answer.
+        logprobs: of each token in the distribution at the temperature over all tokens; empty for a greedy answer.
         weight_version: of the weights that generated it.
+        stopped: whether a text of `Sampling.stop` ended it.
+        kept: where sampling truncates the distribution, the probability of the tokens that it kept, for each token.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     weight_version: int
+    stopped: bool = False
+    kept: tuple[float, ...] = ()
 
 
 class Engine(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from hybrid3d.distributed import gather_objects
-from hybrid3d.generation.engine import Engine
+from hybrid3d.generation.engine import Engine, Sampling
 from hybrid3d.generation.turns import Trajectory, Turns
 from hybrid3d.rl.data import Example
 
@@ -22,9 +22,9 @@ class MultiTurnRollout:
         self._turns, self._engine, self._group = turns, engine, group
 
     def run(
-        self, examples: Sequence[Example], seeds: Sequence[int | None], version: int, temperature: float = 1.0
+        self, examples: Sequence[Example], seeds: Sequence[int | None], version: int, sampling: Sampling
     ) -> list[Trajectory]:
-        """Generate an answer to each example, turn by turn: with its seed at a temperature, or greedily without one.
+        """Generate an answer to each example, turn by turn: sampled with its seed, or greedily without one.
 
         All replicas generate until the last answer of any is complete: engines that share experts step together.
 
@@ -34,9 +34,9 @@ class MultiTurnRollout:
         answers = [Trajectory(example, seed) for example, seed in zip(examples, seeds, strict=True)]
         active, any_active = answers, True
         while any_active:
-            requests = [self._turns.request(answer, temperature) for answer in active]
+            requests = [self._turns.request(answer, sampling) for answer in active]
             for answer, completion in zip(active, self._engine.generate(requests, version), strict=True):
-                answer.append_completion(completion)
+                self._turns.append(answer, completion)
             any_active = self._turns.have_environment and self._take_turns(active)
             active = [answer for answer in active if not answer.done]
         return answers

@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from hybrid3d.config import Async
-from hybrid3d.generation.engine import Completion, Engine
+from hybrid3d.generation.engine import Completion, Engine, Sampling
 from hybrid3d.generation.turns import Trajectory, TurnResult, Turns
 from hybrid3d.rewards.environment_runner import Reply
 from hybrid3d.rl.data import Example
@@ -80,7 +80,7 @@ class PartialRollout:
         self._numbers += len(answers)
         self._groups.append(PromptGroup(prompt.place, prompt.version, answers))
 
-    def generate(self, version: int, wanted: int, temperature: float, stop: Callable[[], bool] | None = None) -> None:
+    def generate(self, version: int, wanted: int, sampling: Sampling, stop: Callable[[], bool] | None = None) -> None:
         """Generate until `wanted` prompts can be taken, or `stop` returns True, and interrupt the other answers.
 
         Args:
@@ -91,7 +91,7 @@ class PartialRollout:
             self._restart_answers_before(version)
         answers = {n: answer for group in self._groups for n, answer in group.answers.items() if not answer.done}
         held = self._awaiting | self._paused
-        self._submit({n: answer for n, answer in answers.items() if n not in held}, version, temperature)
+        self._submit({n: answer for n, answer in answers.items() if n not in held}, version, sampling)
         stopped = enough = self._can_take(wanted, version)
         while not (stopped or enough):
             self._end_turns(answers, self._engine.step())
@@ -100,12 +100,15 @@ class PartialRollout:
             for number, result in results.items():
                 self._awaiting.remove(number)
                 answers[number].apply(result)
-            self._submit({n: answers[n] for n, result in results.items() if not result.done}, version, temperature)
+            self._submit({n: answers[n] for n, result in results.items() if not result.done}, version, sampling)
             enough = any(answer.done for answer in answers.values()) and self._can_take(wanted, version)
             answers = {number: answer for number, answer in answers.items() if not answer.done}
         for number, completion in self._interrupt(answers).items():
             if completion.tokens:
-                answers[number].append_completion(completion)
+                self._turns.append(answers[number], completion)
+            if answers[number].stopped:
+                answers[number].done = True
+                self._end_request(number)
 
     def _interrupt(self, answers: Mapping[int, Trajectory]) -> dict[int, Completion]:
         """Stop the engine between two tokens; return what unfinished answers have gained since it was asked last."""
@@ -118,7 +121,7 @@ class PartialRollout:
 
     def _end_turns(self, answers: Mapping[int, Trajectory], completions: Mapping[int, Completion]) -> None:
         for number, completion in completions.items():
-            answers[number].append_completion(completion)
+            self._turns.append(answers[number], completion)
             self._paused.discard(number)
             self._end_turn(number, answers[number])
 
@@ -175,8 +178,8 @@ class PartialRollout:
             for steps in range(staleness + 1)
         )
 
-    def _submit(self, answers: dict[int, Trajectory], version: int, temperature: float) -> None:
-        requests = {number: self._turns.request(answer, temperature) for number, answer in answers.items()}
+    def _submit(self, answers: dict[int, Trajectory], version: int, sampling: Sampling) -> None:
+        requests = {number: self._turns.request(answer, sampling) for number, answer in answers.items()}
         self._engine.submit(requests, version)
 
     def _end_turn(self, number: int, answer: Trajectory) -> None:
@@ -212,8 +215,12 @@ class PartialRollout:
         """Drop the tokens of an answer, and the reply that it waits for."""
         self.dropped_tokens += sum(answer.loss_mask)
         self._awaiting.discard(number)
+        self._end_request(number)
+        if number in self._replies:
+            self._replies.pop(number).cancel()
+
+    def _end_request(self, number: int) -> None:
+        """End the request of an answer if it is paused."""
         if number in self._paused:
             self._paused.remove(number)
             self._engine.cancel([number])
-        if number in self._replies:
-            self._replies.pop(number).cancel()

@@ -14,7 +14,7 @@ from hybrid3d.distributed import gather_objects, patient_group
 from hybrid3d.generation.agents.rollout import AgentRollout
 from hybrid3d.generation.agents.samples import last_answer, samples_of
 from hybrid3d.generation.agents.sessions import Session
-from hybrid3d.generation.engine import Engine
+from hybrid3d.generation.engine import Engine, Sampling
 from hybrid3d.generation.multi_turn import MultiTurnRollout
 from hybrid3d.generation.partial_rollout import PartialRollout, Place, Prompt
 from hybrid3d.generation.samples import Sample
@@ -77,7 +77,7 @@ class Replicas(Protocol):
         ...
 
     def answer(
-        self, shares: Mapping[int, Sequence[Work]], version: int, temperature: float, scored: bool
+        self, shares: Mapping[int, Sequence[Work]], version: int, sampling: Sampling, scored: bool
     ) -> Mapping[int, Answers]:
         """Answer each replica's share of the work, with weights of this version or a later one.
 
@@ -94,7 +94,7 @@ class Replicas(Protocol):
         prompts: Mapping[int, Sequence[Prompt]],
         wanted: Mapping[int, int] | None,
         version: int,
-        temperature: float,
+        sampling: Sampling,
         scored: bool,
         stop: Callable[[], bool] | None = None,
     ) -> Mapping[int, Advanced]:
@@ -140,16 +140,16 @@ class EngineReplicas:
         return range(self._engine.replicas)
 
     def answer(
-        self, shares: Mapping[int, Sequence[Work]], version: int, temperature: float, scored: bool
+        self, shares: Mapping[int, Sequence[Work]], version: int, sampling: Sampling, scored: bool
     ) -> Mapping[int, Answers]:
         if self._partial is not None:
             self._partial.end_requests()
         work = shares[self._engine.replica]
         examples, seeds = [example for example, _ in work], [seed for _, seed in work]
         if self._agents is not None:
-            sessions = self._agents.run(examples, seeds, version, temperature)
+            sessions = self._agents.run(examples, seeds, version, sampling)
             return self._of_all_replicas(self._scored_sessions(sessions))
-        trajectories = self._multi_turn.run(examples, seeds, version, temperature)
+        trajectories = self._multi_turn.run(examples, seeds, version, sampling)
         return self._of_all_replicas(self._scored(trajectories, scored))
 
     def advance(
@@ -157,7 +157,7 @@ class EngineReplicas:
         prompts: Mapping[int, Sequence[Prompt]],
         wanted: Mapping[int, int] | None,
         version: int,
-        temperature: float,
+        sampling: Sampling,
         scored: bool,
         stop: Callable[[], bool] | None = None,
     ) -> Mapping[int, Advanced]:
@@ -166,10 +166,10 @@ class EngineReplicas:
             self._partial.add(prompt)
         taken: list[Trajectory] = []
         if wanted is None:
-            self._partial.generate(version, len(self._partial.places), temperature, stop)
+            self._partial.generate(version, len(self._partial.places), sampling, stop)
         else:
             count = wanted[self._engine.replica]
-            self._partial.generate(version, count, temperature, stop)
+            self._partial.generate(version, count, sampling, stop)
             taken = [answer for group in self._partial.take(count, version) for answer in group.answers.values()]
         dropped, self._reported = self._partial.dropped_tokens - self._reported, self._partial.dropped_tokens
         return self._of_all_replicas(Advanced(self._scored(taken, scored), self._partial.places, dropped))
@@ -252,20 +252,20 @@ class ScoredReplicas:
         return self._replicas.numbers
 
     def answer(
-        self, shares: Mapping[int, Sequence[Work]], version: int, temperature: float, scored: bool
+        self, shares: Mapping[int, Sequence[Work]], version: int, sampling: Sampling, scored: bool
     ) -> Mapping[int, Answers]:
-        return self._scored(self._replicas.answer(shares, version, temperature, False), not scored)
+        return self._scored(self._replicas.answer(shares, version, sampling, False), not scored)
 
     def advance(
         self,
         prompts: Mapping[int, Sequence[Prompt]],
         wanted: Mapping[int, int] | None,
         version: int,
-        temperature: float,
+        sampling: Sampling,
         scored: bool,
         stop: Callable[[], bool] | None = None,
     ) -> Mapping[int, Advanced]:
-        found = self._replicas.advance(prompts, wanted, version, temperature, False, stop)
+        found = self._replicas.advance(prompts, wanted, version, sampling, False, stop)
         answers = self._scored({number: advanced.answers for number, advanced in found.items()}, not scored)
         return {number: replace(advanced, answers=answers[number]) for number, advanced in found.items()}
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hybrid3d.config import Recipe
+from hybrid3d.generation.engine import Sampling
+from hybrid3d.generation.evaluation import DATA_EVAL, EvalResult, HeldOutAnswer, measure, prefix_of
 from hybrid3d.generation.partial_rollout import Place, Prompt
 from hybrid3d.generation.replicas import OF_AGENT, OF_ENVIRONMENT, Advanced, Answers, NoReplicas, Replicas, Work
-from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample, answers_of
+from hybrid3d.generation.samples import RolloutBatch, Sample, answers_of
+from hybrid3d.rewards.final_answers import FINAL_ANSWERS
 from hybrid3d.rl.data import PromptData
 
 
@@ -25,10 +28,10 @@ class Rollouts:
     """Generates and scores samples over all replicas. What a replica that is lost had to answer, the others answer.
 
     Attributes:
-        train, held_out: the prompts.
+        train, held_out: the prompts, the latter by the names of their files.
     """
 
-    def __init__(self, recipe: Recipe, replicas: Replicas, train: PromptData, held_out: PromptData):
+    def __init__(self, recipe: Recipe, replicas: Replicas, train: PromptData, held_out: Mapping[str, PromptData]):
         self._recipe = recipe
         self._replicas = replicas
         self.train = train
@@ -65,7 +68,7 @@ class Rollouts:
         examples: dict[str, str] = {}
         batches = zero_variance = 0
         while len(found) < wanted and batches <= extra:
-            answers, of_replicas = self._generate_answers(version, batch + batches, recipe.rollout.temperature)
+            answers, of_replicas = self._generate_answers(version, batch + batches, Sampling.for_training(recipe))
             batch_failures, batch_examples = _failures(of_replicas)
             failures.update(batch_failures)
             examples = batch_examples | examples
@@ -110,7 +113,7 @@ class Rollouts:
         raise FailedRewards(f"{failed} of {samples} {what} failed{where}: {kinds}; {bound}: {fix}")
 
     def _generate_answers(
-        self, version: int, batch: int, temperature: float
+        self, version: int, batch: int, sampling: Sampling
     ) -> tuple[list[list[Sample]], list[Answers]]:
         algorithm, run = self._recipe.algorithm, self._recipe.run
         greedy: list[int | None] = [None] * algorithm.uses_greedy_answers
@@ -120,30 +123,64 @@ class Rollouts:
             for seed in [*request_seeds(run.seed, batch, i, algorithm.samples_per_prompt), *greedy]
         ]
         size = algorithm.samples_per_prompt + len(greedy)
-        answers, of_replicas = self._answer(work, size, version, temperature, self._scores_training)
+        answers, of_replicas = self._answer(work, size, version, sampling, self._scores_training)
         return (_with_baselines(answers, size) if greedy else answers), of_replicas
 
-    def evaluate(self, version: int) -> EvalResult:
-        """Answer the held-out problems greedily, and score the answers.
+    def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
+        """Answer the held-out problems as `evaluation` says, and score the answers.
 
         Args:
-            version: as for `generate_batch`.
+            version, recipe: as for `generate_batch`.
 
         Raises:
             StaleWeights: the engine's weights are older, or a sync of them was interrupted.
             FailedRewards: all of the rewards failed.
             NoReplicas: all replicas have been lost.
         """
-        work: list[Work] = [(example, None) for example in self.held_out.examples]
-        answers, of_replicas = self._answer(work, 1, version, temperature=1.0, scored=True)
-        rewards = [answer[0].reward for answer in answers]
-        failures, of_kinds = _failures(of_replicas)
-        self._check(failures, of_kinds, len(rewards), allowed=1.0, where=" on held-out problems")
-        full = sum(reward == 1.0 for reward in rewards)
-        return EvalResult(full / len(rewards), sum(rewards) / len(rewards), failures, of_kinds)
+        metrics: dict[str, float] = {}
+        failures: Counter[str] = Counter()
+        examples: dict[str, str] = {}
+        for name, data in self.held_out.items():
+            groups, of_replicas = self._answer_held_out(name, data, version, recipe)
+            failed, of_kinds = _failures(of_replicas)
+            of_file = "" if name == DATA_EVAL else f" of evaluation.data.{name}"
+            count = sum(map(len, groups))
+            self._check(failed, of_kinds, count, allowed=1.0, where=f" on held-out problems{of_file}")
+            failures.update(failed)
+            examples = {**of_kinds, **examples}
+            found = measure(groups, recipe.evaluation.ks, self._final_answer is not None)
+            metrics |= {f"{prefix_of(name)}{key}": value for key, value in found.items()}
+        problems = {name: len(data.examples) for name, data in self.held_out.items()}
+        return EvalResult(metrics, problems, dict(failures), examples)
+
+    @property
+    def _final_answer(self) -> Callable[[str], Hashable | None] | None:
+        """What extracts final answers, for a majority vote; None where there are none, or agents give the rewards."""
+        has_agents = self._recipe.rollout is not None and self._recipe.rollout.agents is not None
+        return None if has_agents else FINAL_ANSWERS.get(self._recipe.reward.name)
+
+    def _answer_held_out(
+        self, name: str, data: PromptData, version: int, recipe: Recipe
+    ) -> tuple[list[list[HeldOutAnswer]], list[Answers]]:
+        """Return the answers to each problem of a file, and all that replicas have answered.
+
+        The seeds are the same in each evaluation, so that two of them differ by their weights only.
+        """
+        evaluation, final, n = recipe.evaluation, self._final_answer, recipe.evaluation.samples
+        work: list[Work] = [
+            (example, evaluation_seed(recipe.run.seed, name, example.row, i) if evaluation.temperature else None)
+            for example in data.examples
+            for i in range(n)
+        ]
+        answers, of_replicas = self._answer(work, n, version, Sampling.for_evaluation(recipe), scored=True)
+        found = [
+            HeldOutAnswer(first.reward, None if final is None or n == 1 else final(first.answer))
+            for first, *_ in answers
+        ]
+        return [found[start : start + n] for start in range(0, len(found), n)], of_replicas
 
     def _answer(
-        self, work: Sequence[Work], size: int, version: int, temperature: float, scored: bool
+        self, work: Sequence[Work], size: int, version: int, sampling: Sampling, scored: bool
     ) -> tuple[list[list[Sample]], list[Answers]]:
         """Return the branches of each answer in the order of the work, and all that replicas have answered.
 
@@ -156,7 +193,7 @@ class Rollouts:
         while remaining:
             shares = self._divide(remaining, size)
             found = self._replicas.answer(
-                {number: [work[i] for i in share] for number, share in shares.items()}, version, temperature, scored
+                {number: [work[i] for i in share] for number, share in shares.items()}, version, sampling, scored
             )
             for number, of_replica in found.items():
                 answers |= zip(shares[number], answers_of(of_replica.samples), strict=True)
@@ -243,7 +280,8 @@ class PartialRollouts(Rollouts):
         self, version: int, wanted: Mapping[int, int] | None, recipe: Recipe, stop: Callable[[], bool] | None = None
     ) -> list[Advanced]:
         new, self._new = self._new, {}
-        found = self._replicas.advance(new, wanted, version, recipe.rollout.temperature, self._scores_training, stop)
+        sampling = Sampling.for_training(recipe)
+        found = self._replicas.advance(new, wanted, version, sampling, self._scores_training, stop)
         for number, advanced in found.items():
             self._places[number] = list(advanced.unfinished)
             self._dropped_tokens += advanced.dropped_tokens
@@ -313,8 +351,16 @@ def extra_batches(recipe: Recipe) -> int:
 
 def request_seed(seed: int, batch: int, prompt: int, sample: int) -> int:
     """Return a seed for a request, different for each and equal in every layout."""
-    digest = hashlib.sha256(f"{seed}/{batch}/{prompt}/{sample}".encode()).digest()
-    return int.from_bytes(digest[:4], "little")
+    return _seed(f"{seed}/{batch}/{prompt}/{sample}")
+
+
+def evaluation_seed(seed: int, name: str, row: int, sample: int) -> int:
+    """Return a seed for an answer to a row of the held-out problems of this name."""
+    return _seed(f"{seed}/evaluation/{name}/{row}/{sample}")
+
+
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
 def request_seeds(seed: int, batch: int, prompt: int, samples: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The results of generation: samples, a step's batch of them, and an evaluation. Data only."""
+"""The results of generation: samples, and a step's batch of them. Data only."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class Sample:
         reference: the data's answer to the prompt, with which a reward function compares.
         tokens: of the answer, what an environment wrote in it included.
         loss_mask: whether the policy generated each token.
-        logprobs: of the policy's tokens, with which vLLM sampled them.
+        logprobs: of the policy's tokens, by vLLM: of the distribution at the temperature, over all tokens.
         versions: for each token, the version of the weights that generated it (for an environment's, the turn before
             it): the number of updates behind them.
         branch: of an agent's answer, whose branches are samples in a row: 0 is the first. All have its reward.
         baseline: the reward of a greedy answer to the prompt; 0 unless advantages need it.
+        kept_probability: of the tokens that could be sampled, mean over the policy's tokens.
     """
 
     prompt: str
@@ -35,6 +36,7 @@ class Sample:
     reference: str = ""
     branch: int = 0
     baseline: float = 0.0
+    kept_probability: float = 1.0
 
     @property
     def weight_version(self) -> int:
@@ -120,6 +122,10 @@ class RolloutBatch:
             "rollout/zero_variance_groups": self.zero_variance_groups,
             "reward/failures": sum(self.failures.values()),
         }
+        if rollout.truncations:
+            own = [sample.num_loss_tokens for sample in samples]
+            kept = sum(sample.kept_probability * count for sample, count in zip(samples, own, strict=True))
+            found["rollout/kept_probability_mean"] = kept / max(1, sum(own))
         if rollout.environment is not None or rollout.agents is not None:
             others = sum(lengths) - sum(sample.num_loss_tokens for sample in samples)
             found["rollout/turns_mean"] = sum(sample.turns for sample in samples) / len(samples)
@@ -132,19 +138,3 @@ class RolloutBatch:
             found["rollout/unfinished_prompts"] = len(self.unfinished)
             found["rollout/dropped_tokens"] = self.dropped_tokens
         return found
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """Greedy answers to the held-out problems.
-
-    Attributes:
-        accuracy: the share of them with full reward, which is 1.
-        reward: the mean of their rewards.
-        failures, examples: as in `RolloutBatch`.
-    """
-
-    accuracy: float
-    reward: float
-    failures: dict[str, int]
-    examples: dict[str, str]

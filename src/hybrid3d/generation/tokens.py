@@ -17,19 +17,22 @@ class AnswerTokens:
     Attributes:
         tokens: of the policy and of others.
         loss_mask: whether the policy generated each token.
-        logprobs: of the policy's tokens, with which vLLM sampled them; empty where it is greedy.
+        logprobs: of the policy's tokens, by vLLM; empty where it is greedy.
+        kept: for each of them, the probability of the tokens that could be sampled; empty where all could.
         versions: of the weights that generated each token; the tokens of others have those of the token before.
     """
 
     tokens: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
     def append_generated(self, completion: Completion) -> None:
         """Append tokens that the policy generated."""
         self._append(completion.tokens, True, completion.weight_version)
         self.logprobs += completion.logprobs
+        self.kept += completion.kept
 
     def append_written(self, tokens: Sequence[int]) -> None:
         """Append tokens that others wrote, after tokens of the policy."""
@@ -38,7 +41,8 @@ class AnswerTokens:
     def truncate(self, length: int) -> None:
         """Remove all tokens but the first `length`."""
         generated = sum(self.loss_mask[:length])
-        del self.tokens[length:], self.loss_mask[length:], self.versions[length:], self.logprobs[generated:]
+        del self.tokens[length:], self.loss_mask[length:], self.versions[length:]
+        del self.logprobs[generated:], self.kept[generated:]
 
     def sample(
         self, example: Example, prompt_ids: Sequence[int], answer: str, reward: float = 0.0, branch: int = 0
@@ -55,6 +59,7 @@ class AnswerTokens:
             versions=tuple(self.versions),
             reference=example.answer,
             branch=branch,
+            kept_probability=sum(self.kept) / len(self.kept) if self.kept else 1.0,
         )
 
     def _append(self, tokens: Sequence[int], loss_mask: bool, version: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import broadcast_object
-from hybrid3d.generation.engine import Completion, Engine, GenerationRequest
+from hybrid3d.generation.engine import Completion, Engine, GenerationRequest, Sampling
 from hybrid3d.generation.tokens import AnswerTokens
 from hybrid3d.rewards.environment_runner import (
     ConversationItem,
@@ -34,6 +35,7 @@ class Trajectory(AnswerTokens):
         turns: texts of the policy and of the environment, alternating, without the policy's current turn.
         turn_start: index in `tokens` of the policy's current turn.
         requests: how many the engine has completed for this answer.
+        stopped: whether a text of `rollout.stop` has ended it.
         done: whether it is complete.
         failure: the kind of the environment's failure that ended it; empty if there was none.
         message: what the failure said.
@@ -44,6 +46,7 @@ class Trajectory(AnswerTokens):
     turns: list[str] = field(default_factory=list)
     turn_start: int = 0
     requests: int = 0
+    stopped: bool = False
     done: bool = False
     failure: str = ""
     message: str = ""
@@ -66,6 +69,7 @@ class Trajectory(AnswerTokens):
         """Append tokens that the policy generated."""
         self.append_generated(completion)
         self.requests += 1
+        self.stopped = completion.stopped
 
     def apply(self, result: TurnResult) -> None:
         """Append the environment's reply, if it replied, and begin the policy's next turn; or finish the answer."""
@@ -124,21 +128,41 @@ class Turns:
             stops = check_environment(rollout.environment) if group.rank() == 0 else None
             self._stops = broadcast_object(stops, group) or ()
         self._stop_tokens = stop_tokens(tokenizer, self._stops)
+        self._ends = rollout.stop
 
     @property
     def have_environment(self) -> bool:
         """Whether anything replies, so that answers may have several turns."""
         return self._runner is not None
 
-    def request(self, answer: Trajectory, temperature: float) -> GenerationRequest:
+    def request(self, answer: Trajectory, sampling: Sampling) -> GenerationRequest:
         """Return the request for the next tokens of an answer."""
         return GenerationRequest(
             prompt_ids=answer.context,
             max_new_tokens=self._max_new_tokens - len(answer.tokens),
             stop_tokens=[self._end_token, *self._stop_tokens],
             seed=answer.request_seed(),
-            temperature=temperature,
+            sampling=sampling,
         )
+
+    def append(self, answer: Trajectory, completion: Completion) -> None:
+        """Append what the policy generated, up to the token in which a text of `rollout.stop` is complete.
+
+        vLLM looks for these texts in the tokens of one request, and a turn may have several.
+        """
+        before = len(answer.tokens)
+        answer.append_completion(completion)
+        if not self._ends or answer.stopped or before == answer.turn_start:
+            return
+
+        def has_stop(length: int) -> bool:
+            text = self._text(answer.tokens[answer.turn_start : length])
+            return any(stop in text for stop in self._ends)
+
+        if has_stop(len(answer.tokens)):
+            lengths = range(before + 1, len(answer.tokens) + 1)
+            answer.truncate(lengths[bisect_left(lengths, True, key=has_stop)])
+            answer.stopped = True
 
     def results(self, answers: Sequence[Trajectory]) -> list[TurnResult]:
         """Return what follows each answer's current turn, when all replies are there."""
@@ -157,6 +181,8 @@ class Turns:
 
     def result(self, answer: Trajectory, reply: Reply) -> TurnResult:
         """Return what follows a turn; a reply that leaves no room for one token of the policy is not appended."""
+        if answer.stopped:
+            return TurnResult(done=True)
         room, last = self._max_new_tokens - len(answer.tokens), answer.tokens[-1]
         if reply.text is None:
             return TurnResult(done=True, failure=reply.failure, message=reply.message)
@@ -181,7 +207,7 @@ class Turns:
 
     def _has_ended_turn(self, answer: Trajectory) -> bool:
         """Return whether the environment is to reply: not where tokens or turns ran out, or vLLM paused elsewhere."""
-        if answer.replies >= self._max_replies or len(answer.tokens) >= self._max_new_tokens:
+        if answer.stopped or answer.replies >= self._max_replies or len(answer.tokens) >= self._max_new_tokens:
             return False
         last = answer.tokens[-1]
         return last in self._end_tokens or ends_with_stop(self._turn(answer), self._text([last]), self._stops)

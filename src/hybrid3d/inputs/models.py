@@ -186,8 +186,12 @@ def read_tokenizer(recipe: Recipe) -> Any:
     return tokenizer
 
 
-def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptData, PromptData]:
-    """Read the training and the held-out prompts. DataError: a file, a column or a row cannot be used."""
+def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptData, dict[str, PromptData]]:
+    """Read the training prompts, and the held-out ones by the names of their files: `eval` is that of `data.eval`.
+
+    Raises:
+        DataError: a file, a column or a row cannot be used.
+    """
     rollout, data = recipe.rollout, recipe.data
     limit = rollout.max_model_len - rollout.max_new_tokens if rollout else config["max_position_embeddings"]
 
@@ -204,16 +208,17 @@ def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptDat
             seed=recipe.run.seed,
         )
 
-    train_and_eval = read(data.train), read(data.eval)
+    train = read(data.train)
+    held_out = {name: read(path) for name, path in {"eval": data.eval, **recipe.evaluation.data}.items()}
     _check_special_tokens(recipe, config, tokenizer)
-    for path, prompts in zip((data.train, data.eval), train_and_eval, strict=True):
+    for prompts in (train, *held_out.values()):
         for example in prompts.examples:
-            _check_tokens(f"{path}: row {example.row} (from 0)", example.prompt_ids, config, tokenizer)
+            _check_tokens(f"{prompts.path}: row {example.row} (from 0)", example.prompt_ids, config, tokenizer)
     if not recipe.algorithm.generates:
-        for example in train_and_eval[0].examples:
+        for example in train.examples:
             tokens, _ = encode_pair(tokenizer, example, config["max_position_embeddings"])
             _check_tokens(f"{data.train}: row {example.row} (from 0), answer", tokens, config, tokenizer)
-    return train_and_eval
+    return train, held_out
 
 
 def _check_special_tokens(recipe: Recipe, config: Config, tokenizer: Any) -> None:

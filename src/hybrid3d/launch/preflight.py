@@ -126,6 +126,10 @@ def check_prompts(recipe: Recipe, config: Config) -> None:
             raise RecipeError(recipe.name, problems)
         if tokenizer.chat_template:
             check_chat_template(recipe, tokenizer)
+        try:
+            stop_tokens(tokenizer, recipe.rollout.stop)
+        except ValueError as error:
+            raise RecipeError(recipe.name, [f"rollout.{error}"]) from None
     if recipe.rollout is not None and recipe.rollout.environment is not None:
         try:
             stop_tokens(tokenizer, check_environment(recipe.rollout.environment))
@@ -169,14 +173,14 @@ def check_replay(recipe: Recipe, folder: RunFolder, start: int, step: int) -> No
     folder.make_logs()
 
 
-def check_data_references(recipe: Recipe, train: PromptData, held_out: PromptData) -> None:
+def check_data_references(recipe: Recipe, train: PromptData, held_out: Mapping[str, PromptData]) -> None:
     """Check that `reward.name` can use all references in the data.
 
     Raises:
         DataError: it cannot; with the file, the number of such rows and the first of them.
     """
     train_files = [(recipe.data.train, train)] if recipe.algorithm.generates and recipe.reward.model is None else []
-    eval_files = [(recipe.data.eval, held_out)] if recipe.rollout is not None else []
+    eval_files = [(data.path, data) for data in held_out.values()] if recipe.rollout is not None else []
     for path, data in train_files + eval_files:
         refused = check_references(recipe.reward.name, ((example.row, example.answer) for example in data.examples))
         if refused:

@@ -160,7 +160,7 @@ def _train_rl(
     roles = _make_roles(recipe, store, group, slots, record, guard)
     models = roles.models
     assert models is not None, "with a guard the roles train"
-    record.data(train=roles.train, eval=roles.held_out)
+    record.data({"train": roles.train, **roles.held_out})
     checkpoints = Checkpoints(models.trained, recipe.train.dp, record, group)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group)
     train_rl(roles, live, guard, checkpoints, recorder, record, group)
@@ -188,9 +188,9 @@ def choose_placement(recipe: Recipe, store: dist.Store) -> Sequence[int]:
 
 
 def evaluate(
-    recipe: Recipe, folder: RunFolder, step: int, rank: int, store: dist.Store, console: Console | None
+    recipe: Recipe, folder: RunFolder, step: int, as_json: bool, rank: int, store: dist.Store, console: Console | None
 ) -> None:
-    """Print the held-out accuracy of a checkpoint, from vLLM's greedy answers with the checkpoint's weights."""
+    """Print what an evaluation of a checkpoint measures, from vLLM's answers with the checkpoint's weights."""
     if rank not in recipe.role_ranks["train"]:
         return _serve(recipe, store)
     from hybrid3d.run.display import Display
@@ -198,19 +198,18 @@ def evaluate(
 
     slots = () if recipe.is_split else choose_placement(recipe, store)
     group = _start_training(recipe, store)
-    record = Record(folder, rank, Display(recipe.name, recipe.run.steps, console), keeps_events=False)
+    from hybrid3d.run.evaluation_page import format_files, format_result
+
+    messages = None if as_json else console
+    record = Record(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
     roles = _make_roles(recipe, store, group, slots, record, weights_of=checkpoint_folder(folder, step))
     enter_phase("eval")
     roles.sync(step, recipe)
-    if console is not None:
-        console.print(f"data.eval {roles.held_out}", highlight=False, markup=False, soft_wrap=True)
+    for line in () if messages is None else format_files(roles.held_out):
+        messages.print(line, highlight=False, markup=False, soft_wrap=True)
     result = roles.evaluate(step, recipe)
-    if console is not None:
-        problems, failures = len(roles.held_out.examples), sum(result.failures.values())
-        console.print(f"step {step}: held-out accuracy {result.accuracy:.4f} of {problems} problems", highlight=False)
-        if failures:
-            message = f"{failures} rewards failed, for example: {next(iter(result.examples.values()))}"
-            console.print(message, highlight=False, markup=False, soft_wrap=True)
+    for line in () if console is None else format_result(result, step, as_json):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     roles.close(recipe)
 
 

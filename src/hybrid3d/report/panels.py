@@ -23,7 +23,7 @@ class Panel:
 
 LEARNED = (
     Panel("Reward", ("reward/mean",)),
-    Panel("Held-out problems, greedy", ("eval/accuracy", "eval/reward")),
+    Panel("Held-out problems", ("eval/accuracy", "eval/reward")),
     Panel("Loss", ("train/loss",)),
     Panel("KL to the reference", ("train/kl", "train/answer_kl")),
     Panel("KL coefficient", ("train/kl_coef",)),

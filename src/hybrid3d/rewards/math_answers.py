@@ -7,6 +7,8 @@ from typing import Any
 
 from math_verify import parse, verify
 
+from hybrid3d.rewards.final_answers import final_text
+
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off, which is intended
 
 
@@ -26,26 +28,6 @@ def math(answer: str, reference: str, prompt: str = "") -> float:
     final = final_text(answer)
     found = _expressions(answer if final is None else f"${final}$")
     return float(verify(expected, found, timeout_seconds=None))
-
-
-def final_text(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{}`, else the text after the last `####`; None if there is neither."""
-    start = text.rfind(r"\boxed{")
-    if start >= 0:
-        return _inside_braces(text, start + len(r"\boxed{"))
-    _, marker, tail = text.rpartition("####")
-    return tail.strip() if marker else None
-
-
-def _inside_braces(text: str, start: int) -> str:
-    """Return the text from `start` to the closing brace; "" if there is none, as in a truncated answer."""
-    depth = 1
-    for index in range(start, len(text)):
-        if text[index] in "{}" and text[index - 1] != "\\":
-            depth += 1 if text[index] == "{" else -1
-        if depth == 0:
-            return text[start:index]
-    return ""
 
 
 def _reference_text(reference: str) -> str:

@@ -8,10 +8,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
-_NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)")
+from hybrid3d.rewards.final_answers import final_number
+
 _TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
 
@@ -83,20 +83,10 @@ def gsm8k(answer: str, reference: str, prompt: str = "") -> float:
     reference of one word needs none. Numbers are compared by value: 1234, 1,234.0 and $1,234. are equal.
     """
     marked = reference if len(reference.split()) != 1 else f"#### {reference}"
-    number, expected = _final_number(answer), _final_number(marked)
+    number, expected = final_number(answer), final_number(marked)
     return float(number is not None and number == expected)
 
 
 def overlong_penalty(tokens: int, max_tokens: int, buffer: int) -> float:
     """Return 0, or within the last `buffer` of `max_tokens` a linear decrease to -1 (arXiv 2503.14476, equation 13)."""
     return -min(1.0, max(0, tokens - (max_tokens - buffer)) / buffer)
-
-
-def _final_number(text: str) -> Decimal | None:
-    """Return the word after the last `####` as a Decimal, which compares all digits, or None if it is no number."""
-    _, marker, tail = text.rpartition("####")
-    words = tail.replace("$", "").split()
-    if not marker or not words:
-        return None
-    word = words[0].replace(",", "").rstrip(".")
-    return Decimal(word) if _NUMBER.fullmatch(word) else None

@@ -12,9 +12,10 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
 from hybrid3d.distributed import broadcast_object, patient_group
+from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.replicas import EngineReplicas, Replicas, ScoredReplicas
 from hybrid3d.generation.rollouts import make_rollouts
-from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
+from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.process import new_engine_name
 from hybrid3d.rewards.scorer import Scores
@@ -43,7 +44,7 @@ class Colocated:
 
     Attributes:
         models: the models in the train layout; None if the run does not train.
-        train, held_out: the prompts.
+        train, held_out: the prompts, the latter by the names of their files.
     """
 
     activities: Mapping[str, str] = {}
@@ -110,7 +111,7 @@ class Colocated:
         return report
 
     def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
-        return self._rollouts.evaluate(version)
+        return self._rollouts.evaluate(version, recipe)
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
         return self._rollouts.generate_batch(version, batch, recipe)

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from hybrid3d.config import Recipe
-from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
+from hybrid3d.generation.evaluation import EvalResult
+from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.run.memory import Peaks
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.timeline import Span
@@ -57,7 +58,7 @@ class Generator(Protocol):
     """
 
     def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
-        """Answer the held-out problems greedily, with weights of this version."""
+        """Answer the held-out problems as `evaluation` of the recipe says, with weights of this version."""
         ...
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:

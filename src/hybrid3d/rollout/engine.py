@@ -39,6 +39,7 @@ from hybrid3d.rollout.patches import (
     name_shared_memory,
 )
 from hybrid3d.rollout.sleep_allocator import load_sleep_allocator
+from hybrid3d.rollout.truncation import LOGPROBS, kept_probability
 from hybrid3d.rollout.weights import RolloutWeights
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]
     assert rollout is not None, "checked when the recipe was read"
     return dict(
         model=str(Path(recipe.model.path).resolve()),
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not rollout.stop,  # only stop texts need it
         load_format="dummy",
         dtype=recipe.model.dtype,
         tensor_parallel_size=rollout.tp,
@@ -147,7 +148,7 @@ class RolloutEngine:
                 kv_cache_memory_bytes=int(rollout.kv_cache_gib * 2**30) if current_platform.is_cpu() else None,
                 enable_sleep_mode=self._sleeps,
                 enable_prefix_caching=None if self._caches_prefixes else False,
-                logprobs_mode="processed_logprobs",  # of the distribution that is sampled, after temperature
+                logprobs_mode="processed_logprobs",  # after temperature; with `rollout/truncation.py` of all tokens
                 disable_log_stats=True,
                 seed=recipe.run.seed,
             )
@@ -320,25 +321,34 @@ class RolloutEngine:
 
 
 def _sampling_params(request: GenerationRequest) -> SamplingParams:
+    sampling, is_greedy = request.sampling, request.seed is None
     return SamplingParams(
-        temperature=0.0 if request.seed is None else request.temperature,
+        temperature=0.0 if is_greedy else sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
         seed=request.seed,
         max_tokens=request.max_new_tokens,
         stop_token_ids=list(request.stop_tokens),
-        logprobs=None if request.seed is None else 0,
-        detokenize=False,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        logprobs=None if is_greedy else LOGPROBS if sampling.truncates else 0,
+        detokenize=bool(sampling.stop),
     )
 
 
 def _completion(output: Any, version: int) -> Completion:
-    steps = () if output.logprobs is None else zip(output.logprobs, output.token_ids, strict=True)
+    steps = [] if output.logprobs is None else [*zip(output.logprobs, output.token_ids, strict=True)]
     logprobs = tuple(step[token].logprob for step, token in steps)
-    return Completion(tuple(output.token_ids), logprobs, version)
+    kept = [kept_probability(step, token) for step, token in steps]
+    stopped = isinstance(output.stop_reason, str)
+    return Completion(tuple(output.token_ids), logprobs, version, stopped, tuple(k for k in kept if k is not None))
 
 
 def _joined(parts: Sequence[Completion], version: int) -> Completion:
     """Return the completion that consists of these parts, by weights of one version."""
-    tokens, logprobs = (
-        tuple(itertools.chain.from_iterable(getattr(part, key) for part in parts)) for key in ("tokens", "logprobs")
+    tokens, logprobs, kept = (
+        tuple(itertools.chain.from_iterable(getattr(part, key) for part in parts))
+        for key in ("tokens", "logprobs", "kept")
     )
-    return Completion(tokens, logprobs, version)
+    return Completion(tokens, logprobs, version, any(part.stopped for part in parts), kept)

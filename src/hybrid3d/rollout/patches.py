@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from hybrid3d.config import Rollout
 from hybrid3d.patches import Patch
+from hybrid3d.rollout import truncation
 
 VLLM = "vllm==0.32.0"
 
@@ -122,6 +123,16 @@ def register_graph_buffers(self: CustomAllreduce) -> None:
     custom_all_reduce.ops.register_graph_buffers(self._ptr, list(handles), list(offsets))
 
 
+def abort_one_by_one(abort: Callable[[Any, list[str]], None]) -> Callable[[Any, list[str]], None]:
+    """Return an `InprocClient.abort_requests` that ends requests in the order given."""
+
+    def abort_requests(self: Any, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            abort(self, [request_id])
+
+    return abort_requests
+
+
 def keep_linear_weights() -> None:
     """Make vLLM's CPU build compute linear layers with torch, from weights that stay as they are loaded."""
 
@@ -150,6 +161,29 @@ ALL = (
         "It mixes up ranks of a group that is not in ascending order of global ranks, and capturing CUDA graphs fails.",
         "tests/test_graph_capture.py",
         lambda original: register_graph_buffers,
+    ),
+    Patch(
+        "vllm.v1.sample.sampler.Sampler.forward",
+        VLLM,
+        "Its log-probabilities are those after `top_p`, `top_k` and `min_p`; training has those of the whole "
+        "distribution (`rollout/truncation.py`).",
+        "tests/test_sampling.py",
+        truncation.first_runner,
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.sample.sampler.Sampler.__call__",
+        VLLM,
+        "The same in the model runner of GPUs.",
+        "tests/test_sampling.py",
+        truncation.second_runner,
+    ),
+    Patch(
+        "vllm.v1.engine.core_client.InprocClient.abort_requests",
+        VLLM,
+        "It ends requests that a stop text has ended in the order of a set, which differs between the ranks of a TP "
+        "group, so that their prefix caches would drop different blocks (`abort_one_by_one`).",
+        "tests/test_sampling.py",
+        abort_one_by_one,
     ),
     Patch(
         "vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher._distributed_args",

@@ -40,6 +40,13 @@ MUTABLE_SETTINGS = (
     "sync.verify",
     "roles.generation.active_ranks",
     "rollout.temperature",
+    "rollout.top_p",
+    "rollout.top_k",
+    "rollout.min_p",
+    "evaluation.samples",
+    "evaluation.temperature",
+    "evaluation.top_p",
+    "evaluation.k",
     "train.micro_batch_size",
     "train.max_tokens_per_micro_batch",
     "guard.*",
@@ -86,10 +93,12 @@ def apply_settings(recipe: Recipe, settings: Settings, step: int) -> Recipe:
     new = override_settings(recipe, settings)
     if "run.steps" in settings and new.run.steps <= step:
         problems.append(f"run.steps={new.run.steps}: the next step is {step}: at least {step + 1}")
-    if new.async_.max_staleness and new.rollout != recipe.rollout:  # only its temperature can change
-        problems.append(
-            f"rollout.temperature={new.rollout.temperature:g}: with async.max_staleness={new.async_.max_staleness} "
-            "samples of later steps are generated already: leave it as it is"
+    if new.async_.max_staleness and new.rollout != recipe.rollout:
+        problems.extend(
+            f"{key}={settings_of(new)[key]:g}: with async.max_staleness={new.async_.max_staleness} samples of later "
+            "steps are generated already: leave it as it is"
+            for key in settings
+            if key.startswith("rollout.") and settings_of(new)[key] != known[key]
         )
     budgets = [r.train.max_tokens_per_micro_batch for r in (recipe, new)]
     if budgets.count(None) == 1:  # pipeline stages are built either for fixed or for variable shapes

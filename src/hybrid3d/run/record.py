@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hybrid3d.config import Recipe
-from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
+from hybrid3d.config import Recipe, Rollout
+from hybrid3d.generation.evaluation import EvalResult
+from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.rl.data import PromptData
 from hybrid3d.run.display import Display
+from hybrid3d.run.evaluation_page import setting_of
 from hybrid3d.run.memory import Peaks, measured_device
 from hybrid3d.run.run_folder import RunFolder
 from hybrid3d.run.timeline import Span, draw_timeline, write_timeline
@@ -33,6 +35,7 @@ class Record:
         self._display = display
         self._data_counts: dict[str, float] = {}
         self._dense_reason: str | None = None
+        self._told_truncated = False
         self._trackers: Trackers | None = None
         self._has_timeline = False
 
@@ -119,12 +122,16 @@ class Record:
             if message:
                 self._display.print(message)
 
-    def data(self, **files: PromptData) -> None:
-        """Report how many rows of each file (`train`, `eval`) are used, as events and in every row of metrics."""
+    def data(self, files: Mapping[str, PromptData]) -> None:
+        """Report how many rows of each file are used, as events and in every row of metrics.
+
+        Files are `train`, `eval` and the names in `evaluation.data`.
+        """
         for name, data in files.items():
             counts = data.counts
             self._data_counts |= {f"data/{name}_{key}": count for key, count in counts.items()}
-            self.event("data", f"data.{name} {data}", split=name, file=data.path, **counts)
+            setting = "data.train" if name == "train" else setting_of(name)
+            self.event("data", f"{setting} {data}", split=name, file=data.path, **counts)
 
     def scoring_failures(self, result: RolloutBatch | EvalResult, step: int) -> None:
         """Report rewards and environment replies that failed; their samples have the recipe's default reward."""
@@ -141,6 +148,17 @@ class Record:
         if reason and reason != self._dense_reason:
             self.event("sync_dense", step=step, reason=reason)
         self._dense_reason = reason
+
+    def truncated_sampling(self, rollout: Rollout, step: int) -> None:
+        """Report, once, that samples are of a part of the tokens only, which training does not know of."""
+        if rollout.truncations and not self._told_truncated:
+            settings = ", ".join(f"rollout.{key}={value:g}" for key, value in rollout.truncations.items())
+            message = (
+                f"step {step}: {settings}: samples are of a truncated distribution, and training has the probabilities "
+                "of the whole one (rollout/kept_probability_mean)"
+            )
+            self.event("sampling_truncated", message, step=step, **rollout.truncations)
+            self._told_truncated = True
 
     def corrupted_sync(self, tensors: Sequence[str], step: int) -> None:
         """Report tensors whose checksums were wrong after a sync, which was therefore repeated."""

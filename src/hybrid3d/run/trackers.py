@@ -180,7 +180,8 @@ class MLflow:
     def log(self, step: int, row: Mapping[str, float]) -> None:
         entities: Any = importlib.import_module("mlflow.entities")
         now = int(1000 * time.time())
-        self._client.log_batch(self._id, [entities.Metric(name, value, now, step) for name, value in row.items()])
+        named = {name.replace("@", "_at_"): value for name, value in row.items()}  # MLflow accepts no `pass@8`
+        self._client.log_batch(self._id, [entities.Metric(name, value, now, step) for name, value in named.items()])
 
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")

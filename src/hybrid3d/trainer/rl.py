@@ -42,11 +42,12 @@ def train_rl(
                 synced = roles.sync(step, recipe)
             record.corrupted_sync(synced.corrupted, step)
             record.dense_sync(synced.dense_reason, step)
+            record.truncated_sampling(recipe.rollout, step)
             if step % recipe.run.eval_every == 0 or step == recipe.run.steps:
                 with timer("eval"):
                     held_out = roles.evaluate(step, recipe)
                 record.scoring_failures(held_out, step)
-                row |= {"eval/accuracy": held_out.accuracy, "eval/reward": held_out.reward}
+                row |= held_out.metrics
             with timer("generate"):
                 generated = roles.generate_batch(step, batch, recipe)
             batch += generated.batches

@@ -30,7 +30,7 @@ def train_sft(
     """
     config, tokenizer = policy.config, read_tokenizer(live.recipe)
     data, held_out = read_data(live.recipe, config, tokenizer)
-    record.data(train=data, eval=held_out)
+    record.data({"train": data, **held_out})
     work_record.trains(live.recipe, group.rank())
     with checkpoints:
         step, progress = checkpoints.resume()

@@ -16,15 +16,18 @@ from hybrid3d.config.schema import (
     OpenFraction,
     Port,
     Positive,
+    PositiveFraction,
     Ranks,
     Repeats,
     RepeatsOrZero,
     Seconds,
     Sequences,
     Staleness,
+    StopText,
     Temperature,
     Text,
     Tokens,
+    TopK,
 )
 
 OFFLOADS = ("parameters", "gradients", "optimizer")
@@ -121,7 +124,13 @@ class Rollout:
         expert_parallel: Distribute whole experts over the `dp` x `tp` ranks.
         max_model_len: Maximum tokens of a prompt and its answer together.
         max_new_tokens: Maximum tokens of an answer, including those that an environment writes into it.
-        temperature: Temperature of sampling and of the trainer's log-probabilities. Held-out answers are greedy.
+        temperature: Temperature of sampling and of the trainer's log-probabilities.
+        top_p: Sample from the smallest set of most likely tokens with at least this probability together; 1: all.
+        top_k: Sample from so many most likely tokens; 0 or -1: all.
+        min_p: Sample from the tokens with at least this fraction of the most likely token's probability; 0: all.
+            `top_p`, `top_k` and `min_p` truncate the distribution that is sampled, not the one that is trained
+            (`docs/algorithms.md`), and do not apply to held-out answers.
+        stop: Texts that end an answer, held-out ones too; an answer ends with the token in which one is complete.
         placement: With `overlap`, vLLM shards go to the ranks that already hold most of their weights; with
             `consecutive`, they are assigned in rank order.
         gpu_memory_utilization: Fraction of a GPU's memory that vLLM may use.
@@ -143,6 +152,10 @@ class Rollout:
     max_model_len: Tokens
     max_new_tokens: Tokens
     temperature: Temperature = 1.0
+    top_p: PositiveFraction = 1.0
+    top_k: TopK = 0
+    min_p: ClosedFraction = 0.0
+    stop: tuple[StopText, ...] = ()
     placement: Literal["overlap", "consecutive"] = "overlap"
     gpu_memory_utilization: OpenFraction = 0.5
     kv_cache_gib: Gibibytes = 1.0
@@ -152,6 +165,12 @@ class Rollout:
     environment: Text | None = None
     max_turns: Repeats = 8
     agents: Agents | None = None
+
+    @property
+    def truncations(self) -> dict[str, float]:
+        """Return the settings by which samples are of a part of the tokens only."""
+        off = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
+        return {key: getattr(self, key) for key, values in off.items() if getattr(self, key) not in values}
 
 
 @dataclass(frozen=True, kw_only=True)

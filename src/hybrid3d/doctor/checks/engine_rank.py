@@ -11,7 +11,7 @@ from hybrid3d.config import Train
 from hybrid3d.doctor.check import expect
 from hybrid3d.doctor.checks.engines import ANSWER, recipe_of_rank
 from hybrid3d.doctor.tiny_models import CONFIGS
-from hybrid3d.generation.engine import GenerationRequest
+from hybrid3d.generation.engine import GenerationRequest, Sampling
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
 from hybrid3d.roles.weight_sync import WeightSync
@@ -19,6 +19,7 @@ from hybrid3d.rollout.engine import RolloutEngine, engine_settings
 from hybrid3d.train import runtime
 from hybrid3d.train.policy import Policy
 
+TOP_K = 20
 PROMPTS = [[5, 7, 11, 13, 17, 19, 23], [3, 4, 5, 6], [100, 101, 102, 103, 104, 105, 106, 107, 108]]
 
 
@@ -67,9 +68,17 @@ def sync_and_generate(
 
 
 def _answers(engine: RolloutEngine, policy: Policy, recipe: Any, version: int) -> tuple[Batch, torch.Tensor]:
-    """Return prompts with sampled answers, and the differences of their tokens' log-probabilities."""
-    requests = [GenerationRequest(prompt, ANSWER, [], seed=version) for prompt in PROMPTS]
-    answers = engine.generate(requests, version)
+    """Return prompts with sampled answers, and the differences of their tokens' log-probabilities.
+
+    All but the first are sampled from a part of the tokens.
+    """
+    whole, *others = PROMPTS
+    part = Sampling(top_k=TOP_K)
+    requests = [GenerationRequest(prompt, ANSWER, [], seed=version, sampling=part) for prompt in others]
+    answers = engine.generate([GenerationRequest(whole, ANSWER, [], seed=version), *requests], version)
+    kept = [probability for answer in answers[1:] for probability in answer.kept]
+    is_told = len(kept) == sum(len(answer.tokens) for answer in answers[1:]) and min(kept) < 1
+    expect(is_told, f"top_k={TOP_K} kept the probabilities {kept}")
     sequences = [[*prompt, *answer.tokens] for prompt, answer in zip(PROMPTS, answers, strict=True)]
     batch = Batch.from_sequences(sequences, [len(prompt) for prompt in PROMPTS], pad_id=0)
     said = policy.logprobs(batch, recipe)

@@ -17,9 +17,6 @@ from hybrid3d.generation.agents.sessions import Session
 # What a request may set to other values than these would make samples of another distribution than the policy's, which
 # training could not learn from, or more than one reply.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
     "n": (1,),
     "best_of": (1,),
     "frequency_penalty": (0,),
@@ -35,6 +32,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "ignore_eos": (False,),
 }
+SAMPLING: Mapping[str, tuple[Any, ...]] = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # the values that are off
 # Has no effect: the seed of a request is its session's
 IGNORED = {"user", "metadata", "store", "seed", "parallel_tool_calls", "service_tier", "safety_identifier"}
 READ = {
@@ -73,15 +71,12 @@ def read_request(body: Mapping[str, Any], is_chat: bool, session: Session, model
     for key, value in body.items():
         if key in NEUTRAL and value is not None and value not in NEUTRAL[key]:
             raise RefusedCall(_refusal(key, value), "unsupported_value", key)
-        if key not in NEUTRAL and key not in READ and key not in IGNORED:
+        if key not in NEUTRAL and key not in SAMPLING and key not in READ and key not in IGNORED:
             raise RefusedCall(f"unknown parameter: {key}", "unknown_parameter", key)
     if body.get("model") != model:
         problem = f"the model {body.get('model')!r} does not exist: this run's is {model!r}"
         raise RefusedCall(problem, "model_not_found", "model")
-    temperature = body.get("temperature")
-    if temperature not in (None, session.temperature) and session.seed is not None:
-        problem = f"temperature={temperature!r}: this run samples at rollout.temperature={session.temperature:g}"
-        raise RefusedCall(f"{problem}: leave it out", "unsupported_value", "temperature")
+    _check_sampling(body, session)
     most = _number(body, "max_completion_tokens") or _number(body, "max_tokens")
     return Request(
         call=Call(
@@ -99,10 +94,26 @@ def read_request(body: Mapping[str, Any], is_chat: bool, session: Session, model
     )
 
 
+def _check_sampling(body: Mapping[str, Any], session: Session) -> None:
+    """Check that a request asks for the distribution that its session is sampled from, if it asks for one."""
+    sampling, temperature = session.sampling, body.get("temperature")
+    if temperature not in (None, sampling.temperature) and session.seed is not None:
+        problem = f"temperature={temperature!r}: this session samples at temperature={sampling.temperature:g}"
+        raise RefusedCall(f"{problem}: leave it out", "unsupported_value", "temperature")
+    for key, off in SAMPLING.items():
+        value, own = body.get(key), getattr(sampling, key)
+        if value is None or value == own or (own in off and value in off):
+            continue
+        if own in off:
+            raise RefusedCall(_refusal(key, value), "unsupported_value", key)
+        problem = f"{key}={value!r}: this session samples at {key}={own:g}: leave it out"
+        raise RefusedCall(problem, "unsupported_value", key)
+
+
 def _refusal(key: str, value: Any) -> str:
     if key in ("tools", "functions", "tool_choice", "response_format"):
         return f"{key}: replies are plain text here: describe tools and formats in the messages, and read them yourself"
-    neutral = NEUTRAL[key][0]
+    neutral = {**NEUTRAL, **SAMPLING}[key][0]
     return f"{key}={value!r}: samples are those of the policy's own distribution, one a call: set {neutral!r}"
 
 

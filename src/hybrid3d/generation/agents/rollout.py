@@ -12,7 +12,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.generation.agents.program import AgentProgram
 from hybrid3d.generation.agents.server import EndpointServer
 from hybrid3d.generation.agents.sessions import Session, SessionPool
-from hybrid3d.generation.engine import Engine
+from hybrid3d.generation.engine import Engine, Sampling
 from hybrid3d.rl.data import Example
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class AgentRollout:
         self._leader: _Leader | None = _Leader(recipe, engine, tokenizer) if engine.leads else None
 
     def run(
-        self, examples: Sequence[Example], seeds: Sequence[int | None], version: int, temperature: float
+        self, examples: Sequence[Example], seeds: Sequence[int | None], version: int, sampling: Sampling
     ) -> list[Session]:
         """Return the ended sessions on the leading rank, one for each example and seed; nothing on the others.
 
@@ -41,7 +41,7 @@ class AgentRollout:
         """
         leader, sessions = self._leader, list[Session]()
         if leader is not None:
-            sessions = leader.pool.open([*zip(examples, seeds, strict=True)], version, temperature)
+            sessions = leader.pool.open([*zip(examples, seeds, strict=True)], version, sampling)
         running, done = 0, False
         while not done:
             ended = self._engine.step()

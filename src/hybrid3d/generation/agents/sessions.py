@@ -10,14 +10,14 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from hybrid3d.config import Rollout
 from hybrid3d.generation.agents.calls import Call, CallResult, NoSession, RefusedCall, RunEnded, no_room
 from hybrid3d.generation.agents.history import Branch, History
-from hybrid3d.generation.engine import Completion, GenerationRequest
+from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
 from hybrid3d.generation.turns import seed_of_request
 from hybrid3d.rewards.environments import stop_tokens
 from hybrid3d.rl.data import Example
@@ -58,7 +58,7 @@ class Session:
         seed: of its first request; None is greedy.
         id: which its agent knows, and nobody else; empty while nobody has it.
         version: of the weights when it was opened.
-        temperature: at which it samples.
+        sampling: how its calls are answered.
         calls: those that are being answered, by the number of their request.
         requests: how many the engine has been given for it.
         active: when its agent was heard of last.
@@ -69,7 +69,7 @@ class Session:
     example: Example
     seed: int | None
     version: int
-    temperature: float
+    sampling: Sampling
     history: History
     id: str = ""
     offers: int = 0
@@ -117,11 +117,11 @@ class SessionPool:
         self._checked = self._reminded = 0.0
         self._stop_tokens = lru_cache(maxsize=64)(lambda stops: stop_tokens(tokenizer, stops))
 
-    def open(self, work: Sequence[tuple[Example, int | None]], version: int, temperature: float) -> list[Session]:
+    def open(self, work: Sequence[tuple[Example, int | None]], version: int, sampling: Sampling) -> list[Session]:
         """Offer sessions to agents, one for each example and seed."""
         with self._changed:
             self._sessions = [
-                Session(example, seed, version, temperature, History(self._tokenizer)) for example, seed in work
+                Session(example, seed, version, sampling, History(self._tokenizer)) for example, seed in work
             ]
             self._by_id, self._free = {}, deque(self._sessions)
             self._reminded = time.monotonic()
@@ -175,7 +175,7 @@ class SessionPool:
         with self._changed:
             session = self.find(session_id)
             try:
-                self._stop_tokens(call.stops)
+                self._stop_tokens(self._stops_of(call))
             except ValueError as error:
                 raise RefusedCall(str(error), "invalid_value", "stop") from None
             branch = session.history.begin(call.prompt)
@@ -241,9 +241,10 @@ class SessionPool:
         branch.append_generated(completion)
         tokens = tuple(branch.tokens[pending.start :])
         text = self._text(tokens)
-        found = [(text.find(stop), stop) for stop in call.stops if stop in text]
+        stops = self._stops_of(call)
+        found = [(text.find(stop), stop) for stop in stops if stop in text]
         ended = tokens[-1] in self._end_tokens or bool(found)
-        if call.stops and not ended and pending.generated < pending.max_new_tokens:
+        if stops and not ended and pending.generated < pending.max_new_tokens:
             self._submit(session, pending)  # the engine has paused at a token that may end a stop
             return
         reply = text
@@ -263,13 +264,17 @@ class SessionPool:
         self._new[number] = GenerationRequest(
             prompt_ids=branch.context,
             max_new_tokens=pending.max_new_tokens - pending.generated,
-            stop_tokens=sorted({*self._end_tokens, *self._stop_tokens(pending.call.stops)}),
+            stop_tokens=sorted({*self._end_tokens, *self._stop_tokens(self._stops_of(pending.call))}),
             seed=seed_of_request(session.seed, session.requests),
-            temperature=session.temperature,
+            sampling=replace(session.sampling, stop=()),  # which is looked for in the text of all of a call's requests
         )
         session.requests += 1
         session.calls[number] = pending
         self._running[number] = session
+
+    def _stops_of(self, call: Call) -> tuple[str, ...]:
+        """Return the texts that end the reply to a call: its own, and those of the recipe."""
+        return tuple(dict.fromkeys((*call.stops, *self._rollout.stop)))
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
+from hybrid3d.generation.engine import Sampling
 from hybrid3d.generation.partial_rollout import Prompt
 from hybrid3d.generation.replicas import Advanced, Answers, Work
 from hybrid3d.roles.split.connections import Connection, Disconnected
@@ -144,9 +145,9 @@ class Engines(WorkerGroups):
         return [engine for engine in self._taking_part if engine.ready]
 
     def answer(
-        self, shares: Mapping[int, Sequence[Work]], version: int, temperature: float, scored: bool
+        self, shares: Mapping[int, Sequence[Work]], version: int, sampling: Sampling, scored: bool
     ) -> Mapping[int, Answers]:
-        arguments = {"version": version, "temperature": temperature, "scored": scored}
+        arguments = {"version": version, "sampling": sampling, "scored": scored}
         found: Mapping[int, Answers] = self._ask("answer", {"shares": shares}, arguments)
         return found
 
@@ -155,11 +156,11 @@ class Engines(WorkerGroups):
         prompts: Mapping[int, Sequence[Prompt]],
         wanted: Mapping[int, int] | None,
         version: int,
-        temperature: float,
+        sampling: Sampling,
         scored: bool,
         stop: Callable[[], bool] | None = None,
     ) -> Mapping[int, Advanced]:
-        arguments = {"version": version, "temperature": temperature, "scored": scored}
+        arguments = {"version": version, "sampling": sampling, "scored": scored}
         found: Mapping[int, Advanced] = self._ask("advance", {"prompts": prompts, "wanted": wanted}, arguments, stop)
         return found
 

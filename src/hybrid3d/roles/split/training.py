@@ -13,9 +13,10 @@ import torch.distributed as dist
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
 from hybrid3d.distributed import all_reduce_min, broadcast_object, patient_group
+from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.replicas import NoReplicas, ScoredReplicas
 from hybrid3d.generation.rollouts import make_rollouts
-from hybrid3d.generation.samples import EvalResult, RolloutBatch, Sample
+from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.rewards import sandbox
 from hybrid3d.roles.experience_maker import Experience
@@ -67,7 +68,7 @@ class TrainingRank:
 
     Attributes:
         models: the models in the train layout; None if the run does not train.
-        train, held_out: the prompts.
+        train, held_out: the prompts, the latter by the names of their files.
     """
 
     activities: Mapping[str, str] = {"generate": "wait", "eval": "wait"}
@@ -189,7 +190,7 @@ class TrainingRank:
                 self.sync(version, recipe)
 
     def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
-        return self._generate(version, recipe, lambda _: self._rollouts.evaluate(version))
+        return self._generate(version, recipe, lambda _: self._rollouts.evaluate(version, recipe))
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
         return self._generate(version, recipe, lambda _: self._ahead.next_batch(version, batch, recipe))

@@ -1,0 +1,111 @@
+"""Samples with a real vLLM, and writes what it generated beside what vLLM's own log-probabilities of prompts say.
+
+    torchrun --nproc-per-node 2 sampling.py FOLDER OUT_FOLDER
+
+Two ranks are one replica with TP2.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+from vllm import SamplingParams, TokensPrompt
+
+from hybrid3d import distributed
+from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
+from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
+from hybrid3d.inputs.models import read_config
+from hybrid3d.roles.weight_sync import WeightSync
+from hybrid3d.rollout.engine import RolloutEngine
+from hybrid3d.train import runtime
+from hybrid3d.train.policy import Policy
+
+PROMPTS, LENGTH, ALTERNATIVES = 12, 24, 20
+SETTINGS = {
+    "whole": Sampling(),
+    "hot": Sampling(2.0),
+    "top_k": Sampling(top_k=5),
+    "top_p": Sampling(top_p=0.5),
+    "min_p": Sampling(min_p=0.3),
+    "all": Sampling(0.5, top_p=0.9, top_k=10, min_p=0.05),
+    "top_k_1": Sampling(top_k=1),
+    "min_p_1": Sampling(min_p=1.0),
+    "top_p_0": Sampling(top_p=1e-6),
+}
+
+
+def stepwise(engine: RolloutEngine, requests: list[GenerationRequest]) -> list[Completion]:
+    """Return completions as partial rollouts and agents get them."""
+    engine.submit(dict(enumerate(requests)), 0)
+    found: dict[int, Completion] = {}
+    while len(found) < len(requests):
+        found |= engine.step()
+    engine.interrupt()
+    return [found[i] for i in range(len(requests))]
+
+
+def alternatives(
+    engine: RolloutEngine, requests: list[GenerationRequest], completions: list[Completion]
+) -> list[list[list[float]]]:
+    """Return, for each token, its log-probability as part of a prompt, and those of the most likely tokens, sorted."""
+    pairs = [(request.prompt_ids, one.tokens) for request, one in zip(requests, completions, strict=True)]
+    prompts = [TokensPrompt(prompt_token_ids=[*prompt, *tokens]) for prompt, tokens in pairs]
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=ALTERNATIVES, detokenize=False)
+    found = []
+    for output, (prompt, tokens) in zip(engine.llm.generate(prompts, params, use_tqdm=False), pairs, strict=True):
+        steps = zip(output.prompt_logprobs[len(prompt) :], tokens, strict=True)
+        found.append(
+            [
+                [step[token].logprob, *sorted((one.logprob for one in step.values()), reverse=True)[:ALTERNATIVES]]
+                for step, token in steps
+            ]
+        )
+    return found
+
+
+def as_json(completions: list[Completion]) -> list[dict]:
+    return [vars(completion) for completion in completions]
+
+
+def main(folder: str, stop: str, out: Path) -> None:
+    group = distributed.start()
+    recipe = Recipe(
+        name="sampling",
+        model=Model(path=folder),
+        train=Train(tp=2),
+        rollout=Rollout(tp=2, max_model_len=128, max_new_tokens=64, kv_cache_gib=1 / 16, stop=(stop,)),
+        data=Data(train="-", eval="-"),
+        algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),
+        optimizer=Optimizer(lr=1e-3),
+        run=Run(steps=1),
+    )
+    runtime.initialize(recipe.train, seed=1)
+    policy = Policy(read_config(folder), recipe, group.rank(), trainable=False)
+    engine = RolloutEngine(recipe, group.rank(), distributed.run_id(), range(2))
+    WeightSync(recipe, group, policy.weights, engine).run(0)
+    greedy = [GenerationRequest([30 + n, 7, 40 + 3 * n], LENGTH, [0]) for n in range(PROMPTS)]
+    said: dict = {"greedy": as_json(engine.generate(greedy, 0))}
+    for name, sampling in SETTINGS.items():
+        requests = [replace(request, seed=n, sampling=sampling) for n, request in enumerate(greedy)]
+        completions = engine.generate(requests, 0)
+        said[name] = as_json(completions)
+        if name in ("whole", "top_k", "top_p", "min_p"):
+            said[f"{name} as prompts"] = alternatives(engine, requests, completions)
+    # Greedy and sampled requests together, as with a greedy baseline; and other seeds
+    mixed = [replace(greedy[0]), replace(greedy[1], seed=1, sampling=SETTINGS["top_k"])]
+    said["mixed"] = as_json(engine.generate(mixed, 0))
+    said["repeated"] = as_json(engine.generate([replace(one, seed=n) for n, one in enumerate(greedy)], 0))
+    said["reseeded"] = as_json(engine.generate([replace(one, seed=99 + n) for n, one in enumerate(greedy)], 0))
+    ending = [replace(one, seed=n, sampling=Sampling(stop=(stop,))) for n, one in enumerate(greedy)]
+    said["stopped"] = as_json(engine.generate(ending, 0))
+    said["stopped stepwise"] = as_json(stepwise(engine, ending))
+    said["stopped greedily"] = as_json(engine.generate([replace(one, seed=None) for one in ending], 0))
+    (out / f"{group.rank()}.json").write_text(json.dumps(said))
+    dist.barrier(group)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
