@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
+
 T = TypeVar("T")
 
 
@@ -40,11 +42,14 @@ class Completion:
         tokens: the one that ended it included.
         logprobs: with which each token was sampled; empty for a greedy answer.
         weight_version: of the weights that generated it.
+        experts: of the tokens of the request's prompt and of the answer that vLLM has computed so far: all but the
+            last. Only with `train.router_replay: rollout`, for sampled answers, on the rank that leads its replica.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     weight_version: int
+    experts: ExpertChoices = NO_CHOICES
 
 
 class Engine(Protocol):

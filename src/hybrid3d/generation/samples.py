@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hybrid3d.config import Rollout
+from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Sample:
         versions: for each token, the version of the weights that generated it (for an environment's, the turn before
             it): the number of updates behind them.
         branch: of an agent's answer, whose branches are samples in a row: 0 is the first. All have its reward.
+        experts: that vLLM chose for the first tokens of prompt and answer, usually all but the last.
     """
 
     prompt: str
@@ -33,6 +35,7 @@ class Sample:
     versions: tuple[int, ...]
     reference: str = ""
     branch: int = 0
+    experts: ExpertChoices = NO_CHOICES
 
     @property
     def weight_version(self) -> int:
@@ -65,7 +68,7 @@ def filled_up(samples: Sequence[Sample], multiple: int) -> Sequence[Sample]:
     """Return samples whose number is a multiple, by adding branches without loss tokens to the last answer."""
     last = samples[-1]
     empty = replace(last, prompt_ids=last.prompt_ids[:1], tokens=last.tokens[:1], loss_mask=(False,), logprobs=())
-    filling = replace(empty, versions=last.versions[:1], branch=last.branch + 1)
+    filling = replace(empty, versions=last.versions[:1], branch=last.branch + 1, experts=last.experts.first(2))
     return [*samples, *[filling] * (-len(samples) % multiple)]
 
 

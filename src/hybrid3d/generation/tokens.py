@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybrid3d.generation.engine import Completion
+from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
 from hybrid3d.generation.samples import Sample
 from hybrid3d.rl.data import Example
 
@@ -19,17 +20,20 @@ class AnswerTokens:
         loss_mask: whether the policy generated each token.
         logprobs: of the policy's tokens, with which vLLM sampled them; empty where it is greedy.
         versions: of the weights that generated each token; the tokens of others have those of the token before.
+        experts: of the first tokens of the prompt and of these.
     """
 
     tokens: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: ExpertChoices = NO_CHOICES
 
     def append_generated(self, completion: Completion) -> None:
         """Append tokens that the policy generated."""
         self._append(completion.tokens, True, completion.weight_version)
         self.logprobs += completion.logprobs
+        self.experts = self.experts.extended(completion.experts)  # where it was computed twice, the first time counts
 
     def append_written(self, tokens: Sequence[int]) -> None:
         """Append tokens that others wrote, after tokens of the policy."""
@@ -55,6 +59,7 @@ class AnswerTokens:
             versions=tuple(self.versions),
             reference=example.answer,
             branch=branch,
+            experts=self.experts,
         )
 
     def _append(self, tokens: Sequence[int], loss_mask: bool, version: int) -> None:

@@ -24,6 +24,7 @@ from hybrid3d.rl.correction import correction_weights, mismatch, mismatch_by_pos
 from hybrid3d.rl.kl import KlController, token_kl
 from hybrid3d.rl.losses import answer_weights
 from hybrid3d.rl.objective import PolicyObjective, ValueObjective
+from hybrid3d.roles.expert_choices import expert_metrics, replaying_updates, with_expert_choices
 from hybrid3d.roles.models import Models
 from hybrid3d.roles.shares import Shares, shares_of, spread_over
 from hybrid3d.run.health import Guard
@@ -138,15 +139,18 @@ class Learner:
         sequences, prompts = [s.prompt_ids + s.tokens for s in local], [len(s.prompt_ids) for s in local]
         batch = Batch.from_sequences(sequences, prompts, loss_mask=[s.loss_mask for s in local], pad_id=self._pad_id)
         samples = self._with_model_scores(samples, batch, shares, recipe)
+        batch = with_expert_choices(batch, local, policy, recipe)
+        old = policy.logprobs(batch, recipe)
+        metrics.sums |= expert_metrics(rows, policy, recipe)
         experience = Experience(
             samples=samples,
             metrics=metrics,
             rows=shares[policy.data_parallel_rank],
-            batch=batch.to(device()),
+            batch=replaying_updates(batch, policy, recipe).to(device()),
             lengths=torch.tensor([[rows[i].num_loss_tokens for i in share] for share in shares]),
             answers=torch.tensor([[answers[i] for i in share] for share in shares]),
             rollout=batch.align([sample.logprobs for sample in local]).to(device()),
-            old=policy.logprobs(batch, recipe),
+            old=old,
             reference=self._reference.logprobs(batch, recipe) if self._reference is not None else None,
             kl_coef=self._kl.coef_under(recipe.algorithm.kl.coef),
             values=self._critic.values(batch, recipe) if self._critic is not None else None,
