@@ -33,7 +33,7 @@ def measured(
 ) -> list[Found]:
     """What each rank has measured: see the job."""
     model = make_checkpoint(folder / "model", family, seed=1)
-    spec = {"folder": str(model), "dtype": dtype, "rollout_tp": rollout_tp, "layouts": layouts}
+    spec = {"folder": str(model), "dtype": dtype, "rollout_tp": rollout_tp, "noise": 1e-2, "layouts": layouts}
     (folder / "spec.json").write_text(json.dumps(spec))
     run_ranks(ROOT / "tests/jobs/router_replay.py", ranks, [str(folder / "spec.json"), str(folder)], timeout=500)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
@@ -79,28 +79,36 @@ def check_layout(ranks: list[Found], layout: str, samples: list[Sample]) -> None
     agreement = torch.cat([one.flatten() for one in equal]).double().mean()
     assert agreement > 0.999  # in float32 a tie is rare
     assert metrics["mismatch/expert_agreement"] == pytest.approx(float(agreement), abs=1e-3)
-    for kind in ("none", "old", "rollout"):
+    for kind in ("none", "rollout"):
         assert p99(ranks, layout, f"{kind} gaps") < 1e-4
-    assert p99(ranks, layout, "old again") < 1e-4
 
 
 def check_against_alone(ranks: list[Found], layout: str) -> None:
     """Choices that no router would make give the same log-probabilities and gradients in every layout."""
-    alone, here = (torch.cat([pad(t) for t in in_order(ranks, name, "scrambled")]) for name in ("alone", layout))
+    alone, here = (torch.cat(in_order(ranks, name, "scrambled")) for name in ("alone", layout))
     assert (alone - here).abs().max() < 1e-4
+    assert (torch.cat(in_order(ranks, layout, "own")) - here).abs().mean() > 0.1
     norms = {name: ranks[0][name]["trained"]["grad_norm"] for name in ("alone", layout)}
     assert norms[layout] == pytest.approx(norms["alone"], rel=1e-4)
 
 
-def pad(values: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(values, (0, 192 - values.shape[1]))
+def check_counts(ranks: list[Found], layout: str, samples: list[Sample]) -> None:
+    """Routers' biases move by the counts of the replayed choices, of which there are as many as of tokens."""
+    sparse = sorted({layer for rank in ranks for layer in rank[layout]["bias steps"]})
+    for index, layer in enumerate(sparse):
+        chosen = torch.cat([torch.from_numpy(s.experts.array[:, index].astype("int64")).flatten() for s in samples])
+        counts = chosen.bincount(minlength=8).double()
+        steps = [rank[layout]["bias steps"][layer] for rank in ranks if layer in rank[layout]["bias steps"]]
+        for step in steps:
+            assert torch.allclose(step.double(), 0.1 * (counts.mean() - counts).sign(), atol=1e-6)
 
 
 def check_noise(ranks: list[Found], layout: str) -> None:
     """Noise on training's routers changes choices; without their change the mismatch falls."""
     assert 0.5 < ranks[0][layout]["metrics with noise"]["mismatch/expert_agreement"] < 0.999
     assert p99(ranks, layout, "none gaps with noise") > 0.1
-    assert p99(ranks, layout, "rollout gaps with noise") < p99(ranks, layout, "none gaps with noise")
+    assert p99(ranks, layout, "rollout gaps with noise") < p99(ranks, layout, "none gaps with noise") / 2
+    assert p99(ranks, layout, "old gaps with noise") == pytest.approx(p99(ranks, layout, "rollout gaps with noise"))
 
 
 def check_all(ranks: list[Found], layouts: dict[str, Found]) -> None:
@@ -109,6 +117,7 @@ def check_all(ranks: list[Found], layouts: dict[str, Found]) -> None:
     for layout in layouts:
         check_layout(ranks, layout, samples)
         check_against_alone(ranks, layout)
+        check_counts(ranks, layout, ranks[0]["scrambled"])
         check_noise(ranks, layout)
 
 
@@ -116,6 +125,9 @@ def check_all(ranks: list[Found], layouts: dict[str, Found]) -> None:
 def test_choices_are_replayed_on_two_ranks(family: str, tmp_path: Path) -> None:
     ranks = measured(tmp_path, family, TWO_RANKS, ranks=2, rollout_tp=2)
     check_all(ranks, TWO_RANKS)
+    if family == "deepseek_v3":  # blocks of the cache are small, so that requests run out of them
+        assert all(rank["preempted"] for rank in ranks)
+        assert all(rank["alone"]["bias steps"] for rank in ranks)
 
 
 @pytest.mark.slow

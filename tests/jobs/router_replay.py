@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node N router_replay.py SPEC.json OUT
 
-`SPEC.json` has `folder` (a checkpoint), `dtype`, `rollout_tp` and `layouts`, by name. OUT gets `rank<n>.pt`; what is
-measured is judged by tests/test_router_replay.py.
+`SPEC.json` has `folder` (a checkpoint), `dtype`, `rollout_tp`, `noise` and `layouts`, by name. OUT gets `rank<n>.pt`;
+what is measured is judged by tests/test_router_replay.py.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.train import runtime
 from hybrid3d.train.policy import Policy
 
-NOISE = 1e-2
-TOKENS = 24  # of an answer, at most
+BIAS_RATE = 0.1
+TOKENS = 16  # of an answer, at most
 LENGTHS = (5, 9, 60, 17, 150, 150, 33, 80)  # of prompts; more than a block of vLLM's KV cache in two of them
 SAMPLES = 2  # for each prompt, so that the second finds the first's prompt in vLLM's cache
 
@@ -44,10 +44,8 @@ def recipe_for(spec: dict[str, Any], train: dict[str, Any], replay: str) -> Reci
     return Recipe(
         name="router-replay",
         model=Model(path=spec["folder"], dtype=spec["dtype"]),
-        train=Train(**{"micro_batch_size": 2, **train}, router_replay=replay),
-        rollout=Rollout(
-            tp=spec["rollout_tp"], max_model_len=192, max_new_tokens=TOKENS, kv_cache_gib=1 / 8, sleep=False
-        ),
+        train=Train(**{"micro_batch_size": 2, **train}, router_replay=replay, expert_bias_update_rate=BIAS_RATE),
+        rollout=Rollout(tp=spec["rollout_tp"], max_model_len=192, max_new_tokens=TOKENS, kv_cache_gib=1 / 256),
         data=Data(train="-", eval="-"),
         algorithm=Algorithm(name="grpo", prompts_per_step=8, samples_per_prompt=2),
         optimizer=Optimizer(lr=1e-3),
@@ -94,6 +92,19 @@ def generate_in_pieces(
         engine.reset_cache()  # as a sync does
 
 
+def count_preemptions(engine: RolloutEngine) -> list[Any]:
+    """Requests that the engine preempts from now on: its cache has room for a few of them only."""
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    preempt, found = scheduler._preempt_request, []
+
+    def counted(request: Any, *args: Any, **options: Any) -> None:
+        found.append(request.request_id)
+        preempt(request, *args, **options)
+
+    scheduler._preempt_request = counted
+    return found
+
+
 def local_batch(policy: Policy, samples: list[Sample], dp: int) -> tuple[Batch, list[Sample]]:
     each = len(samples) // dp
     mine = samples[policy.data_parallel_rank * each :][:each]
@@ -102,25 +113,32 @@ def local_batch(policy: Policy, samples: list[Sample], dp: int) -> tuple[Batch, 
 
 
 def scrambled(samples: list[Sample], count: int) -> list[Sample]:
-    """The samples with other experts than any router would choose; the last tokens have none."""
+    """The samples with other experts than any router would choose, of all of their tokens."""
     found = []
-    for number, sample in enumerate(samples):
+    for sample in samples:
         old = sample.experts.array
-        dice = torch.Generator().manual_seed(number)
-        chosen = torch.rand(*old.shape[:2], count, generator=dice).argsort(-1)[:, :, : old.shape[2]]
+        dice = torch.Generator().manual_seed(sum(sample.prompt_ids) * 1000 + sum(sample.tokens))
+        tokens = len(sample.prompt_ids) + len(sample.tokens)
+        chosen = torch.rand(tokens, old.shape[1], count, generator=dice).argsort(-1)[:, :, : old.shape[2]]
         array = chosen.to(torch.uint8).numpy()
         found.append(replace(sample, experts=type(sample.experts).of(array)))
     return found
 
 
-def disturb(policy: Policy) -> None:
+def disturb(policy: Policy, noise: float) -> None:
     """Add noise to the routers' weights, the same in all layouts."""
     for stage in policy.stages:
         for module in stage.modules():
             if type(module).__name__ == "TopKRouter":
                 dice = torch.Generator().manual_seed(module.layer_number)
-                noise = torch.randn(module.weight.shape, generator=dice) * NOISE
-                module.weight.data += noise.to(module.weight.dtype)
+                added = torch.randn(module.weight.shape, generator=dice) * noise
+                module.weight.data += added.to(module.weight.dtype)
+
+
+def biases(policy: Policy) -> dict[int, torch.Tensor]:
+    """The biases of this rank's routers by number of the layer, where they have any."""
+    routers = [m for stage in policy.stages for m in stage.modules() if type(m).__name__ == "TopKRouter"]
+    return {router.layer_number: router.expert_bias.clone() for router in routers if router.expert_bias is not None}
 
 
 def gaps(policy: Policy, batch: Batch, mine: list[Sample], recipe: Recipe) -> torch.Tensor | None:
@@ -133,33 +151,36 @@ def gaps(policy: Policy, batch: Batch, mine: list[Sample], recipe: Recipe) -> to
 
 
 def measure(spec: dict[str, Any], train: dict[str, Any], samples: list[Sample]) -> dict[str, Any]:
-    """All of one layout: each policy has the weights that vLLM generated with."""
-    config, rank, found = read_config(spec["folder"]), dist.get_rank(), dict[str, Any]()
-    recipes = {kind: recipe_for(spec, train, kind) for kind in ("none", "old", "rollout")}
-    count = family_of(config).experts(config).count
-    for kind, recipe in recipes.items():
-        policy = Policy(config, recipe, rank)
-        batch, mine = local_batch(policy, samples, recipe.train.dp)
-        found |= {"dp": policy.data_parallel_rank, "reports": policy.is_reporting_rank}
-        batch = with_expert_choices(batch, mine, policy, recipe)
-        found[f"{kind} gaps"] = gaps(policy, batch, mine, recipe)
-        if kind == "old":
-            found["recorded"] = policy.router_replay.recorded
-            given = replace(batch, experts=found["recorded"])
-            found["old again"] = gaps(policy, given, mine, recipe)
-        if kind == "rollout":
-            metrics = StepMetrics(expert_metrics(samples, policy, recipe))
-            found["metrics"] = metrics.reduce(dist.group.WORLD)
-            other = with_expert_choices(batch, scrambled(mine, count), policy, recipe)
-            found["scrambled"] = policy.logprobs(other, recipe)
-            report = policy.train_step(other, sft_loss, recipe)
-            found["trained"] = {"sums": report.sums, "grad_norm": report.grad_norm}
-        policy = Policy(config, recipe, rank)
-        disturb(policy)
-        found[f"{kind} gaps with noise"] = gaps(policy, batch, mine, recipe)
-        if kind == "rollout":
-            metrics = StepMetrics(expert_metrics(samples, policy, recipe))
-            found["metrics with noise"] = metrics.reduce(dist.group.WORLD)
+    """All of one layout: the policies have the weights that vLLM generated with, then noise in their routers."""
+    config, found = read_config(spec["folder"]), dict[str, Any]()
+    recipe = recipe_for(spec, train, "old")
+    policy = Policy(config, recipe, dist.get_rank())
+    batch, mine = local_batch(policy, samples, recipe.train.dp)
+    found |= {"dp": policy.data_parallel_rank, "reports": policy.is_reporting_rank}
+    found["none gaps"] = gaps(policy, batch, mine, recipe)
+    found["recorded"] = policy.router_replay.recorded
+    disturb(policy, spec["noise"])
+    found["none gaps with noise"] = gaps(policy, batch, mine, recipe)
+    given = replace(batch, experts=found["recorded"])
+    found["old gaps with noise"] = gaps(policy, given, mine, recipe)
+
+    recipe = recipe_for(spec, train, "rollout")
+    policy = Policy(config, recipe, dist.get_rank())
+    given = with_expert_choices(batch, mine, policy, recipe)
+    found["rollout gaps"] = gaps(policy, given, mine, recipe)
+    found["metrics"] = StepMetrics(expert_metrics(samples, policy, recipe)).reduce(dist.group.WORLD)
+    disturb(policy, spec["noise"])
+    found["rollout gaps with noise"] = gaps(policy, given, mine, recipe)
+    found["metrics with noise"] = StepMetrics(expert_metrics(samples, policy, recipe)).reduce(dist.group.WORLD)
+
+    other = with_expert_choices(batch, scrambled(mine, family_of(config).experts(config).count), policy, recipe)
+    real, before = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None], biases(policy)
+    for key, experts in (("own", given), ("scrambled", other)):
+        logprobs = policy.logprobs(experts, recipe)
+        found[key] = None if logprobs is None else logprobs[real]
+    report = policy.train_step(other, sft_loss, recipe)
+    found["trained"] = {"sums": report.sums, "grad_norm": report.grad_norm}
+    found["bias steps"] = {layer: bias - before[layer] for layer, bias in biases(policy).items()}
     return found
 
 
@@ -170,11 +191,12 @@ def main(path: str, out: Path) -> None:
     recipe = recipe_for(spec, {"dp": ranks}, "rollout")
     runtime.initialize(recipe.train, seed=1)
     engine = RolloutEngine(recipe, rank, distributed.run_id(), range(ranks))
+    preempted = count_preemptions(engine)
     weights = Policy(read_config(spec["folder"]), recipe, rank, trainable=False).weights
     WeightSync(recipe, group, weights, engine).run(1)
     samples = generate(engine)
     runtime.shutdown()
-    found: dict[str, Any] = {"samples": samples}
+    found: dict[str, Any] = {"samples": samples, "scrambled": scrambled(samples, 8), "preempted": len(preempted)}
     for name, train in spec["layouts"].items():
         runtime.initialize(Train(**train), seed=1)
         found[name] = measure(spec, train, samples)

@@ -248,11 +248,12 @@ class MegatronModel:
         self.onload("parameters")
         multiple = recipe.train.tp if self.stages[0].config.sequence_parallel else 1  # a sequence is split over TP
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        micros = micro_batches(batch.to(device()), recipe.train, multiple, group)
+        batch = batch.to(device())
+        micros = micro_batches(batch, recipe.train, multiple, group)
         replay = self.router_replay
         if replay is not None:
             recomputes = recipe.train.recompute == "full"
-            replay.begin(batch.to(device()), forward_only=forward_only, recomputes=recomputes)
+            replay.begin(batch, forward_only=forward_only, recomputes=recomputes)
 
         def forward_step(of_step: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(of_step)
