@@ -47,6 +47,7 @@ VALUES: dict[str, list[Any]] = {
     "train.first_stage_layers": [None, None, None, 1, 2, 5, 12, 100],
     "train.last_stage_layers": [None, None, None, 1, 3, 6, 50],
     "train.expert_bias_update_rate": [0.0, 0.001],
+    "train.router_replay": ["none", "none", "old", "rollout"],
     "train.micro_batch_size": [1, 1, 8, 24, 2**20],
     "rollout.tp": [1, 1, 2, 3, 4, 16],
     "rollout.dp": [1, 1, 2, 3, 5, 16],
@@ -87,7 +88,7 @@ def offers_of(line: str) -> Iterator[tuple[str, Any]]:
     for key, values in re.findall(r"nearest valid values? of (\S+) (?:is|are) ((?:\d+|null)(?:, \d+)*)", line):
         yield from ((key, None if value == "null" else int(value)) for value in values.split(", "))
     for value in re.findall(r"the only valid value(?: here)? is (\w+)", line):
-        yield blamed(line), value == "true" if value in ("true", "false") else int(value)
+        yield blamed(line), {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
     for value in re.findall(r": at (?:most|least) ([\d.]+)$", line):
         yield blamed(line), float(value) if "." in value else int(value)
     for key, value in re.findall(r"set (\w+\.\w+)(?:=| to )(\d+)", line):

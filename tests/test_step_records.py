@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from hybrid3d import cli
 from hybrid3d.config import RecipeError, load_recipe
 from hybrid3d.config.interval import is_due
+from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
 from hybrid3d.generation.samples import Sample
 from hybrid3d.run.replay_plan import NotRecorded, find_start, training_recipe
 from hybrid3d.run.run_folder import RunFolder, recorded_folder, recorded_steps
@@ -63,6 +65,24 @@ def record() -> StepRecord:
         metrics={"train/grad_norm": THIRD, "train/loss": None},
         weights={"policy": weights()},
     )
+
+
+def test_experts_of_the_rollout_are_recorded(record: StepRecord, tmp_path: Path) -> None:
+    """Also where some samples have none, and with more experts than a byte can tell apart."""
+    for dtype in (np.uint8, np.uint16):
+        chosen = [ExpertChoices.of(np.arange(6 * n, dtype=dtype).reshape(n, 3, 2)) for n in (4, 0, 2)]
+        samples = [replace(s, experts=e) for s, e in zip(record.samples, chosen, strict=True)]
+        samples[1] = replace(samples[1], experts=NO_CHOICES)
+        write_step(tmp_path / "one", replace(record, samples=samples))
+        read = read_step(tmp_path / "one")
+        assert read.samples == samples
+        assert read.samples[0].experts.dtype == dtype.__name__
+        samples[2] = replace(samples[2], experts=ExpertChoices.of(chosen[2].array[::-1]))
+        difference = first_difference(read, replace(record, samples=samples))
+        assert "the experts of the rollout of sample 2 at position 0: [[0, 1]" in str(difference)
+    arrays = load_file(tmp_path / "one/samples.safetensors")
+    assert arrays["experts"].shape == (6, 3, 2)
+    assert arrays["expert_lengths"].tolist() == [4, 0, 2]
 
 
 def test_what_is_written_is_read_bit_for_bit(record: StepRecord, tmp_path: Path) -> None:

@@ -168,3 +168,25 @@ def test_what_a_later_evaluation_reads(tmp_path: Path) -> None:
 def test_what_is_computed_in_process_is_what_the_registries_say() -> None:
     rewards = {name for name, reward in REWARDS.items() if not reward.pooled}
     assert rewards | {*ENVIRONMENTS} == IN_PROCESS
+
+
+def test_where_no_experts_can_be_replayed(tmp_path: Path) -> None:
+    for replay in ("old", "rollout"):
+        assert problems(tmp_path, RL, f"train.router_replay={replay}") == []  # whether it has experts is in its config
+        assert problems(tmp_path, SFT, f"train.router_replay={replay}") == [
+            f"train.router_replay={replay} has no effect: algorithm.name=sft has no earlier choices: leave it out, or "
+            "set it to none"
+        ]
+    agents, replay = "rollout.agents={port: 9000}", "train.router_replay=rollout"
+    assert problems(tmp_path, RL, agents, "train.router_replay=old") == []
+    assert problems(tmp_path, RL, agents, replay) == [
+        "train.router_replay=rollout: the experts of agents' answers (rollout.agents) are not kept: set "
+        "train.router_replay=old, or leave rollout.agents out"
+    ]
+    partial = ["async.partial=continue", "async.max_staleness=1", "algorithm.correction.kind=truncate"]
+    kept = [*partial, "async.keep_cache=true", "rollout.sleep=false"]
+    assert problems(tmp_path, RL, *partial, replay) == problems(tmp_path, RL, *kept) == []
+    assert problems(tmp_path, RL, *kept, replay) == [
+        "train.router_replay=rollout: vLLM 0.32.0 returns experts only with its prefix cache, which "
+        "async.keep_cache=true turns off: leave async.keep_cache out, or set train.router_replay=old"
+    ]

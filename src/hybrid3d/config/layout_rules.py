@@ -66,6 +66,9 @@ def _check_support(recipe: Recipe, model: ModelShape, device: Device | None) -> 
         if train.expert_bias_update_rate:
             message = f"train.expert_bias_update_rate={train.expert_bias_update_rate:g}: this model has no router"
             yield LayoutProblem(("train.expert_bias_update_rate",), message, "the only valid value is 0")
+        if train.router_replay != "none":
+            message = f"train.router_replay={train.router_replay}: this model has no experts to choose"
+            yield LayoutProblem(("train.router_replay",), message, "the only valid value is none")
         if rollout is not None and rollout.expert_parallel:
             message = f"rollout.expert_parallel=true {reason}"
             yield LayoutProblem(("rollout.expert_parallel",), message, "the only valid value is false")

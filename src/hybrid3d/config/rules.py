@@ -45,6 +45,7 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
     yield from _check_async(recipe)
     yield from _check_agents(recipe)
     yield from _check_evaluation(recipe)
+    yield from _check_router_replay(recipe)
     if recipe.sync.share_storage and not recipe.is_split and recipe.rollout is not None and recipe.rollout.sleep:
         yield (
             "sync.share_storage: memory that both engines share cannot be freed while vLLM sleeps: "
@@ -233,6 +234,23 @@ def _check_agents(recipe: Recipe) -> Iterator[str]:
         yield (
             f"{agents}: the length of an agent's answer is not that of one sequence: leave "
             f"reward.overlong_buffer={reward.overlong_buffer} out"
+        )
+
+
+def _check_router_replay(recipe: Recipe) -> Iterator[str]:
+    """Yield where vLLM does not return the experts that it chose."""
+    replay, rollout = recipe.train.router_replay, recipe.rollout
+    if replay != "rollout" or rollout is None:
+        return
+    if rollout.agents is not None:
+        yield (
+            f"train.router_replay={replay}: the experts of agents' answers (rollout.agents) are not kept: set "
+            "train.router_replay=old, or leave rollout.agents out"
+        )
+    if recipe.async_.keep_cache:
+        yield (
+            f"train.router_replay={replay}: vLLM 0.32.0 returns experts only with its prefix cache, which "
+            "async.keep_cache=true turns off: leave async.keep_cache out, or set train.router_replay=old"
         )
 
 

@@ -92,6 +92,12 @@ UNUSED_RULES = (
         _is_sft,
         _reason("algorithm.name={name} has no rollout to correct for"),
     ),
+    UnusedRule(
+        "train",
+        ("router_replay",),
+        _is_sft,
+        _reason("algorithm.name={name} has no earlier choices"),
+    ),
     UnusedRule("run", ("eval_every",), _is_sft, _reason("algorithm.name={name} does not evaluate during training")),
     UnusedRule(
         "evaluation",

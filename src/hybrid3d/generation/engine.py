@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from hybrid3d.config import Recipe
+from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
 
 T = TypeVar("T")
 
@@ -82,6 +83,8 @@ class Completion:
         weight_version: of the weights that generated it.
         stopped: whether a text of `Sampling.stop` ended it.
         kept: where sampling truncates the distribution, the probability of the tokens that it kept, for each token.
+        experts: of the tokens of the request's prompt and of the answer that vLLM has computed so far: all but the
+            last. Only with `train.router_replay: rollout`, for sampled answers, on the rank that leads its replica.
     """
 
     tokens: tuple[int, ...]
@@ -89,6 +92,7 @@ class Completion:
     weight_version: int
     stopped: bool = False
     kept: tuple[float, ...] = ()
+    experts: ExpertChoices = NO_CHOICES
 
 
 class Engine(Protocol):

@@ -15,6 +15,7 @@ from hybrid3d.generation.agents.rollout import AgentRollout
 from hybrid3d.generation.agents.samples import last_answer, samples_of
 from hybrid3d.generation.agents.sessions import Session
 from hybrid3d.generation.engine import Engine, Sampling
+from hybrid3d.generation.expert_choices import NO_CHOICES
 from hybrid3d.generation.multi_turn import MultiTurnRollout
 from hybrid3d.generation.partial_rollout import PartialRollout, Place, Prompt
 from hybrid3d.generation.samples import Sample
@@ -270,7 +271,8 @@ class ScoredReplicas:
         return {number: replace(advanced, answers=answers[number]) for number, advanced in found.items()}
 
     def _scored(self, answers: Mapping[int, Answers], by_model: bool) -> dict[int, Answers]:
-        scores = self._score([sample for found in answers.values() for sample in found.samples], by_model)
+        samples = [sample for found in answers.values() for sample in found.samples]
+        scores = self._score([replace(sample, experts=NO_CHOICES) for sample in samples], by_model)
         rewards, scored = iter(scores.rewards), dict[int, Answers]()
         for number, found in answers.items():
             samples = [replace(sample, reward=next(rewards)) for sample in found.samples]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hybrid3d.config import Rollout
+from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Sample:
         branch: of an agent's answer, whose branches are samples in a row: 0 is the first. All have its reward.
         baseline: the reward of a greedy answer to the prompt; 0 unless advantages need it.
         kept_probability: of the tokens that could be sampled, mean over the policy's tokens.
+        experts: that vLLM chose for the first tokens of prompt and answer, usually all but the last.
     """
 
     prompt: str
@@ -37,6 +39,7 @@ class Sample:
     branch: int = 0
     baseline: float = 0.0
     kept_probability: float = 1.0
+    experts: ExpertChoices = NO_CHOICES
 
     @property
     def weight_version(self) -> int:
@@ -69,7 +72,7 @@ def filled_up(samples: Sequence[Sample], multiple: int) -> Sequence[Sample]:
     """Return samples whose number is a multiple, by adding branches without loss tokens to the last answer."""
     last = samples[-1]
     empty = replace(last, prompt_ids=last.prompt_ids[:1], tokens=last.tokens[:1], loss_mask=(False,), logprobs=())
-    filling = replace(empty, versions=last.versions[:1], branch=last.branch + 1)
+    filling = replace(empty, versions=last.versions[:1], branch=last.branch + 1, experts=last.experts.first(2))
     return [*samples, *[filling] * (-len(samples) % multiple)]
 
 

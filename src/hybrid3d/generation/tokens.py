@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybrid3d.generation.engine import Completion
+from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
 from hybrid3d.generation.samples import Sample
 from hybrid3d.rl.data import Example
 
@@ -20,6 +21,7 @@ class AnswerTokens:
         logprobs: of the policy's tokens, by vLLM; empty where it is greedy.
         kept: for each of them, the probability of the tokens that could be sampled; empty where all could.
         versions: of the weights that generated each token; the tokens of others have those of the token before.
+        experts: of the first tokens of the prompt and of these.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -27,12 +29,14 @@ class AnswerTokens:
     logprobs: list[float] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: ExpertChoices = NO_CHOICES
 
     def append_generated(self, completion: Completion) -> None:
         """Append tokens that the policy generated."""
         self._append(completion.tokens, True, completion.weight_version)
         self.logprobs += completion.logprobs
         self.kept += completion.kept
+        self.experts = self.experts.extended(completion.experts)  # where it was computed twice, the first time counts
 
     def append_written(self, tokens: Sequence[int]) -> None:
         """Append tokens that others wrote, after tokens of the policy."""
@@ -60,6 +64,7 @@ class AnswerTokens:
             reference=example.answer,
             branch=branch,
             kept_probability=sum(self.kept) / len(self.kept) if self.kept else 1.0,
+            experts=self.experts,
         )
 
     def _append(self, tokens: Sequence[int], loss_mask: bool, version: int) -> None:

@@ -6,7 +6,7 @@ log p(token t | tokens before t), computed from the logits at t - 1; position 0 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -29,6 +29,9 @@ class Batch:
     response_mask: Tensor
     """[B, T] float32, 1 at generated tokens (for `sft`, at the answer's tokens), 0 at prompts, environment replies and
     padding."""
+    experts: Tensor | None = None
+    """[B, T, layers, k] int16, the experts that routers are to choose for each token, in the layers that have experts;
+    -1 where they choose themselves. None where they all do."""
 
     @classmethod
     def from_sequences(
@@ -74,11 +77,15 @@ class Batch:
 
     def __getitem__(self, rows: slice) -> Batch:
         """Return a slice of the sequences, with unchanged T, as views of the batch's memory."""
-        return Batch(*(getattr(self, field.name)[rows] for field in fields(self)))
+        return self._apply(lambda tensor: tensor[rows])
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on another device."""
-        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
+        return self._apply(lambda tensor: tensor.to(device))
+
+    def _apply(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Batch(**{name: function(tensor) for name, tensor in given.items() if tensor is not None})
 
     def align(self, responses: Sequence[Sequence[float]]) -> Tensor:
         """Place values of the generated tokens, such as vLLM's log-probabilities, at these tokens, [B, T].

@@ -21,6 +21,7 @@ from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.correction import OffPolicy, correction_weights, mismatch, mismatch_by_position, tokens_by_position
 from hybrid3d.rl.kl import token_kl
 from hybrid3d.rl.selection import covariances, high_covariance, high_entropy, within
+from hybrid3d.roles.expert_choices import expert_metrics, replaying_updates, with_expert_choices
 from hybrid3d.roles.models import Models
 from hybrid3d.roles.shares import Shares, shares_of, spread_over
 from hybrid3d.run.health import Guard
@@ -96,13 +97,15 @@ class ExperienceMaker:
         sequences, prompts = [s.prompt_ids + s.tokens for s in local], [len(s.prompt_ids) for s in local]
         batch = Batch.from_sequences(sequences, prompts, loss_mask=[s.loss_mask for s in local], pad_id=self.pad_id)
         samples = self._with_model_scores(samples, batch, recipe)
+        batch = with_expert_choices(batch, local, policy, recipe)
         old, entropy = self._policy_scores(batch, recipe)
+        metrics.sums |= expert_metrics(rows, policy, recipe)
         reference, critic = self.models.reference, self.models.critic
         experience = Experience(
             samples=samples,
             metrics=metrics,
             rows=shares[policy.data_parallel_rank],
-            batch=batch.to(device()),
+            batch=replaying_updates(batch, policy, recipe).to(device()),
             lengths=torch.tensor([[rows[i].num_loss_tokens for i in share] for share in shares]),
             trained=torch.tensor([[trained[i] for i in share] for share in shares]),
             answers=torch.tensor([[answers[i] for i in share] for share in shares]),

@@ -28,6 +28,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 
 from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights
+from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
 from hybrid3d.patches import apply
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rollout import patches
@@ -38,13 +39,16 @@ from hybrid3d.rollout.patches import (
     keep_weights_while_asleep,
     name_shared_memory,
 )
+from hybrid3d.rollout.routed_experts import RoutedExperts
 from hybrid3d.rollout.sleep_allocator import load_sleep_allocator
 from hybrid3d.rollout.truncation import LOGPROBS, kept_probability
 from hybrid3d.rollout.weights import RolloutWeights
 
 T = TypeVar("T")
 
-apply(patches.ALL)
+apply(patches.EVERYWHERE)
+if current_platform.is_cpu():
+    apply(patches.ON_CPU)
 
 EngineMemory = Literal["weights", "kv_cache"]
 """The memory that vLLM frees and reallocates apart."""
@@ -89,8 +93,13 @@ def _attention_backend(recipe: Recipe) -> str | None:
     """
     if not current_platform.is_cpu():
         return None
-    config: Config = json.loads((Path(recipe.model.path) / "config.json").read_text())
+    config = _config_of(recipe)
     return None if family_of(config).latents(config) is None else "CPU_MLA"
+
+
+def _config_of(recipe: Recipe) -> Config:
+    found: Config = json.loads((Path(recipe.model.path) / "config.json").read_text())
+    return found
 
 
 def _override(config: Any, layers: int | None) -> Any:
@@ -141,6 +150,7 @@ class RolloutEngine:
             name_shared_memory(run_id)
             if not rollout.pack_weights:
                 keep_linear_weights()
+        returns_experts = recipe.train.router_replay == "rollout"
         with external_rank(slots[rank], rollout), groups_over_slots(slots):
             self._llm = LLM(
                 **engine_settings(recipe),
@@ -150,8 +160,10 @@ class RolloutEngine:
                 enable_prefix_caching=None if self._caches_prefixes else False,
                 logprobs_mode="processed_logprobs",  # after temperature; with `rollout/truncation.py` of all tokens
                 disable_log_stats=True,
+                enable_return_routed_experts=returns_experts,
                 seed=recipe.run.seed,
             )
+        self._experts = RoutedExperts(self._llm, _config_of(recipe)) if returns_experts else None
 
     def weights(self, shapes: Mapping[str, Shape]) -> RolloutWeights:
         """Return this rank's demand for the canonical tensors of these shapes, and the sink that receives it."""
@@ -182,7 +194,7 @@ class RolloutEngine:
         torch.set_rng_state(rng)  # vLLM's sampling must not advance the trainer's random state
         lengths = [len(output.outputs[0].token_ids) for output in outputs]
         self._count(max(lengths, default=0), sum(lengths))
-        return [_completion(output.outputs[0], current) for output in outputs]
+        return [self._completion(output.outputs[0], current) for output in outputs]
 
     def submit(self, requests: Mapping[int, GenerationRequest], version: int) -> None:
         """Begin to generate completions of requests, by their numbers, with weights of this version or a later one.
@@ -211,10 +223,21 @@ class RolloutEngine:
         ended = {}
         for output in outputs:
             number = int(output.request_id)
-            self._submitted[number].append(_completion(output.outputs[0], version))
+            self._submitted[number].append(self._completion(output.outputs[0], version))
             if output.finished:
-                ended[number] = _joined(self._submitted.pop(number), version)
+                parts = self._submitted.pop(number)
+                ended[number] = _joined(parts, version, parts[-1].experts)
         return ended
+
+    def _completion(self, output: Any, version: int) -> Completion:
+        steps = () if output.logprobs is None else zip(output.logprobs, output.token_ids, strict=True)
+        logprobs = tuple(step[token].logprob for step, token in steps)
+        is_sampled = output.logprobs is not None  # greedy answers are not trained
+        experts = self._experts.of_completion(output) if is_sampled and self._experts is not None else NO_CHOICES
+        return Completion(tuple(output.token_ids), logprobs, version, experts)
+
+    def _experts_of(self, number: int) -> ExpertChoices:
+        return NO_CHOICES if self._experts is None else self._experts.of_request(str(number))
 
     def _count(self, passes: int, tokens: int) -> None:
         self.generated = (self.generated[0] + passes, self.generated[1] + tokens)
@@ -222,9 +245,9 @@ class RolloutEngine:
     def interrupt(self) -> dict[int, Completion]:
         """End all requests that were submitted, between two tokens, and return their tokens so far, by number."""
         engine, version = self._llm.llm_engine, self._check_version()
+        found = {number: _joined(parts, version, self._experts_of(number)) for number, parts in self._submitted.items()}
         for number in self._submitted:  # one by one: vLLM ends several in an order that differs between TP ranks
             engine.abort_request([str(number)])
-        found = {number: _joined(parts, version) for number, parts in self._submitted.items()}
         self._submitted = {}
         while engine.has_unfinished_requests():  # of engines that share experts with this one
             engine.step()
@@ -247,7 +270,7 @@ class RolloutEngine:
             ended |= self._step()
         core.scheduler.set_pause_state(PauseState.UNPAUSED)
         version = self._check_version()
-        paused = {number: _joined(parts, version) for number, parts in self._submitted.items()}
+        paused = {number: _joined(parts, version, NO_CHOICES) for number, parts in self._submitted.items()}
         self._submitted = {number: [] for number in paused}
         return ended, paused
 
@@ -345,10 +368,11 @@ def _completion(output: Any, version: int) -> Completion:
     return Completion(tuple(output.token_ids), logprobs, version, stopped, tuple(k for k in kept if k is not None))
 
 
-def _joined(parts: Sequence[Completion], version: int) -> Completion:
+def _joined(parts: Sequence[Completion], version: int, experts: ExpertChoices) -> Completion:
     """Return the completion that consists of these parts, by weights of one version."""
     tokens, logprobs, kept = (
         tuple(itertools.chain.from_iterable(getattr(part, key) for part in parts))
         for key in ("tokens", "logprobs", "kept")
     )
-    return Completion(tokens, logprobs, version, any(part.stopped for part in parts), kept)
+    stopped = any(part.stopped for part in parts)
+    return Completion(tokens, logprobs, version, stopped, kept, experts)

@@ -22,7 +22,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from hybrid3d.config import Rollout
 from hybrid3d.patches import Patch
-from hybrid3d.rollout import truncation
+from hybrid3d.rollout import routed_experts, truncation
 
 VLLM = "vllm==0.32.0"
 
@@ -154,7 +154,7 @@ def keep_weights_while_asleep() -> None:
     Worker._maybe_get_memory_pool_context = without_weights
 
 
-ALL = (
+EVERYWHERE = (
     Patch(
         "vllm.distributed.device_communicators.custom_all_reduce.CustomAllreduce.register_graph_buffers",
         VLLM,
@@ -227,6 +227,14 @@ ALL = (
         "tests/test_delta_sync.py",
     ),
     Patch(
+        "vllm.distributed.aux_output_connector.connector.AuxOutputSchedulerConnector.take_output",
+        VLLM,
+        "Under an external launcher each rank of TP has a scheduler, but only the first has the experts of tokens; the "
+        "others stop with an assertion.",
+        "tests/test_router_replay.py",
+        routed_experts.take_output_of_first_rank,
+    ),
+    Patch(
         "torch.distributed.new_group",
         "torch==2.13.0",
         "It sorts a group's members by rank, but vLLM numbers them in the order given (`groups_over_slots`); for a "
@@ -234,3 +242,29 @@ ALL = (
         "tests/test_sync.py",
     ),
 )
+
+ON_CPU = (
+    Patch(
+        "vllm.config.vllm.VllmConfig._verify_aux_output_compatibility",
+        VLLM,
+        "It refuses to return the experts of tokens with the V1 model runner, the only one on CPUs without Triton.",
+        "tests/test_router_replay.py",
+        routed_experts.without_check,
+    ),
+    Patch(
+        "vllm.v1.worker.cpu_model_runner.CPUModelRunner.execute_model",
+        VLLM,
+        "The V1 model runner does not keep the experts of tokens.",
+        "tests/test_router_replay.py",
+        routed_experts.execute_and_capture,
+    ),
+    Patch(
+        "vllm.v1.worker.cpu_model_runner.CPUModelRunner.sample_tokens",
+        VLLM,
+        "The V1 model runner does not return the experts of tokens.",
+        "tests/test_router_replay.py",
+        routed_experts.sample_and_return,
+    ),
+)
+
+ALL = (*EVERYWHERE, *ON_CPU)

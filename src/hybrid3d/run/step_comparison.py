@@ -17,7 +17,8 @@ from hybrid3d.run.step_record import Array, StepRecord, WeightRecord, read_step
 
 # Settings that decide on what a step computes from its weights and samples. Others may differ between equal runs.
 CAUSES = (
-    *("model.dtype", "train.expert_bias_update_rate", "rollout.temperature", "rollout.max_new_tokens"),
+    *("model.dtype", "train.expert_bias_update_rate", "train.router_replay"),
+    *("rollout.temperature", "rollout.max_new_tokens"),
     *("reward.model", "reward.shuffle", "reward.overlong_buffer", "reward.min", "reward.max", "reward.whiten"),
     *("reward.coef", "algorithm.*", "optimizer.*", "critic.*", "run.seed"),
 )
@@ -38,6 +39,7 @@ SAMPLE_FIELDS = {
     "loss_mask": "loss mask",
     "versions": "weight versions",
     "logprobs": "log-probabilities of the rollout",
+    "experts": "experts of the rollout",
 }
 FIRST_METRICS = ("critic/grad_norm", "train/grad_norm", "critic/lr", "train/lr")  # what the updates depend on
 

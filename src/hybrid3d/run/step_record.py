@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save
 
 from hybrid3d.config import Recipe, load_recipe, recipe_to_yaml
 from hybrid3d.errors import UserMistake
+from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices, joined
 from hybrid3d.generation.samples import Sample
 from hybrid3d.storage import manifest
 from hybrid3d.storage.user_files import read_json_file
@@ -162,20 +163,22 @@ def _save(path: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def _sample_arrays(samples: Sequence[Sample]) -> dict[str, Array]:
-    def joined(parts: Sequence[Sequence[Any]], dtype: type) -> Array:
+    def in_a_row(parts: Sequence[Sequence[Any]], dtype: type) -> Array:
         return np.array([value for part in parts for value in part], dtype)
 
     return {
         "prompt_lengths": np.array([len(sample.prompt_ids) for sample in samples], np.int32),
-        "prompt_ids": joined([sample.prompt_ids for sample in samples], np.int32),
+        "prompt_ids": in_a_row([sample.prompt_ids for sample in samples], np.int32),
         "lengths": np.array([len(sample.tokens) for sample in samples], np.int32),
-        "tokens": joined([sample.tokens for sample in samples], np.int32),
-        "loss_mask": joined([sample.loss_mask for sample in samples], np.bool_),
-        "versions": joined([sample.versions for sample in samples], np.int32),
-        "logprobs": joined([sample.logprobs for sample in samples], np.float64),
+        "tokens": in_a_row([sample.tokens for sample in samples], np.int32),
+        "loss_mask": in_a_row([sample.loss_mask for sample in samples], np.bool_),
+        "versions": in_a_row([sample.versions for sample in samples], np.int32),
+        "logprobs": in_a_row([sample.logprobs for sample in samples], np.float64),
         "rewards": np.array([sample.reward for sample in samples], np.float64),
         "branches": np.array([sample.branch for sample in samples], np.int32),
         "baselines": np.array([sample.baseline for sample in samples], np.float64),
+        "expert_lengths": np.array([len(sample.experts) for sample in samples], np.int32),
+        "experts": joined([sample.experts for sample in samples]),
     }
 
 
@@ -186,8 +189,22 @@ def _samples(arrays: Mapping[str, Array]) -> list[Sample]:
     rewards = arrays["rewards"].tolist()
     missing = np.zeros(len(rewards), np.int32)  # in older records
     others = [arrays.get(key, missing).tolist() for key in ("branches", "baselines")]
-    fields = zip(prompts, tokens, masks, logprobs, rewards, versions, *others, strict=True)
-    return [Sample("", p, t, mask, n, "", r, v, branch=b, baseline=base) for p, t, mask, n, r, v, b, base in fields]
+    experts = _experts(arrays, len(rewards))
+    fields = zip(prompts, tokens, masks, logprobs, rewards, versions, *others, experts, strict=True)
+    return [
+        Sample("", p, t, mask, n, "", r, v, branch=b, baseline=base, experts=e)
+        for p, t, mask, n, r, v, b, base, e in fields
+    ]
+
+
+def _experts(arrays: Mapping[str, Array], samples: int) -> list[ExpertChoices]:
+    if "experts" not in arrays or not arrays["experts"].size:  # older records have none
+        return [NO_CHOICES] * samples
+    ends = np.cumsum(arrays["expert_lengths"])
+    if len(ends) != samples or ends[-1] != len(arrays["experts"]):
+        raise ValueError(f"choices of {samples} samples expected, {len(arrays['experts'])} tokens of {len(ends)} found")
+    parts = np.split(arrays["experts"], ends[:-1])
+    return [ExpertChoices.of(part) if len(part) else NO_CHOICES for part in parts]
 
 
 def _split(joined: Array, lengths: Array) -> list[tuple[Any, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from hybrid3d.train.batching import micro_batches
 from hybrid3d.train.changes import ChangeTracker
 from hybrid3d.train.micro import MicroBatch
 from hybrid3d.train.offload import OffloadableMemory
+from hybrid3d.train.router_replay import RouterReplay
 from hybrid3d.train.runtime import device, on_device
 from hybrid3d.train.stepping import BucketedOptimizer, BucketHook, in_buckets, place_of
 from hybrid3d.train.weights import MegatronWeights, megatron_weights
@@ -64,6 +66,7 @@ class MegatronModel:
     Attributes:
         stages: this rank's part of the model, one module per virtual pipeline stage.
         weights: this rank's weights as pieces of canonical tensors.
+        router_replay: makes routers choose the experts that a batch has; None where they always choose themselves.
         is_reporting_rank: whether this rank's sums count: one rank, with the output layer, of each
             data-parallel replica.
     """
@@ -89,6 +92,7 @@ class MegatronModel:
         """
         self.config = config
         self.stages = stages
+        self.router_replay: RouterReplay | None = None
         self._trains = optimizer is not None
         self._memory = OffloadableMemory()
         dtype = getattr(torch, recipe.model.dtype)
@@ -244,12 +248,20 @@ class MegatronModel:
         self.onload("parameters")
         multiple = recipe.train.tp if self.stages[0].config.sequence_parallel else 1  # a sequence is split over TP
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        micros = micro_batches(batch.to(device()), recipe.train, multiple, group)
+        batch = batch.to(device())
+        micros = micro_batches(batch, recipe.train, multiple, group)
+        replay = self.router_replay
+        if replay is not None:
+            recomputes = recipe.train.recompute == "full"
+            replay.begin(batch, forward_only=forward_only, recomputes=recomputes)
 
         def forward_step(of_step: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(of_step)
             padding = self._padding(stage, micro.padded)
-            output = stage(micro.tokens, micro.positions, None, packed_seq_params=micro.packing, padding_mask=padding)
+            with replay.micro_batch(self._modules.index(stage), micro) if replay is not None else nullcontext():
+                output = stage(
+                    micro.tokens, micro.positions, None, packed_seq_params=micro.packing, padding_mask=padding
+                )
             return output, partial(close, micro)
 
         with on_device():

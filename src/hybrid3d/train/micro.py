@@ -23,6 +23,7 @@ class MicroBatch:
         lengths: [b], in tokens.
         width: T of the batch, the width that `aligned` returns.
         packing: the boundaries of the sequences in a packed row; None if each row is one sequence.
+        experts: [b, T', layers, k], as in the batch.
     """
 
     rows: Rows
@@ -32,6 +33,7 @@ class MicroBatch:
     lengths: torch.Tensor
     width: int
     packing: PackedSeqParams | None = None
+    experts: torch.Tensor | None = None
 
     def before(self, output: torch.Tensor) -> torch.Tensor:
         """Return the positions of the model's output [b, T', ...] that predict a token, [b, T' - 1, ...]."""
@@ -45,6 +47,13 @@ class MicroBatch:
     def aligned(self, values: torch.Tensor) -> torch.Tensor:
         """Align values of `before` with the tokens that they predict: [b, T], 0 at position 0."""
         return pad(values, (1, self.width - 1 - values.shape[1]))
+
+    def unpacked(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of the tokens [b, T', ...] as the batch has them, [b, T, ...], -1 at padding."""
+        found = values.new_full((len(values), self.width, *values.shape[2:]), -1)
+        width = min(self.width, values.shape[1])
+        found[:, :width] = values[:, :width].masked_fill(_like(self.padded[:, :width], values), -1)
+        return found
 
     def last(self, output: torch.Tensor) -> torch.Tensor:
         """Return the model's output [b, T', ...] at each sequence's last token, [b, ...]."""
@@ -64,6 +73,12 @@ class PackedMicroBatch(MicroBatch):
         within = (self.positions[0, 1:] > 0) & ~self.padded[0, 1:]
         return values.new_zeros(predicted.shape).masked_scatter(predicted, values[0, within])
 
+    def unpacked(self, values: torch.Tensor) -> torch.Tensor:
+        real = torch.arange(self.width, device=values.device) < self.lengths[:, None]
+        found = values.new_full((*real.shape, *values.shape[2:]), -1)
+        found[real] = values[0, ~self.padded[0]]
+        return found
+
     def last(self, output: torch.Tensor) -> torch.Tensor:
         return output[0, self.lengths.cumsum(0) - 1]
 
@@ -73,7 +88,12 @@ def in_rows(batch: Batch, rows: Rows, width: int) -> MicroBatch:
     lengths, positions = batch.lengths[rows], torch.arange(width, device=batch.tokens.device)
     tokens = pad(batch.tokens[rows], (0, width - batch.tokens.shape[1]))
     padded = positions >= lengths[:, None]
-    return MicroBatch(rows, tokens, positions.expand_as(tokens), padded, lengths, batch.tokens.shape[1])
+    experts = batch.experts
+    if experts is not None:
+        experts = pad(experts[rows], (0, 0, 0, 0, 0, width - batch.tokens.shape[1]), value=-1)
+    return MicroBatch(
+        rows, tokens, positions.expand_as(tokens), padded, lengths, batch.tokens.shape[1], experts=experts
+    )
 
 
 def in_one_row(batch: Batch, rows: Rows, size: int) -> PackedMicroBatch:
@@ -90,4 +110,12 @@ def in_one_row(batch: Batch, rows: Rows, size: int) -> PackedMicroBatch:
     packing = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(sizes), max_seqlen_kv=max(sizes)
     )
-    return PackedMicroBatch(rows, tokens[None], positions[None], padded[None], lengths, width, packing)
+    experts = batch.experts
+    if experts is not None:
+        experts = pad(experts[rows][real], (0, 0, 0, 0, 0, padding), value=-1)[None]
+    return PackedMicroBatch(rows, tokens[None], positions[None], padded[None], lengths, width, packing, experts)
+
+
+def _like(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a mask [b, T] with dims of size 1 for the further dims of values [b, T, ...]."""
+    return mask.reshape(*mask.shape, *[1] * (values.dim() - mask.dim()))

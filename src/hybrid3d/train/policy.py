@@ -10,13 +10,14 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from hybrid3d.config import Recipe
-from hybrid3d.families import Config
+from hybrid3d.families import Config, family_of
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import TokenScores
 from hybrid3d.train.entropy import vocab_parallel_entropy
 from hybrid3d.train.megatron_model import MegatronModel
 from hybrid3d.train.micro import MicroBatch
 from hybrid3d.train.model import build_model
+from hybrid3d.train.router_replay import RouterReplay
 from hybrid3d.train.runtime import ON_CUDA
 
 
@@ -28,6 +29,9 @@ class Policy(MegatronModel):
         stages = build_model(config, recipe.train, getattr(torch, recipe.model.dtype))
         optimizer = recipe.optimizer if trainable else None
         super().__init__(config, stages, recipe, rank, path=path or recipe.model.path, optimizer=optimizer)
+        experts, replays = family_of(config).experts(config), recipe.train.router_replay
+        if trainable and experts is not None and replays != "none":
+            self.router_replay = RouterReplay(stages, experts, records=replays == "old")
 
     @property
     def has_experts(self) -> bool:

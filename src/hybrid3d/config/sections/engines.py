@@ -66,6 +66,9 @@ class Train:
         packed: Concatenate the sequences of a micro batch without padding.
         max_tokens_per_micro_batch: Maximum tokens per micro batch, padding included; replaces `micro_batch_size`.
         recompute: With `full`, a layer keeps only its input and is recomputed in the backward pass.
+        router_replay: Where routers of experts take their choices from when the policy is trained: `none`: from the
+            weights that are trained; `old`: from the pass that computes the old log-probabilities (arXiv 2507.18071,
+            section 5.3); `rollout`: from vLLM, also in that pass (arXiv 2510.11370).
         offload_parameters: Offload the parameters to host memory while vLLM generates.
         offload_optimizer: Offload the optimizer state to host memory while vLLM generates.
         offload_gradients: Free gradients while vLLM generates.
@@ -85,6 +88,7 @@ class Train:
     packed: bool = False
     max_tokens_per_micro_batch: Tokens | None = None
     recompute: Literal["none", "full"] = "none"
+    router_replay: Literal["none", "old", "rollout"] = "none"
     offload_parameters: bool = False
     offload_gradients: bool = False
     offload_optimizer: bool = False
