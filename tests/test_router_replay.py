@@ -167,5 +167,6 @@ def test_a_run_with_router_replay_is_replayed_bit_for_bit(replay: str, demo: Pat
         if replay == "rollout":
             assert row["mismatch/missing_expert_choices"] == 0
             assert 0.5 < row["mismatch/expert_agreement"] < 1
-    report = json.loads(hybrid3d(tmp_path, "replay", "runs/demo-cpu", "--step", "1", "--json").splitlines()[-1])
+    hybrid3d(tmp_path, "replay", "runs/demo-cpu", "--step", "1")
+    report = json.loads((tmp_path / "runs/demo-cpu/replay/step-000001.json").read_text())
     assert report["equal"], report["first_difference"]
