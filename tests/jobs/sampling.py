@@ -66,7 +66,7 @@ def alternatives(
 
 
 def as_json(completions: list[Completion]) -> list[dict]:
-    return [vars(completion) for completion in completions]
+    return [{key: value for key, value in vars(one).items() if key != "experts"} for one in completions]
 
 
 def main(folder: str, stop: str, out: Path) -> None:

@@ -64,7 +64,7 @@ class AnswerTokens:
             reference=example.answer,
             branch=branch,
             kept_probability=sum(self.kept) / len(self.kept) if self.kept else 1.0,
-            experts=self.experts,
+            experts=self.experts.first(len(prompt_ids) + len(self.tokens)),  # of what a stop has left
         )
 
     def _append(self, tokens: Sequence[int], loss_mask: bool, version: int) -> None:

@@ -230,11 +230,17 @@ class RolloutEngine:
         return ended
 
     def _completion(self, output: Any, version: int) -> Completion:
-        steps = () if output.logprobs is None else zip(output.logprobs, output.token_ids, strict=True)
-        logprobs = tuple(step[token].logprob for step, token in steps)
+        steps = [] if output.logprobs is None else [*zip(output.logprobs, output.token_ids, strict=True)]
+        kept = [kept_probability(step, token) for step, token in steps]
         is_sampled = output.logprobs is not None  # greedy answers are not trained
-        experts = self._experts.of_completion(output) if is_sampled and self._experts is not None else NO_CHOICES
-        return Completion(tuple(output.token_ids), logprobs, version, experts)
+        return Completion(
+            tokens=tuple(output.token_ids),
+            logprobs=tuple(step[token].logprob for step, token in steps),
+            weight_version=version,
+            stopped=isinstance(output.stop_reason, str),
+            kept=tuple(k for k in kept if k is not None),
+            experts=self._experts.of_completion(output) if is_sampled and self._experts is not None else NO_CHOICES,
+        )
 
     def _experts_of(self, number: int) -> ExpertChoices:
         return NO_CHOICES if self._experts is None else self._experts.of_request(str(number))
@@ -358,14 +364,6 @@ def _sampling_params(request: GenerationRequest) -> SamplingParams:
         logprobs=None if is_greedy else LOGPROBS if sampling.truncates else 0,
         detokenize=bool(sampling.stop),
     )
-
-
-def _completion(output: Any, version: int) -> Completion:
-    steps = [] if output.logprobs is None else [*zip(output.logprobs, output.token_ids, strict=True)]
-    logprobs = tuple(step[token].logprob for step, token in steps)
-    kept = [kept_probability(step, token) for step, token in steps]
-    stopped = isinstance(output.stop_reason, str)
-    return Completion(tuple(output.token_ids), logprobs, version, stopped, tuple(k for k in kept if k is not None))
 
 
 def _joined(parts: Sequence[Completion], version: int, experts: ExpertChoices) -> Completion:
