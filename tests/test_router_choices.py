@@ -49,9 +49,11 @@ def test_choices_are_kept_as_bytes() -> None:
 def test_an_answer_that_goes_on_keeps_its_first_choices() -> None:
     """Each request returns those of its whole context; what it computed again was chosen before."""
     answer = AnswerTokens()
-    answer.append_generated(Completion((7, 8), (-1.0, -1.0), 0, choices(0, 1, 2)))  # of two tokens before it, and 7
+    answer.append_generated(
+        Completion((7, 8), (-1.0, -1.0), 0, experts=choices(0, 1, 2))
+    )  # of two tokens before it, and 7
     answer.append_written([9])
-    answer.append_generated(Completion((10,), (-1.0,), 1, choices(10, 11, 12, 3, 4)))  # of 8 and 9 too
+    answer.append_generated(Completion((10,), (-1.0,), 1, experts=choices(10, 11, 12, 3, 4)))  # of 8 and 9 too
     assert answer.experts == choices(0, 1, 2, 3, 4)
     assert len(answer.experts) == 2 + len(answer.tokens) - 1
 

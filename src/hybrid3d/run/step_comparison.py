@@ -33,6 +33,7 @@ TOKEN_VALUES = {  # of the policy's tokens, in the order in which they are compu
     "returns": "returns",
     "correction": "weights of algorithm.correction",
 }
+LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "first_stage_layers", "last_stage_layers")  # of `train`
 SAMPLE_FIELDS = {
     "prompt_ids": "tokens of the prompt",
     "tokens": "tokens of the answer",
@@ -136,12 +137,17 @@ def first_difference(one: StepRecord, other: StepRecord) -> Difference | None:
 
 
 def same_layout(one: StepRecord, other: StepRecord) -> bool:
-    """Return whether the same ranks have the same tensors, so that fingerprints of ranks can be compared."""
-    return one.weights.keys() == other.weights.keys() and all(
-        weights.tensors == other.weights[model].tensors
-        and np.array_equal(weights.rank, other.weights[model].rank)
-        and np.array_equal(weights.tensor, other.weights[model].tensor)
-        for model, weights in one.weights.items()
+    """Return whether the same ranks have the same parts of tensors, so that fingerprints of ranks can be compared."""
+    layouts = [[getattr(record.settings.train, key) for key in LAYOUT] for record in (one, other)]
+    return (
+        layouts[0] == layouts[1]
+        and one.weights.keys() == other.weights.keys()
+        and all(
+            weights.tensors == other.weights[model].tensors
+            and np.array_equal(weights.rank, other.weights[model].rank)
+            and np.array_equal(weights.tensor, other.weights[model].tensor)
+            for model, weights in one.weights.items()
+        )
     )
 
 

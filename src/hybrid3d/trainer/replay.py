@@ -115,12 +115,13 @@ def replay(
 def _replay_step(
     learner: Learner, models: Models, recorded: StepRecord, recipe: Recipe, group: dist.ProcessGroup
 ) -> StepRecord | None:
-    """Do a recorded step again; return its record on the first rank, with the recorded settings."""
+    """Do a recorded step again; return its record on the first rank, with the recorded settings but for `train`."""
     experience = learner.make_experience(recorded.samples, recorded.step, recipe)
     capture = StepCapture(models.trained, learner.progress, models.policy.is_reporting_rank, group)
     metrics = experience.metrics
     metrics.update(learner.update(experience, recorded.step, recipe))
-    return capture.finish(recorded.step, recorded.settings, recorded.samples, experience, metrics.reduce(group))
+    settings = replace(recorded.settings, train=recipe.train)
+    return capture.finish(recorded.step, settings, recorded.samples, experience, metrics.reduce(group))
 
 
 def _summation(recipe: Recipe) -> Any:
