@@ -20,7 +20,6 @@ def check_algorithm(recipe: Recipe) -> Iterator[str]:
     if not recipe.algorithm.generates:
         return
     yield from _check_advantage(recipe)
-    yield from _check_batch_std(recipe)
     yield from _check_loss(recipe)
     if recipe.algorithm.uses_greedy_answers:
         yield from _check_greedy_answers(recipe)
@@ -34,22 +33,16 @@ def check_algorithm(recipe: Recipe) -> Iterator[str]:
 
 def _check_advantage(recipe: Recipe) -> Iterator[str]:
     combined = recipe.algorithm.combination
-    advantage, scale = (
-        f"algorithm.advantage={combined.advantage}",
-        f"algorithm.advantage_scale={combined.advantage_scale}",
-    )
+    scale = f"algorithm.advantage_scale={combined.advantage_scale}"
     if combined.advantage in TOKEN_ADVANTAGES and combined.advantage_scale not in ("none", "whiten"):
         yield (
-            f"{scale}: with {advantage} each token has an advantage of its own, which is not divided by that of "
-            "rewards: set whiten or none"
+            f"{scale}: with algorithm.advantage={combined.advantage} each token has an advantage of its own, which is "
+            "not divided by that of rewards: set whiten or none"
         )
-
-
-def _check_batch_std(recipe: Recipe) -> Iterator[str]:
-    if recipe.algorithm.combination.advantage_scale == "batch_std" and recipe.sequences_per_step < 2:
+    if combined.advantage_scale == "batch_std" and recipe.sequences_per_step < 2:
         yield (
-            f"algorithm.advantage_scale=batch_std: the {recipe.sequences_per_step} answer of a step has no standard "
-            "deviation: set algorithm.prompts_per_step to 2 or more, or algorithm.advantage_scale to none"
+            f"{scale}: the {recipe.sequences_per_step} answer of a step has no standard deviation: set "
+            "algorithm.prompts_per_step to 2 or more, or algorithm.advantage_scale to none"
         )
 
 

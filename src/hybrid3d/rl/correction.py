@@ -112,6 +112,7 @@ class OffPolicy:
 
     Attributes:
         tokens, answers: how many were added.
+        weight: sum over tokens of the correction's weights.
         ratio, ratio_squared: sums over tokens of train / rollout and of its square.
         answer_ratio_squared: sum over answers of the square of the product of its tokens' ratios.
         train_perplexity, rollout_perplexity: sums over answers of exp(-mean log-probability).
@@ -119,6 +120,7 @@ class OffPolicy:
 
     tokens: float = 0.0
     answers: float = 0.0
+    weight: float = 0.0
     ratio: float = 0.0
     ratio_squared: float = 0.0
     answer_ratio_squared: float = 0.0
@@ -126,8 +128,9 @@ class OffPolicy:
     rollout_perplexity: float = 0.0
 
     @classmethod
-    def of(cls, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> OffPolicy:
-        """Return the sums of log-probabilities [B, T]; rows without tokens are not answers."""
+    def of(cls, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, weights: Tensor | None = None) -> OffPolicy:
+        """Return the sums of log-probabilities and weights [B, T]; rows without tokens are not answers."""
+        weight = 0.0 if weights is None else float(weights.sum())
         rows = mask.bool().any(1)
         mask, logprobs, rollout = mask[rows].double(), logprobs[rows].double(), rollout_logprobs[rows].double()
         logprobs, rollout = (torch.where(mask.bool(), values, 0.0) for values in (logprobs, rollout))
@@ -140,7 +143,7 @@ class OffPolicy:
             (-logprobs.sum(1) / lengths).exp().sum(),
             (-rollout.sum(1) / lengths).exp().sum(),
         )
-        return cls(float(mask.sum()), float(len(mask)), *(float(value) for value in sums))
+        return cls(float(mask.sum()), float(len(mask)), weight, *(float(value) for value in sums))
 
     def __add__(self, other: OffPolicy) -> OffPolicy:
         return OffPolicy(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))

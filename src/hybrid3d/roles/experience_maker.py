@@ -6,7 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +29,8 @@ from hybrid3d.roles.shares import Shares, shares_of, spread_over
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.train.runtime import device
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +145,8 @@ class ExperienceMaker:
         """Return the samples with the reward model's scores as rewards, where there is one."""
         if self.models.reward_model is None:
             return list(samples)
-        scores = self._gather_by_sample(self.models.reward_model.scores(batch, recipe))
+        found = self.models.reward_model.scores(batch, recipe)
+        scores = self._gather_rows(None if found is None else found.tolist())
         return [replace(sample, reward=score) for sample, score in zip(samples, scores, strict=True)]
 
     def _with_advantages(self, experience: Experience, answers: list[int], step: int, recipe: Recipe) -> Experience:
@@ -155,16 +160,14 @@ class ExperienceMaker:
         scores = self._scores(firsts, step, recipe, metrics)
         kl, penalties, mean_kl = _kl_to_reference(experience, recipe), None, None
         if self.models.reference is not None:
-            row_kl = torch.tensor(self._gather_by_sample(None if kl is None else kl.sum(1)))
+            row_kl = torch.tensor(self._gather_rows(None if kl is None else kl.sum(1).tolist()))
             answer_kl = torch.zeros(len(scores)).index_add(0, torch.tensor(answers), row_kl)
             mean_kl = float(answer_kl.mean())
             metrics.replicated |= {"train/answer_kl": mean_kl, "train/kl_coef": experience.kl_coef}
             if recipe.algorithm.kl.where == "reward" and combined.advantage not in TOKEN_ADVANTAGES:
                 penalties = experience.kl_coef * answer_kl
         lengths = torch.zeros(len(scores)).index_add(
-            0,
-            torch.tensor(answer_numbers(experience.samples)),
-            torch.tensor([float(sample.num_loss_tokens) for sample in experience.samples]),
+            0, experience.answers.flatten(), experience.lengths.flatten().float()
         )
         compared = Answers(
             scores,
@@ -235,17 +238,11 @@ class ExperienceMaker:
                 setting.kind, experience.old, experience.rollout, mask, setting.low, setting.high
             )
         reports = experience.old is not None and self.models.policy.is_reporting_rank
-        sums = (
-            (OffPolicy.of(experience.old, experience.rollout, mask), 0.0 if weights is None else float(weights.sum()))
-            if reports
-            else (OffPolicy(), 0.0)
-        )
-        gathered = gather_objects(sums, self.group)
-        total, tokens = sum((of for of, _ in gathered), OffPolicy()), int(experience.lengths.sum())
+        local = OffPolicy.of(experience.old, experience.rollout, mask, weights) if reports else OffPolicy()
+        total = sum(gather_objects(local, self.group), OffPolicy())
         experience.metrics.replicated |= {f"mismatch/{name}": value for name, value in total.metrics.items()}
-        mean_weight = sum(weight for _, weight in gathered) / tokens
-        if weights is not None and setting.normalize and mean_weight > 0:
-            weights = weights / mean_weight
+        if weights is not None and setting.normalize and total.weight > 0:
+            weights = weights * (total.tokens / total.weight)
         if reports:
             self._measure_mismatch(experience, weights, recipe)
         fraction, kind = algorithm.high_entropy_fraction, algorithm.combination.policy_loss
@@ -285,34 +282,30 @@ class ExperienceMaker:
             select: called on every rank with the values and the advantages of all tokens, in the order of samples;
                 returns which are selected.
         """
-        mask, rank = experience.batch.response_mask.bool(), self.models.policy.data_parallel_rank
-        reports = values is not None and self.models.policy.is_reporting_rank
-        # As one array: parts of a tensor would each be sent with all of its memory
-        whole = torch.stack([values, experience.advantages], -1)[mask].cpu().numpy() if reports else None
-        by_row: dict[int, Tensor] = {}
-        for found in gather_objects((rank, mask.sum(1).tolist(), whole) if reports else None, self.group):
-            if found is not None:
-                other, lengths, tokens = found
-                by_row |= zip(self._shares[other], torch.from_numpy(tokens).split(lengths), strict=True)
-        order = sorted(by_row)
-        everything = torch.cat([by_row[row] for row in order])
-        chosen = select(everything[:, 0], everything[:, 1]).split([len(by_row[row]) for row in order])
-        chosen_rows = dict(zip(order, chosen, strict=True))
+        mask, rows = experience.batch.response_mask.bool(), None
+        if values is not None:
+            tokens = torch.stack([values, experience.advantages], -1)[mask].cpu().numpy()
+            rows = np.split(tokens, mask.sum(1).cumsum(0)[:-1].cpu().numpy())
+        by_row = [torch.from_numpy(row) for row in self._gather_rows(rows)]
+        everything = torch.cat(by_row)
+        chosen = select(everything[:, 0], everything[:, 1]).split([len(row) for row in by_row])
         if values is None:
             return None
-        local = torch.cat([chosen_rows[row] for row in experience.rows]).to(values)
+        local = torch.cat([chosen[row] for row in experience.rows]).to(values)
         return torch.zeros_like(values).masked_scatter(mask, local)
 
-    def _gather_by_sample(self, values: Tensor | None) -> list[float]:
-        """Gather values [b] of each data-parallel rank's share; return one number for every row, on every rank."""
-        policy = self.models.policy
+    def _gather_rows(self, values: Sequence[T] | None) -> list[T]:
+        """Gather a value for each row of each data-parallel rank's share; return those of all rows, on every rank.
+
+        Args:
+            values: None on ranks without the output layer.
+        """
+        policy, found = self.models.policy, dict[int, T]()
         reports = values is not None and policy.is_reporting_rank
-        local = (policy.data_parallel_rank, values.tolist()) if reports else None
-        gathered = gather_objects(local, self.group)
-        found: dict[int, float] = {}
-        for (_, numbers), share in zip(sorted(filter(None, gathered)), self._shares, strict=True):
-            found |= zip(share, numbers, strict=True)
-        return [found[i] for i in range(len(found))]
+        for share in gather_objects((policy.data_parallel_rank, values) if reports else None, self.group):
+            if share is not None:
+                found |= zip(self._shares[share[0]], share[1], strict=True)
+        return [found[row] for row in range(len(found))]
 
 
 def _by_covariance(logprobs: Tensor, advantages: Tensor, recipe: Recipe, step: int) -> Tensor:
