@@ -216,7 +216,8 @@ def _check_reads_tokens(path: str, key: str, config: Config, policy: Config, rec
     family = family_of(config)
     check_against_transformers(Path(path) / "config.json", config, family)
     shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
-    check_layout(replace(recipe, rollout=None), shape, device=None)
+    train = replace(recipe.train, router_replay="none")  # which is the policy's alone
+    check_layout(replace(recipe, rollout=None, train=train), shape, device=None)
     if config["vocab_size"] != policy["vocab_size"]:
         problem = f"{key}: {path} has a vocabulary of {config['vocab_size']} tokens, the policy {policy['vocab_size']}"
         raise RecipeError(recipe.name, [f"{problem}: it must have been trained with the policy's tokenizer"])
