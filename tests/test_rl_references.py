@@ -280,7 +280,7 @@ def test_data_with_references_that_test_nothing_is_refused(recipe: Recipe) -> No
 
 def test_only_what_the_reward_judges_is_checked(recipe: Recipe) -> None:
     right, wrong = data("assert f(1) == 2"), data("#### 43")
-    check_data_references(replace(recipe, reward=replace(recipe.reward, name="gsm8k")), wrong, wrong)
-    check_data_references(replace(recipe, reward=replace(recipe.reward, model="judge")), wrong, right)
+    check_data_references(replace(recipe, reward=replace(recipe.reward, name="gsm8k")), wrong, {"eval": wrong})
+    check_data_references(replace(recipe, reward=replace(recipe.reward, model="judge")), wrong, {"eval": right})
     sft = replace(recipe, algorithm=replace(recipe.algorithm, name="sft"), rollout=None)
-    check_data_references(sft, wrong, wrong)
+    check_data_references(sft, wrong, {"eval": wrong})
