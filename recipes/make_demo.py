@@ -1,4 +1,4 @@
-"""Make the demo task: an untrained small checkpoint, its tokenizer and three GSM8K-style parquet files.
+"""Make the demo task: an untrained small checkpoint, its tokenizer and GSM8K-style parquet files.
 
     python recipes/make_demo.py build/demo [--seed 1] [--calculator]
 
@@ -7,16 +7,18 @@ Writes to the output folder:
 * ``base/``           a random Qwen2-type checkpoint (tied embeddings, float32) and its tokenizer;
 * ``warmup.parquet``  demonstrations for the supervised warm-up;
 * ``train.parquet``   the problems that RL trains on;
-* ``eval.parquet``    held-out problems: no pair of operands in it occurs, in either order, in the other two.
+* ``eval.parquet``    held-out problems: no pair of operands in it occurs, in either order, in the other two;
+* ``preferences.parquet``, ``preferences-eval.parquet``  such problems with a right and a wrong answer each.
 
-All three files have GSM8K's columns, ``question`` and ``answer``, and an answer ends in ``#### 42``. A problem adds or
-subtracts two numbers of two digits, never with a carry or a borrow, and its words determine the operation.
+The first three files have GSM8K's columns, ``question`` and ``answer``, and an answer ends in ``#### 42``. A problem
+adds or subtracts two numbers of two digits, never with a carry or a borrow, and its words determine the operation.
 
 Many of the warm-up demonstrations are wrong on purpose: for most kinds of problem (``NOISY`` below) most of them use
 the wrong operation, subtraction instead of addition. A model that is warmed up on them can calculate and uses the right
 format; its greedy answers to those kinds are wrong, and its samples are sometimes right. Reinforcement learning can
 therefore learn, from the reward alone and in a few dozen steps, which operation the words require. It does not teach
-this model to calculate. ``train`` and ``eval`` have only right answers.
+this model to calculate. ``train`` and ``eval`` have only right answers. The wrong answers of preferences, their column
+``rejected``, are those of the other operation; the right ones are ``chosen``.
 
 With ``--calculator`` a demonstration asks for its calculation, which a calculator completes (``calculator_agent.py``):
 ``<<31+12=43>>#### 43``. Those of ``train`` and ``eval`` are answers only, as without.
@@ -24,6 +26,7 @@ With ``--calculator`` a demonstration asks for its calculation, which a calculat
 
 import argparse
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,16 +105,29 @@ def rows(
     return problems
 
 
+def preferences(problems: Sequence[Row]) -> list[Row]:
+    """Return each problem with its answer as the chosen one, and the other operation's as the rejected one."""
+    found = []
+    for problem in problems:
+        a, b = (int(number) for number in re.findall(r"\d+", problem["question"]))
+        right = int(problem["answer"].removeprefix("#### "))
+        wrong = a - b if right == a + b else a + b
+        found.append({"question": problem["question"], "chosen": f"#### {right}", "rejected": f"#### {wrong}"})
+    return found
+
+
 def data_sets(seed: int, calculator: bool) -> dict[str, list[Row]]:
     rng = random.Random(seed)
     pairs = all_pairs()
     rng.shuffle(pairs)
     held_out, seen = pairs[:EVAL_PAIRS], pairs[EVAL_PAIRS:]
-    return {
+    found = {
         "warmup": rows(SIZES["warmup"], seen, WRONG_FRACTION, rng, calculator),
         "train": rows(SIZES["train"], seen, 0.0, rng),
         "eval": rows(SIZES["eval"], held_out, 0.0, rng),
     }
+    pairs_of = {"preferences": "train", "preferences-eval": "eval"}
+    return found | {name: preferences(found[source]) for name, source in pairs_of.items()}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

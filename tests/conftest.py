@@ -84,7 +84,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo task as `make demo` makes it: `base/` (Qwen2 and its tokenizer) and three parquet files."""
+    """The demo task as `make demo` makes it: `base/` (Qwen2 and its tokenizer) and parquet files."""
     folder, script = tmp_path_factory.mktemp("demo"), ROOT / "recipes" / "make_demo.py"
     with patch.object(sys, "argv", [str(script), str(folder)]), redirect_stdout(StringIO()):
         runpy.run_path(str(script), run_name="__main__")  # in this process, which has to import the same anyway

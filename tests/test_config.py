@@ -18,7 +18,7 @@ from hybrid3d.generation.agents.program import find_agent_problems
 # The recipe of the design's contracts, letter by letter.
 NAMES = (
     "grpo, dr_grpo, dapo, gspo, rloo, reinforce_pp, reinforce_pp_baseline, ppo, grpo_passk, opo, remax, gpg, cispo, "
-    "sapo, gmpo, clip_cov, kl_cov, dppo, sft"
+    "sapo, gmpo, clip_cov, kl_cov, dppo, sft, dpo"
 )
 
 PATH = "expected a string, not empty, of printable characters, at most 200 bytes a name"
@@ -118,6 +118,8 @@ def test_defaults(load: Any) -> None:
             "eval": "b.parquet",
             "prompt": "question",
             "answer": "answer",
+            "chosen": "chosen",
+            "rejected": "rejected",
             "chat_template": False,
             "overlong": "error",
             "max_invalid_fraction": 0.01,
@@ -153,6 +155,8 @@ def test_defaults(load: Any) -> None:
             "dynamic_sampling": None,
             "loss": {"tau_positive": 1.0, "tau_negative": 1.05, "cov_fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0}
             | {"cov_kl_coef": 1.0, "max_ratio": 20.0},
+            "preference": {"loss_type": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "simpo_gamma": 0.5}
+            | {"sft_coef": 0.0},
             "correction": {"kind": "none", "low": 0.5, "high": 2.0, "normalize": False, "bypass": False},
             "kl": {"where": "none", "estimator": None, "coef": 0.0, "target": None, "horizon": 10_000}
             | {"reference": None, "straight_through": False, "clamp": None, "ratio_weighted": False},
@@ -205,9 +209,14 @@ def test_world_size_multiplies_tp_pp_cp_dp_only(load: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "samples", "sequences"), [("grpo", "samples_per_prompt: 8", 256), ("sft", "samples_per_prompt: 1", 32)]
+    ("name", "samples", "sequences"),
+    [
+        ("grpo", "samples_per_prompt: 8", 256),
+        ("sft", "samples_per_prompt: 1", 32),
+        ("dpo", "samples_per_prompt: 1", 64),
+    ],
 )
-def test_sft_trains_on_one_sequence_a_prompt(load: Any, name: str, samples: str, sequences: int) -> None:
+def test_sft_trains_on_one_sequence_a_prompt_and_dpo_on_two(load: Any, name: str, samples: str, sequences: int) -> None:
     assert load(DEMO, [f"algorithm={{name: {name}, prompts_per_step: 32, {samples}}}"]).sequences_per_step == sequences
 
 
@@ -288,8 +297,8 @@ def test_every_problem_in_one_message(load: Any, tmp_path: Path) -> None:
             "max_tokens_per_micro_batch, recompute, router_replay, offload_parameters, offload_gradients, "
             "offload_optimizer",
             "train.pp: expected an integer, 1 to 65,536, got 0 (an integer)",
-            "data.columns: unknown key; known keys of data: train, eval, prompt, answer, chat_template, "
-            "overlong, max_invalid_fraction",
+            "data.columns: unknown key; known keys of data: train, eval, prompt, answer, chosen, rejected, "
+            "chat_template, overlong, max_invalid_fraction",
             "reward.name: expected a string, not empty, of at most 1,000 printable characters, got ' ' (a string)",
             "optimizer.lr: expected a number, 0 to 100, got 'fast' (a string)",
             "run.seed: expected an integer, 0 to 4,294,967,295, got True (a boolean)",

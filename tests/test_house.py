@@ -147,7 +147,7 @@ def test_no_engine_is_reached_from(room: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("loop", ["sft", "replay"])
+@pytest.mark.parametrize("loop", ["sft", "dpo", "replay"])
 def test_no_rollout_engine_is_imported_by(loop: str) -> None:
     code = f"import sys; from hybrid3d.trainer import {loop}; print('vllm' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -9,8 +9,19 @@ import pytest
 import torch
 
 from hybrid3d.config import Algorithm, RecipeError, load_recipe
-from hybrid3d.config.algorithms import ALGORITHMS, Advantage, Aggregation, Combination, LossKind, Name, Ratio
-from hybrid3d.rl import losses, policy_losses
+from hybrid3d.config.algorithms import (
+    ALGORITHMS,
+    FROM_DATA,
+    REFERENCE_FREE_LOSSES,
+    Advantage,
+    Aggregation,
+    Combination,
+    LossKind,
+    Name,
+    PreferenceLossType,
+    Ratio,
+)
+from hybrid3d.rl import losses, policy_losses, preferences
 from hybrid3d.rl.advantages import ADVANTAGES, Answers, answer_advantages
 from hybrid3d.rl.correction import CORRECTIONS
 from hybrid3d.rl.kl import ESTIMATORS
@@ -24,7 +35,7 @@ def algorithm(**settings: Any) -> Algorithm:
 
 def test_recipes_know_the_rows_and_no_others() -> None:
     hints = get_type_hints(Algorithm)
-    assert {*get_args(Name)} == {*ALGORITHMS, "sft"}
+    assert {*get_args(Name)} == {*ALGORITHMS, *FROM_DATA}
     assert {*get_args(get_type_hints(hints["correction"])["kind"])} == {*CORRECTIONS, "none"}
     estimators, _ = get_args(get_type_hints(hints["kl"])["estimator"])  # or None
     assert {*get_args(estimators)} == {*ESTIMATORS}
@@ -35,6 +46,8 @@ def test_recipes_know_what_is_implemented() -> None:
     assert {*get_args(LossKind)} == {*policy_losses.POLICY_LOSSES}
     assert get_args(Aggregation) == get_args(losses.Aggregation)
     assert get_args(Ratio) == get_args(policy_losses.Ratio)
+    assert get_args(PreferenceLossType) == tuple(preferences.PREFERENCE_LOSSES)
+    assert REFERENCE_FREE_LOSSES == preferences.REFERENCE_FREE
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -219,7 +219,7 @@ def test_chat_turns_are_for_prompts_that_go_through_the_template(write: Callable
         (dict(question=turns, answer=["7"]), {}),
         (dict(question=["7"], answer=turns), {"chat_template": True}),
     ):
-        with pytest.raises(DataError, match=r"holds chat turns: only data\.prompt may, with chat_template: true"):
+        with pytest.raises(DataError, match=r"chat turns: only prompts and pairs may, with data\.chat_template: true"):
             read(write(**columns), tokenizer, **asked)
     others = pa.array([[{"role": "user", "text": "apples"}]])
     with pytest.raises(DataError, match=r"column 'question' holds list<.*expected strings"):

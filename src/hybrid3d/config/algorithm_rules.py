@@ -17,6 +17,8 @@ WITHOUT_RATIO = ("reinforce", "gmpo", "dppo_tv", "dppo_kl")  # or with one of th
 
 def check_algorithm(recipe: Recipe) -> Iterator[str]:
     """Yield a message for each contradiction between settings of the section `algorithm`, or with `reward`."""
+    if recipe.algorithm.uses_pairs:
+        yield from _check_pairs(recipe)
     if not recipe.algorithm.generates:
         return
     yield from _check_advantage(recipe)
@@ -29,6 +31,20 @@ def check_algorithm(recipe: Recipe) -> Iterator[str]:
         yield "reward.coef=0 and algorithm.kl.coef=0 leave nothing to learn from: set one of them above 0"
     if reward.min is not None and reward.max is not None and reward.min >= reward.max:
         yield f"reward.min={reward.min:g} is not below reward.max={reward.max:g}"
+
+
+def _check_pairs(recipe: Recipe) -> Iterator[str]:
+    """Yield what preference pairs cannot be."""
+    columns = {
+        "data.prompt": recipe.data.prompt,
+        "data.chosen": recipe.data.chosen,
+        "data.rejected": recipe.data.rejected,
+    }
+    seen: dict[str, str] = {}
+    for setting, column in columns.items():
+        if column in seen:
+            yield f"{setting}={column} is the column of {seen[column]} too: name the column of each"
+        seen.setdefault(column, setting)
 
 
 def _check_advantage(recipe: Recipe) -> Iterator[str]:

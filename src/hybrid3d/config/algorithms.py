@@ -12,7 +12,7 @@ from typing import Literal
 # fmt: off
 Name = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo", "grpo_passk", "opo",
-    "remax", "gpg", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "dppo", "sft",
+    "remax", "gpg", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "dppo", "sft", "dpo",
 ]
 # fmt: on
 Advantage = Literal[
@@ -22,6 +22,10 @@ AdvantageScale = Literal["none", "group_std", "batch_std", "varying_groups", "wh
 Ratio = Literal["token", "sequence", "sequence_straight_through"]
 LossKind = Literal["ppo", "cispo", "sapo", "gmpo", "reinforce", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"]
 Aggregation = Literal["token", "sequence", "sequence_sum", "constant"]
+PreferenceLossType = Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "apo_zero", "apo_down", "simpo"]
+REFERENCE_FREE_LOSSES = ("simpo",)
+SMOOTHED_LOSSES = ("sigmoid", "sigmoid_norm", "robust", "simpo")  # which read `label_smoothing`
+FROM_DATA = ("sft", "dpo")  # which train on answers of the data, and sample none
 
 GROUP_ADVANTAGES = ("group_mean", "leave_one_out", "length_weighted_mean", "best_of_group")
 GROUP_SCALES = ("group_std", "varying_groups")

@@ -263,8 +263,12 @@ def _check_batch(recipe: Recipe, replicas: int | None) -> Iterator[LayoutProblem
     factors = _batch_factors(recipe)
     unit = sequences_multiple(recipe)
     product = f"{'*'.join(factors)}={'*'.join(map(str, factors.values()))}={unit}"
-    sequences = f"of {samples} samples each is {prompts * samples} sequences, " if samples > 1 else "is "
+    each = "answers" if algorithm.uses_pairs else "samples"
+    sequences = f"of {samples} {each} each is {prompts * samples} sequences, " if samples > 1 else "is "
     rules = [Rule(lambda n: n * samples % unit == 0, f"{sequences}not a multiple of {product}")]
+    if algorithm.uses_pairs:
+        dp = recipe.train.dp
+        rules.append(Rule(lambda n: n % dp == 0, f"pairs is not a multiple of train.dp={dp}"))
     if algorithm.generates and replicas is not None:
         ratio = f"{recipe.generation_ranks}/{recipe.generation_ranks // replicas}={replicas}"
         description = f"is not a multiple of the rollout replicas, ranks/rollout.tp={ratio}"
@@ -299,6 +303,8 @@ def prompts_multiple(recipe: Recipe) -> int:
     unit = sequences_multiple(recipe)
     samples = recipe.sequences_per_step // recipe.algorithm.prompts_per_step
     step = unit // math.gcd(unit, samples)
+    if recipe.algorithm.uses_pairs:  # which are not divided over data-parallel ranks
+        step = math.lcm(step, recipe.train.dp)
     if recipe.algorithm.generates and recipe.rollout is not None and recipe.generation_ranks % recipe.rollout.tp == 0:
         return math.lcm(step, recipe.generation_ranks // recipe.rollout.tp)
     return step

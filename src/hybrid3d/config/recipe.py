@@ -26,7 +26,7 @@ _ONE_GROUP: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All settings of a run, including those that change at a given step. `rollout` is optional for `sft` only."""
+    """All settings of a run, including those that change at a given step. `rollout` is optional for `sft` and `dpo`."""
 
     name: Name
     model: Model
@@ -149,5 +149,4 @@ class Recipe:
     @property
     def sequences_per_step(self) -> int:
         """Return the number of sequences that a step trains on, over all data-parallel ranks."""
-        samples = self.algorithm.samples_per_prompt if self.algorithm.generates else 1
-        return self.algorithm.prompts_per_step * samples
+        return self.algorithm.prompts_per_step * self.algorithm.answers_per_prompt

@@ -57,7 +57,7 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
             "leave one of them out"
         )
     if recipe.train.offloads and not algorithm.generates:
-        yield f"train.offload_{recipe.train.offloads[0]}: algorithm.name=sft never generates: leave it out"
+        yield f"train.offload_{recipe.train.offloads[0]}: algorithm.name={algorithm.name} never generates: leave it out"
     budget, rollout = recipe.train.max_tokens_per_micro_batch, recipe.rollout
     if budget is not None and rollout is not None and budget < rollout.max_model_len:
         yield (
@@ -317,14 +317,14 @@ def _check_optimizer(optimizer: Optimizer, key: str, steps: int, steps_setting: 
 
 def _check_guard(recipe: Recipe) -> Iterator[str]:
     """Yield a message for each bound on a metric that this recipe does not have."""
-    guard, kl = recipe.guard, recipe.algorithm.kl
+    guard, kl, given = recipe.guard, recipe.algorithm.kl, f"algorithm.name={recipe.algorithm.name}"
     if not recipe.algorithm.generates:
         for name in ("max_kl", "max_clip_fraction", "min_entropy", "max_mismatch_kl", "max_sync_share", "kl_explosion"):
             bound = getattr(guard, name)
             if bound is not None:
-                yield f"guard.{name}={bound}: algorithm.name=sft has no metric that it bounds: leave it out"
+                yield f"guard.{name}={bound}: {given} has no metric that it bounds: leave it out"
         if guard.initial_mismatch != type(guard)().initial_mismatch:
-            yield f"guard.initial_mismatch={guard.initial_mismatch}: algorithm.name=sft generates nothing: leave it out"
+            yield f"guard.initial_mismatch={guard.initial_mismatch}: {given} generates nothing: leave it out"
         return
     loss = recipe.algorithm.combination.policy_loss
     if guard.max_clip_fraction is not None and loss in ("sapo", "reinforce", "kl_cov"):

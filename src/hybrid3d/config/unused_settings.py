@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
 
-from hybrid3d.config.algorithms import TOKEN_ADVANTAGES
+from hybrid3d.config.algorithms import SMOOTHED_LOSSES, TOKEN_ADVANTAGES
 
 if TYPE_CHECKING:
     from hybrid3d.config.recipe import Recipe
@@ -46,7 +46,7 @@ def _reason(text: str) -> Callable[[Recipe], str]:
     return lambda recipe: text.format(name=recipe.algorithm.name, kind=recipe.algorithm.correction.kind)
 
 
-def _is_sft(recipe: Recipe) -> bool:
+def _trains_on_data(recipe: Recipe) -> bool:
     return not recipe.algorithm.generates
 
 
@@ -62,8 +62,16 @@ def _by_loss(recipe: Recipe) -> str:
     return f"algorithm.policy_loss={recipe.algorithm.combination.policy_loss} does not use it"
 
 
+def _has_no_pairs(recipe: Recipe) -> bool:
+    return not recipe.algorithm.uses_pairs
+
+
+def _by_preference_loss(recipe: Recipe) -> str:
+    return f"algorithm.preference.loss_type={recipe.algorithm.preference.loss_type} does not use it"
+
+
 def _never_generates(recipe: Recipe) -> bool:
-    return _is_sft(recipe) and recipe.rollout is None
+    return _trains_on_data(recipe) and recipe.rollout is None
 
 
 def _is_float32(recipe: Recipe) -> bool:
@@ -84,21 +92,55 @@ _RL_SETTINGS = (
 DIVIDED = ("group_std", "batch_std")  # by what normalized rewards have been divided by already
 
 UNUSED_RULES = (
-    UnusedRule("algorithm", _RL_SETTINGS, _is_sft, _reason("algorithm.name={name} trains on the answers of the data")),
-    UnusedRule("algorithm.kl", ("where",), _is_sft, _reason("algorithm.name={name} measures no KL")),
+    UnusedRule(
+        "algorithm", _RL_SETTINGS, _trains_on_data, _reason("algorithm.name={name} trains on the answers of the data")
+    ),
+    UnusedRule("algorithm.kl", ("where",), _trains_on_data, _reason("algorithm.name={name} measures no KL")),
     UnusedRule(
         "algorithm.correction",
         ("kind", "bypass"),
-        _is_sft,
+        _trains_on_data,
         _reason("algorithm.name={name} has no rollout to correct for"),
     ),
     UnusedRule(
         "train",
         ("router_replay",),
-        _is_sft,
+        _trains_on_data,
         _reason("algorithm.name={name} has no earlier choices"),
     ),
-    UnusedRule("run", ("eval_every",), _is_sft, _reason("algorithm.name={name} does not evaluate during training")),
+    UnusedRule(
+        "run",
+        ("eval_every",),
+        lambda recipe: _trains_on_data(recipe) and not recipe.algorithm.uses_pairs,
+        _reason("algorithm.name={name} does not evaluate during training"),
+    ),
+    UnusedRule(
+        "data", ("chosen", "rejected"), _has_no_pairs, _reason("algorithm.name={name} reads no preference pairs")
+    ),
+    UnusedRule(
+        "data",
+        ("answer",),
+        lambda recipe: recipe.algorithm.uses_pairs and not recipe.evaluation.data,
+        _reason("algorithm.name={name} takes the chosen answer, data.chosen, as the reference answer"),
+    ),
+    UnusedRule(
+        "algorithm.preference",
+        ("loss_type", "beta", "label_smoothing", "simpo_gamma", "sft_coef"),
+        _has_no_pairs,
+        _reason("algorithm.name={name} trains on no preference pairs"),
+    ),
+    UnusedRule(
+        "algorithm.preference",
+        ("label_smoothing",),
+        lambda recipe: recipe.algorithm.uses_pairs and recipe.algorithm.preference.loss_type not in SMOOTHED_LOSSES,
+        _by_preference_loss,
+    ),
+    UnusedRule(
+        "algorithm.preference",
+        ("simpo_gamma",),
+        lambda recipe: recipe.algorithm.uses_pairs and recipe.algorithm.preference.loss_type != "simpo",
+        _by_preference_loss,
+    ),
     UnusedRule(
         "evaluation",
         ("samples", "temperature", "top_p", "k", "data"),
@@ -122,17 +164,19 @@ UNUSED_RULES = (
     UnusedRule(
         "rollout",
         ("top_p", "top_k", "min_p"),
-        lambda recipe: _is_sft(recipe) and recipe.rollout is not None,
+        lambda recipe: _trains_on_data(recipe) and recipe.rollout is not None,
         _reason("algorithm.name={name} does not sample answers to train on"),
     ),
-    UnusedRule("run", ("record",), _is_sft, _reason("algorithm.name={name} has no samples to record")),
+    UnusedRule("run", ("record",), _trains_on_data, _reason("algorithm.name={name} has no samples to record")),
     UnusedRule(
         "reward",
         ("name", "model", "shuffle", "workers", "timeout_seconds", "default", "max_failures", "overlong_buffer"),
         _never_generates,
         _reason("algorithm.name={name} without `rollout` has no answers to score"),
     ),
-    UnusedRule("reward", ("min", "max", "whiten", "coef"), _is_sft, _reason("algorithm.name={name} has no advantages")),
+    UnusedRule(
+        "reward", ("min", "max", "whiten", "coef"), _trains_on_data, _reason("algorithm.name={name} has no advantages")
+    ),
     UnusedRule(
         "reward",
         ("whiten",),
@@ -183,7 +227,9 @@ UNUSED_RULES = (
         lambda recipe: recipe.is_split and recipe.rollout is not None,
         _reason("with roles.generation.ranks no rank has both engines"),
     ),
-    UnusedRule("async", ("max_staleness", "partial"), _is_sft, _reason("algorithm.name={name} does not generate")),
+    UnusedRule(
+        "async", ("max_staleness", "partial"), _trains_on_data, _reason("algorithm.name={name} does not generate")
+    ),
     UnusedRule(
         "async",
         ("keep_cache",),
@@ -234,9 +280,19 @@ UNUSED_RULES = (
     UnusedRule("algorithm.loss", ("max_ratio",), _loss_is_not("dppo_tv", "dppo_kl"), _by_loss),
     UnusedRule(
         "algorithm.kl",
-        ("estimator", "target", "horizon", "clamp", "straight_through", "ratio_weighted", "reference"),
+        ("estimator", "target", "horizon", "clamp", "straight_through", "ratio_weighted"),
         lambda recipe: recipe.algorithm.kl.where == "none",
         _reason("algorithm.kl.where=none measures no KL"),
+    ),
+    UnusedRule(
+        "algorithm.kl",
+        ("reference",),
+        lambda recipe: not recipe.algorithm.uses_reference,
+        lambda recipe: (
+            f"algorithm.preference.loss_type={recipe.algorithm.preference.loss_type} has no reference"
+            if recipe.algorithm.uses_pairs
+            else "algorithm.kl.where=none measures no KL"
+        ),
     ),
     UnusedRule(
         "algorithm.kl",

@@ -17,6 +17,7 @@ from hybrid3d.families import Config, Family, head_dim, query_groups
 from hybrid3d.families.values import abbreviate, config_problems
 from hybrid3d.reshard.file_index import CheckpointError
 from hybrid3d.rl.data import DataError, PromptData, encode_pair
+from hybrid3d.rl.preference_data import Pair, PairData
 from hybrid3d.storage.user_files import UnreadableFile, check_regular_file, read_json_file
 
 # Keys that every family needs; none of them has a default that all families share.
@@ -189,11 +190,14 @@ def read_tokenizer(recipe: Recipe) -> Any:
 def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptData, dict[str, PromptData]]:
     """Read the training prompts, and the held-out ones by the names of their files: `eval` is that of `data.eval`.
 
+    With `dpo` those of `data` are `PairData`.
+
     Raises:
         DataError: a file, a column or a row cannot be used.
     """
     rollout, data = recipe.rollout, recipe.data
-    limit = rollout.max_model_len - rollout.max_new_tokens if rollout else config["max_position_embeddings"]
+    longest = config["max_position_embeddings"]
+    limit = rollout.max_model_len - rollout.max_new_tokens if rollout else longest
 
     def read(path: str) -> PromptData:
         return PromptData.read(
@@ -208,13 +212,31 @@ def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptDat
             seed=recipe.run.seed,
         )
 
-    train = read(data.train)
-    held_out = {name: read(path) for name, path in {"eval": data.eval, **recipe.evaluation.data}.items()}
+    def read_pairs(path: str) -> PromptData:
+        return PairData.read_pairs(
+            path,
+            tokenizer,
+            prompt=data.prompt,
+            chosen=data.chosen,
+            rejected=data.rejected,
+            chat_template=data.chat_template,
+            overlong=data.overlong,
+            max_invalid_fraction=data.max_invalid_fraction,
+            max_prompt_tokens=limit,
+            max_tokens=longest,
+            seed=recipe.run.seed,
+        )
+
+    of_data = read_pairs if recipe.algorithm.uses_pairs else read
+    train = of_data(data.train)
+    held_out = {"eval": of_data(data.eval)} | {name: read(path) for name, path in recipe.evaluation.data.items()}
     _check_special_tokens(recipe, config, tokenizer)
     for prompts in (train, *held_out.values()):
         for example in prompts.examples:
             _check_tokens(f"{prompts.path}: row {example.row} (from 0)", example.prompt_ids, config, tokenizer)
-    if not recipe.algorithm.generates:
+            for tokens in (example.chosen, example.rejected) if isinstance(example, Pair) else ():
+                _check_tokens(f"{prompts.path}: row {example.row} (from 0), answer", tokens, config, tokenizer)
+    if recipe.algorithm.name == "sft":
         for example in train.examples:
             tokens, _ = encode_pair(tokenizer, example, config["max_position_embeddings"])
             _check_tokens(f"{data.train}: row {example.row} (from 0), answer", tokens, config, tokenizer)

@@ -33,6 +33,7 @@ from hybrid3d.rewards.environments import stop_tokens
 from hybrid3d.rewards.registry import check_references
 from hybrid3d.rewards.scorer import check_reward
 from hybrid3d.rl.data import MAX_ROWS_IN_MESSAGE, DataError, PromptData
+from hybrid3d.rl.preference_data import PairData
 from hybrid3d.run.run_folder import RunFolder, checkpoint_folder, recorded_folder
 from hybrid3d.run.trackers import find_problems
 from hybrid3d.storage.manifest import check_sizes, read_manifest
@@ -185,9 +186,10 @@ def check_data_references(recipe: Recipe, train: PromptData, held_out: Mapping[s
         refused = check_references(recipe.reward.name, ((example.row, example.answer) for example in data.examples))
         if refused:
             first = [f"  row {row} (from 0): {reason}" for row, reason in list(refused.items())[:MAX_ROWS_IN_MESSAGE]]
+            column = recipe.data.chosen if isinstance(data, PairData) else recipe.data.answer
             message = (
                 f"{path}: reward.name={recipe.reward.name} cannot use {len(refused)} of "
-                f"{len(data.examples)} references in column {recipe.data.answer!r}: fix or remove these rows"
+                f"{len(data.examples)} references in column {column!r}: fix or remove these rows"
             )
             raise DataError("\n".join([message, *first, *["  ..."][: len(refused) > MAX_ROWS_IN_MESSAGE]]))
 

@@ -66,7 +66,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
             confined_by = sandbox.protection() if rank == 0 else ""
             record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
         live = LiveSettings(recipe, record, recovery.settings, group)
-        loop = _train_rl if recipe.algorithm.generates else _train_sft
+        loop = _train_rl if recipe.algorithm.generates else _train_on_data
         try:
             with record.tracking(recipe):
                 loop(live, record, store, group, slots)
@@ -166,18 +166,22 @@ def _train_rl(
     train_rl(roles, live, guard, checkpoints, recorder, record, group)
 
 
-def _train_sft(
+def _train_on_data(
     live: LiveSettings, record: Record, store: dist.Store, group: dist.ProcessGroup, slots: Sequence[int]
 ) -> None:
     from hybrid3d.run.health import Guard
     from hybrid3d.train.policy import Policy
     from hybrid3d.trainer.checkpoints import Checkpoints
-    from hybrid3d.trainer.sft import train_sft
+    from hybrid3d.trainer.data_loop import DataUpdates, train_on_data
+    from hybrid3d.trainer.dpo import DpoUpdates
+    from hybrid3d.trainer.sft import SftUpdates
 
     guard, recipe = Guard(record), live.recipe
     policy = Policy(read_config(recipe.model.path), recipe, group.rank())
+    pairs = recipe.algorithm.uses_pairs
+    updates: DataUpdates = DpoUpdates(recipe, policy, group.rank()) if pairs else SftUpdates(recipe, policy)
     checkpoints = Checkpoints({"policy": policy}, recipe.train.dp, record, group)
-    train_sft(policy, live, guard, checkpoints, record, group)
+    train_on_data(updates, policy, live, guard, checkpoints, record, group)
 
 
 def choose_placement(recipe: Recipe, store: dist.Store) -> Sequence[int]:

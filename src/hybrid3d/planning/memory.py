@@ -219,7 +219,7 @@ def estimate_stages(
     activations = stage_activations(recipe, _shape(config), layers_of_stages(config, train))
     num_trained = 2 if recipe.algorithm.uses_critic else 1
     has_reward_model = recipe.reward.model is not None and recipe.roles.reward.ranks is None
-    num_frozen = (recipe.algorithm.kl.where != "none") + recipe.algorithm.uses_critic + has_reward_model
+    num_frozen = recipe.algorithm.uses_reference + recipe.algorithm.uses_critic + has_reward_model
     stages = []
     for stage, counts in enumerate(held):
         elements = counts.dense + counts.experts

@@ -127,13 +127,13 @@ class PromptData:
         broken: dict[int, str] = {}
         for row, (question, reference) in enumerate(zip(questions, references, strict=True)):
             try:
-                texts = _text(prompt, question), _text(answer, reference)
+                texts = text_of(prompt, question), text_of(answer, reference)
                 if not (ids := encode(tokenizer, question)):
-                    raise _InvalidRow("the prompt has no tokens")
+                    raise InvalidRow("the prompt has no tokens")
                 examples.append(Example(row, *texts, tuple(ids)))
-            except _InvalidRow as reason:
+            except InvalidRow as reason:
                 broken[row] = str(reason)
-        _check_broken(path, broken, len(questions), max_invalid_fraction)
+        check_broken(path, broken, len(questions), max_invalid_fraction)
         fitting, truncated = _fit(path, examples, max_prompt_tokens, overlong)
         skipped = {"broken": len(broken), "overlong": len(examples) - len(fitting)}
         if not fitting:
@@ -144,7 +144,7 @@ class PromptData:
         left_out = {cause: count for cause, count in skipped.items() if count}
         return cls(tuple(fitting), seed, left_out, truncated, str(path))
 
-    def batch(self, step: int, n: int) -> list[Example]:
+    def batch(self, step: int, n: int) -> Sequence[Example]:
         """Return the `n` examples of a step (from 0): a pure function of seed, step and n, so resuming needs no state.
 
         Each epoch is a permutation of all rows. A batch at the end of an epoch continues with the next epoch, so that
@@ -183,7 +183,7 @@ def encode_chat(tokenizer: Tokenizer, prompt: str | list[Turn]) -> list[int]:
         rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # "roles must alternate", or whatever an expression in it raises
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-        raise _InvalidRow(f"the chat template refuses the prompt: {kind}{error}") from error
+        raise InvalidRow(f"the chat template refuses the prompt: {kind}{error}") from error
     return tokenizer.encode(rendered, add_special_tokens=False)
 
 
@@ -231,7 +231,7 @@ def check_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str]
             raise DataError(f"{path}: no column {column!r}; the columns there: {', '.join(_names_in(schema))}")
         if _is_turns(kind) and column not in chats:
             raise DataError(
-                f"{path}: column {column!r} holds chat turns: only data.prompt may, with chat_template: true"
+                f"{path}: column {column!r} holds chat turns: only prompts and pairs may, with data.chat_template: true"
             )
         if not _is_text(kind) and not _is_turns(kind):
             raise DataError(f"{path}: column {column!r} holds {kind}, expected strings")
@@ -297,22 +297,22 @@ def _read_batches(path: str | Path, file: pq.ParquetFile, columns: Sequence[str]
     return found
 
 
-class _InvalidRow(DataError):
+class InvalidRow(DataError):
     """One row cannot be used; the message says why."""
 
 
-def _text(column: str, value: str | list[Turn] | None) -> str:
-    """Return a text, or that of the last turn. _InvalidRow: it is null or blank."""
+def text_of(column: str, value: str | list[Turn] | None) -> str:
+    """Return a text, or that of the last turn. InvalidRow: it is null or blank."""
     if isinstance(value, list):
         if not all(turn and turn["role"] and turn["content"] is not None for turn in value):
-            raise _InvalidRow(f"column {column!r} has a turn without role or content")
+            raise InvalidRow(f"column {column!r} has a turn without role or content")
         value = value[-1]["content"] if value else ""
     if value is None or not value.strip():
-        raise _InvalidRow(f"column {column!r} is {'null' if value is None else 'blank'}")
+        raise InvalidRow(f"column {column!r} is {'null' if value is None else 'blank'}")
     return value
 
 
-def _check_broken(path: str | Path, broken: Mapping[int, str], rows: int, most: float) -> None:
+def check_broken(path: str | Path, broken: Mapping[int, str], rows: int, most: float) -> None:
     if len(broken) > most * rows:
         first = [f"row {row} (from 0): {reason}" for row, reason in list(broken.items())[:MAX_ROWS_IN_MESSAGE]]
         more = [f"and {len(broken) - MAX_ROWS_IN_MESSAGE} more"] if len(broken) > MAX_ROWS_IN_MESSAGE else []

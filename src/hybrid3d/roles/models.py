@@ -17,7 +17,7 @@ class Models:
 
     Attributes:
         policy: the language model that is trained.
-        reference: the frozen initial policy, or the checkpoint `algorithm.kl.reference`, for the KL.
+        reference: the frozen initial policy, or the checkpoint `algorithm.kl.reference`.
         critic: PPO's value model, which is trained too.
         reward_model: scores samples instead of a reward function; None also where ranks of its own have it.
     """
@@ -31,10 +31,8 @@ class Models:
     def of(cls, recipe: Recipe, policy: Policy, rank: int) -> Models:
         """Build the models that the recipe needs besides the policy."""
         reference = None
-        if recipe.algorithm.kl.where != "none":
-            path = recipe.algorithm.kl.reference or recipe.model.path
-            config = policy.config if path == recipe.model.path else read_config(path)
-            reference = Policy(config, recipe, rank, path, trainable=False)
+        if recipe.algorithm.uses_reference:
+            reference = reference_of(recipe, policy, rank)
         critic = reward_model = None
         if recipe.algorithm.uses_critic:
             path = recipe.critic.path or recipe.model.path
@@ -56,3 +54,10 @@ class Models:
         """Free the memory that `train.offload_*` selects; each model reallocates it when it is used."""
         for model in self._all:
             model.offload(train)
+
+
+def reference_of(recipe: Recipe, policy: Policy, rank: int) -> Policy:
+    """Build the reference of a policy: see `Models`."""
+    path = recipe.algorithm.kl.reference or recipe.model.path
+    config = policy.config if path == recipe.model.path else read_config(path)
+    return Policy(config, recipe, rank, path, trainable=False)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from hybrid3d.config.algorithms import (
     ALGORITHMS,
+    FROM_DATA,
     GROUP_ADVANTAGES,
     GROUP_SCALES,
+    REFERENCE_FREE_LOSSES,
     Advantage,
     AdvantageScale,
     Aggregation,
     Combination,
     LossKind,
     Name,
+    PreferenceLossType,
     Ratio,
 )
 from hybrid3d.config.schema import (
@@ -28,9 +31,12 @@ from hybrid3d.config.schema import (
     Positive,
     Repeats,
     RepeatsOrZero,
+    Rule,
     Sequences,
     Steps,
 )
+
+Smoothing = Annotated[float, Rule(lambda x: 0 <= x < 0.5, "at least 0 and less than 0.5")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +121,35 @@ class PolicyLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Preference:
+    """Loss of a preference pair, with the names of TRL; `dpo` only (`docs/algorithms.md`).
+
+    Attributes:
+        loss_type: `sigmoid` is DPO, `sigmoid_norm` its length-normalized variant; the others are robust DPO, the hinge
+            loss, IPO, APO and SimPO, which has no reference.
+        beta: Coefficient of log-ratios to the reference, which are rewards; of `ipo` the paper's tau. SimPO needs more,
+            such as 2.
+        label_smoothing: Fraction of pairs whose answers are assumed to be swapped (`sigmoid`, `sigmoid_norm`, `robust`
+            and `simpo`).
+        simpo_gamma: Target margin of the rewards of `simpo`.
+        sft_coef: Coefficient of the negative log-likelihood of chosen answers, a mean over their tokens, which is added
+            to the loss.
+    """
+
+    loss_type: PreferenceLossType = "sigmoid"
+    beta: Positive = 0.1
+    label_smoothing: Smoothing = 0.0
+    simpo_gamma: NonNegative = 0.5
+    sft_coef: Coefficient = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """The RL algorithm and its batch sizes. `null`: the algorithm's default (`docs/algorithms.md`).
 
     Attributes:
         name: The algorithm: the defaults of the settings that are `null`.
-        prompts_per_step: Prompts per step; with `sft`, sequences per step.
+        prompts_per_step: Prompts per step; with `sft`, sequences per step, and with `dpo` pairs of them.
         samples_per_prompt: Answers sampled per prompt.
         epochs: Passes over a step's samples.
         minibatches: Optimizer updates per epoch.
@@ -150,7 +179,7 @@ class Algorithm:
         lam: Lambda of GAE.
         dynamic_sampling: Maximum number of extra prompt batches that a step generates to replace groups whose rewards
             are all equal.
-        loss, kl, correction: Sections of their own, below.
+        loss, preference, kl, correction: Sections of their own, below.
     """
 
     name: Name
@@ -173,6 +202,7 @@ class Algorithm:
     lam: ClosedFraction = 1.0
     dynamic_sampling: RepeatsOrZero | None = None
     loss: PolicyLoss = PolicyLoss()
+    preference: Preference = Preference()
     kl: Kl = Kl(where="none", coef=0.0)
     correction: Correction = Correction()
 
@@ -187,8 +217,25 @@ class Algorithm:
 
     @property
     def generates(self) -> bool:
-        """Return whether training samples answers with vLLM; only `sft` does not."""
-        return self.name != "sft"
+        """Return whether training samples answers with vLLM; `sft` and `dpo` do not."""
+        return self.name not in FROM_DATA
+
+    @property
+    def uses_pairs(self) -> bool:
+        """Return whether the data are preference pairs."""
+        return self.name == "dpo"
+
+    @property
+    def uses_reference(self) -> bool:
+        """Return whether there is a frozen reference policy beside the one that is trained."""
+        if self.uses_pairs:
+            return self.preference.loss_type not in REFERENCE_FREE_LOSSES
+        return self.kl.where != "none"
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """Return the number of sequences that a step trains on for each of its prompts."""
+        return self.samples_per_prompt if self.generates else 2 if self.uses_pairs else 1
 
     @property
     def uses_critic(self) -> bool:

@@ -33,12 +33,16 @@ class Data:
 
     Attributes:
         train: Parquet file with the training problems.
-        eval: Parquet file with the held-out problems.
+        eval: Parquet file with the held-out problems; with `dpo`, of pairs like `train`.
         prompt: Column with the prompt.
-        answer: Column with the reference answer that rewards compare with; `sft` trains on it.
-        chat_template: Format prompts with the tokenizer's chat template.
-        overlong: What to do with a prompt that leaves no room for an answer: raise an error, drop its row, or cut
-            tokens off its beginning.
+        answer: Column with the reference answer that rewards compare with; `sft` trains on it. With `dpo` it is that of
+            `evaluation.data` only.
+        chosen: With `dpo`, column with the answer that is preferred, which is also the reference answer.
+        rejected: With `dpo`, column with the other answer.
+        chat_template: Format prompts with the tokenizer's chat template; prompts, chosen and rejected answers may then
+            be chat turns.
+        overlong: What to do with a prompt that leaves no room for an answer, with `dpo` for those of its pair: raise an
+            error, drop its row, or cut tokens off its beginning.
         max_invalid_fraction: Maximum fraction of a file's rows that are skipped because they are null, blank or
             without tokens. The file is refused if these rows and those that `overlong: drop` drops exceed half of it
             (or this fraction, if larger).
@@ -48,6 +52,8 @@ class Data:
     eval: FilePath
     prompt: Text = "question"
     answer: Text = "answer"
+    chosen: Text = "chosen"
+    rejected: Text = "rejected"
     chat_template: bool = False
     overlong: Literal["error", "drop", "truncate_left"] = "error"
     max_invalid_fraction: ClosedFraction = 0.01
