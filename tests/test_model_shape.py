@@ -265,6 +265,20 @@ def test_sft_asks_nothing_of_replicas_or_samples(find_problems: FindProblems) ->
     ]
 
 
+def test_dpo_divides_pairs_over_ranks_and_sequences_into_micro_batches(find_problems: FindProblems) -> None:
+    overrides = ["algorithm.name=dpo", "algorithm.samples_per_prompt=1", "train.dp=2", "train.tp=1", "train.pp=1"]
+    overrides += ["rollout.tp=2", "train.micro_batch_size=3"]
+    assert find_problems(*overrides, "algorithm.prompts_per_step=6") == []
+    assert find_problems(*overrides, "algorithm.prompts_per_step=3") == [
+        "algorithm.prompts_per_step=3 pairs is not a multiple of train.dp=2: nearest valid value of "
+        "algorithm.prompts_per_step is 6"
+    ]
+    assert find_problems(*overrides, "algorithm.prompts_per_step=8") == [
+        "algorithm.prompts_per_step=8 of 2 answers each is 16 sequences, not a multiple of "
+        "train.dp*train.micro_batch_size=2*3=6: nearest valid values of algorithm.prompts_per_step are 6, 12"
+    ]
+
+
 def test_a_budget_of_tokens_takes_any_number_of_sequences(find_problems: FindProblems) -> None:
     overrides = ["train.micro_batch_size=24", "train.dp=2", "train.max_tokens_per_micro_batch=512"]
     assert find_problems(*overrides[1:]) == find_problems(*overrides) == []

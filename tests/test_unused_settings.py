@@ -156,6 +156,49 @@ def test_of_supervised_learning(tmp_path: Path, given: str) -> None:
     assert "has no effect: algorithm.name=sft" in problem
 
 
+DPO = SFT.replace("name: sft", "name: dpo")
+
+
+def test_of_preference_pairs(tmp_path: Path) -> None:
+    used = ["run.eval_every=5", "data.chosen=good", "data.rejected=bad"]
+    used.append("algorithm.kl={where: none, reference: other}")
+    smoothed = "algorithm.preference={beta: 0.5, label_smoothing: 0.1, sft_coef: 1}"
+    assert problems(tmp_path, DPO, *used, smoothed) == []
+    assert problems(tmp_path, DPO, "algorithm.preference={loss_type: simpo, beta: 2, simpo_gamma: 1}") == []
+    for overrides, problem in (
+        (
+            ["data.answer=gold"],
+            "data.answer=gold has no effect: algorithm.name=dpo takes the chosen answer, data.chosen,",
+        ),
+        (
+            ["algorithm.preference.simpo_gamma=1"],
+            "algorithm.preference.simpo_gamma=1 has no effect: algorithm.preference.l",
+        ),
+        (
+            ["algorithm.preference={loss_type: ipo, label_smoothing: 0.1}"],
+            "algorithm.preference.label_smoothing=0.1 has no effect: algorithm.preference.loss_type=ipo does not use",
+        ),
+        (
+            ["algorithm.preference.loss_type=simpo", "algorithm.kl={where: none, reference: other}"],
+            "algorithm.kl.reference=other has no effect: algorithm.preference.loss_type=simpo has no reference",
+        ),
+        (
+            ["algorithm.kl={where: loss, coef: 0.1}"],
+            "algorithm.kl.where=loss has no effect: algorithm.name=dpo measures",
+        ),
+        (["data.rejected=chosen"], "data.rejected=chosen is the column of data.chosen too: name the column of each"),
+        (
+            ["algorithm.minibatches=2"],
+            "algorithm.minibatches=2 has no effect: algorithm.name=dpo trains on the answers",
+        ),
+    ):
+        (said,) = problems(tmp_path, DPO, *overrides)
+        assert said.startswith(problem)
+    for given in ("data.chosen=good", "algorithm.preference.beta=0.2"):
+        (said,) = problems(tmp_path, RL, given)
+        assert "has no effect: algorithm.name=grpo" in said
+
+
 def test_what_a_later_evaluation_reads(tmp_path: Path) -> None:
     generates = ["rollout={max_model_len: 256, max_new_tokens: 16}"]
     sampled = ["evaluation={samples: 4, temperature: 1, k: [2], data: {more: c.parquet}}", "rollout.stop=[x]"]

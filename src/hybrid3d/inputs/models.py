@@ -235,12 +235,23 @@ def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptDat
         for example in prompts.examples:
             _check_tokens(f"{prompts.path}: row {example.row} (from 0)", example.prompt_ids, config, tokenizer)
             for tokens in (example.chosen, example.rejected) if isinstance(example, Pair) else ():
-                _check_tokens(f"{prompts.path}: row {example.row} (from 0), answer", tokens, config, tokenizer)
+                _check_trained(f"{prompts.path}: row {example.row} (from 0)", tokens, recipe, config, tokenizer)
     if recipe.algorithm.name == "sft":
         for example in train.examples:
             tokens, _ = encode_pair(tokenizer, example, config["max_position_embeddings"])
-            _check_tokens(f"{data.train}: row {example.row} (from 0), answer", tokens, config, tokenizer)
+            _check_trained(f"{data.train}: row {example.row} (from 0)", tokens, recipe, config, tokenizer)
     return train, held_out
+
+
+def _check_trained(where: str, tokens: Sequence[int], recipe: Recipe, config: Config, tokenizer: Any) -> None:
+    """Check a sequence of the data that is trained on. DataError: as `_check_tokens`, or no micro batch has room."""
+    _check_tokens(f"{where}, answer", tokens, config, tokenizer)
+    budget = recipe.train.max_tokens_per_micro_batch
+    if budget is not None and len(tokens) > budget:
+        raise DataError(
+            f"{where}: prompt, answer and EOS are {len(tokens)} tokens, for which "
+            f"train.max_tokens_per_micro_batch={budget} has no room: set it to {len(tokens)} or more"
+        )
 
 
 def _check_special_tokens(recipe: Recipe, config: Config, tokenizer: Any) -> None:

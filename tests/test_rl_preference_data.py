@@ -1,0 +1,133 @@
+"""Preference pairs from parquet: tokens of both answers, chat turns, and rows that are refused, dropped or cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from hybrid3d.rl.data import DataError
+from hybrid3d.rl.preference_data import Pair, PairData
+from test_rl_data import BOS, BOT, EOS, ID, TURNS, USER, ids, make_tokenizer, tokenizer, turn, write
+
+__all__ = ["tokenizer", "write"]  # fixtures
+
+Write = Callable[..., Path]
+QUESTIONS, CHOSEN, REJECTED = ["how many apples", "3 4"], ["#### 7", "7"], ["#### 3", "#### 4 4"]
+
+
+def read(path: Path, tokenizer: Any, **settings: Any) -> PairData:
+    limits = {"max_prompt_tokens": 100, "max_tokens": 100}
+    columns = {"prompt": "question", "chosen": "chosen", "rejected": "rejected"}
+    return PairData.read_pairs(path, tokenizer, **columns, **{**limits, **settings})
+
+
+def test_both_answers_follow_the_prompt_and_end_with_eos(write: Write, tokenizer: Any) -> None:
+    data = read(write(question=QUESTIONS, chosen=CHOSEN, rejected=REJECTED), tokenizer)
+    prompt = (BOS, *ids("how many apples"))
+    assert data.examples[0] == Pair(
+        0,
+        "how many apples",
+        "#### 7",
+        prompt,
+        (*prompt, *ids("#### 7"), EOS),
+        (*prompt, *ids("#### 3"), EOS),
+    )
+    assert data.counts == {"rows": 2, "used": 2, "broken": 0, "overlong": 0, "truncated": 0}
+    assert {pair.row for pair in data.batch(0, 2)} == {0, 1}
+
+
+def test_chat_turns(write: Write, tokenizer: Any) -> None:
+    """Answers of their own, and those behind the prompt's turns, as the two usual kinds of files have them."""
+    asked = turn("user", "apples")
+    answer = {name: turn("assistant", text) for name, text in (("chosen", "7"), ("rejected", "3"))}
+    wanted = (BOS, USER, ID["apples"], BOT)
+    for question, before in (
+        (pa.array([[asked]], TURNS), []),
+        (pa.array([[asked]], TURNS), [asked]),
+        (["apples"], [asked]),
+    ):
+        turns = {name: pa.array([[*before, one]], TURNS) for name, one in answer.items()}
+        (pair,) = read(write(question=question, **turns), tokenizer, chat_template=True).examples
+        assert (pair.chosen, pair.rejected) == ((*wanted, ID["7"], EOS), (*wanted, ID["3"], EOS))
+        assert pair.answer == "7"
+    with pytest.raises(DataError, match=r"column 'question' holds chat turns: only prompts and pairs may"):
+        read(write(question=pa.array([[asked]], TURNS), chosen=["7"], rejected=["3"]), tokenizer)
+
+
+BEFORE = [turn("user", "apples")]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "reason"),
+    [
+        (None, "3", "column 'chosen' is null"),
+        ("7", " ", "column 'rejected' is blank"),
+        ("7", "7", "columns 'chosen' and 'rejected' have the same answer"),
+        ("7", " 7", "columns 'chosen' and 'rejected' have the same answer"),
+        ([], [turn("assistant", "3")], "column 'chosen' is blank"),
+        (
+            [turn("user", "7")],
+            [turn("assistant", "3")],
+            "'chosen' does not end with a turn of the role assistant",
+        ),
+        (
+            [*BEFORE, turn("assistant", "7")],
+            [turn("user", "3 4"), turn("assistant", "3")],
+            "column 'rejected' has turns before its answer that are not those of the prompt",
+        ),
+    ],
+)
+def test_broken_pairs(write: Write, tokenizer: Any, chosen: Any, rejected: Any, reason: str) -> None:
+    turns = isinstance(chosen, list)
+    right = ([turn("assistant", "7")], [turn("assistant", "3")]) if turns else ("7", "3")
+    kind = TURNS if turns else pa.string()
+    path = write(
+        question=["apples"] * 3,
+        chosen=pa.array([right[0], chosen, right[0]], kind),
+        rejected=pa.array([right[1], rejected, right[1]], kind),
+    )
+    with pytest.raises(DataError, match=rf"1 of 3 rows are broken.*row 1 \(from 0\): .*{reason}"):
+        read(path, tokenizer, chat_template=turns)
+    data = read(path, tokenizer, chat_template=turns, max_invalid_fraction=0.4)
+    assert [pair.row for pair in data.examples] == [0, 2]
+    assert data.skipped == {"broken": 1}
+
+
+def test_a_missing_column(write: Write, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"no column 'rejected'; the columns there: question, chosen"):
+        read(write(question=QUESTIONS, chosen=CHOSEN), tokenizer)
+
+
+def test_a_tokenizer_without_eos(write: Write) -> None:
+    silent = make_tokenizer("$A")
+    silent.eos_token = None
+    with pytest.raises(DataError, match="has no EOS token"):
+        read(write(question=QUESTIONS, chosen=CHOSEN, rejected=REJECTED), silent)
+
+
+@pytest.mark.parametrize("limits", [{"max_tokens": 6}, {"max_prompt_tokens": 3}])
+def test_long_pairs(write: Write, tokenizer: Any, limits: dict[str, int]) -> None:
+    """The first pair has a prompt of 4 tokens and 7 with either answer, the second 3 and at most 6 or 7."""
+    path = write(question=["how many apples", "3 4"], chosen=CHOSEN, rejected=["#### 3", "#### 4"])
+    message = r"row 0 \(from 0\): the prompt has 4 tokens, with the longer answer and EOS 7; at most .* \(1 such rows"
+    with pytest.raises(DataError, match=message):
+        read(path, tokenizer, **limits)
+    dropped = read(path, tokenizer, overlong="drop", **limits)
+    assert [pair.row for pair in dropped.examples] == [1]
+    assert dropped.counts == {"rows": 2, "used": 1, "broken": 0, "overlong": 1, "truncated": 0}
+    cut = read(path, tokenizer, overlong="truncate_left", **limits)
+    assert cut.examples[0].prompt_ids == tuple(ids("how many apples"))
+    assert cut.examples[0].chosen == (*ids("how many apples"), *ids("#### 7"), EOS)
+    assert cut.truncated == 1
+
+
+def test_answers_that_leave_no_room_for_a_prompt(write: Write, tokenizer: Any) -> None:
+    path = write(question=["how"], chosen=["#### 7 7 7 7"], rejected=["#### 3"])
+    with pytest.raises(DataError, match=r"set data\.overlong to drop$"):
+        read(path, tokenizer, max_tokens=6, overlong="truncate_left")
+    with pytest.raises(DataError, match="1 of 1 pairs would be left out, 0 broken and 1 of more than 6 tokens"):
+        read(path, tokenizer, max_tokens=6, overlong="drop")
