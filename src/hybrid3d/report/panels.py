@@ -24,6 +24,9 @@ class Panel:
 LEARNED = (
     Panel("Reward", ("reward/mean",)),
     Panel("Held-out problems", ("eval/accuracy", "eval/reward")),
+    Panel("Preference pairs ranked right", ("preference/accuracy", "eval/preference_accuracy")),
+    Panel("Margin of preference pairs", ("preference/margin", "eval/preference_margin")),
+    Panel("Rewards of preference pairs", ("preference/chosen_reward", "preference/rejected_reward")),
     Panel("Loss", ("train/loss",)),
     Panel("KL to the reference", ("train/kl", "train/answer_kl")),
     Panel("KL coefficient", ("train/kl_coef",)),

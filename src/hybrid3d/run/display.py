@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 DISPLAYED_METRICS = {
     "reward/mean": "reward {:.3f}",
     "eval/accuracy": "held-out {:.3f}",
+    "eval/preference_accuracy": "held-out pairs {:.3f}",
     "train/loss": "loss {:.4f}",
     "tokens_per_second": "{:.0f} tokens/s",
     "sync/seconds": "sync {:.2f} s",

@@ -299,6 +299,7 @@ def draw_curves(folder: RunFolder) -> None:
     rows = folder.read_metrics()
     panels = {
         "reward and held-out accuracy": ("reward/mean", "eval/accuracy"),
+        "preference pairs ranked right": ("preference/accuracy", "eval/preference_accuracy"),
         "loss": ("train/loss",),
         "train against rollout: largest |difference| of a token's logprob": ("mismatch/logprob_abs_max",),
         "bytes received by a sync, all ranks": ("sync/received_bytes", "sync/lower_bound_bytes"),
@@ -309,7 +310,7 @@ def draw_curves(folder: RunFolder) -> None:
     for axis, (title, keys) in zip(axes[:, 0], shown.items(), strict=True):
         for key in keys:
             points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-            style = "o-" if key == "eval/accuracy" else "--" if key.endswith("lower_bound_bytes") else "-"
+            style = "o-" if key.startswith("eval/") else "--" if key.endswith("lower_bound_bytes") else "-"
             if points:
                 axis.plot(*zip(*points, strict=True), style, label=key, markersize=4)
         axis.set_title(title, fontsize=10)
