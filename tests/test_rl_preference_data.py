@@ -9,9 +9,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from commands import ROOT
+from hybrid3d.config import Recipe, load_recipe
+from hybrid3d.inputs.chat_template import check_chat_template
+from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
+from hybrid3d.launch.preflight import check_data_references
 from hybrid3d.rl.data import DataError
 from hybrid3d.rl.preference_data import Pair, PairData
-from test_rl_data import BOS, BOT, EOS, ID, TURNS, USER, ids, make_tokenizer, tokenizer, turn, write
+from test_rl_data import BOS, BOT, CHAT, EOS, ID, TURNS, USER, ids, make_tokenizer, tokenizer, turn, write
 
 __all__ = ["tokenizer", "write"]  # fixtures
 
@@ -131,3 +136,35 @@ def test_answers_that_leave_no_room_for_a_prompt(write: Write, tokenizer: Any) -
         read(path, tokenizer, max_tokens=6, overlong="truncate_left")
     with pytest.raises(DataError, match="1 of 1 pairs would be left out, 0 broken and 1 of more than 6 tokens"):
         read(path, tokenizer, max_tokens=6, overlong="drop")
+
+
+def test_what_a_recipe_reads(demo: Path) -> None:
+    def recipe_of(*overrides: str) -> Recipe:
+        files = [f"data.train={demo}/preferences.parquet", f"data.eval={demo}/preferences-eval.parquet"]
+        return load_recipe(ROOT / "recipes/demo-preferences.yaml", [f"model.path={demo}/base", *files, *overrides])
+
+    recipe, config = recipe_of(), read_config(demo / "base")
+    tokenizer = read_tokenizer(recipe)
+    train, held_out = read_data(recipe, config, tokenizer)
+    assert isinstance(train, PairData)
+    assert isinstance(held_out["eval"], PairData)
+    assert (len(train.examples), len(held_out["eval"].examples)) == (4096, 256)
+    assert train.examples[0].answer.startswith("#### ")  # the reference answer of an evaluation is the chosen one
+    check_data_references(recipe, train, held_out)
+    tokenizer.chat_template = CHAT.replace("<bot>", "").replace("<user>", "")
+    in_chats = recipe_of("data.chat_template=true")
+    check_chat_template(in_chats, tokenizer)
+    assert len(read_data(in_chats, config, tokenizer)[0].examples) == 4096
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_a_sequence_needs_room_in_a_micro_batch(demo: Path, name: str) -> None:
+    of_name = {"sft": ("demo-warmup", "warmup", "eval"), "dpo": ("demo-preferences", "preferences", "preferences-eval")}
+    recipe, train, held_out = of_name[name]
+    overrides = [f"model.path={demo}/base", "rollout=null", "train.max_tokens_per_micro_batch=9"]
+    overrides += [f"data.train={demo}/{train}.parquet", f"data.eval={demo}/{held_out}.parquet"]
+    found = load_recipe(ROOT / f"recipes/{recipe}.yaml", overrides)
+    with pytest.raises(
+        DataError, match=r"tokens, for which train\.max_tokens_per_micro_batch=9 has no room: set it to"
+    ):
+        read_data(found, read_config(demo / "base"), read_tokenizer(found))

@@ -29,9 +29,8 @@ def check_chat_template(recipe: Recipe, tokenizer: Any) -> None:
     data = recipe.data
     if not tokenizer.chat_template:
         raise DataError("data.chat_template=true, but the tokenizer has no chat template: set it to false")
-    columns, chats = (data.prompt, data.answer), (data.prompt,)
     files = (data.train, data.eval, *recipe.evaluation.data.values())
-    prompts = [row for path in files for row in read_columns(path, columns, chats, first=ROWS)[0]]
+    prompts = [row for path in files for row in read_columns(path, (data.prompt,), (data.prompt,), first=ROWS)[0]]
     context = multiprocessing.get_context("fork")  # inherits the loaded tokenizer; rendering starts no threads
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_render, args=(sender, tokenizer, prompts), daemon=True)
