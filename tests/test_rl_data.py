@@ -17,13 +17,12 @@ from hybrid3d.rl.data import (
     DataError,
     Example,
     PromptData,
-    check_columns,
     encode_chat,
     encode_pair,
     encode_prompt,
     epoch_order,
-    read_columns,
 )
+from hybrid3d.rl.data_files import check_columns, read_columns
 
 MEND = "repair these rows, or raise data.max_invalid_fraction"
 PAD, BOS, EOS, UNK, USER, BOT = range(6)

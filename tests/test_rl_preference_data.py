@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from commands import ROOT
@@ -14,7 +16,8 @@ from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.launch.preflight import check_data_references
-from hybrid3d.rl.data import DataError
+from hybrid3d.rl.data import PromptData
+from hybrid3d.rl.data_files import DataError
 from hybrid3d.rl.preference_data import Pair, PairData
 from test_rl_data import BOS, BOT, CHAT, EOS, ID, TURNS, USER, ids, make_tokenizer, tokenizer, turn, write
 
@@ -27,7 +30,7 @@ QUESTIONS, CHOSEN, REJECTED = ["how many apples", "3 4"], ["#### 7", "7"], ["###
 def read(path: Path, tokenizer: Any, **settings: Any) -> PairData:
     limits = {"max_prompt_tokens": 100, "max_tokens": 100}
     columns = {"prompt": "question", "chosen": "chosen", "rejected": "rejected"}
-    return PairData.read_pairs(path, tokenizer, **columns, **{**limits, **settings})
+    return PairData.read_pairs(path, tokenizer, **{**limits, **columns, **settings})
 
 
 def test_both_answers_follow_the_prompt_and_end_with_eos(write: Write, tokenizer: Any) -> None:
@@ -168,3 +171,32 @@ def test_a_sequence_needs_room_in_a_micro_batch(demo: Path, name: str) -> None:
         DataError, match=r"tokens, for which train\.max_tokens_per_micro_batch=9 has no room: set it to"
     ):
         read_data(found, read_config(demo / "base"), read_tokenizer(found))
+
+
+def test_json_lines(tmp_path: Path, tokenizer: Any) -> None:
+    path, asked = tmp_path / "pairs.jsonl", turn("user", "apples")
+    row = {"prompt": [asked], "chosen": [turn("assistant", "7")], "rejected": [turn("assistant", "3")], "score": 0.5}
+    path.write_text("\n".join(json.dumps(row | {"id": i}) for i in range(3)) + "\n")
+    data = read(path, tokenizer, chat_template=True, prompt="prompt")
+    assert [pair.chosen for pair in data.examples] == [(BOS, USER, ID["apples"], BOT, ID["7"], EOS)] * 3
+    with pytest.raises(DataError, match=r"no column 'question'; the columns there: prompt, chosen, rejected, score"):
+        read(path, tokenizer, chat_template=True)
+    path.write_text('{"prompt": "apples", "chosen": "7"')
+    with pytest.raises(DataError, match=r"pairs\.jsonl: not a readable file of JSON Lines: JSON parse error"):
+        read(path, tokenizer)
+    path.write_text("")
+    with pytest.raises(DataError, match=r"not a readable file of JSON Lines: Empty JSON file"):
+        read(path, tokenizer)
+
+
+def test_json_lines_of_prompts_are_those_of_parquet(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"question": "3 4" if i else "apples", "answer": None if i == 1 else "#### 7"} for i in range(200)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    of_json, of_parquet = (
+        PromptData.read(tmp_path / name, tokenizer, prompt="question", answer="answer", max_prompt_tokens=9)
+        for name in ("a.jsonl", "a.parquet")
+    )
+    assert of_json.examples == of_parquet.examples
+    assert of_json.counts == of_parquet.counts
+    assert of_json.counts["broken"] == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid3d.config import Recipe
-from hybrid3d.rl.data import DataError, read_columns
+from hybrid3d.rl.data_files import DataError, read_columns
 
 ROWS = 4  # of each file, with which the template is tested
 SECONDS = 10.0

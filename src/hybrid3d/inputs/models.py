@@ -16,7 +16,8 @@ from hybrid3d.config import Recipe
 from hybrid3d.families import Config, Family, head_dim, query_groups
 from hybrid3d.families.values import abbreviate, config_problems
 from hybrid3d.reshard.file_index import CheckpointError
-from hybrid3d.rl.data import DataError, PromptData, encode_pair
+from hybrid3d.rl.data import PromptData, encode_pair
+from hybrid3d.rl.data_files import DataError
 from hybrid3d.rl.preference_data import Pair, PairData
 from hybrid3d.storage.user_files import UnreadableFile, check_regular_file, read_json_file
 

@@ -32,7 +32,8 @@ from hybrid3d.rewards.environment_runner import check_environment
 from hybrid3d.rewards.environments import stop_tokens
 from hybrid3d.rewards.registry import check_references
 from hybrid3d.rewards.scorer import check_reward
-from hybrid3d.rl.data import MAX_ROWS_IN_MESSAGE, DataError, PromptData
+from hybrid3d.rl.data import MAX_ROWS_IN_MESSAGE, PromptData
+from hybrid3d.rl.data_files import DataError
 from hybrid3d.rl.preference_data import PairData
 from hybrid3d.run.run_folder import RunFolder, checkpoint_folder, recorded_folder
 from hybrid3d.run.trackers import find_problems

@@ -1,44 +1,25 @@
-"""Reads and tokenizes prompts and answers from parquet, in an order that is a pure function of seed and step.
+"""Reads and tokenizes prompts and answers, in an order that is a pure function of seed and step.
 
 Every problem with a data file is a `DataError` that names the file and the column or the row (rows count from 0, as in
-pandas). `check_columns` reads the file's footer only, so it is cheap enough to run before any rank starts. A few broken
-rows are skipped and counted.
+pandas). A few broken rows are skipped and counted.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import jinja2
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from hybrid3d.errors import UserMistake
-from hybrid3d.storage.user_files import UnreadableFile, check_regular_file
+from hybrid3d.rl.data_files import DataError, Turn, read_columns
 
-# Raised by pyarrow for truncated or damaged files; UnicodeDecodeError if a name or a string is not UTF-8.
-_UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
-
-MAX_ROWS, MAX_BYTES = 10_000_000, 8 * 2**30  # of a file's two columns, which every rank keeps in memory
-BATCH_ROWS = 1024  # read at a time
-
-_NOT_PARQUET = "not a readable parquet file, or one cut short"
 MAX_ROWS_IN_MESSAGE = 3  # broken rows that a message names
 MAX_LEFT_OUT_FRACTION = 0.5  # of a file's rows, broken and overlong together, unless `max_invalid_fraction` allows more
-
-Turn = dict[str, str]
-"""One turn of a conversation, with the keys `role` and `content`."""
-
-
-class DataError(UserMistake):
-    """A data file that cannot be used as it is."""
 
 
 class Tokenizer(Protocol):
@@ -203,100 +184,6 @@ def encode_pair(tokenizer: Tokenizer, example: Example, max_tokens: int) -> tupl
     return tokens, len(example.prompt_ids)
 
 
-def check_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str] = ()) -> int:
-    """Check the columns of a file by its footer, and return its row count.
-
-    A column may lie within structs, as `reward_model.ground_truth`. Columns in `chats` may also hold chat turns,
-    `list<struct<role, content>>`.
-
-    Raises:
-        DataError: not readable, not parquet, truncated, too large or empty; or a column is missing or not of strings.
-    """
-    try:
-        with _open_parquet(path) as file:
-            schema, rows, size = file.schema_arrow, int(file.metadata.num_rows), _uncompressed_bytes(file, columns)
-    except _UNREADABLE as error:
-        raise DataError(f"{path}: {_reason(error)}") from error
-    if rows > MAX_ROWS or size > MAX_BYTES:
-        raise DataError(
-            f"{path}: {rows:,} rows of {size:,} bytes in the columns {', '.join(columns)}; every rank keeps them in "
-            f"memory, at most {MAX_ROWS:,} rows of {MAX_BYTES:,} bytes: split the file"
-        )
-    for column in columns:
-        first = _column_path(schema, column)[0]
-        if schema.names.count(first) > 1:
-            raise DataError(f"{path}: {schema.names.count(first)} columns are called {first!r}: rename all but one")
-        kind = _column_type(schema, column)
-        if kind is None:
-            raise DataError(f"{path}: no column {column!r}; the columns there: {', '.join(_names_in(schema))}")
-        if _is_turns(kind) and column not in chats:
-            raise DataError(
-                f"{path}: column {column!r} holds chat turns: only prompts and pairs may, with data.chat_template: true"
-            )
-        if not _is_text(kind) and not _is_turns(kind):
-            raise DataError(f"{path}: column {column!r} holds {kind}, expected strings")
-    if rows == 0:
-        raise DataError(f"{path}: no rows")
-    return rows
-
-
-def read_columns(
-    path: str | Path, columns: Sequence[str], chats: Sequence[str] = (), first: int | None = None
-) -> list[list[Any]]:
-    """Return the strings or chat turns of each column, None where a value is null. DataError as in `check_columns`.
-
-    Args:
-        first: read only this many rows; None reads all.
-    """
-    check_columns(path, columns, chats)
-    try:
-        with _open_parquet(path) as file:  # `read_table` would add columns for folders named `key=value`
-            return _read_batches(path, file, columns, first)
-    except _UNREADABLE as error:
-        raise DataError(f"{path}: {_reason(error)}") from error
-
-
-def _open_parquet(path: str | Path) -> pq.ParquetFile:
-    """Open a local regular file: pyarrow itself would fetch an address, and wait for a FIFO.
-
-    Raises a DataError if it is not a regular file, and one of `_UNREADABLE` if it is not parquet.
-    """
-    try:
-        check_regular_file(path)
-    except UnreadableFile as error:
-        absent = not Path(path).exists()
-        raise DataError(f"{path}: {'' if absent else f'{_NOT_PARQUET}: '}{error.why}") from None
-    return pq.ParquetFile(pa.OSFile(str(path)))
-
-
-def _uncompressed_bytes(file: pq.ParquetFile, columns: Sequence[str]) -> int:
-    """Return the uncompressed bytes of these columns, according to the file's footer."""
-    first = {_column_path(file.schema_arrow, column)[0] for column in columns}
-    groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
-    parts = (group.column(index) for group in groups for index in range(group.num_columns))
-    return sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] in first)
-
-
-def _read_batches(path: str | Path, file: pq.ParquetFile, columns: Sequence[str], first: int | None) -> list[list[Any]]:
-    """Return the values of each column; counts their bytes in memory, which may be more than in the file."""
-    found: list[list[Any]] = [[] for _ in columns]
-    size = 0
-    for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=list(columns)):
-        size += batch.nbytes
-        if size > MAX_BYTES:
-            raise DataError(
-                f"{path}: more than {MAX_BYTES:,} bytes in the columns {', '.join(columns)}: split the file"
-            )
-        table = pa.Table.from_batches([batch])
-        for values, column in zip(found, columns, strict=True):
-            values += _column_values(table, column).to_pylist()
-        if first is not None and len(found[0]) >= first:
-            return [values[:first] for values in found]
-    if len(found[0]) != file.metadata.num_rows:
-        raise DataError(f"{path}: {_NOT_PARQUET}: {len(found[0])} of {file.metadata.num_rows} rows are there")
-    return found
-
-
 class InvalidRow(DataError):
     """One row cannot be used; the message says why."""
 
@@ -333,56 +220,6 @@ def _check_left_out(path: str | Path, skipped: Mapping[str, int], rows: int, mos
             "may be: raise rollout.max_model_len (or lower rollout.max_new_tokens), set data.overlong=truncate_left, "
             "or remove these rows from the file"
         )
-
-
-def _column_type(schema: pa.Schema, column: str) -> pa.DataType | None:
-    """Return the type of a column, which may lie within structs; None if there is no such column."""
-    first, *within = _column_path(schema, column)
-    kind = schema.field(first).type if first in schema.names else None
-    for name in within:
-        if kind is None or not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
-            return None
-        kind = kind.field(name).type
-    return kind
-
-
-def _column_values(table: pa.Table, column: str) -> pa.ChunkedArray:
-    first, *within = _column_path(table.schema, column)
-    return pc.struct_field(table.column(first), within) if within else table.column(first)
-
-
-def _column_path(schema: pa.Schema, column: str) -> list[str]:
-    return [column] if column in schema.names else column.split(".")
-
-
-def _names_in(parts: Iterable[pa.Field], within: str = "") -> Iterator[str]:
-    """Yield the names by which columns can be selected."""
-    for part in parts:
-        if within and "." in part.name:
-            continue
-        if pa.types.is_struct(part.type):
-            yield from _names_in(part.type, f"{within}{part.name}.")
-        else:
-            yield within + part.name
-
-
-def _is_turns(kind: pa.DataType) -> bool:
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
-        return False
-    parts = {part.name: part.type for part in kind.value_type}
-    return all(name in parts and _is_text(parts[name]) for name in ("role", "content"))
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        return _is_text(kind.value_type)
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of the error of pyarrow or the system."""
-    first = (str(error).splitlines() or [""])[0]
-    return f"{_NOT_PARQUET}: {first}"
 
 
 def _fit(path: str | Path, examples: list[Example], limit: int, overlong: str) -> tuple[list[Example], int]:

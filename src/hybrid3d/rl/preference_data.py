@@ -1,4 +1,4 @@
-"""Reads and tokenizes preference pairs from parquet: prompts with a chosen and a rejected answer each."""
+"""Reads and tokenizes preference pairs: prompts with a chosen and a rejected answer each."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from typing import Any, Literal
 
 from hybrid3d.rl.data import (
     MAX_LEFT_OUT_FRACTION,
-    DataError,
     Example,
     InvalidRow,
     PromptData,
     Tokenizer,
-    Turn,
     check_broken,
     encode_chat,
     encode_prompt,
-    read_columns,
     text_of,
 )
+from hybrid3d.rl.data_files import DataError, Turn, read_columns
 
 Tokens = tuple[int, ...]
 

@@ -32,8 +32,8 @@ class Data:
     """Prompts and reference answers. A dotted name selects a column in a struct: `reward_model.ground_truth`.
 
     Attributes:
-        train: Parquet file with the training problems.
-        eval: Parquet file with the held-out problems; with `dpo`, of pairs like `train`.
+        train: File with the training problems, parquet or JSON Lines (`.jsonl`).
+        eval: File with the held-out problems; with `dpo`, of pairs like `train`.
         prompt: Column with the prompt.
         answer: Column with the reference answer that rewards compare with; `sft` trains on it. With `dpo` it is that of
             `evaluation.data` only.

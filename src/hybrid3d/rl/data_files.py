@@ -1,0 +1,194 @@
+"""Reads columns of a data file, parquet or JSON Lines, with strings or chat turns.
+
+Every problem with a file is a `DataError` that names the file and the column. Of parquet `check_columns` reads the
+footer only; JSON Lines (`.jsonl`) are read whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json
+import pyarrow.parquet as pq
+
+from hybrid3d.errors import UserMistake
+from hybrid3d.storage.user_files import UnreadableFile, check_regular_file
+
+# Raised by pyarrow for truncated or damaged files; UnicodeDecodeError if a name or a string is not UTF-8.
+_UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
+
+MAX_ROWS, MAX_BYTES = 10_000_000, 8 * 2**30  # of a file's two columns, which every rank keeps in memory
+BATCH_ROWS = 1024  # read at a time
+
+_NOT_PARQUET = "not a readable parquet file, or one cut short"
+_NOT_JSON = "not a readable file of JSON Lines"
+JSON_LINES, MAX_JSON_BYTES = ".jsonl", 2**30
+
+Turn = dict[str, str]
+"""One turn of a conversation, with the keys `role` and `content`."""
+
+
+class DataError(UserMistake):
+    """A data file that cannot be used as it is."""
+
+
+def check_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str] = ()) -> int:
+    """Check the columns of a file by its footer, and return its row count.
+
+    A column may lie within structs, as `reward_model.ground_truth`. Columns in `chats` may also hold chat turns,
+    `list<struct<role, content>>`.
+
+    Raises:
+        DataError: not readable, not parquet, truncated, too large or empty; or a column is missing or not of strings.
+    """
+    try:
+        with _open_file(path) as file:
+            schema, rows, size = file.schema_arrow, int(file.metadata.num_rows), _uncompressed_bytes(file, columns)
+    except _UNREADABLE as error:
+        raise DataError(f"{path}: {_reason(path, error)}") from error
+    if rows > MAX_ROWS or size > MAX_BYTES:
+        raise DataError(
+            f"{path}: {rows:,} rows of {size:,} bytes in the columns {', '.join(columns)}; every rank keeps them in "
+            f"memory, at most {MAX_ROWS:,} rows of {MAX_BYTES:,} bytes: split the file"
+        )
+    for column in columns:
+        first = _column_path(schema, column)[0]
+        if schema.names.count(first) > 1:
+            raise DataError(f"{path}: {schema.names.count(first)} columns are called {first!r}: rename all but one")
+        kind = _column_type(schema, column)
+        if kind is None:
+            raise DataError(f"{path}: no column {column!r}; the columns there: {', '.join(_names_in(schema))}")
+        if _is_turns(kind) and column not in chats:
+            raise DataError(
+                f"{path}: column {column!r} holds chat turns: only prompts and pairs may, with data.chat_template: true"
+            )
+        if not _is_text(kind) and not _is_turns(kind):
+            raise DataError(f"{path}: column {column!r} holds {kind}, expected strings")
+    if rows == 0:
+        raise DataError(f"{path}: no rows")
+    return rows
+
+
+def read_columns(
+    path: str | Path, columns: Sequence[str], chats: Sequence[str] = (), first: int | None = None
+) -> list[list[Any]]:
+    """Return the strings or chat turns of each column, None where a value is null. DataError as in `check_columns`.
+
+    Args:
+        first: read only this many rows; None reads all.
+    """
+    check_columns(path, columns, chats)
+    try:
+        with _open_file(path) as file:  # `read_table` would add columns for folders named `key=value`
+            return _read_batches(path, file, columns, first)
+    except _UNREADABLE as error:
+        raise DataError(f"{path}: {_reason(path, error)}") from error
+
+
+def _open_file(path: str | Path) -> pq.ParquetFile:
+    """Open a local regular file: pyarrow itself would fetch an address, and wait for a FIFO. JSON Lines become parquet.
+
+    Raises a DataError if it is not a regular file, and one of `_UNREADABLE` if it cannot be read.
+    """
+    try:
+        check_regular_file(path)
+    except UnreadableFile as error:
+        absent = not Path(path).exists()
+        raise DataError(f"{path}: {'' if absent else f'{_unreadable(path)}: '}{error.why}") from None
+    if Path(path).suffix != JSON_LINES:
+        return pq.ParquetFile(pa.OSFile(str(path)))
+    size = Path(path).stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise DataError(f"{path}: {size:,} bytes of JSON Lines, at most {MAX_JSON_BYTES:,}: write it as parquet")
+    # One block, because types of columns are those of the first block, and no row may lie in two
+    one_block = pyarrow.json.ReadOptions(block_size=size + 1, use_threads=False)
+    table = pyarrow.json.read_json(pa.OSFile(str(path)), read_options=one_block)
+    made = pa.BufferOutputStream()
+    pq.write_table(table, made)
+    return pq.ParquetFile(pa.BufferReader(made.getvalue()))
+
+
+def _uncompressed_bytes(file: pq.ParquetFile, columns: Sequence[str]) -> int:
+    """Return the uncompressed bytes of these columns, according to the file's footer."""
+    first = {_column_path(file.schema_arrow, column)[0] for column in columns}
+    groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
+    parts = (group.column(index) for group in groups for index in range(group.num_columns))
+    return sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] in first)
+
+
+def _read_batches(path: str | Path, file: pq.ParquetFile, columns: Sequence[str], first: int | None) -> list[list[Any]]:
+    """Return the values of each column; counts their bytes in memory, which may be more than in the file."""
+    found: list[list[Any]] = [[] for _ in columns]
+    size = 0
+    for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=list(columns)):
+        size += batch.nbytes
+        if size > MAX_BYTES:
+            raise DataError(
+                f"{path}: more than {MAX_BYTES:,} bytes in the columns {', '.join(columns)}: split the file"
+            )
+        table = pa.Table.from_batches([batch])
+        for values, column in zip(found, columns, strict=True):
+            values += _column_values(table, column).to_pylist()
+        if first is not None and len(found[0]) >= first:
+            return [values[:first] for values in found]
+    if len(found[0]) != file.metadata.num_rows:
+        raise DataError(f"{path}: {_unreadable(path)}: {len(found[0])} of {file.metadata.num_rows} rows are there")
+    return found
+
+
+def _column_type(schema: pa.Schema, column: str) -> pa.DataType | None:
+    """Return the type of a column, which may lie within structs; None if there is no such column."""
+    first, *within = _column_path(schema, column)
+    kind = schema.field(first).type if first in schema.names else None
+    for name in within:
+        if kind is None or not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            return None
+        kind = kind.field(name).type
+    return kind
+
+
+def _column_values(table: pa.Table, column: str) -> pa.ChunkedArray:
+    first, *within = _column_path(table.schema, column)
+    return pc.struct_field(table.column(first), within) if within else table.column(first)
+
+
+def _column_path(schema: pa.Schema, column: str) -> list[str]:
+    return [column] if column in schema.names else column.split(".")
+
+
+def _names_in(parts: Iterable[pa.Field], within: str = "") -> Iterator[str]:
+    """Yield the names by which columns can be selected."""
+    for part in parts:
+        if within and "." in part.name:
+            continue
+        if pa.types.is_struct(part.type):
+            yield from _names_in(part.type, f"{within}{part.name}.")
+        else:
+            yield within + part.name
+
+
+def _is_turns(kind: pa.DataType) -> bool:
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+        return False
+    parts = {part.name: part.type for part in kind.value_type}
+    return all(name in parts and _is_text(parts[name]) for name in ("role", "content"))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _unreadable(path: str | Path) -> str:
+    return _NOT_JSON if Path(path).suffix == JSON_LINES else _NOT_PARQUET
+
+
+def _reason(path: str | Path, error: Exception) -> str:
+    """Return the first line of the error of pyarrow or the system."""
+    first = (str(error).splitlines() or [""])[0]
+    return f"{_unreadable(path)}: {first}"
