@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.elastic.multiprocessing.errors import record
 from train_layouts import built, forget, recipe_for, sft_step
 
@@ -49,7 +50,7 @@ def one_layout(family: str, layout: dict[str, Any], spec: dict[str, Any], folder
     same = all(map(torch.equal, before, policy.weights.tensors.values()))
     found["base_is_unchanged"] = all(gather_objects(same, dist.group.WORLD))
     checkpoint.save({"policy": policy}, folder, {}, dist.group.WORLD)
-    found["checkpoint_bytes"] = sum(file.stat().st_size for file in folder.rglob("*"))
+    found["saved"] = sorted(FileSystemReader(folder).read_metadata().state_dict_metadata)
     forget(policy)
     policy = built(Policy, config, recipe)
     checkpoint.load({"policy": policy}, folder, dist.group.WORLD)

@@ -168,6 +168,15 @@ class LinearAdapter(torch.nn.Module):
             outer = pad(outer, (0, 1))  # index -1 selects the 0 at the end
         return outer[..., self.order]
 
+    @torch.no_grad()
+    def added(self) -> torch.Tensor:
+        """Return what the adapters amount to as a part of the layer's weight on this rank, in float32."""
+        pairs = [(self.a[number].float(), b.float()) for number, b in zip(self._used, self.b, strict=True)]
+        rows = torch.cat([b @ a for a, b in pairs]) * self._scale
+        if self.order is None:
+            return rows
+        return (pad(rows, (0, 0, 0, 1)) if self._is_partial else rows)[self.order]
+
     def named_factors(self) -> Iterator[tuple[Factor, torch.nn.Parameter]]:
         """Yield each matrix's place in the canonical one, and this rank's parameter."""
         a, b = iter(self.a), iter(self.b)
@@ -181,16 +190,23 @@ class Adapters(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList()
+        self._weights: list[torch.nn.Parameter] = []  # of the layers; a list, so that they stay parameters of these
         self.enabled = True
 
     def attach(self, layer: torch.nn.Module, adapter: LinearAdapter) -> None:
         """Add an adapter's output to that of a linear layer."""
         self.layers.append(adapter)
+        self._weights.append(layer.weight)
 
         def add(module: torch.nn.Module, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:
             return (output[0] + adapter(inputs[0]), *output[1:]) if self.enabled else output
 
         layer.register_forward_hook(add)
+
+    @property
+    def adapted_weights(self) -> Iterator[tuple[torch.nn.Parameter, LinearAdapter]]:
+        """The weight of each layer that has adapters, and these."""
+        return zip(self._weights, self.layers, strict=True)
 
     def named_factors(self) -> Iterator[tuple[Factor, torch.nn.Parameter]]:
         for adapter in self.layers:
@@ -290,8 +306,27 @@ def _local_rows(pieces: Sequence[Piece], rows: slice, columns: int) -> torch.Ten
     return local
 
 
+@contextmanager
+def merged_adapters(stages: Sequence[GPTModel]) -> Iterator[None]:
+    """Add the adapters to the weights of their layers, and put back the weights bit for bit at the end.
+
+    Meanwhile a copy of this rank's weights that have adapters is in the memory of the CPU.
+    """
+    adapted = [pair for stage in stages for pair in getattr(stage, ADAPTERS).adapted_weights]
+    kept = [weight.detach().to("cpu", copy=True) for weight, _ in adapted]
+    try:
+        with torch.no_grad():
+            for weight, adapter in adapted:
+                weight.copy_(weight.float() + adapter.added())
+        yield
+    finally:
+        with torch.no_grad():
+            for (weight, _), before in zip(adapted, kept, strict=True):
+                weight.copy_(before)
+
+
 def _splits_sequence(layer: torch.nn.Module) -> bool:
-    """Return whether the sequence is split over TP before a layer that shards rows, or after one that shards columns."""
+    """Return whether the sequence is split over TP before a layer, or after one that shards columns."""
     if isinstance(layer, DuplicatedLinear):
         return bool(layer.weight.sequence_parallel)
     return bool(layer.sequence_parallel)

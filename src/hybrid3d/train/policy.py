@@ -17,7 +17,7 @@ from hybrid3d.reshard.file_index import ADAPTER_FILE, read_index
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import TokenScores
-from hybrid3d.train.adapters import adapter_weights, add_adapters, without_adapters
+from hybrid3d.train.adapters import adapter_weights, add_adapters, merged_adapters, without_adapters
 from hybrid3d.train.entropy import vocab_parallel_entropy
 from hybrid3d.train.megatron_model import MegatronModel
 from hybrid3d.train.micro import MicroBatch
@@ -79,8 +79,18 @@ class Policy(MegatronModel):
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
-        """Compute what the model without its adapters computes."""
-        with without_adapters(self.stages):
+        """Compute what the model without its adapters computes; routers then choose experts themselves."""
+        replay, self.router_replay = self.router_replay, None
+        try:
+            with without_adapters(self.stages):
+                yield
+        finally:
+            self.router_replay = replay
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Hold in `weights` the sums of the model's own weights and its adapters."""
+        with merged_adapters(self.stages):
             yield
 
     def _per_token(self, output: torch.Tensor, micro: MicroBatch, recipe: Recipe) -> TokenScores:
