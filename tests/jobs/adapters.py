@@ -1,8 +1,8 @@
-"""One rank of the proof of adapters: trains them in every layout, and judges nothing.
+"""One rank of the proof of adapters: trains them in a layout, and judges nothing.
 
-    torchrun --nproc-per-node 4 adapters.py INPUTS.pt OUT
+    torchrun --nproc-per-node 4 adapters.py INPUTS.pt FAMILY LAYOUT OUT.pt
 
-For each family and layout OUT gets `<family>-<layout>.pt` with the steps' reports, and the adapters afterwards.
+OUT.pt gets the steps' reports, and the adapters afterwards.
 """
 
 import dataclasses
@@ -60,19 +60,17 @@ def one_layout(family: str, layout: dict[str, Any], spec: dict[str, Any], folder
 
 
 @record
-def main(inputs: str, out: Path) -> None:
+def main(inputs: str, family: str, name: str, out: Path) -> None:
     spec = torch.load(inputs)
     distributed.start()
-    for family, names in spec["cases"].items():
-        for name in names:
-            layout = spec["layouts"][name]
-            runtime.initialize(Train(**layout), seed=1)
-            found = one_layout(family, layout, spec, out / f"{family}-{name}")
-            if dist.get_rank() == 0:
-                torch.save(found, out / f"{family}-{name}.pt")
-            runtime.shutdown()
+    layout = spec["layouts"][name]
+    runtime.initialize(Train(**layout), seed=1)
+    found = one_layout(family, layout, spec, out.with_suffix(""))
+    if dist.get_rank() == 0:
+        torch.save(found, out)
+    runtime.shutdown()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]))

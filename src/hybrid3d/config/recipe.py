@@ -140,8 +140,14 @@ class Recipe:
     def can_sync_changes(self) -> bool:
         """Return whether, on GPUs, syncs may send only the elements that changed: see `sync.delta`."""
         sleeps = self.rollout is not None and self.rollout.sleep and not self.is_split
-        keeps_weights = self.rollout is not None and (self.rollout.keep_weights or not sleeps)
+        keeps_weights = self.keeps_rollout_weights or (self.rollout is not None and not sleeps)
         return self.lora is None and self.sync.delta == "auto" and self.model.dtype == "bfloat16" and keeps_weights
+
+    @property
+    def keeps_rollout_weights(self) -> bool:
+        """Return whether vLLM's weights stay on the GPU while it sleeps: with adapters they are sent only once."""
+        only_adapters = self.lora is not None and self.lora.sync == "adapter"
+        return self.rollout is not None and (self.rollout.keep_weights or only_adapters)
 
     @property
     def overlaps_sync(self) -> bool:

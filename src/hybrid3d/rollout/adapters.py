@@ -15,6 +15,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 
 from hybrid3d.config import Lora
+from hybrid3d.families import PEFT_PREFIX
 from hybrid3d.reshard.executor import NamedTensors
 from hybrid3d.reshard.layout import Demand, Piece, Shape
 from hybrid3d.rollout.record import Destination, UnsupportedLoader, record_copies
@@ -62,7 +63,7 @@ class RolloutAdapters:
     def _record(self, manager: Any, shapes: Mapping[str, Shape]) -> Demand:
         """Return where vLLM's `set_lora` writes what of the matrices of these names and shapes."""
         modules = {
-            name: [f"base_model.model.{part}" for part in manager.packed_modules.get(name, [name])]
+            name: [f"{PEFT_PREFIX}{part}" for part in manager.packed_modules.get(name, [name])]
             for name in manager.modules
         }
         known = {part for parts in modules.values() for part in parts}
@@ -79,7 +80,7 @@ class RolloutAdapters:
                 a, b = ([traced.get(f"{part}.lora_{kind}.weight") for part in parts] for kind in "AB")
                 module = manager.modules[name]
                 if any(matrix is not None for matrix in a):
-                    with mock.patch.object(module, "reset_lora", lambda slot: None):
+                    with mock.patch.object(module, "reset_lora"):
                         module.set_lora(SLOT, *((a, b) if name in manager.packed_modules else (a[0], b[0])))
 
         destinations = [Destination(name, tensor) for name, tensor in self._slots.items()]

@@ -145,8 +145,8 @@ class RolloutEngine:
         self._sleeps = (  # where ranks also train; sleep mode frees GPU memory only
             rollout.sleep and not recipe.is_split and not current_platform.is_cpu()
         )
-        self.discards_weights = self._sleeps and not rollout.keep_weights
-        if rollout.keep_weights:
+        self.discards_weights = self._sleeps and not recipe.keeps_rollout_weights
+        if recipe.keeps_rollout_weights:
             keep_weights_while_asleep()
         if current_platform.is_cpu():
             name_shared_memory(run_id)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TELinear, TERowParallelLinear
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -29,26 +30,20 @@ from megatron.core.tensor_parallel.mappings import (
 from torch.nn.functional import linear, pad
 
 from hybrid3d.config import Lora
-from hybrid3d.families import EXPERT, UnsupportedModel
+from hybrid3d.families import EXPERT, UnsupportedModel, adapter_names, is_adapted
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.layout import Piece, Shape, View, contiguous_stride, pieces_by_name
+from hybrid3d.train.kernels import USE_TE
 from hybrid3d.train.stepping import place_of
 from hybrid3d.train.torch_layers import DuplicatedLinear
 from hybrid3d.train.weights import ADAPTERS, MegatronWeights
 
-PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before the names of a model's modules in the files of adapters."""
-
-
-def adapter_names(weight: str) -> tuple[str, str]:
-    """Return the names of the two matrices of the adapter of a canonical tensor, in PEFT's files."""
-    module = PEFT_PREFIX + weight.removesuffix(".weight")
-    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
-
-
-def is_adapted(weight: str, lora: Lora) -> bool:
-    """Return whether a linear layer with this canonical weight has an adapter; as in PEFT, by its last name."""
-    return lora.target_modules is None or weight.removesuffix(".weight").rsplit(".", 1)[-1] in lora.target_modules
+# The linear layers whose weight is sharded over TP by its rows, by its columns, and not at all
+_BY_ROWS: tuple[type, ...] = (ColumnParallelLinear,)
+_BY_COLUMNS: tuple[type, ...] = (RowParallelLinear,)
+_WHOLE: type = DuplicatedLinear
+if USE_TE:
+    _BY_ROWS, _BY_COLUMNS, _WHOLE = (*_BY_ROWS, TEColumnParallelLinear), (*_BY_COLUMNS, TERowParallelLinear), TELinear
 
 
 @dataclass(frozen=True)
@@ -106,8 +101,7 @@ class LinearAdapter(torch.nn.Module):
         """
         super().__init__()
         self.is_expert = EXPERT.search(names[0]) is not None
-        self.splits_rows = isinstance(layer, ColumnParallelLinear)
-        self.splits_columns = isinstance(layer, RowParallelLinear)
+        self.splits_rows, self.splits_columns = isinstance(layer, _BY_ROWS), isinstance(layer, _BY_COLUMNS)
         self._scale, self._rank = lora.alpha / lora.rank, lora.rank
         tp = 1 if self.is_expert else parallel_state.get_tensor_model_parallel_world_size()
         self._communicates = tp > 1 and (self.splits_rows or self.splits_columns)
@@ -249,15 +243,17 @@ def add_adapters(
     named = {place_of(tensor): name for name, tensor in weights.tensors.items()}
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in weights.pieces:
-        if len(piece.box.size) == 2 and is_adapted(piece.name, lora):
+        if is_adapted(piece.name, len(piece.box.size), lora.target_modules):
             pieces[piece.view.tensor].append(piece)
     for stage in stages:
         stage.requires_grad_(False)
         adapters = Adapters()
         for module in stage.decoder.modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear | DuplicatedLinear):
+            if isinstance(module, (*_BY_ROWS, *_BY_COLUMNS, _WHOLE)):
                 local = named.get(place_of(module.weight), "")
-                names = sorted(name for name in weights.parts.get(local, ()) if is_adapted(name, lora))
+                names = sorted(
+                    name for name in weights.parts.get(local, ()) if is_adapted(name, 2, lora.target_modules)
+                )
                 if names:
                     adapters.attach(module, LinearAdapter(module, names, pieces[local], lora, seed, shapes))
         stage.add_module(ADAPTERS, adapters)
@@ -327,6 +323,5 @@ def merged_adapters(stages: Sequence[GPTModel]) -> Iterator[None]:
 
 def _splits_sequence(layer: torch.nn.Module) -> bool:
     """Return whether the sequence is split over TP before a layer, or after one that shards columns."""
-    if isinstance(layer, DuplicatedLinear):
-        return bool(layer.weight.sequence_parallel)
-    return bool(layer.sequence_parallel)
+    is_sharded = isinstance(layer, (*_BY_ROWS, *_BY_COLUMNS))
+    return bool((layer if is_sharded else layer.weight).sequence_parallel)

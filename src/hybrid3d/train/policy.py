@@ -32,8 +32,9 @@ class Policy(MegatronModel):
 
     def __init__(self, config: Config, recipe: Recipe, rank: int, path: str | None = None, trainable: bool = True):
         """Build it with the weights of the checkpoint `path`; by default the recipe's model, with its adapters."""
-        stages = build_model(config, recipe.train, getattr(torch, recipe.model.dtype))
         lora = recipe.lora if path is None else None
+        dtype = getattr(torch, recipe.model.dtype)
+        stages = build_model(config, recipe.train, dtype, adapted=lora is not None)
         if lora is not None:
             shapes = {name: entry.shape for name, entry in read_index(recipe.model.path).items()}
             with on_device():
@@ -90,6 +91,7 @@ class Policy(MegatronModel):
     @contextmanager
     def merged(self) -> Iterator[None]:
         """Hold in `weights` the sums of the model's own weights and its adapters."""
+        self.onload("parameters")
         with merged_adapters(self.stages):
             yield
 

@@ -76,7 +76,9 @@ class SyncReport:
         """Return the report of a sync of other tensors and of this one as that of one sync."""
         sums = ("seconds", "exposed_seconds", "received_bytes", "lower_bound_bytes", "network_bytes", "shared_bytes")
         maxima = ("staging_bytes", "finalize_bytes")
-        phases = {key: before.phases.get(key, 0.0) + self.phases.get(key, 0.0) for key in {*before.phases, *self.phases}}
+        phases = {
+            key: before.phases.get(key, 0.0) + self.phases.get(key, 0.0) for key in {*before.phases, *self.phases}
+        }
         return replace(
             self,
             **{key: getattr(before, key) + getattr(self, key) for key in (*sums, "network_bound_bytes")},
