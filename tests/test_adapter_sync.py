@@ -18,13 +18,11 @@ from test_adapters import is_linear
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 RANK, ALPHA = 4, 6  # a scale that is no power of 2, and a rank below those that vLLM allocates
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 CASES: list[Any] = [
     pytest.param("qwen2", dict(tp=2, pp=2), 2, None, id="qwen2, TP2 x PP2 to TP2"),
     pytest.param("qwen2", dict(tp=4), 1, None, id="qwen2, TP4 to TP1", marks=pytest.mark.slow),
     pytest.param("qwen3", dict(pp=2, dp=2), 4, None, id="qwen3, PP2 x DP2 to TP4", marks=pytest.mark.slow),
     pytest.param("qwen2", dict(pp=2, vpp=2, tp=2), 2, ("q_proj", "down_proj"), id="two", marks=pytest.mark.slow),
-    pytest.param("qwen3_moe", dict(tp=2, pp=2, ep=2), 2, ATTENTION, id="attention of experts", marks=pytest.mark.slow),
 ]
 
 

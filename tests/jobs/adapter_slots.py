@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from sync import recipe_for
 from torch.distributed.elastic.multiprocessing.errors import record
 from vllm.lora.request import LoRARequest
 
@@ -26,7 +27,6 @@ from hybrid3d.roles.weight_sync import policy_sync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.train import runtime
 from hybrid3d.train.policy import Policy
-from sync import recipe_for
 
 PROMPTS = [[5, 7, 11, 13, 17, 19, 23], [3, 4, 5, 6]]
 ANSWER = 6
@@ -105,7 +105,6 @@ def main(out: str, model: str, adapters: str, rollout_tp: int, layout: str) -> N
     if rank == 0:
         torch.save(everything, out)
     engine.close()
-
 
 
 if __name__ == "__main__":

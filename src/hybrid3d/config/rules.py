@@ -40,13 +40,10 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
         fix = "ppo" if algorithm.advantage is None else "gae"
         value = getattr(algorithm, given)
         yield f"critic: algorithm.{given}={value} has no critic: leave the section out, or set {fix}"
-    yield from _check_split(recipe)
-    yield from _check_reward_ranks(recipe)
-    yield from _check_async(recipe)
-    yield from _check_agents(recipe)
-    yield from _check_evaluation(recipe)
-    yield from _check_router_replay(recipe)
-    yield from _check_lora(recipe)
+    for check in (_check_split, _check_reward_ranks, _check_async, _check_agents, _check_evaluation):
+        yield from check(recipe)
+    for check in (_check_router_replay, _check_lora):
+        yield from check(recipe)
     if recipe.sync.share_storage and not recipe.is_split and recipe.rollout is not None and recipe.rollout.sleep:
         yield (
             "sync.share_storage: memory that both engines share cannot be freed while vLLM sleeps: "

@@ -124,7 +124,6 @@ Decay = Annotated[float, Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1"
 MAX_RANKS = 65_536
 Ranks = Annotated[int, within(1, MAX_RANKS)]
 Layers = Annotated[int, within(1, 10_000)]
-AdapterRank = Annotated[int, within(1, 512)]
 Sequences = Annotated[int, within(1, 2**20)]
 Tokens = Annotated[int, within(1, 2**24)]
 TokensOrZero = Annotated[int, within(0, 2**24)]

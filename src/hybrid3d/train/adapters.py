@@ -38,7 +38,7 @@ from hybrid3d.train.stepping import place_of
 from hybrid3d.train.torch_layers import DuplicatedLinear
 from hybrid3d.train.weights import ADAPTERS, MegatronWeights
 
-# The linear layers whose weight is sharded over TP by its rows, by its columns, and not at all
+# Linear layers whose weight TP shards by rows, by columns, and not at all
 _BY_ROWS: tuple[type, ...] = (ColumnParallelLinear,)
 _BY_COLUMNS: tuple[type, ...] = (RowParallelLinear,)
 _WHOLE: type = DuplicatedLinear

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from hybrid3d.config.schema import AdapterRank, FilePath, Positive, Text
+from hybrid3d.config.schema import FilePath, Positive, Text, within
+
+MAX_RANK = 512  # the largest that vLLM 0.32.0 has slots for (`MaxLoRARanks` in vllm/config/lora.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,7 @@ class Lora:
             are sent, which is slower, and works for experts and latent attention too.
     """
 
-    rank: AdapterRank = 16
+    rank: Annotated[int, within(1, MAX_RANK)] = 16
     alpha: Positive = 32.0
     target_modules: tuple[Text, ...] | None = None
     path: FilePath | None = None
