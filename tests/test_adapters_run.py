@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from commands import EXPERTS, ROOT, experts_folder, hybrid3d, read_rows, warm_checkpoint
+from hybrid3d.config import load_recipe
+from hybrid3d.errors import UserMistake
+from hybrid3d.inputs.adapters import check_adapters
 from reference import model_of, tensors_in
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -85,10 +88,6 @@ def test_adapters_of_experts(demo: Path, tmp_path: Path, family: str) -> None:
     assert all(row["mismatch/logprob_abs_max"] <= 1e-3 for row in read_rows(tmp_path / "runs/experts"))
 
 
-def problems_of(work: Path, *overrides: str) -> str:
-    return hybrid3d(work, "train", *settings("refused", *overrides), expect=2)
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -98,10 +97,15 @@ def problems_of(work: Path, *overrides: str) -> str:
         ),
         (["lora.path=peft", "lora.rank=4"], "lora.rank=4: peft/adapter_config.json has r=2: set lora.rank=2"),
         (["lora.path=warm"], "warm/adapter_config.json cannot be read"),
-        (["lora.path=peft", "lora.target_modules=[q_proj]"], "has matrices that it does not select"),
+        (["lora.path=peft", "lora.target_modules=[q_proj]"], "has matrices that it does not select, 48 of them"),
         (["train.expert_bias_update_rate=0.1"], "changes routers, and with lora all but the adapters"),
         (["train.pp=1", "roles.generation.ranks=2"], "lora.sync=adapter: roles.generation.ranks=2"),
+        (["sync.share_storage=true", "rollout.sleep=false"], "cannot lie in those of a policy with adapters"),
     ],
 )
-def test_mistakes_are_told(work: Path, overrides: list[str], said: str) -> None:
-    assert said in " ".join(problems_of(work, *overrides).split())
+def test_mistakes_are_told(work: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str) -> None:
+    monkeypatch.chdir(work)
+    path, *others = settings("refused", *overrides)
+    with pytest.raises(UserMistake) as told:
+        check_adapters(load_recipe(Path(path), others))
+    assert said in " ".join(str(told.value).split())
