@@ -384,8 +384,8 @@ def test_the_error_survives_pickling(load: Any) -> None:
         (
             "optimiser.lr=1",
             "optimiser: unknown key, did you mean optimizer?; known sections: name, model, lora, train, rollout, "
-            "roles, async, sync, data, evaluation, reward, algorithm, optimizer, critic, guard, run, tracking, schedule, "
-            "machine",
+            "roles, async, sync, data, evaluation, reward, algorithm, optimizer, critic, guard, run, tracking, "
+            "schedule, machine",
         ),
         ("train", "override 'train': expected section.key=value"),
         ("=3", "override '=3': expected section.key=value"),

@@ -254,6 +254,11 @@ def add_adapters(
                 names = sorted(
                     name for name in weights.parts.get(local, ()) if is_adapted(name, 2, lora.target_modules)
                 )
+                if names and not pieces[local]:  # with fewer key-value heads than TP ranks
+                    raise UnsupportedModel(
+                        f"{local}: this rank has no rows of {', '.join(names)}: lower train.tp, or add the layers beside "
+                        "these to lora.target_modules"
+                    )
                 if names:
                     adapters.attach(module, LinearAdapter(module, names, pieces[local], lora, seed, shapes))
         stage.add_module(ADAPTERS, adapters)
