@@ -256,8 +256,8 @@ def add_adapters(
                 )
                 if names and not pieces[local]:  # with fewer key-value heads than TP ranks
                     raise UnsupportedModel(
-                        f"{local}: this rank has no rows of {', '.join(names)}: lower train.tp, or add the layers beside "
-                        "these to lora.target_modules"
+                        f"{local}: this rank has no rows of {', '.join(names)}: lower train.tp, or add layers beside "
+                        "them to lora.target_modules"
                     )
                 if names:
                     adapters.attach(module, LinearAdapter(module, names, pieces[local], lora, seed, shapes))
