@@ -67,7 +67,7 @@ def bytes_expected(models: Models, replicas: int, group: dist.ProcessGroup) -> i
     Args:
         replicas: the data-parallel size; all replicas hold the same weights.
     """
-    tensors = [tensor for model in models.values() for tensor in model.weights.tensors.values()]
+    tensors = [tensor for model in models.values() for tensor in model.trained_weights.tensors.values()]
     local = torch.tensor(sum(t.numel() * (t.element_size() + OPTIMIZER_BYTES) for t in tensors))
     dist.all_reduce(local, group=group)
     return int(local) // replicas

@@ -120,6 +120,11 @@ class MegatronModel:
         raise NotImplementedError
 
     @property
+    def trained_weights(self) -> MegatronWeights:
+        """This rank's weights that updates change: the adapters of a model that has some."""
+        return self.weights if self.adapters is None else self.adapters
+
+    @property
     def data_parallel_rank(self) -> int:
         return int(parallel_state.get_data_parallel_rank())
 
