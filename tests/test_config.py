@@ -94,6 +94,7 @@ def test_defaults(load: Any) -> None:
     assert yaml.safe_load(recipe_to_yaml(recipe)) == {
         "name": "warm-up",
         "model": {"path": "build/demo/base", "dtype": "float32"},
+        "lora": None,
         "train": {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "cp": 1, "dp": 1}
         | {"first_stage_layers": None, "last_stage_layers": None, "expert_bias_update_rate": 0.0}
         | {
@@ -391,9 +392,9 @@ def test_the_error_survives_pickling(load: Any) -> None:
         ),
         (
             "optimiser.lr=1",
-            "optimiser: unknown key, did you mean optimizer?; known sections: name, model, train, rollout, roles, "
-            "async, sync, data, evaluation, reward, algorithm, optimizer, critic, guard, run, tracking, schedule, "
-            "machine",
+            "optimiser: unknown key, did you mean optimizer?; known sections: name, model, lora, train, rollout, "
+            "roles, async, sync, data, evaluation, reward, algorithm, optimizer, critic, guard, run, tracking, "
+            "schedule, machine",
         ),
         ("train", "override 'train': expected section.key=value"),
         ("=3", "override '=3': expected section.key=value"),

@@ -21,7 +21,8 @@ def test_the_page_is_what_the_code_says() -> None:
 
 def test_every_setting_has_its_row() -> None:
     recipe = load_recipe(
-        ROOT / "recipes/demo-cpu.yaml", ["algorithm.name=ppo", "critic.optimizer.lr=0.1", "rollout.agents.port=9000"]
+        ROOT / "recipes/demo-cpu.yaml",
+        ["algorithm.name=ppo", "critic.optimizer.lr=0.1", "rollout.agents.port=9000", "lora.rank=8"],
     )
     wanted = {
         key

@@ -11,7 +11,7 @@ from unittest import mock
 from hybrid3d import launch_environment
 from hybrid3d.cli.starting import launch_ranks, load_run, run_as_rank
 from hybrid3d.cli.terminal import Commands, make_console, path_argument
-from hybrid3d.config import RoleRanks
+from hybrid3d.config import RecipeError, RoleRanks
 from hybrid3d.launch_environment import CHECKED
 
 
@@ -20,12 +20,17 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("folder", metavar="RUN", help="a run's folder")
     parser.add_argument("out", metavar="OUT", help="the folder to write")
     parser.add_argument("--step", type=int, help="the checkpoint after this many updates (default: the last)")
+    parser.add_argument(
+        "--merged", action="store_true", help="of a run with adapters, the model with them; without it, PEFT's files"
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     out = path_argument(options.out, "OUT")
     recipe, folder, step = load_run(options, "export")
+    if options.merged and recipe.lora is None:
+        raise RecipeError("--merged", [f"{options.folder} has no adapters to merge: leave it out"])
     recipe = dataclasses.replace(recipe, roles=RoleRanks())  # the ranks that train hold all weights
     from hybrid3d.inputs.export import UNFINISHED, unfinished_folder
 
@@ -38,4 +43,4 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
             return launch_ranks(arguments, recipe, folder, make_console(), generates=False)
     from hybrid3d.launch import tasks
 
-    return run_as_rank(recipe, folder, functools.partial(tasks.export, recipe, folder, step, out))
+    return run_as_rank(recipe, folder, functools.partial(tasks.export, recipe, folder, step, out, options.merged))

@@ -77,7 +77,7 @@ def _find_model(options: argparse.Namespace) -> tuple[Path, str, Recipe | None]:
         from hybrid3d.inputs.checks import check_model
 
         check_model(recipe)
-        return _export(folder, find_checkpoint_step(folder, options.step)), recipe.name, recipe
+        return _export(folder, find_checkpoint_step(folder, options.step), recipe), recipe.name, recipe
     if not (path / "config.json").is_file():
         raise RecipeError(str(path), ["neither the folder of a run (no recipe.yaml) nor a checkpoint (no config.json)"])
     if overrides or options.step is not None:
@@ -86,12 +86,16 @@ def _find_model(options: argparse.Namespace) -> tuple[Path, str, Recipe | None]:
     return path, path.resolve().name, None
 
 
-def _export(folder: RunFolder, step: int) -> Path:
-    """Return the Hugging Face checkpoint of a step in the run's folder, after exporting it if it is not there."""
+def _export(folder: RunFolder, step: int, recipe: Recipe) -> Path:
+    """Return the Hugging Face checkpoint of a step in the run's folder, after exporting it if it is not there.
+
+    It has the adapters of a run in the weights.
+    """
     out = served_folder(folder, step)
     if not out.exists():
         out.parent.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "hybrid3d", "export", str(folder.path), str(out), "--step", str(step)]
+        command += ["--merged"] if recipe.lora is not None else []
         code = subprocess.call(command)
         if code != DONE:
             raise SystemExit(code)  # the command has said why

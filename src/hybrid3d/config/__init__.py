@@ -25,6 +25,7 @@ from hybrid3d.config.sections.engines import (
 )
 from hybrid3d.config.sections.evaluation import Evaluation
 from hybrid3d.config.sections.learning import Critic, Data, Guard, Optimizer, Reward, Run
+from hybrid3d.config.sections.lora import Lora
 
 __all__ = [
     "OFFLOADS",
@@ -37,6 +38,7 @@ __all__ = [
     "Evaluation",
     "Guard",
     "Kl",
+    "Lora",
     "Machine",
     "Model",
     "ModelShape",

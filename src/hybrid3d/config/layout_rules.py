@@ -78,6 +78,9 @@ def _check_support(recipe: Recipe, model: ModelShape, device: Device | None) -> 
             "rollout.expert_parallel=true: vLLM 0.32.0 does not support expert parallelism on CPU",
             "the only valid value here is false, which shards experts over rollout.tp",
         )
+    if recipe.lora is not None and recipe.lora.sync == "adapter" and model.experts is not None and device == "cpu":
+        message = "lora.sync=adapter: vLLM 0.32.0 has no adapters of models with experts on CPU"
+        yield LayoutProblem(("lora.sync",), message, "the only valid value here is merged")
     if train.cp > 1 and device is not None:
         message = f"train.cp={train.cp}: this version does not support context parallelism"
         yield LayoutProblem(("train.cp",), message, "the only valid value is 1")

@@ -10,6 +10,7 @@ from hybrid3d.config.sections.algorithm import Algorithm
 from hybrid3d.config.sections.engines import Async, Machine, Model, RewardRole, RoleRanks, Rollout, Sync, Train
 from hybrid3d.config.sections.evaluation import Evaluation
 from hybrid3d.config.sections.learning import Critic, Data, Guard, Optimizer, Reward, Run
+from hybrid3d.config.sections.lora import Lora
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
 
@@ -30,6 +31,7 @@ class Recipe:
 
     name: Name
     model: Model
+    lora: Lora | None = None
     train: Train = Train()
     rollout: Rollout | None = None
     roles: RoleRanks = RoleRanks()
@@ -138,13 +140,19 @@ class Recipe:
     def can_sync_changes(self) -> bool:
         """Return whether, on GPUs, syncs may send only the elements that changed: see `sync.delta`."""
         sleeps = self.rollout is not None and self.rollout.sleep and not self.is_split
-        keeps_weights = self.rollout is not None and (self.rollout.keep_weights or not sleeps)
-        return self.sync.delta == "auto" and self.model.dtype == "bfloat16" and keeps_weights
+        keeps_weights = self.keeps_rollout_weights or (self.rollout is not None and not sleeps)
+        return self.lora is None and self.sync.delta == "auto" and self.model.dtype == "bfloat16" and keeps_weights
+
+    @property
+    def keeps_rollout_weights(self) -> bool:
+        """Return whether vLLM's weights stay on the GPU while it sleeps: with adapters they are sent only once."""
+        only_adapters = self.lora is not None and self.lora.sync == "adapter"
+        return self.rollout is not None and (self.rollout.keep_weights or only_adapters)
 
     @property
     def overlaps_sync(self) -> bool:
         """Return whether a sync begins during a step's last update: not while ranks generate ahead of it."""
-        return self.sync.overlap and not (self.is_split and self.async_.max_staleness)
+        return self.sync.overlap and self.lora is None and not (self.is_split and self.async_.max_staleness)
 
     @property
     def sequences_per_step(self) -> int:

@@ -40,12 +40,10 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
         fix = "ppo" if algorithm.advantage is None else "gae"
         value = getattr(algorithm, given)
         yield f"critic: algorithm.{given}={value} has no critic: leave the section out, or set {fix}"
-    yield from _check_split(recipe)
-    yield from _check_reward_ranks(recipe)
-    yield from _check_async(recipe)
-    yield from _check_agents(recipe)
-    yield from _check_evaluation(recipe)
-    yield from _check_router_replay(recipe)
+    for check in (_check_split, _check_reward_ranks, _check_async, _check_agents, _check_evaluation):
+        yield from check(recipe)
+    for check in (_check_router_replay, _check_lora):
+        yield from check(recipe)
     if recipe.sync.share_storage and not recipe.is_split and recipe.rollout is not None and recipe.rollout.sleep:
         yield (
             "sync.share_storage: memory that both engines share cannot be freed while vLLM sleeps: "
@@ -181,6 +179,28 @@ def _check_async(recipe: Recipe) -> Iterator[str]:
             f"cannot wait for rollout.environment={rollout.environment} apart: set rollout.dp=1, or leave "
             "async.partial out"
         )
+
+
+def _check_lora(recipe: Recipe) -> Iterator[str]:
+    lora = recipe.lora
+    if lora is None:
+        return
+    if lora.sync == "adapter" and recipe.is_split:
+        yield (
+            f"lora.sync=adapter: roles.generation.ranks={recipe.roles.generation.ranks} generate apart, and adapters "
+            "are sent alone only to engines of ranks that train: set lora.sync=merged, or leave roles.generation out"
+        )
+    if recipe.sync.share_storage:
+        yield "sync.share_storage: vLLM's weights cannot lie in those of a policy with adapters (lora): leave one out"
+    if recipe.sync.keep_loader_layout:
+        yield "sync.keep_loader_layout: a policy with adapters (lora) sends all elements in each sync: leave it out"
+    if recipe.train.expert_bias_update_rate:
+        yield (
+            f"train.expert_bias_update_rate={recipe.train.expert_bias_update_rate:g} changes routers, and with lora "
+            "all but the adapters stays as it is: set 0"
+        )
+    if recipe.train.etp > 1:
+        yield f"train.etp={recipe.train.etp}: adapters (lora) of experts are not sharded over ranks: set train.etp=1"
 
 
 def _check_evaluation(recipe: Recipe) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybrid3d.families.adapters import PEFT_PREFIX, adapter_names, can_be_adapted, is_adapted, module_of
 from hybrid3d.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from hybrid3d.families.dense import LLAMA, QWEN2, QWEN3
 from hybrid3d.families.family import (
@@ -44,6 +45,7 @@ def family_of(config: Config) -> Family:
 __all__ = [
     "EXPERT",
     "FAMILIES",
+    "PEFT_PREFIX",
     "VALUE_HEAD",
     "Config",
     "Experts",
@@ -52,9 +54,13 @@ __all__ = [
     "Rope",
     "RowRange",
     "UnsupportedModel",
+    "adapter_names",
+    "can_be_adapted",
     "family_of",
     "head_dim",
+    "is_adapted",
     "is_expert",
+    "module_of",
     "query_groups",
     "rope_of",
     "with_value_head",

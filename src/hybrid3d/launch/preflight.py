@@ -20,6 +20,7 @@ from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.errors import UserMistake
 from hybrid3d.families import VALUE_HEAD, Config, family_of
 from hybrid3d.generation.agents.program import find_agent_problems
+from hybrid3d.inputs.adapters import check_adapters
 from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.checks import check_model
 from hybrid3d.inputs.export import check_output_folder, is_redundant, is_untrained
@@ -78,6 +79,8 @@ def find_mistakes(recipe: Recipe) -> Iterator[UserMistake]:
     yield from _mistake_of(check_folder, recipe)
     if config is not None:
         yield from _mistake_of(check_weights, config, recipe.model.path)
+        if recipe.lora is not None:
+            yield from _mistake_of(check_adapters, recipe)
         if recipe.algorithm.kl.reference is not None:
             yield from _mistake_of(check_reference, config, recipe)
         if recipe.algorithm.uses_critic and recipe.critic.path is not None:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -29,13 +29,11 @@ from hybrid3d.run.oom_recovery import OomRecovery, find_out_of_memory
 from hybrid3d.run.run_folder import RunFolder, checkpoint_folder, draw_curves
 
 if TYPE_CHECKING:
-    from hybrid3d.reshard.file_index import TensorEntry
     from hybrid3d.roles.colocated import Colocated
     from hybrid3d.roles.split.training import TrainingRank
     from hybrid3d.run.health import Guard
     from hybrid3d.run.live_settings import LiveSettings
     from hybrid3d.run.record import Record
-    from hybrid3d.train.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -218,10 +216,22 @@ def evaluate(
 
 
 def export(
-    recipe: Recipe, folder: RunFolder, step: int, out: Path, rank: int, store: dist.Store, console: Console | None
+    recipe: Recipe,
+    folder: RunFolder,
+    step: int,
+    out: Path,
+    merged: bool,
+    rank: int,
+    store: dist.Store,
+    console: Console | None,
 ) -> None:
-    """Write a checkpoint as a Hugging Face checkpoint; every rank writes the boxes that it holds."""
+    """Write a checkpoint as a Hugging Face checkpoint; every rank writes the boxes that it holds.
+
+    Args:
+        merged: of a policy with adapters, write the model with them, and not the adapters in PEFT's format.
+    """
     from hybrid3d.inputs.export import UNFINISHED, unfinished_folder
+    from hybrid3d.launch.exports import write_adapters, write_export
     from hybrid3d.train import checkpoint, runtime
     from hybrid3d.train.policy import Policy
 
@@ -233,7 +243,11 @@ def export(
     from_launcher = os.environ.get(UNFINISHED)  # created by our own launcher, which removes it if a rank is killed
     with unfinished_folder(out) if rank == 0 and not from_launcher else nullcontext(from_launcher) as created:
         unfinished = Path(distributed.broadcast_object(str(created), group))
-        entries, carried = write_export(policy, recipe.model.path, unfinished, group)
+        if recipe.lora is not None and not merged:
+            entries, carried = write_adapters(policy, recipe, unfinished, group), []
+        else:
+            with policy.merged() if recipe.lora is not None else nullcontext():
+                entries, carried = write_export(policy, recipe.model.path, unfinished, group)
         if rank == 0:
             os.rename(unfinished, os.path.realpath(out))  # so that an interrupted export never looks like a checkpoint
     if console is not None:
@@ -241,34 +255,6 @@ def export(
         if carried:
             message = f"{len(carried)} of them are untrained copies from {recipe.model.path}"
             console.print(message, highlight=False, markup=False)
-
-
-def write_export(
-    policy: Policy, source: str, out: Path, group: dist.ProcessGroup
-) -> tuple[Mapping[str, TensorEntry], list[str]]:
-    """Write the weights of a policy as a Hugging Face checkpoint into a folder; every rank writes the boxes it holds.
-
-    Args:
-        source: the checkpoint that the policy started from.
-
-    Returns:
-        The tensors of the export, and the names of those that are untrained copies from the source.
-    """
-    from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries, is_untrained
-    from hybrid3d.reshard.files import copy_tensors, create_files, export_files
-
-    entries = export_entries(source, policy.config)
-    carried = [name for name in entries if is_untrained(name, policy.config)]
-    if group.rank() == 0:
-        create_files(out, entries)
-        copy_config_and_tokenizer(source, out)
-    dist.barrier(group)
-    holdings = dict(enumerate(distributed.gather_objects(policy.weights.holdings, group)))
-    export_files(out, entries, holdings, policy.weights.tensors, group.rank(), carried)
-    if group.rank() == 0:
-        copy_tensors(source, out, entries, carried)
-    dist.barrier(group)
-    return entries, carried
 
 
 def replay(

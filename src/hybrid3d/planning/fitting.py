@@ -7,9 +7,10 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
-from hybrid3d.config import ModelShape, Recipe, RecipeError, Train, check_layout, load_recipe
+from hybrid3d.config import Lora, ModelShape, Recipe, RecipeError, Train, check_layout, load_recipe
 from hybrid3d.families import Config, family_of
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import ProgressCallback
@@ -107,7 +108,7 @@ class MemoryEstimator:
     def __init__(self, config: Config):
         self._config = config
         self._shapes = expected_shapes(config)
-        self._held: dict[Train, list[ParameterCounts]] = {}
+        self._held: dict[tuple[Train, Lora | None], list[ParameterCounts]] = {}
         self._wanted: dict[tuple[int, int, bool], tuple[SlotDemand, int]] = {}
 
     def is_valid(self, recipe: Recipe) -> bool:
@@ -122,12 +123,14 @@ class MemoryEstimator:
     def __call__(self, recipe: Recipe) -> MemoryEstimate:
         layout, rollout = dataclasses.replace(recipe.train, micro_batch_size=1, recompute="none"), recipe.rollout
         assert rollout is not None
-        if layout not in self._held:
+        key = layout, recipe.lora
+        if key not in self._held:
             layer_counts = representative_layer_counts(self._config, layout)
             holdings = holdings_of_all(self._config, recipe, layer_counts, first_only=True)
             stage_ranks = recipe.train_ranks // layout.pp
             firsts = [holdings[stage * stage_ranks] for stage in range(layout.pp)]
-            self._held[layout] = [count_parameters(first.pieces, _multiplicity(layer_counts)) for first in firsts]
+            counted = partial(count_parameters, multiplicity=_multiplicity(layer_counts), lora=recipe.lora)
+            self._held[key] = [counted(first.pieces) for first in firsts]
         slots = rollout.tp, rollout.dp, rollout.expert_parallel
         if slots not in self._wanted:
             layer_counts = representative_layer_counts(self._config, Train())
@@ -136,7 +139,7 @@ class MemoryEstimator:
             nbytes = sum(piece.nbytes * multiplicity(piece.name) for piece in first.demand.pieces)
             self._wanted[slots] = first, nbytes
         hardware = hardware_of(recipe.machine)
-        return estimate_memory(recipe, self._config, hardware, self._held[layout], *self._wanted[slots])
+        return estimate_memory(recipe, self._config, hardware, self._held[key], *self._wanted[slots])
 
 
 def _multiplicity(layer_counts: Mapping[int, int]) -> Callable[[str], int]:

@@ -9,7 +9,8 @@ Both engines report the sizes of their weights. The rest is computed from these 
   that keeps no scores, gated MLPs, grouped queries and latents), for the micro batches in flight on a stage. With full
   recompute: each layer's input, and the activations of one layer. The last stage also has the logits and their
   probabilities;
-- reference: the weights of the frozen policy, if there is a KL term;
+- reference: the weights of the frozen policy, if there is a KL term; of a policy with adapters it is the policy itself
+  without them, and gradients and the optimizer have the elements of the adapters only;
 - KV cache: vLLM's fraction minus its weights and its work space.
 
 vLLM sleeps while Megatron trains. Training's memory stays allocated while vLLM generates, except for what
@@ -19,15 +20,15 @@ vLLM sleeps while Megatron trains. Training's memory stays allocated while vLLM 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hybrid3d.config import Recipe, Train
+from hybrid3d.config import Lora, Recipe, Train
 from hybrid3d.config.model_shape import ModelShape
-from hybrid3d.families import Config, family_of, is_expert
+from hybrid3d.families import Config, family_of, is_adapted, is_expert
 from hybrid3d.planning.hardware import Hardware
-from hybrid3d.reshard.layout import ITEMSIZE, Piece
+from hybrid3d.reshard.layout import ITEMSIZE, Piece, pieces_by_name
 from hybrid3d.train.probe import layers_of_stages
 
 if TYPE_CHECKING:  # the memory of training is estimated where there is no vLLM, too
@@ -40,18 +41,44 @@ BATCHED_TOKENS, SEQUENCES = 16384, 1024
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """The numbers of elements that a rank holds: of routed experts, and of all other parameters."""
+    """The numbers of elements that a rank holds: of routed experts, and of all other parameters.
+
+    Attributes:
+        adapters: those of its adapters, which are then the only ones that are trained; None without adapters.
+    """
 
     dense: int
     experts: int
+    adapters: ParameterCounts | None = None
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
 
 
-def count_parameters(pieces: Iterable[Piece], multiplicity: Callable[[str], int]) -> ParameterCounts:
-    """Count the elements of pieces; the tensor of a piece represents `multiplicity(name)` tensors."""
+def count_parameters(
+    pieces: Sequence[Piece], multiplicity: Callable[[str], int], lora: Lora | None = None
+) -> ParameterCounts:
+    """Count the elements of pieces, and of adapters beside them.
+
+    Args:
+        multiplicity: how many tensors the tensor of a piece represents.
+    """
     counts = {True: 0, False: 0}
     for piece in pieces:
         counts[is_expert(piece.name)] += piece.box.numel * multiplicity(piece.name)
-    return ParameterCounts(dense=counts[False], experts=counts[True])
+    adapters = None if lora is None else _count_adapters(pieces, multiplicity, lora)
+    return ParameterCounts(counts[False], counts[True], adapters)
+
+
+def _count_adapters(pieces: Sequence[Piece], multiplicity: Callable[[str], int], lora: Lora) -> ParameterCounts:
+    """Count the elements of adapters: A has a rank's columns of each weight, and B its rows."""
+    counts = {True: 0, False: 0}
+    for name, boxes in pieces_by_name(pieces).items():
+        if is_adapted(name, len(boxes[0].box.size), lora.target_modules):
+            rows = max(p.box.stop[0] for p in boxes) - min(p.box.start[0] for p in boxes)
+            counts[is_expert(name)] += lora.rank * (rows + boxes[0].box.size[1]) * multiplicity(name)
+    return ParameterCounts(counts[False], counts[True])
 
 
 @dataclass(frozen=True)
@@ -199,7 +226,7 @@ def estimate_memory(
         kv_bytes_per_token=sum(wanted.kv_bytes.values()),
         max_model_len=rollout.max_model_len,
         sleeps=rollout.sleep,
-        keeps_weights=rollout.keep_weights,
+        keeps_weights=recipe.keeps_rollout_weights,
         offloads=recipe.train.offloads,
         split=recipe.is_split,
     )
@@ -217,24 +244,28 @@ def estimate_stages(
     train, itemsize = recipe.train, ITEMSIZE[recipe.model.dtype]
     stage_ranks = recipe.train_ranks // train.pp
     activations = stage_activations(recipe, _shape(config), layers_of_stages(config, train))
-    num_trained = 2 if recipe.algorithm.uses_critic else 1
     has_reward_model = recipe.reward.model is not None and recipe.roles.reward.ranks is None
-    num_frozen = recipe.algorithm.uses_reference + recipe.algorithm.uses_critic + has_reward_model
+    has_reference = recipe.algorithm.uses_reference and (recipe.lora is None or recipe.algorithm.kl.reference)
+    num_frozen = bool(has_reference) + recipe.algorithm.uses_critic + has_reward_model
     stages = []
     for stage, counts in enumerate(held):
-        elements = counts.dense + counts.experts
-        weights = elements * itemsize
-        sharded = counts.dense / (train.dp * train.cp) + counts.experts / (stage_ranks // (train.ep * train.etp))
+        policy = counts.adapters or counts
+        trained = [policy, replace(counts, adapters=None)] if recipe.algorithm.uses_critic else [policy]
+        elements, weights = sum(one.total for one in trained), counts.total * itemsize
+        added = 0 if counts.adapters is None else counts.adapters.total * itemsize
+        sharded = sum(
+            one.dense / (train.dp * train.cp) + one.experts / (stage_ranks // (train.ep * train.etp)) for one in trained
+        )
         stages.append(
             StageMemory(
-                weights=weights,
-                gradients=elements * FLOAT32 * num_trained,
-                optimizer=round(sharded * FLOAT32 * (2 if itemsize == FLOAT32 else 3)) * num_trained,
+                weights=weights + added,
+                gradients=elements * FLOAT32,
+                optimizer=round(sharded * FLOAT32 * (2 if itemsize == FLOAT32 else 3)),
                 reference=weights * num_frozen,
                 activations=activations[stage],
                 rollout_weights=wanted_bytes,
                 staging=2 * recipe.sync.bucket_bytes + finalize_bytes,
-                changes=elements // 8 if recipe.can_sync_changes else 0,
+                changes=counts.total // 8 if recipe.can_sync_changes else 0,
             )
         )
     return tuple(stages)

@@ -17,6 +17,7 @@ from hybrid3d.storage.user_files import parse_json, read_json_file
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"  # of PEFT, which writes all adapters of a model into one file
 
 # The safetensors format's names of dtypes and torch's: https://github.com/huggingface/safetensors (README, Format)
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
@@ -48,8 +49,11 @@ class TensorEntry:
     block: tuple[int, int] = (0, 0)
 
 
-def read_index(folder: str | Path) -> dict[str, TensorEntry]:
+def read_index(folder: str | Path, single_file: str = SINGLE_FILE) -> dict[str, TensorEntry]:
     """Return the entries of all tensors of a checkpoint, by name. Only the headers of the files are read.
+
+    Args:
+        single_file: name of the file of a checkpoint without an index.
 
     Raises:
         CheckpointError: there is no safetensors file, a file is truncated, or the index names a file or tensor that
@@ -57,7 +61,7 @@ def read_index(folder: str | Path) -> dict[str, TensorEntry]:
     """
     folder = Path(folder)
     weight_map = _weight_map(folder) if os.path.lexists(folder / INDEX_FILE) else None
-    files = [SINGLE_FILE] if weight_map is None else sorted(set(weight_map.values()))
+    files = [single_file] if weight_map is None else sorted(set(weight_map.values()))
     entries: dict[str, TensorEntry] = {}
     for file in files:
         _check_regular(folder / file)
@@ -142,7 +146,7 @@ def _check_regular(path: Path) -> None:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} does not exist: a checkpoint needs {SINGLE_FILE}, or {INDEX_FILE} and its files"
+            f"{path} does not exist: a checkpoint needs {path.name}, or {INDEX_FILE} and its files"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None

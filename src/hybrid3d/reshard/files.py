@@ -166,17 +166,24 @@ def _header(group: Mapping[str, TensorEntry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def load_files(folder: str | Path, demand: Demand, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+def load_files(
+    folder: str | Path,
+    demand: Demand,
+    tensors: Mapping[str, torch.Tensor],
+    rank: int,
+    single_file: str = SINGLE_FILE,
+) -> None:
     """Load what a rank wants from the files of a checkpoint; only the slices that it needs are read.
 
     Args:
         tensors: the local tensors that the demand's views refer to, by name.
+        single_file: as for `read_index`.
 
     Raises:
         CheckpointError: the files cannot be read.
         PlanError: the files lack a wanted tensor or a part of it.
     """
-    entries = read_index(folder)
+    entries = read_index(folder, single_file)
     plan = local_plan(rank, {FILES: file_holdings(entries)}, {rank: demand})
     sink = NamedTensors(tensors)
     with CheckpointReader(folder, entries) as source, torch.no_grad():

@@ -23,7 +23,7 @@ from hybrid3d.roles.experience_maker import Experience
 from hybrid3d.roles.learner import Learner
 from hybrid3d.roles.models import Models
 from hybrid3d.roles.split.other_roles import OtherRoles
-from hybrid3d.roles.weight_sync import SyncReport, WeightSync
+from hybrid3d.roles.weight_sync import SyncReport, policy_sync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.health import Guard
 from hybrid3d.run.memory import Peaks, meter
@@ -83,7 +83,7 @@ class Colocated:
         work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
         self._overlaps = guard is not None and recipe.overlaps_sync
         buckets = self._policy.optimizer_buckets if self._overlaps else None
-        self._sync = WeightSync(recipe, group, self._policy.weights, self._engine, buckets, self._policy.changes)
+        self._sync = policy_sync(recipe, group, self._policy, self._engine, buckets)
         self.train, self.held_out = read_data(recipe, self.config, self.tokenizer)
         self._replicas = EngineReplicas(recipe, self._engine, self.tokenizer, group)
         replicas: Replicas = self._replicas

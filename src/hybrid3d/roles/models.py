@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from hybrid3d.config import Recipe, Train
 from hybrid3d.inputs.models import read_config
+from hybrid3d.rl.batch import Batch
 from hybrid3d.train.megatron_model import MegatronModel
 from hybrid3d.train.policy import Policy
 from hybrid3d.train.value_model import ValueModel
+
+
+@dataclass(frozen=True)
+class BaseOfPolicy:
+    """A policy without its adapters, as a reference that takes no memory of its own."""
+
+    policy: Policy
+
+    def logprobs(self, batch: Batch, recipe: Recipe) -> torch.Tensor | None:
+        """Return what `Policy.logprobs` of the model without adapters returns."""
+        with self.policy.as_base():
+            return self.policy.logprobs(batch, recipe)
 
 
 @dataclass(frozen=True)
@@ -17,22 +32,21 @@ class Models:
 
     Attributes:
         policy: the language model that is trained.
-        reference: the frozen initial policy, or the checkpoint `algorithm.kl.reference`.
+        reference: the frozen initial policy, or the checkpoint `algorithm.kl.reference`; of a policy with adapters by
+            default the policy without them.
         critic: PPO's value model, which is trained too.
         reward_model: scores samples instead of a reward function; None also where ranks of its own have it.
     """
 
     policy: Policy
-    reference: Policy | None
+    reference: Policy | BaseOfPolicy | None
     critic: ValueModel | None
     reward_model: ValueModel | None
 
     @classmethod
     def of(cls, recipe: Recipe, policy: Policy, rank: int) -> Models:
         """Build the models that the recipe needs besides the policy."""
-        reference = None
-        if recipe.algorithm.uses_reference:
-            reference = reference_of(recipe, policy, rank)
+        reference = reference_of(recipe, policy, rank) if recipe.algorithm.uses_reference else None
         critic = reward_model = None
         if recipe.algorithm.uses_critic:
             path = recipe.critic.path or recipe.model.path
@@ -48,7 +62,8 @@ class Models:
 
     @property
     def _all(self) -> list[MegatronModel]:
-        return [m for m in (self.policy, self.reference, self.critic, self.reward_model) if m is not None]
+        models = (self.policy, self.reference, self.critic, self.reward_model)
+        return [model for model in models if isinstance(model, MegatronModel)]
 
     def offload(self, train: Train) -> None:
         """Free the memory that `train.offload_*` selects; each model reallocates it when it is used."""
@@ -56,8 +71,10 @@ class Models:
             model.offload(train)
 
 
-def reference_of(recipe: Recipe, policy: Policy, rank: int) -> Policy:
+def reference_of(recipe: Recipe, policy: Policy, rank: int) -> Policy | BaseOfPolicy:
     """Build the reference of a policy: see `Models`."""
+    if recipe.lora is not None and recipe.algorithm.kl.reference is None:
+        return BaseOfPolicy(policy)
     path = recipe.algorithm.kl.reference or recipe.model.path
     config = policy.config if path == recipe.model.path else read_config(path)
     return Policy(config, recipe, rank, path, trainable=False)

@@ -32,6 +32,7 @@ from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
 from hybrid3d.patches import apply
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rollout import patches
+from hybrid3d.rollout.adapters import ADAPTER, RolloutAdapters, adapter_settings
 from hybrid3d.rollout.patches import (
     external_rank,
     groups_over_slots,
@@ -42,6 +43,7 @@ from hybrid3d.rollout.patches import (
 from hybrid3d.rollout.routed_experts import RoutedExperts
 from hybrid3d.rollout.sleep_allocator import load_sleep_allocator
 from hybrid3d.rollout.truncation import LOGPROBS, kept_probability
+from hybrid3d.rollout.units import without_adapters
 from hybrid3d.rollout.weights import RolloutWeights
 
 T = TypeVar("T")
@@ -143,8 +145,8 @@ class RolloutEngine:
         self._sleeps = (  # where ranks also train; sleep mode frees GPU memory only
             rollout.sleep and not recipe.is_split and not current_platform.is_cpu()
         )
-        self.discards_weights = self._sleeps and not rollout.keep_weights
-        if rollout.keep_weights:
+        self.discards_weights = self._sleeps and not recipe.keeps_rollout_weights
+        if recipe.keeps_rollout_weights:
             keep_weights_while_asleep()
         if current_platform.is_cpu():
             name_shared_memory(run_id)
@@ -162,13 +164,22 @@ class RolloutEngine:
                 disable_log_stats=True,
                 enable_return_routed_experts=returns_experts,
                 seed=recipe.run.seed,
+                **adapter_settings(recipe.lora),
             )
+        self._lora = recipe.lora if recipe.lora is not None and recipe.lora.sync == "adapter" else None
+        self._lora_request = None if self._lora is None else ADAPTER
         self._experts = RoutedExperts(self._llm, _config_of(recipe)) if returns_experts else None
 
     def weights(self, shapes: Mapping[str, Shape]) -> RolloutWeights:
         """Return this rank's demand for the canonical tensors of these shapes, and the sink that receives it."""
         runner = self.model_runner
-        return RolloutWeights(runner.get_model(), runner.vllm_config, shapes)
+        with without_adapters(runner.get_model()):
+            return RolloutWeights(runner.get_model(), runner.vllm_config, shapes)
+
+    def adapters(self, shapes: Mapping[str, Shape]) -> RolloutAdapters:
+        """Return this rank's demand for the adapters' matrices of these shapes, and the sink that receives it."""
+        assert self._lora is not None, "called for a recipe that syncs adapters"
+        return RolloutAdapters(self.model_runner, self._lora, shapes)
 
     @property
     def llm(self) -> LLM:
@@ -190,7 +201,7 @@ class RolloutEngine:
         params = [_sampling_params(request) for request in requests]
         prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
         rng = torch.get_rng_state()
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._lora_request)
         torch.set_rng_state(rng)  # vLLM's sampling must not advance the trainer's random state
         lengths = [len(output.outputs[0].token_ids) for output in outputs]
         self._count(max(lengths, default=0), sum(lengths))
@@ -207,7 +218,7 @@ class RolloutEngine:
             params = _sampling_params(request)
             params.output_kind = RequestOutputKind.DELTA
             prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
-            self._llm.llm_engine.add_request(str(number), prompt, params)
+            self._llm.llm_engine.add_request(str(number), prompt, params, lora_request=self._lora_request)
             self._submitted[number] = []
 
     def step(self) -> dict[int, Completion]:

@@ -8,7 +8,7 @@ other operation on them raises an error that names the tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -140,6 +140,27 @@ class _LoadRecorder(TorchDispatchMode):
     def _view(self, tensor: torch.Tensor) -> View:
         destination = self._destination_by_storage[tensor.untyped_storage()._cdata]
         return View(destination.name, tensor.storage_offset() - destination.tensor.storage_offset(), tensor.stride())
+
+
+def record_copies(
+    load: Callable[[Mapping[str, torch.Tensor]], None],
+    shapes: Mapping[str, Shape],
+    dtype: torch.dtype,
+    destinations: list[Destination],
+) -> tuple[Piece, ...]:
+    """Return what a function of vLLM that is called with traced tensors copies from them into the destinations.
+
+    Args:
+        shapes: every tensor and its full shape.
+        dtype: of the tensors.
+
+    Raises:
+        UnsupportedLoader: it does more than slice and copy.
+    """
+    recorder = _LoadRecorder(shapes, destinations)
+    with torch.no_grad(), recorder:
+        load({name: _TracedTensor(name, torch.empty(s, dtype=dtype, device="meta")) for name, s in shapes.items()})
+    return tuple(recorder.pieces)
 
 
 def record_demand(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -157,6 +158,7 @@ class OpenUnit:
             set_current_vllm_config(vllm_config),
             set_default_torch_dtype(vllm_config.model_config.dtype),
             torch.no_grad(),
+            without_adapters(self.unit.root),  # else vLLM processes layers that it has wrapped for adapters twice
         ):
             process_weights_after_loading(self.unit.root, vllm_config.model_config, device)
         for module, tensors in self._live.items():
@@ -279,7 +281,8 @@ def tensors_of(root: Module, path: str = "") -> Iterator[tuple[str, Module, str,
 
 
 def _join(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
+    """Join the parts of a path; a layer that vLLM has wrapped for adapters has the name of the wrapper."""
+    return ".".join(part for part in parts if part).replace(".base_layer", "")
 
 
 def _same_layout(a: torch.Tensor | None, b: torch.Tensor) -> bool:
@@ -288,6 +291,24 @@ def _same_layout(a: torch.Tensor | None, b: torch.Tensor) -> bool:
 
 def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
     return tensor.shape, tensor.stride(), tensor.dtype
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Replace each layer that has adapters by the layer that it wraps, by whose name loaders find its weights."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if hasattr(child, "lora_a_stacked") and hasattr(child, "base_layer")
+    ]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)
 
 
 def units_of(model: Module) -> dict[int | None, Unit]:

@@ -21,7 +21,7 @@ from hybrid3d.storage import manifest
 from hybrid3d.storage.manifest import PROGRESS, BrokenCheckpoint
 from hybrid3d.train.megatron_model import MegatronModel
 from hybrid3d.train.runtime import on_device
-from hybrid3d.train.weights import METADATA
+from hybrid3d.train.weights import ADAPTERS, METADATA
 from hybrid3d.train.writing import CheckpointWriter
 
 OPTIMIZER_BYTES = 12  # of an element: Adam's two moments and the main weight, in float32
@@ -67,7 +67,7 @@ def bytes_expected(models: Models, replicas: int, group: dist.ProcessGroup) -> i
     Args:
         replicas: the data-parallel size; all replicas hold the same weights.
     """
-    tensors = [tensor for model in models.values() for tensor in model.weights.tensors.values()]
+    tensors = [tensor for model in models.values() for tensor in model.trained_weights.tensors.values()]
     local = torch.tensor(sum(t.numel() * (t.element_size() + OPTIMIZER_BYTES) for t in tensors))
     dist.all_reduce(local, group=group)
     return int(local) // replicas
@@ -160,7 +160,11 @@ def _combine_states(models: Models, state_of: Callable[[MegatronModel], dict[str
 
 
 def _weights(model: MegatronModel) -> dict[str, Any]:
-    return {f"model{n}": s.sharded_state_dict(metadata=dict(METADATA)) for n, s in enumerate(model.stages)}
+    """Return the shards of each stage; of a model with adapters only these, as its own weights never change."""
+    stages = [stage.sharded_state_dict(metadata=dict(METADATA)) for stage in model.stages]
+    if model.adapters is not None:
+        stages = [{k: v for k, v in shards.items() if k.startswith(f"{ADAPTERS}.")} for shards in stages]
+    return {f"model{number}": shards for number, shards in enumerate(stages)}
 
 
 def _state(model: MegatronModel, is_loading: bool) -> dict[str, Any]:
@@ -253,4 +257,4 @@ def _separate_step_counts(model: MegatronModel) -> None:
 
 def _load_model(model: MegatronModel, state: dict[str, Any]) -> None:
     for number, stage in enumerate(model.stages):
-        stage.load_state_dict(state[f"model{number}"])
+        stage.load_state_dict(state[f"model{number}"], strict=model.adapters is None)

@@ -66,6 +66,7 @@ class MegatronModel:
     Attributes:
         stages: this rank's part of the model, one module per virtual pipeline stage.
         weights: this rank's weights as pieces of canonical tensors.
+        adapters: its adapters as pieces of PEFT's matrices, if the model has some; then only these are trained.
         router_replay: makes routers choose the experts that a batch has; None where they always choose themselves.
         is_reporting_rank: whether this rank's sums count: one rank, with the output layer, of each
             data-parallel replica.
@@ -93,6 +94,7 @@ class MegatronModel:
         self.config = config
         self.stages = stages
         self.router_replay: RouterReplay | None = None
+        self.adapters: MegatronWeights | None = None
         self._trains = optimizer is not None
         self._memory = OffloadableMemory()
         dtype = getattr(torch, recipe.model.dtype)
@@ -116,6 +118,11 @@ class MegatronModel:
     def _per_token(self, output: torch.Tensor, micro: MicroBatch, recipe: Recipe) -> Any:
         """Return the argument of `train_step`'s loss: values [b, T], aligned as in `rl/batch.py`."""
         raise NotImplementedError
+
+    @property
+    def trained_weights(self) -> MegatronWeights:
+        """This rank's weights that updates change: the adapters of a model that has some."""
+        return self.weights if self.adapters is None else self.adapters
 
     @property
     def data_parallel_rank(self) -> int:

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.extensions.transformer_engine import TELinear
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TELinear,
+    TENorm,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import (
@@ -16,6 +21,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from hybrid3d.config import Train
@@ -29,7 +35,9 @@ from hybrid3d.train.torch_layers import use_torch_layers
 apply(patches.MODEL)
 
 
-def build_model(config: Config, layout: Train, dtype: torch.dtype, meta: bool = False) -> list[GPTModel]:
+def build_model(
+    config: Config, layout: Train, dtype: torch.dtype, meta: bool = False, adapted: bool = False
+) -> list[GPTModel]:
     """Build this rank's part of the model: one module per virtual pipeline stage, weights not set.
 
     Args:
@@ -37,12 +45,15 @@ def build_model(config: Config, layout: Train, dtype: torch.dtype, meta: bool = 
         layout: the train layout, whose groups are initialized.
         dtype: of the parameters.
         meta: allocate nothing; for queries.
+        adapted: build each linear layer such that its own input and output can be seen, which adapters need.
     """
     settings = transformer_config(config, layout, dtype)
+    if adapted:
+        settings.moe_grouped_gemm = False
     settings.init_model_with_meta_device = meta  # Transformer Engine's layers name their device themselves
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     with on_device(meta), torch.device("meta") if meta else device():
-        return [_build_stage(config, settings, stage) for stage in stages]
+        return [_build_stage(config, settings, stage, adapted) for stage in stages]
 
 
 def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> TransformerConfig:
@@ -131,10 +142,12 @@ def padded_vocabulary(config: Config, tp: int) -> int:
     return math.ceil(config["vocab_size"] / tp) * tp
 
 
-def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | None) -> GPTModel:
+def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | None, adapted: bool) -> GPTModel:
     spec = get_gpt_decoder_block_spec(settings, USE_TE, normalization="RMSNorm", vp_stage=vp_stage)
     if not USE_TE:
         use_torch_layers(spec)
+    elif adapted:
+        _separate_norms(spec)
     rope = family_of(config).rope(config)
     model = GPTModel(
         settings,
@@ -153,6 +166,30 @@ def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | No
         scaled = model.rotary_pos_emb._apply_scaling(model.rotary_pos_emb.inv_freq, **rope.llama3)
         model.rotary_pos_emb.inv_freq = scaled
     return model
+
+
+def _separate_norms(spec: TransformerBlockSubmodules) -> None:
+    """Replace Transformer Engine's norms that are one layer with the linear layer after them by two layers.
+
+    Their weights keep their names in a sharded state dict.
+    """
+    fused = TELayerNormColumnParallelLinear
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        attention, mlp = parts.self_attention.submodules, getattr(parts.mlp, "submodules", None)
+        names = {}
+        if getattr(attention, "linear_qkv", None) is fused:
+            attention.linear_qkv, parts.input_layernorm = TEColumnParallelLinear, TENorm
+            names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+        for linear, norm in (("linear_q_up_proj", "q_layernorm"), ("linear_kv_up_proj", "kv_layernorm")):
+            if getattr(attention, linear, None) is fused:
+                setattr(attention, linear, TEColumnParallelLinear)
+                setattr(attention, norm, TENorm)
+                names[f"self_attention.{norm}."] = f"self_attention.{linear}.layer_norm_"
+        if getattr(mlp, "linear_fc1", None) is fused:
+            mlp.linear_fc1, parts.pre_mlp_layernorm = TEColumnParallelLinear, TENorm
+            names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        parts.sharded_state_dict_keys_map = {**(parts.sharded_state_dict_keys_map or {}), **names}
 
 
 def _mark_shards(model: GPTModel) -> None:

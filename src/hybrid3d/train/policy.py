@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -11,24 +13,38 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config, family_of
+from hybrid3d.reshard.file_index import ADAPTER_FILE, read_index
+from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import TokenScores
+from hybrid3d.train.adapters import adapter_weights, add_adapters, merged_adapters, without_adapters
 from hybrid3d.train.entropy import vocab_parallel_entropy
 from hybrid3d.train.megatron_model import MegatronModel
 from hybrid3d.train.micro import MicroBatch
 from hybrid3d.train.model import build_model
 from hybrid3d.train.router_replay import RouterReplay
-from hybrid3d.train.runtime import ON_CUDA
+from hybrid3d.train.runtime import ON_CUDA, on_device
+from hybrid3d.train.weights import megatron_weights
 
 
 class Policy(MegatronModel):
     """A language model in the train layout; `train_step` calls the loss with `TokenScores`."""
 
     def __init__(self, config: Config, recipe: Recipe, rank: int, path: str | None = None, trainable: bool = True):
-        """Build it with the weights of the checkpoint `path`, by default the recipe's model."""
-        stages = build_model(config, recipe.train, getattr(torch, recipe.model.dtype))
+        """Build it with the weights of the checkpoint `path`; by default the recipe's model, with its adapters."""
+        lora = recipe.lora if path is None else None
+        dtype = getattr(torch, recipe.model.dtype)
+        stages = build_model(config, recipe.train, dtype, adapted=lora is not None)
+        if lora is not None:
+            shapes = {name: entry.shape for name, entry in read_index(recipe.model.path).items()}
+            with on_device():
+                add_adapters(stages, megatron_weights(stages, config), shapes, lora, recipe.run.seed)
         optimizer = recipe.optimizer if trainable else None
         super().__init__(config, stages, recipe, rank, path=path or recipe.model.path, optimizer=optimizer)
+        if lora is not None:
+            self.adapters = adapter_weights(stages)
+            if lora.path is not None:
+                load_files(lora.path, self.adapters.demand, self.adapters.tensors, rank, ADAPTER_FILE)
         experts, replays = family_of(config).experts(config), recipe.train.router_replay
         if trainable and experts is not None and replays != "none":
             self.router_replay = RouterReplay(stages, experts, records=replays == "old")
@@ -61,6 +77,23 @@ class Policy(MegatronModel):
 
         found = self._read(batch, read, recipe)
         return None if found is None else (found[..., 0], found[..., 1])
+
+    @contextmanager
+    def as_base(self) -> Iterator[None]:
+        """Compute what the model without its adapters computes; routers then choose experts themselves."""
+        replay, self.router_replay = self.router_replay, None
+        try:
+            with without_adapters(self.stages):
+                yield
+        finally:
+            self.router_replay = replay
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Hold in `weights` the sums of the model's own weights and its adapters."""
+        self.onload("parameters")
+        with merged_adapters(self.stages):
+            yield
 
     def _per_token(self, output: torch.Tensor, micro: MicroBatch, recipe: Recipe) -> TokenScores:
         """Return the tokens' log-probabilities and entropies by logits [.., .., vocabulary / TP]; 0 at position 0."""

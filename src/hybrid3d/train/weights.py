@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -15,16 +15,25 @@ from hybrid3d.reshard.classes import Signature
 from hybrid3d.reshard.layout import Demand, Fill, Holdings, Piece, View
 
 # Selects the format in which a layer's number is part of the name, and gate and up are one global tensor.
+ADAPTERS = "adapters"
+"""The attribute of a stage with its adapters, which are not among the weights of the model itself."""
+
 METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 
 
 @dataclass(frozen=True)
 class MegatronWeights:
-    """One rank's weights: live tensors by local name, the pieces that they consist of, and padding rows."""
+    """One rank's weights: live tensors by local name, the pieces that they consist of, and padding rows.
+
+    Attributes:
+        parts: by local name, all canonical tensors that Megatron's whole tensor consists of, also those that other
+            tensor-parallel ranks hold.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     pieces: tuple[Piece, ...]
-    padding: tuple[Fill, ...]
+    padding: tuple[Fill, ...] = ()
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def holdings(self) -> Holdings:
@@ -50,6 +59,7 @@ def megatron_weights(stages: Sequence[GPTModel], config: Config, family: Family 
     pieces: list[Piece] = []
     padding: list[Fill] = []
     unclaimed: list[str] = []
+    parts: dict[str, dict[str, None]] = {}
     for local, base, shard in _shards(stages):
         tensors[local] = base
         # A prepended axis is that of experts: layers are numbered in names (see METADATA).
@@ -60,6 +70,7 @@ def megatron_weights(stages: Sequence[GPTModel], config: Config, family: Family 
         if row_ranges is None:
             unclaimed.append(shard.key)
             continue
+        parts.setdefault(local, {}).update({r.name: None for r in row_ranges if r.name is not None})
         first, rows = start[0], shard.local_shape[0]
         for row_range in row_ranges:
             low, high = max(first, row_range.start), min(first + rows, row_range.start + row_range.rows)
@@ -78,7 +89,7 @@ def megatron_weights(stages: Sequence[GPTModel], config: Config, family: Family 
         raise UnsupportedModel(
             f"{len(set(unclaimed))} tensors of Megatron are not in the table of {family.architecture}: {names}"
         )
-    return MegatronWeights(tensors, tuple(pieces), tuple(padding))
+    return MegatronWeights(tensors, tuple(pieces), tuple(padding), {k: tuple(names) for k, names in parts.items()})
 
 
 def _shards(stages: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor, ShardedTensor]]:
@@ -86,6 +97,8 @@ def _shards(stages: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor, Sha
     for number, stage in enumerate(stages):
         for name, entry in stage.sharded_state_dict(metadata=dict(METADATA)).items():
             if isinstance(entry, ShardedObject):  # Transformer Engine's FP8 state, which is empty here
+                continue
+            if name.startswith(f"{ADAPTERS}."):
                 continue
             built = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
             for shard in built if isinstance(built, list) else [built]:

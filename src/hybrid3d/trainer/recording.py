@@ -139,7 +139,8 @@ def environment() -> dict[str, Any]:
 def _fingerprints(models: Models) -> dict[str, LocalFingerprints]:
     for model in models.values():
         model.onload("parameters")
-    return {name: fingerprint_pieces(m.weights.pieces, m.weights.tensors) for name, m in models.items()}
+    weights = {name: model.trained_weights for name, model in models.items()}
+    return {name: fingerprint_pieces(found.pieces, found.tensors) for name, found in weights.items()}
 
 
 def _token_values(experience: Experience) -> tuple[list[int], list[int], dict[str, Array]]:

@@ -18,7 +18,7 @@ from hybrid3d.doctor.certify.findings import Findings, join
 from hybrid3d.families import family_of
 from hybrid3d.generation.engine import Completion, GenerationRequest
 from hybrid3d.inputs.models import read_config
-from hybrid3d.launch.tasks import write_export
+from hybrid3d.launch.exports import write_export
 from hybrid3d.reshard.executor import NamedTensors
 from hybrid3d.reshard.file_index import read_index
 from hybrid3d.reshard.files import CheckpointReader, file_pieces, load_files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -130,6 +131,10 @@ class TrainingRank:
 
     def sync(self, version: int, recipe: Recipe) -> SplitSyncReport:
         """Sync to this version, or finish the overlapped sync to it; again without ranks that are lost meanwhile."""
+        with self._policy.merged() if recipe.lora is not None else nullcontext():
+            return self._sync_weights(version, recipe)
+
+    def _sync_weights(self, version: int, recipe: Recipe) -> SplitSyncReport:
         members, self._begun = self._begun, None
         failed: Counter[tuple[int, ...]] = Counter()
         while True:

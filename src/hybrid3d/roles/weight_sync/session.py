@@ -7,7 +7,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -71,6 +71,21 @@ class SyncReport:
     dense_reason: str = ""
     delta_bound_bytes: float = 0.0
     changed: tuple[int | None, int] = (None, 0)
+
+    def after(self, before: SyncReport) -> SyncReport:
+        """Return the report of a sync of other tensors and of this one as that of one sync."""
+        sums = ("seconds", "exposed_seconds", "received_bytes", "lower_bound_bytes", "network_bytes", "shared_bytes")
+        maxima = ("staging_bytes", "finalize_bytes")
+        phases = {
+            key: before.phases.get(key, 0.0) + self.phases.get(key, 0.0) for key in {*before.phases, *self.phases}
+        }
+        return replace(
+            self,
+            **{key: getattr(before, key) + getattr(self, key) for key in (*sums, "network_bound_bytes")},
+            **{key: max(getattr(before, key), getattr(self, key)) for key in maxima},
+            corrupted=(*before.corrupted, *self.corrupted),
+            phases=phases,
+        )
 
     def metrics(self) -> StepMetrics:
         """Return this rank's share of the metrics `sync/*`."""

@@ -1,0 +1,129 @@
+"""Adapters (LoRA) as files in PEFT's format: checks of those that a run begins with, and what an export consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybrid3d.config import Lora, Recipe, RecipeError
+from hybrid3d.families import EXPERT, adapter_names, can_be_adapted, is_adapted, module_of
+from hybrid3d.reshard.file_index import ADAPTER_FILE, CheckpointError, TensorEntry, read_index
+from hybrid3d.reshard.layout import Shape
+from hybrid3d.storage.user_files import read_json_file
+
+ADAPTER_CONFIG = "adapter_config.json"
+MATRICES_SHOWN = 4  # in a message
+
+# What PEFT's config may have besides, which would compute something else, and the value without effect
+_OTHER_KINDS: dict[str, Any] = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False}
+
+
+def adapted_shapes(lora: Lora, entries: Mapping[str, TensorEntry]) -> dict[str, Shape]:
+    """Return the shape of each matrix of a model's adapters, by its name in PEFT's files.
+
+    Args:
+        entries: the tensors of the model's checkpoint.
+    """
+    shapes: dict[str, Shape] = {}
+    for name, entry in entries.items():
+        if is_adapted(name, len(entry.shape), lora.target_modules):
+            a, b = adapter_names(name)
+            shapes |= {a: (lora.rank, entry.shape[1]), b: (entry.shape[0], lora.rank)}
+    return shapes
+
+
+def check_adapters(recipe: Recipe) -> None:
+    """Check that the recipe's adapters are of layers that the model has, and the files that they begin with.
+
+    Raises:
+        RecipeError: a layer is not there, or adapters of it cannot be synced as `lora.sync` says; or the files have
+            adapters of another rank or scale.
+        CheckpointError: the files cannot be read, or have other matrices.
+    """
+    lora = recipe.lora
+    assert lora is not None, "called where the recipe has adapters"
+    entries = read_index(recipe.model.path)
+    problems = [*_problems(lora, entries, recipe.rollout is not None)]
+    if not problems and lora.path is not None:
+        problems += _other_settings(lora, lora.path)
+    if problems:
+        raise RecipeError(recipe.name, problems)
+    if lora.path is not None:
+        _check_matrices(lora.path, adapted_shapes(lora, entries))
+
+
+def _problems(lora: Lora, entries: Mapping[str, TensorEntry], generates: bool) -> Iterator[str]:
+    layers = sorted({module_of(name) for name, entry in entries.items() if can_be_adapted(name, len(entry.shape))})
+    unknown = sorted(set(lora.target_modules or ()) - set(layers))
+    if unknown:
+        yield f"lora.target_modules: this model has no linear layer {', '.join(unknown)}: it has {', '.join(layers)}"
+    elif not any(is_adapted(name, len(entry.shape), lora.target_modules) for name, entry in entries.items()):
+        yield f"lora.target_modules: names no layer: this model has {', '.join(layers)}"
+    if lora.sync == "merged" or not generates:
+        return
+    adapted = [name for name, entry in entries.items() if is_adapted(name, len(entry.shape), lora.target_modules)]
+    without_slots = sorted({module_of(n) for n in adapted if EXPERT.search(n) or module_of(n) == "kv_b_proj"})
+    if without_slots:
+        others = sorted(set(layers) - set(without_slots))
+        yield (
+            f"lora.sync=adapter: adapters of {', '.join(without_slots)}, which are in this model's experts or latent "
+            f"attention, are not sent to slots of vLLM's: set lora.sync=merged, or "
+            f"lora.target_modules=[{', '.join(others)}]"
+        )
+
+
+def _other_settings(lora: Lora, path: str) -> Iterator[str]:
+    """Yield where PEFT's config differs from the recipe."""
+    file = Path(path) / ADAPTER_CONFIG
+    try:
+        config = read_json_file(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        yield f"lora.path={path}: its {ADAPTER_CONFIG} has peft_type {kind}: only LORA is supported"
+        return
+    for key, setting, value in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
+        if config.get(key) != value:
+            yield f"lora.{setting}={value:g}: {file} has {key}={config.get(key)}: set lora.{setting}={config.get(key)}"
+    for key, value in _OTHER_KINDS.items():
+        if config.get(key, value) not in (value, None):
+            yield f"lora.path={path}: {key}={config[key]} in its {ADAPTER_CONFIG} is not supported: only {value} is"
+    for key in ("rank_pattern", "alpha_pattern", "modules_to_save"):
+        if config.get(key):
+            yield f"lora.path={path}: {key} in its {ADAPTER_CONFIG} is not supported: it must be empty"
+
+
+def _check_matrices(path: str, wanted: Mapping[str, Shape]) -> None:
+    found = {name: entry.shape for name, entry in read_index(path, ADAPTER_FILE).items()}
+    missing, more = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    file = Path(path) / ADAPTER_FILE
+    if missing or more:
+        names = missing or more
+        which = "lacks matrices that lora.target_modules selects" if missing else "has matrices that it does not select"
+        raise CheckpointError(f"{file} {which}, {len(names)} of them: {', '.join(names[:MATRICES_SHOWN])}")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise CheckpointError(f"{file}: {name} has shape {list(found[name])}, and this model needs {list(shape)}")
+
+
+def adapter_config(lora: Lora, base: str, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return PEFT's config of adapters.
+
+    Args:
+        base: path of the model that they belong to.
+        names: the names of their matrices.
+    """
+    modules = {name.rsplit(".lora_", 1)[0].rsplit(".", 1)[-1] for name in names}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(modules),
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+        **_OTHER_KINDS,
+    }

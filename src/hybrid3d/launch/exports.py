@@ -1,0 +1,62 @@
+"""Writes a policy's weights or adapters as files that transformers and PEFT read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from hybrid3d import distributed
+from hybrid3d.config import Recipe
+from hybrid3d.inputs.adapters import ADAPTER_CONFIG, adapted_shapes, adapter_config
+from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries, is_untrained
+from hybrid3d.reshard.file_index import ADAPTER_FILE, TensorEntry, read_index
+from hybrid3d.reshard.files import copy_tensors, create_files, export_files
+
+if TYPE_CHECKING:
+    from hybrid3d.train.policy import Policy
+
+
+def write_export(
+    policy: Policy, source: str, out: Path, group: dist.ProcessGroup
+) -> tuple[Mapping[str, TensorEntry], list[str]]:
+    """Write the weights of a policy as a Hugging Face checkpoint into a folder; every rank writes the boxes it holds.
+
+    Args:
+        source: the checkpoint that the policy started from.
+
+    Returns:
+        The tensors of the export, and the names of those that are untrained copies from the source.
+    """
+    entries = export_entries(source, policy.config)
+    carried = [name for name in entries if is_untrained(name, policy.config)]
+    if group.rank() == 0:
+        create_files(out, entries)
+        copy_config_and_tokenizer(source, out)
+    dist.barrier(group)
+    holdings = dict(enumerate(distributed.gather_objects(policy.weights.holdings, group)))
+    export_files(out, entries, holdings, policy.weights.tensors, group.rank(), carried)
+    if group.rank() == 0:
+        copy_tensors(source, out, entries, carried)
+    dist.barrier(group)
+    return entries, carried
+
+
+def write_adapters(policy: Policy, recipe: Recipe, out: Path, group: dist.ProcessGroup) -> Mapping[str, TensorEntry]:
+    """Write a policy's adapters in PEFT's format into a folder; every rank writes the boxes it holds."""
+    assert recipe.lora is not None, "called for a run with adapters"
+    assert policy.adapters is not None, "a policy of such a recipe has adapters"
+    shapes = adapted_shapes(recipe.lora, read_index(recipe.model.path))
+    entries = {name: TensorEntry(ADAPTER_FILE, shape, recipe.model.dtype) for name, shape in shapes.items()}
+    if group.rank() == 0:
+        create_files(out, entries)
+        config = adapter_config(recipe.lora, recipe.model.path, shapes)
+        (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    dist.barrier(group)
+    holdings = dict(enumerate(distributed.gather_objects(policy.adapters.holdings, group)))
+    export_files(out, entries, holdings, policy.adapters.tensors, group.rank())
+    dist.barrier(group)
+    return entries

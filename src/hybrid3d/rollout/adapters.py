@@ -1,0 +1,122 @@
+"""vLLM's slot for the policy's adapters, and the sink of a sync that writes them there.
+
+vLLM keeps the adapters of a layer stacked, one per slot, and shards them itself: which part of which matrix a rank
+keeps, and where, is recorded from its own `set_lora`, as its loaders tell it for weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.request import LoRARequest
+
+from hybrid3d.config import Lora
+from hybrid3d.families import PEFT_PREFIX
+from hybrid3d.reshard.executor import NamedTensors
+from hybrid3d.reshard.layout import Demand, Piece, Shape
+from hybrid3d.rollout.record import Destination, UnsupportedLoader, record_copies
+
+SLOT = 0
+ADAPTER = LoRARequest("policy", 1, "policy")  # its path is never read, as the adapter is registered
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32.0 allows (`MaxLoRARanks` in vllm/config/lora.py)
+
+
+def adapter_settings(lora: Lora | None) -> dict[str, Any]:
+    """Return the vLLM arguments for one adapter, which every request uses; none where weights are sent merged."""
+    if lora is None or lora.sync == "merged":
+        return {}
+    modules = None if lora.target_modules is None else list(lora.target_modules)
+    rank = next(allowed for allowed in RANKS if allowed >= lora.rank)
+    return dict(enable_lora=True, max_loras=1, max_lora_rank=rank, lora_target_modules=modules)
+
+
+class RolloutAdapters:
+    """The demand of one vLLM rank for adapters, and the sink (`reshard.protocols.Sink`) that receives them.
+
+    Attributes:
+        demand: the parts of the matrices in PEFT's files that the rank needs.
+        finalize_bytes: 0; they are written in place.
+    """
+
+    finalize_bytes = 0
+
+    def __init__(self, model_runner: Any, lora: Lora, shapes: Mapping[str, Shape]):
+        manager = model_runner.lora_manager._adapter_manager
+        if ADAPTER.lora_int_id not in manager.list_adapters():
+            # An empty one, whose slot a sync fills; `add_adapter` takes adapters with at least one layer only
+            manager._registered_adapters[ADAPTER.lora_int_id] = LoRAModel(ADAPTER.lora_int_id, lora.rank, {})
+            manager.activate_adapter(ADAPTER.lora_int_id)
+        self._scale = lora.alpha / lora.rank
+        self._slots: dict[str, torch.Tensor] = {}
+        self._scaled: set[str] = set()
+        for name, module in manager.modules.items():
+            for kind in ("a", "b"):
+                for number, stacked in enumerate(getattr(module, f"lora_{kind}_stacked")):
+                    self._slots[f"{name}.lora_{kind}_stacked.{number}"] = stacked
+        self.demand = self._record(manager, shapes)
+        self._tensors = NamedTensors(self._slots)
+
+    def _record(self, manager: Any, shapes: Mapping[str, Shape]) -> Demand:
+        """Return where vLLM's `set_lora` writes what of the matrices of these names and shapes."""
+        modules = {
+            name: [f"{PEFT_PREFIX}{part}" for part in manager.packed_modules.get(name, [name])]
+            for name in manager.modules
+        }
+        known = {part for parts in modules.values() for part in parts}
+        unknown = sorted(name for name in shapes if name.rsplit(".lora_", 1)[0] not in known)
+        if unknown:
+            raise UnsupportedLoader(
+                f"vLLM has no slot for {len(unknown)} adapters: {', '.join(unknown[:4])}: leave them out of "
+                "lora.target_modules, or set lora.sync=merged"
+            )
+        dtype = next(iter(self._slots.values())).dtype
+
+        def set_all(traced: Mapping[str, torch.Tensor]) -> None:
+            for name, parts in modules.items():
+                a, b = ([traced.get(f"{part}.lora_{kind}.weight") for part in parts] for kind in "AB")
+                module = manager.modules[name]
+                if any(matrix is not None for matrix in a):
+                    with mock.patch.object(module, "reset_lora"):
+                        module.set_lora(SLOT, *((a, b) if name in manager.packed_modules else (a[0], b[0])))
+
+        destinations = [Destination(name, tensor) for name, tensor in self._slots.items()]
+        return Demand(record_copies(set_all, shapes, dtype, destinations), ())
+
+    def prepare(self, order: Sequence[int | None], keep: bool = False) -> None:
+        pass
+
+    def keep_apart(self, names: Iterable[str]) -> None:
+        pass
+
+    def kept_tensors(self) -> set[str]:
+        return set()
+
+    def begin(self) -> None:
+        """Begin a sync of all adapters: what none is written to in a slot must be 0, also after sleep mode."""
+        for tensor in self._slots.values():
+            tensor.zero_()
+
+    def write(self, piece: Piece) -> torch.Tensor:
+        return self._tensors.write(piece)
+
+    def open(self, layer: int | None) -> None:
+        pass
+
+    def close(self, layer: int | None) -> None:
+        pass
+
+    def skip(self, layer: int | None) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+    def end(self) -> None:
+        """Scale B, as vLLM does when it loads an adapter, because its kernels do not."""
+        for name, tensor in self._slots.items():
+            if ".lora_b_stacked." in name:
+                tensor.mul_(self._scale)
