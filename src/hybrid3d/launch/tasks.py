@@ -161,7 +161,7 @@ def _train_rl(
     models = roles.models
     assert models is not None, "with a guard the roles train"
     record.data({"train": roles.train, **roles.held_out})
-    checkpoints = Checkpoints(models.trained, recipe.train.dp, record, group)
+    checkpoints = Checkpoints(models.trained, recipe.train.dp * recipe.train.cp, record, group)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group)
     train_rl(roles, live, guard, checkpoints, recorder, record, group)
 
@@ -176,7 +176,7 @@ def _train_sft(
 
     guard, recipe = Guard(record), live.recipe
     policy = Policy(read_config(recipe.model.path), recipe, group.rank())
-    checkpoints = Checkpoints({"policy": policy}, recipe.train.dp, record, group)
+    checkpoints = Checkpoints({"policy": policy}, recipe.train.dp * recipe.train.cp, record, group)
     train_sft(policy, live, guard, checkpoints, record, group)
 
 

@@ -40,6 +40,8 @@ def build_model(config: Config, layout: Train, dtype: torch.dtype, meta: bool = 
     """
     settings = transformer_config(config, layout, dtype)
     settings.init_model_with_meta_device = meta  # Transformer Engine's layers name their device themselves
+    if meta:
+        settings.context_parallel_size = 1  # the weights are the same, and its attention makes a CUDA stream otherwise
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     with on_device(meta), torch.device("meta") if meta else device():
         return [_build_stage(config, settings, stage) for stage in stages]
@@ -71,6 +73,8 @@ def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> Tra
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
         context_parallel_size=layout.cp,
+        # Of Transformer Engine's attention: in a ring, the one way that packed sequences and any number of heads allow.
+        cp_comm_type="p2p",
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         params_dtype=dtype,

@@ -1,0 +1,183 @@
+"""Context parallelism: losses, gradient norms and weights of several updates are those of one rank per sequence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commands import demo_folder, hybrid3d, read_rows
+from reference import BIAS_RATE, make_inputs, save_classifier, tensors_in
+from run_ranks import ROOT, run_ranks
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+
+PACKED = {"packed": True, "max_tokens_per_micro_batch": 96}
+QUICK_LAYOUTS: dict[str, dict[str, Any]] = {
+    "whole": dict(dp=2),  # what all others must equal
+    "cp2": dict(cp=2),
+    "cp2-packed": dict(cp=2, **PACKED),
+    "cp2-ep2": dict(cp=2, ep=2, router_replay="old"),
+    "cp2-ep2-packed": dict(cp=2, ep=2, router_replay="old", **PACKED),
+}
+QUICK = [
+    *(("qwen3", layout) for layout in ("whole", "cp2", "cp2-packed")),
+    *(("qwen3_moe", layout) for layout in ("whole", "cp2-ep2", "cp2-ep2-packed")),
+    *(("deepseek_v3", layout) for layout in ("whole", "cp2", "cp2-packed")),
+]
+SLOW_LAYOUTS: dict[str, dict[str, Any]] = {
+    "whole": dict(dp=4),
+    "cp4": dict(cp=4),
+    "cp4-packed": dict(cp=4, **PACKED),
+    "cp4-budget": dict(cp=4, max_tokens_per_micro_batch=96),
+    "cp4-ep4": dict(cp=4, ep=4, router_replay="old", recompute="full"),
+    "cp2-dp2": dict(cp=2, dp=2, recompute="full"),
+    "cp2-dp2-packed": dict(cp=2, dp=2, **PACKED),
+    "cp2-dp2-ep2": dict(cp=2, dp=2, ep=2),
+    "tp2-cp2": dict(tp=2, cp=2),
+    "tp2-cp2-packed": dict(tp=2, cp=2, router_replay="old", **PACKED),
+    "tp2-cp2-ep2-etp2": dict(tp=2, cp=2, ep=2, etp=2, router_replay="old", **PACKED),
+    "pp2-cp2": dict(pp=2, cp=2),
+    "pp2-cp2-packed": dict(pp=2, cp=2, **PACKED),
+    "pp2-cp2-budget": dict(pp=2, cp=2, max_tokens_per_micro_batch=96),
+    "pp2-cp2-vpp2": dict(pp=2, cp=2, vpp=2, packed=True, recompute="full"),
+}
+DENSE_LAYOUTS = (
+    *("whole", "cp4", "cp4-packed", "cp4-budget", "cp2-dp2", "cp2-dp2-packed"),
+    *("tp2-cp2", "pp2-cp2", "pp2-cp2-packed", "pp2-cp2-budget", "pp2-cp2-vpp2"),
+)
+SPARSE_LAYOUTS = (
+    *("whole", "cp4", "cp4-packed", "cp4-ep4", "cp2-dp2-ep2", "tp2-cp2-packed", "tp2-cp2-ep2-etp2"),
+    *("pp2-cp2-packed", "pp2-cp2-vpp2"),
+)
+SLOW = [
+    *(("qwen2", layout) for layout in DENSE_LAYOUTS),
+    *((family, layout) for family in ("qwen3_moe", "deepseek_v3") for layout in SPARSE_LAYOUTS),
+]
+
+
+class Results:
+    """What the ranks wrote down, and which layouts of which families there are."""
+
+    def __init__(self, folder: Path, ranks: int, cases: list[tuple[str, str]], layouts: dict[str, dict[str, Any]]):
+        self.folder, self._ranks, self._layouts = folder, ranks, layouts
+        self.cases = [(family, layout) for family, layout in cases if layout != "whole"]
+        self.families = dict.fromkeys(family for family, _ in cases)
+
+    def of(self, family: str, layout: str, what: str) -> list[Any]:
+        """By rank."""
+        names = [f"{family}-{layout}-rank{rank}.pt" for rank in range(self._ranks)]
+        return [torch.load(self.folder / name, weights_only=False)[what] for name in names]
+
+    def replicas(self, layout: str) -> int:
+        return self._layouts[layout].get("dp", 1)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, id="quick"), pytest.param(4, id="slow", marks=[pytest.mark.slow])]
+)
+def results(request, tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Results:
+    ranks = request.param
+    out, checkpoints = tmp_path_factory.mktemp("context"), {}
+    cases, layouts = (QUICK, QUICK_LAYOUTS) if ranks == 2 else (SLOW, SLOW_LAYOUTS)
+    for family in dict(cases):
+        start, classifier = tiny_checkpoint(family, 1), out / f"{family}-classifier"
+        save_classifier(start, classifier)
+        checkpoints[family] = {"start": str(start), "classifier": str(classifier)}
+    settings = dict(micro_batch_size=4, expert_bias_update_rate=BIAS_RATE)
+    work = {"checkpoints": checkpoints, "cases": cases, "layouts": layouts, "settings": settings}
+    torch.save(make_inputs() | work, out / "inputs.pt")
+    job = ROOT / "tests/jobs/context_parallel.py"
+    run_ranks(job, ranks, [str(out / "inputs.pt"), str(out)], timeout=500)
+    return Results(out, ranks, cases, layouts)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def sums_of(reports: list[dict[str, Any]]) -> dict[str, float]:
+    return {
+        key: sum(report["sums"][key] for report in reports if report["is_reporting_rank"])
+        for key in next(report["sums"] for report in reports if report["sums"])
+    }
+
+
+def rows_of(reports: list[dict[str, Any]], key: str, width: int = 24) -> torch.Tensor:
+    """What the reporting ranks have of all rows, in the order of the batch."""
+    shares = {r["rows"].start: r[key] for r in reports if r["is_reporting_rank"]}
+    padded = [torch.nn.functional.pad(s, (0, width - s.shape[-1])) for _, s in sorted(shares.items())]
+    return torch.cat(padded, dim=-2)
+
+
+def test_updates_equal_those_of_whole_sequences(results: Results) -> None:
+    for family, layout in results.cases:
+        whole, shared = (results.of(family, name, "updates") for name in ("whole", layout))
+        for step in range(len(whole[0])):
+            expected, found = [rank[step] for rank in whole], [rank[step] for rank in shared]
+            where = family, layout, step
+            assert sum(r["is_reporting_rank"] for r in found) == results.replicas(layout), where
+            assert sums_of(found) == pytest.approx(sums_of(expected), rel=1e-5, abs=1e-5), where
+            norm = expected[0]["grad_norm"]
+            assert norm > 0.1
+            assert [r["grad_norm"] for r in found] == pytest.approx([norm] * len(found), rel=1e-5), where
+            assert torch.allclose(rows_of(found, "scores"), rows_of(expected, "scores"), rtol=1e-5, atol=1e-5), where
+
+
+def test_weights_equal_those_of_whole_sequences(results: Results) -> None:
+    for family, layout in results.cases:
+        expected, found = (tensors_in(results.folder / f"{family}-{name}") for name in ("whole", layout))
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            assert (tensor - expected[name]).abs().max() <= 1e-5, (family, layout, name)
+
+
+def test_critic_and_scores_equal_those_of_whole_sequences(results: Results) -> None:
+    for family, layout in results.cases:
+        whole, shared = (results.of(family, name, "critic") for name in ("whole", layout))
+        for step in range(len(whole[0])):
+            expected, found = [rank[step] for rank in whole], [rank[step] for rank in shared]
+            assert sums_of(found) == pytest.approx(sums_of(expected), rel=1e-5), (family, layout, step)
+            norm = expected[0]["grad_norm"]
+            assert [r["grad_norm"] for r in found] == pytest.approx([norm] * len(found), rel=1e-5)
+        scores = torch.zeros(16)
+        for rank in results.of(family, "whole", "values"):
+            scores[rank["rows"]] = rank["scores"]
+        for rank in results.of(family, layout, "values"):
+            assert (rank["scores"] is not None) == rank["has_output"]
+            if rank["has_output"]:  # on every rank that shares sequences
+                assert (rank["scores"] - scores[rank["rows"]]).abs().max() <= 1e-5, (family, layout)
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_the_same_answers(demo: Path, tmp_path: Path) -> None:
+    """Through both engines, with every sync verified; recorded steps are done again bit for bit, or without sharing."""
+    demo_folder(tmp_path, demo)
+    (tmp_path / "rewards.py").write_text(
+        "def parity(answer, reference, prompt):\n    return float(sum(answer.encode()) % 2)\n"
+    )
+    settings = [str(ROOT / "recipes/demo-cpu.yaml"), "model.path=build/demo/base", "train.tp=1", "train.pp=1"]
+    settings += ["rollout.tp=1", "rollout.kv_cache_gib=0.0625", "sync.verify=always", "reward.name=rewards:parity"]
+    settings += ["run.steps=3", "run.eval_every=9", "run.record=always", "train.micro_batch_size=8"]
+    settings += ["algorithm.prompts_per_step=8", "algorithm.samples_per_prompt=4"]
+    hybrid3d(tmp_path, "train", *settings, "name=whole", "train.dp=2", also=tmp_path)
+    hybrid3d(tmp_path, "train", *settings, "name=shared", "train.cp=2", "train.packed=true", also=tmp_path)
+    whole, shared = (read_rows(tmp_path / "runs" / name) for name in ("whole", "shared"))
+    assert len(shared) == 4
+    for row in shared:
+        assert row["sync/received_bytes"] == row["sync/lower_bound_bytes"]
+        assert 0 < row["mismatch/logprob_abs_max"] <= 1e-3
+    for key in ("train/loss", "train/grad_norm", "train/entropy", "reward/mean", "mismatch/kl"):
+        assert shared[0][key] == pytest.approx(whole[0][key], rel=1e-4, abs=1e-6), key
+    for layout, same in (([], True), (["train.cp=1", "train.dp=2"], False)):
+        hybrid3d(tmp_path, "replay", "runs/shared", "--step", "2", *layout)
+        found = json.loads((tmp_path / "runs/shared/replay/step-000002.json").read_text())
+        assert (found["as_recorded"], found["same_layout"]) == (True, same)
