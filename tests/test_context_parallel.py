@@ -11,25 +11,21 @@ import pytest
 import torch
 
 from commands import demo_folder, hybrid3d, read_rows
-from reference import BIAS_RATE, make_inputs, save_classifier, tensors_in
+from reference import ADAM, BIAS_RATE, make_inputs, save_classifier, tensors_in
 from run_ranks import ROOT, run_ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
+LEARNING_RATE = 2e-3  # with larger ones the third update of DeepSeek differs by what Adam makes of float32's rounding
+WITH_CRITIC = ("qwen3",)  # of the quick ones
 PACKED = {"packed": True, "max_tokens_per_micro_batch": 96}
-QUICK_LAYOUTS: dict[str, dict[str, Any]] = {
+TWO_RANKS: dict[str, dict[str, Any]] = {
     "whole": dict(dp=2),  # what all others must equal
     "cp2": dict(cp=2),
     "cp2-packed": dict(cp=2, **PACKED),
-    "cp2-ep2": dict(cp=2, ep=2, router_replay="old"),
     "cp2-ep2-packed": dict(cp=2, ep=2, router_replay="old", **PACKED),
 }
-QUICK = [
-    *(("qwen3", layout) for layout in ("whole", "cp2", "cp2-packed")),
-    *(("qwen3_moe", layout) for layout in ("whole", "cp2-ep2", "cp2-ep2-packed")),
-    *(("deepseek_v3", layout) for layout in ("whole", "cp2", "cp2-packed")),
-]
-SLOW_LAYOUTS: dict[str, dict[str, Any]] = {
+FOUR_RANKS: dict[str, dict[str, Any]] = {
     "whole": dict(dp=4),
     "cp4": dict(cp=4),
     "cp4-packed": dict(cp=4, **PACKED),
@@ -54,46 +50,61 @@ SPARSE_LAYOUTS = (
     *("whole", "cp4", "cp4-packed", "cp4-ep4", "cp2-dp2-ep2", "tp2-cp2-packed", "tp2-cp2-ep2-etp2"),
     *("pp2-cp2-packed", "pp2-cp2-vpp2"),
 )
-SLOW = [
-    *(("qwen2", layout) for layout in DENSE_LAYOUTS),
-    *((family, layout) for family in ("qwen3_moe", "deepseek_v3") for layout in SPARSE_LAYOUTS),
-]
+CASES: dict[str, dict[str, tuple[str, ...]]] = {  # layouts of families; all of one key in one launch
+    "quick": {
+        "qwen3": ("whole", "cp2", "cp2-packed"),
+        "qwen3_moe": ("whole", "cp2-ep2-packed"),
+        "deepseek_v3": ("whole", "cp2-packed"),
+    },
+    "dense": {"qwen2": DENSE_LAYOUTS},
+    "experts": {"qwen3_moe": SPARSE_LAYOUTS},
+    "latent": {"deepseek_v3": SPARSE_LAYOUTS},
+}
 
 
 class Results:
     """What the ranks wrote down, and which layouts of which families there are."""
 
-    def __init__(self, folder: Path, ranks: int, cases: list[tuple[str, str]], layouts: dict[str, dict[str, Any]]):
-        self.folder, self._ranks, self._layouts = folder, ranks, layouts
-        self.cases = [(family, layout) for family, layout in cases if layout != "whole"]
-        self.families = dict.fromkeys(family for family, _ in cases)
+    def __init__(self, folder: Path, kind: str):
+        self.folder = folder
+        self._layouts = TWO_RANKS if kind == "quick" else FOUR_RANKS
+        self._ranks = self._layouts["whole"]["dp"]
+        self.cases = [(family, name) for family, names in CASES[kind].items() for name in names if name != "whole"]
 
     def of(self, family: str, layout: str, what: str) -> list[Any]:
         """By rank."""
         names = [f"{family}-{layout}-rank{rank}.pt" for rank in range(self._ranks)]
         return [torch.load(self.folder / name, weights_only=False)[what] for name in names]
 
+    def start(self, family: str) -> str:
+        return torch.load(self.folder / "inputs.pt", weights_only=False)["checkpoints"][family]["start"]
+
+    def has_critic(self, family: str) -> bool:
+        return (self.folder / f"{family}-classifier").exists()
+
     def replicas(self, layout: str) -> int:
         return self._layouts[layout].get("dp", 1)
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(2, id="quick"), pytest.param(4, id="slow", marks=[pytest.mark.slow])]
+    scope="module",
+    params=[pytest.param(kind, marks=[] if kind == "quick" else [pytest.mark.slow]) for kind in CASES],
 )
 def results(request, tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Results:
-    ranks = request.param
-    out, checkpoints = tmp_path_factory.mktemp("context"), {}
-    cases, layouts = (QUICK, QUICK_LAYOUTS) if ranks == 2 else (SLOW, SLOW_LAYOUTS)
-    for family in dict(cases):
-        start, classifier = tiny_checkpoint(family, 1), out / f"{family}-classifier"
-        save_classifier(start, classifier)
-        checkpoints[family] = {"start": str(start), "classifier": str(classifier)}
+    kind, out, checkpoints = request.param, tmp_path_factory.mktemp("context"), {}
+    for family in CASES[kind]:
+        checkpoints[family] = {"start": str(tiny_checkpoint(family, 1))}
+        if family in WITH_CRITIC or kind != "quick":
+            checkpoints[family]["classifier"] = str(out / f"{family}-classifier")
+            save_classifier(tiny_checkpoint(family, 1), out / f"{family}-classifier")
+    layouts = TWO_RANKS if kind == "quick" else FOUR_RANKS
+    cases = [(family, layout) for family, names in CASES[kind].items() for layout in names]
     settings = dict(micro_batch_size=4, expert_bias_update_rate=BIAS_RATE)
     work = {"checkpoints": checkpoints, "cases": cases, "layouts": layouts, "settings": settings}
-    torch.save(make_inputs() | work, out / "inputs.pt")
+    torch.save(make_inputs() | work | {"optimizer": {**ADAM, "lr": LEARNING_RATE}}, out / "inputs.pt")
     job = ROOT / "tests/jobs/context_parallel.py"
-    run_ranks(job, ranks, [str(out / "inputs.pt"), str(out)], timeout=500)
-    return Results(out, ranks, cases, layouts)
+    run_ranks(job, layouts["whole"]["dp"], [str(out / "inputs.pt"), str(out)], timeout=500)
+    return Results(out, kind)
 
 
 @pytest.fixture(autouse=True)
@@ -129,19 +140,21 @@ def test_updates_equal_those_of_whole_sequences(results: Results) -> None:
             norm = expected[0]["grad_norm"]
             assert norm > 0.1
             assert [r["grad_norm"] for r in found] == pytest.approx([norm] * len(found), rel=1e-5), where
-            assert torch.allclose(rows_of(found, "scores"), rows_of(expected, "scores"), rtol=1e-5, atol=1e-5), where
+            assert torch.allclose(rows_of(found, "scores"), rows_of(expected, "scores"), rtol=1e-5, atol=1e-4), where
 
 
 def test_weights_equal_those_of_whole_sequences(results: Results) -> None:
     for family, layout in results.cases:
         expected, found = (tensors_in(results.folder / f"{family}-{name}") for name in ("whole", layout))
-        assert found.keys() == expected.keys()
+        before = tensors_in(results.start(family))
+        assert found.keys() == expected.keys() == before.keys()
+        assert max((found[name] - before[name]).abs().max() for name in before) > LEARNING_RATE
         for name, tensor in found.items():
             assert (tensor - expected[name]).abs().max() <= 1e-5, (family, layout, name)
 
 
 def test_critic_and_scores_equal_those_of_whole_sequences(results: Results) -> None:
-    for family, layout in results.cases:
+    for family, layout in filter(lambda case: results.has_critic(case[0]), results.cases):
         whole, shared = (results.of(family, name, "critic") for name in ("whole", layout))
         for step in range(len(whole[0])):
             expected, found = [rank[step] for rank in whole], [rank[step] for rank in shared]
@@ -154,7 +167,7 @@ def test_critic_and_scores_equal_those_of_whole_sequences(results: Results) -> N
         for rank in results.of(family, layout, "values"):
             assert (rank["scores"] is not None) == rank["has_output"]
             if rank["has_output"]:  # on every rank that shares sequences
-                assert (rank["scores"] - scores[rank["rows"]]).abs().max() <= 1e-5, (family, layout)
+                assert (rank["scores"] - scores[rank["rows"]]).abs().max() <= 1e-4, (family, layout)
 
 
 @pytest.mark.slow
