@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
 
 from commands import demo_folder, hybrid3d, read_rows
 from reference import ADAM, BIAS_RATE, make_inputs, save_classifier, tensors_in
@@ -61,6 +64,13 @@ CASES: dict[str, dict[str, tuple[str, ...]]] = {  # layouts of families; all of 
     "latent": {"deepseek_v3": SPARSE_LAYOUTS},
 }
 
+RESUMED: dict[str, dict[str, tuple[str, ...]]] = {  # the layouts in which a checkpoint of the first one is read
+    "quick": {"qwen3": ("cp2-packed", "whole")},
+    "dense": {"qwen2": ("cp4", "cp2-dp2", "whole")},
+    "experts": {"qwen3_moe": ("whole", "cp2-dp2-ep2", "pp2-cp2-packed")},
+    "latent": {"deepseek_v3": ("cp2-dp2-ep2", "cp4", "whole")},
+}
+
 
 class Results:
     """What the ranks wrote down, and which layouts of which families there are."""
@@ -69,6 +79,7 @@ class Results:
         self.folder = folder
         self._layouts = TWO_RANKS if kind == "quick" else FOUR_RANKS
         self._ranks = self._layouts["whole"]["dp"]
+        self.resumed = RESUMED[kind]
         self.cases = [(family, name) for family, names in CASES[kind].items() for name in names if name != "whole"]
 
     def of(self, family: str, layout: str, what: str) -> list[Any]:
@@ -101,6 +112,7 @@ def results(request, tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: 
     cases = [(family, layout) for family, names in CASES[kind].items() for layout in names]
     settings = dict(micro_batch_size=4, expert_bias_update_rate=BIAS_RATE)
     work = {"checkpoints": checkpoints, "cases": cases, "layouts": layouts, "settings": settings}
+    work |= {"resumed": RESUMED[kind]}
     torch.save(make_inputs() | work | {"optimizer": {**ADAM, "lr": LEARNING_RATE}}, out / "inputs.pt")
     job = ROOT / "tests/jobs/context_parallel.py"
     run_ranks(job, layouts["whole"]["dp"], [str(out / "inputs.pt"), str(out)], timeout=500)
@@ -170,6 +182,16 @@ def test_critic_and_scores_equal_those_of_whole_sequences(results: Results) -> N
                 assert (rank["scores"] - scores[rank["rows"]]).abs().max() <= 1e-4, (family, layout)
 
 
+def test_a_checkpoint_is_read_in_other_layouts(results: Results) -> None:
+    for family, (first, *others) in results.resumed.items():
+        whole = results.of(family, "resumed", first)
+        for layout in others:
+            found = results.of(family, "resumed", layout)
+            assert sums_of(found) == pytest.approx(sums_of(whole), rel=1e-5, abs=1e-5), (family, layout)
+            norm = whole[0]["grad_norm"]
+            assert [r["grad_norm"] for r in found] == pytest.approx([norm] * len(found), rel=1e-5), (family, layout)
+
+
 @pytest.mark.slow
 def test_a_run_learns_from_the_same_answers(demo: Path, tmp_path: Path) -> None:
     """Through both engines, with every sync verified; recorded steps are done again bit for bit, or without sharing."""
@@ -194,3 +216,55 @@ def test_a_run_learns_from_the_same_answers(demo: Path, tmp_path: Path) -> None:
         hybrid3d(tmp_path, "replay", "runs/shared", "--step", "2", *layout)
         found = json.loads((tmp_path / "runs/shared/replay/step-000002.json").read_text())
         assert (found["as_recorded"], found["same_layout"]) == (True, same)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_attention_over_ranks_equals_torchs(ranks: int, dtype: torch.dtype) -> None:
+    """Its output and gradients, for several sequences, with values narrower than keys; ranks are threads."""
+    random = torch.Generator().manual_seed(7)
+    lengths, batch, heads, groups = [2 * ranks, 8 * ranks, 6 * ranks], 2, 4, 2
+    shapes = {"query": (heads, 32), "key": (groups, 32), "value": (groups, 24), "weights": (heads, 24)}
+    given = {
+        name: torch.randn(sum(lengths), batch, *shape, generator=random).to(dtype) for name, shape in shapes.items()
+    }
+    weights = given.pop("weights")
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
+    parts = zip(*(leaf.split(lengths) for leaf in leaves.values()), strict=True)
+    out = [scaled_dot_product_attention(*map(heads_first, part), is_causal=True, enable_gqa=True) for part in parts]
+    expected = torch.cat([one.permute(2, 0, 1, 3) for one in out])
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), list(leaves.values()))
+    limit = 2e-6 if dtype is torch.float32 else 4e-2
+
+    def run(group: dist.ProcessGroup) -> None:
+        from hybrid3d.train.context import context_shard
+        from hybrid3d.train.context_attention import context_attention
+
+        own = context_shard(torch.tensor(lengths), group).own
+        shares = [tensor[own].requires_grad_() for tensor in given.values()]
+        found = context_attention(*shares, [length // ranks for length in lengths], group, None)
+        assert (found - expected[own]).abs().max() <= limit
+        gradients = torch.autograd.grad((found * weights[own]).sum(), shares)
+        for gradient, whole in zip(gradients, expected_gradients, strict=True):
+            assert (gradient - whole[own]).abs().max() <= limit
+
+    in_threads(run, ranks)
+
+
+def heads_first(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.permute(1, 2, 0, 3)
+
+
+def in_threads(run: Callable[[Any], None], ranks: int) -> None:
+    """Call `run` on each rank of a gloo group whose ranks are threads of this process."""
+    store = dist.HashStore()
+
+    def call(rank: int) -> None:
+        group = dist.ProcessGroup(store, rank, ranks)
+        backend = dist.ProcessGroupGloo(dist.PrefixStore("context", store), rank, ranks)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        run(group)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(call, range(ranks)))

@@ -23,7 +23,7 @@ from hybrid3d.config import Train
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.objective import KlSettings, PolicyObjective
 from hybrid3d.rl.policy_losses import LossSettings
-from hybrid3d.train import runtime
+from hybrid3d.train import checkpoint, runtime
 from hybrid3d.train.policy import Policy
 
 UPDATES = 3
@@ -66,6 +66,23 @@ def one_case(folders: dict[str, str], train: Train, spec: dict[str, Any], out: P
     return found
 
 
+def resume(folders: dict[str, str], layouts: dict[str, Train], spec: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Save a policy after an update and go on; go on from the checkpoint in every layout."""
+    found = {}
+    for number, (name, train) in enumerate(layouts.items()):
+        runtime.initialize(train, seed=1)
+        policy = built(Policy, read_config(folders["start"]), recipe_for(folders["start"], train, spec))
+        if number == 0:
+            update(policy, spec, train.dp)
+            checkpoint.save({"policy": policy}, out, {}, dist.group.WORLD)
+        else:
+            checkpoint.load({"policy": policy}, out, dist.group.WORLD)
+        found[name] = update(policy, spec, train.dp)
+        forget(policy)
+        runtime.shutdown()
+    return found
+
+
 @record
 def main(inputs: str, out: Path) -> None:
     spec = torch.load(inputs)
@@ -76,6 +93,10 @@ def main(inputs: str, out: Path) -> None:
         found = one_case(spec["checkpoints"][family], train, spec, out / f"{family}-{name}")
         torch.save(found, out / f"{family}-{name}-rank{dist.get_rank()}.pt")
         runtime.shutdown()
+    for family, names in spec["resumed"].items():
+        layouts = {name: Train(**{**spec["settings"], **spec["layouts"][name]}) for name in names}
+        found = resume(spec["checkpoints"][family], layouts, spec, out / f"{family}-checkpoint")
+        torch.save(found, out / f"{family}-resumed-rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 
