@@ -21,6 +21,7 @@ import time
 from memory import MB, memory_now
 
 TOKENS, STEPS = 4096, 3
+LONG = 32768  # tokens of the sequences that are only planned
 CONTEXT_SIZES = (1, 2, 4)
 SIZES = dict(
     vocab_size=2048,
@@ -64,7 +65,8 @@ def of_rank(model: str, cp: int) -> None:
     )
     runtime.initialize(recipe.train, seed=1)
     policy = Policy(config, recipe, dist.get_rank())
-    own = {tensor.untyped_storage().data_ptr() for stage in policy.stages for tensor in stage.state_dict().values()}
+    named = (tensor for stage in policy.stages for tensor in (*stage.parameters(), *stage.buffers()))
+    own = {tensor.untyped_storage().data_ptr() for tensor in named}
     saved: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,6 +109,20 @@ def run(cp: int, model: str) -> dict[str, float]:
     return found
 
 
+def planned(cp: int) -> str:
+    """Return a row of what `hybrid3d plan` says of a recipe with long answers on eight GPUs."""
+    settings = [f"train.cp={cp}", f"train.dp={4 // cp}", "train.micro_batch_size=1"]
+    settings += [f"rollout.max_model_len={LONG}", f"rollout.max_new_tokens={LONG - 1024}"]
+    command = [sys.executable, "-m", "hybrid3d", "plan", "recipes/qwen2.5-7b.yaml", *settings, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        (problem,) = (line.strip() for line in done.stderr.splitlines() if "phase needs" in line)
+        (most,) = (part for part in done.stderr.split(", ") if part.startswith("activations"))
+        return f"| {cp} | {4 // cp} | {most.split()[1]} | refused: {problem} |"
+    memory = json.loads(done.stdout)["memory"]
+    return f"| {cp} | {4 // cp} | {memory['max_activations'] / 1e9:.1f} | {memory['train'] / 1e9:.1f} GB |"
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     import torch
@@ -132,6 +148,13 @@ def main() -> None:
             f"| {row['cp']:.0f} | {row['kept'] / MB:.0f} | {row['kept'] / rows[0]['kept']:.2f} "
             f"| {row['planned'] / MB:.0f} | {row['peak'] / MB:.0f} | {row['seconds']:.2f} |"
         )
+    print(
+        f"\n## Long answers, planned\n\nWhat `hybrid3d plan` says of `recipes/qwen2.5-7b.yaml` with sequences of "
+        f"{LONG} tokens, one per micro batch, on eight GPUs of 80 GB: TP2, full recompute, CP x DP = 4.\n"
+    )
+    print("| train.cp | train.dp | GB of activations | the train phase |\n|---|---|---|---|")
+    for cp in CONTEXT_SIZES:
+        print(planned(cp))
 
 
 if __name__ == "__main__":
