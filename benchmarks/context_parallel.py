@@ -20,7 +20,7 @@ import time
 
 from memory import MB, memory_now
 
-TOKENS, STEPS = 4096, 3
+TOKENS, STEPS = 4096, 2
 LONG = 32768  # tokens of the sequences that are only planned
 CONTEXT_SIZES = (1, 2, 4)
 SIZES = dict(
@@ -79,18 +79,18 @@ def of_rank(model: str, cp: int) -> None:
     for _ in range(STEPS + 1):  # the first is warmup
         saved.clear()
         dist.barrier()
-        before, start = memory_now(peak=False), time.perf_counter()
+        before = memory_now(peak=False)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             policy.train_step(batch, sft_loss, recipe)
         runtime.synchronize()
-        seconds, peak = time.perf_counter() - start, memory_now(peak=True) - before
-        ranks = distributed.gather_objects((sum(saved.values()), peak, seconds), dist.group.WORLD)
+        peak = memory_now(peak=True) - before
+        ranks = distributed.gather_objects((sum(saved.values()), peak), dist.group.WORLD)
         rows.append([max(values) for values in zip(*ranks, strict=True)])
     if dist.get_rank() == 0:
-        kept, peak, seconds = (statistics.median(values) for values in zip(*rows[1:], strict=True))
+        kept, peak = (statistics.median(values) for values in zip(*rows[1:], strict=True))
         layers = [[range(SIZES["num_hidden_layers"])]]
         (planned,) = stage_activations(recipe, ModelShape.from_config(config, None, None), layers)
-        print(json.dumps(dict(cp=cp, kept=kept, peak=peak, planned=planned, seconds=seconds)), flush=True)
+        print(json.dumps(dict(cp=cp, kept=kept, peak=peak, planned=planned)), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -132,21 +132,20 @@ def main() -> None:
         model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False))
         model.save_pretrained(folder)
         rows = [run(cp, folder) for cp in CONTEXT_SIZES]
-    print("# Memory and seconds by context parallel size\n\n    python benchmarks/context_parallel.py\n")
+    print("# Memory by context parallel size\n\n    python benchmarks/context_parallel.py\n")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     print(
         f"A step is one update on one sequence of {TOKENS} tokens; Qwen2 of {model.num_parameters() / MB:.1f} million "
         f"parameters, {SIZES['num_hidden_layers']} layers, float32; the most that a rank has, medians of {STEPS} "
         f"steps, one thread per process; {gpu} ({platform.machine()}), {time.strftime('%Y-%m-%d')}. Kept: what the "
         "forward pass keeps for the backward pass. Planned: what `hybrid3d plan` counts for activations, which is for "
-        "GPUs, where the activation function is fused. With more ranks than cores, seconds mean little.\n"
+        "GPUs, where the activation function is fused.\n"
     )
-    print("| train.cp | MB kept | of cp 1 | MB planned | MB added within a step | seconds per step |")
-    print("|---|---|---|---|---|---|")
+    print("| train.cp | MB kept | of cp 1 | MB planned | MB added within a step |\n|---|---|---|---|---|")
     for row in rows:
         print(
             f"| {row['cp']:.0f} | {row['kept'] / MB:.0f} | {row['kept'] / rows[0]['kept']:.2f} "
-            f"| {row['planned'] / MB:.0f} | {row['peak'] / MB:.0f} | {row['seconds']:.2f} |"
+            f"| {row['planned'] / MB:.0f} | {row['peak'] / MB:.0f} |"
         )
     print(
         f"\n## Long answers, planned\n\nWhat `hybrid3d plan` says of `recipes/qwen2.5-7b.yaml` with sequences of "
