@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from commands import demo_folder, hybrid3d, read_rows
+from hybrid3d.config import RecipeError, load_recipe
 from reference import ADAM, BIAS_RATE, make_inputs, save_classifier, tensors_in
 from run_ranks import ROOT, run_ranks
 
@@ -194,6 +195,19 @@ def test_a_checkpoint_is_read_in_other_layouts(results: Results) -> None:
             assert sums_of(found) == pytest.approx(sums_of(whole), rel=1e-5, abs=1e-5), (family, layout)
             norm = whole[0]["grad_norm"]
             assert [r["grad_norm"] for r in found] == pytest.approx([norm] * len(found), rel=1e-5), (family, layout)
+
+
+def test_gpus_need_an_attention_for_it() -> None:
+    """Transformer Engine's, which is not installed here."""
+    from hybrid3d.inputs.checks import _check_attention
+
+    path = ROOT / "recipes/demo-cpu.yaml"
+    _check_attention(load_recipe(path, []))
+    with pytest.raises(RecipeError) as raised:
+        _check_attention(load_recipe(path, ["train.cp=2"]))
+    missing, dtype = raised.value.problems
+    assert missing.startswith("train.cp=2: on GPUs context parallelism needs the attention of Transformer Engine")
+    assert dtype.startswith("train.cp=2: on GPUs context parallelism needs model.dtype=bfloat16, not float32: set it,")
 
 
 @pytest.mark.slow
