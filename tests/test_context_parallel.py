@@ -211,6 +211,7 @@ def test_gpus_need_an_attention_for_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_a_run_learns_from_the_same_answers(demo: Path, tmp_path: Path) -> None:
     """Through both engines, with every sync verified; recorded steps are done again bit for bit, or without sharing."""
     demo_folder(tmp_path, demo)
