@@ -88,7 +88,7 @@ def of_recipes() -> Iterator[Bad]:
 def of_contradictions() -> Iterator[Bad]:
     """Yield settings that contradict others, and layouts that do not fit the model."""
     for given in (
-        "train.tp=3 rollout.tp=3 train.pp=3 train.ep=2 train.etp=2 train.cp=2 rollout.dp=3 train.pp=8 train.vpp=3 "
+        "train.tp=3 rollout.tp=3 train.pp=3 train.ep=2 train.etp=2 train.cp=3 rollout.dp=3 train.pp=8 train.vpp=3 "
         "rollout.expert_parallel=true train.first_stage_layers=4 train.last_stage_layers=9 train.micro_batch_size=3 "
         "algorithm.prompts_per_step=3 rollout.max_new_tokens=128 rollout.max_model_len=100000 "
         "train.max_tokens_per_micro_batch=5 algorithm.minibatches=7 optimizer.warmup_steps=2 critic.warmup_steps=2 "

@@ -41,7 +41,7 @@ VALUES: dict[str, list[Any]] = {
     "train.pp": [1, 1, 2, 3, 4, 5, 12, 13],
     "train.vpp": [1, 1, 1, 2, 3, 7],
     "train.dp": [1, 1, 2, 3, 4, 100],
-    "train.cp": [1, 1, 1, 2],
+    "train.cp": [1, 1, 1, 2, 3, 5],
     "train.ep": [1, 1, 2, 3, 8, 9],
     "train.etp": [1, 1, 2, 3, 64, 100],
     "train.first_stage_layers": [None, None, None, 1, 2, 5, 12, 100],

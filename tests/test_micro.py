@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -61,3 +63,78 @@ def test_gradients_go_back_to_where_they_came_from(batch: Batch) -> None:
     weights = torch.arange(12.0).reshape(2, 6)
     (packed.aligned(packed.before(said)) * weights).sum().backward()
     assert said.grad.tolist() == [[1, 2, 0, 7, 8, 9, 0, 0, 0]]
+
+
+class Ranks:
+    """What a micro batch asks of the group of ranks that share its sequences."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = lambda: rank, lambda: size
+
+
+def of_megatron(rows: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """A rank's share of rows as Megatron's own training loop takes it; without groups it sees one rank."""
+    from megatron.core import utils
+
+    with mock.patch.multiple(utils, get_pg_size=lambda group: group.size(), get_pg_rank=lambda group: group.rank()):
+        return utils.get_batch_on_this_cp_rank({"tokens": rows}, ranks)["tokens"]
+
+
+def whole_again(shares: list[torch.Tensor], order: torch.Tensor) -> torch.Tensor:
+    return torch.cat(shares, dim=1)[:, order]
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_ranks_share_rows_as_megatron_wants_it(batch: Batch, cp: int) -> None:
+    from hybrid3d.train.micro import in_rows
+
+    shares = []
+    for rank in range(cp):
+        rows = in_rows(batch, ROWS, 4 * cp, Ranks(rank, cp))
+        for each in (rows.tokens, rows.positions):
+            assert torch.equal(rows.share(each), of_megatron(each, Ranks(rank, cp)))
+        shares.append(rows.share(rows.positions))
+    assert torch.equal(whole_again(shares, rows.context.order), rows.positions)
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_ranks_share_each_packed_sequence(batch: Batch, cp: int) -> None:
+    """Each is padded to a multiple of the chunks, and shared as a row of its own would be."""
+    from hybrid3d.train.micro import in_one_row
+
+    shares, size = [], 6 * cp
+    for rank in range(cp):
+        packed = in_one_row(batch, ROWS, size, Ranks(rank, cp))
+        ends = packed.packing.cu_seqlens_q.tolist()
+        assert ends == packed.packing.cu_seqlens_kv_padded.tolist() == ([0, 4, 8, 12] if cp == 2 else [0, 6, 12, 18])
+        sequences = packed.tokens.split(torch.tensor(ends).diff().tolist(), dim=1)
+        theirs = [of_megatron(one, Ranks(rank, cp)) for one in sequences]
+        assert torch.equal(packed.share(packed.tokens), torch.cat(theirs, dim=1))
+        shares.append(packed.share(packed.tokens))
+    assert torch.equal(whole_again(shares, packed.context.order), packed.tokens)
+    first, second = packed.positions[0, : ends[1]], packed.positions[0, ends[1] : ends[2]]
+    assert first.tolist() == second.tolist() == list(range(ends[1]))
+    assert (~packed.padded[0]).nonzero().flatten().tolist() == [0, 1, 2, *(ends[1] + n for n in range(4))]
+
+
+def test_what_ranks_say_of_a_next_token_comes_back_to_it(batch: Batch) -> None:
+    """Of the token at position n of the whole row it is said 100 + n; the ranks' shares are put together here."""
+    from hybrid3d.train import micro
+
+    for pack in (
+        lambda group: micro.in_one_row(batch, ROWS, 12, group),
+        lambda group: micro.in_rows(batch, ROWS, 8, group),
+    ):
+        whole = pack(Ranks(0, 2))
+        said = 100.0 + torch.arange(whole.tokens.shape[1]).expand_as(whole.tokens)
+        following = torch.zeros_like(whole.tokens)
+        for rank in range(2):
+            shared = pack(Ranks(rank, 2))
+            assert torch.equal(shared.before(shared.share(said)), shared.share(said))
+            following[:, shared.context.own] = shared.after
+        assert torch.equal(following[:, :-1], whole.tokens[:, 1:])
+        aligned = whole._aligned(said[:, :-1])
+        second = 104 if len(said) == 1 else 100
+        assert aligned[0, :3].tolist() == [0, 100, 101]
+        assert aligned[1, :4].tolist() == [0, *range(second, second + 3)]
+        assert whole._last(said).tolist() == [102, second + 3]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import checkpoints
-from hybrid3d.config import OFFLOADS, Train
+from hybrid3d.config import OFFLOADS, Train, load_recipe
 from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.families import FAMILIES, family_of
 from hybrid3d.planning.memory import (
@@ -22,7 +22,7 @@ from hybrid3d.planning.memory import (
 from hybrid3d.train.model import build_model
 from hybrid3d.train.probe import expected_shapes, holdings_of_all, representative_layer_counts
 from hybrid3d.train.runtime import as_rank, on_device
-from test_full_scale import config_of, recipe_of
+from test_full_scale import RECIPES, config_of, recipe_of
 
 pytestmark = pytest.mark.engines
 
@@ -113,6 +113,22 @@ def test_pipeline_stages_keep_as_many_micro_batches_as_wait_there() -> None:
         "deepseek-v3-671b", "train.recompute=full", "train.ep=8", "train.max_tokens_per_micro_batch=16384"
     )
     assert stage_activations(budget, shape, stages) == [2 * nbytes for nbytes in found]
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "deepseek-v3-671b"])
+def test_context_parallel_ranks_have_their_part_of_a_sequence(name: str) -> None:
+    """And, of one layer at a time, the keys and values of all of it, with their gradients."""
+    path = RECIPES / f"{name}.yaml"
+    recipes = [load_recipe(path, ["rollout.max_model_len=32768", f"train.cp={cp}"]) for cp in (1, 4)]
+    config = config_of(recipes[0])
+    its = family_of(config)
+    shape = ModelShape.from_config(config, its.experts(config), its.latents(config))
+    stages = [[range(shape.num_layers)]] * recipes[0].train.pp
+    whole, shared = (stage_activations(recipe, shape, stages) for recipe in recipes)
+    tokens, tp = recipes[0].train.micro_batch_size * 32768, recipes[0].train.tp
+    keys_and_values = 128 * (192 + 128) if its.latents(config) else 2 * 4 * 128
+    extra = tokens * 2 * 2 * keys_and_values // tp
+    assert shared == [nbytes // 4 + extra for nbytes in whole]
 
 
 def memory(**changes: Any) -> MemoryEstimate:

@@ -89,6 +89,7 @@ def _axes(ranks_per_node: int) -> dict[str, _Pattern]:
     operations: Mapping[str, tuple[str, Callable[[dist.ProcessGroup], Operation]]] = {
         "tp": ("all-reduce", _all_reduce),
         "pp": ("send and receive", _send_on),
+        "cp": ("send and receive", _send_on),  # Transformer Engine's ring
         "dp": ("all-reduce", _all_reduce),
         "ep": ("all-to-all", _all_to_all),
         "etp": ("all-reduce", _all_reduce),

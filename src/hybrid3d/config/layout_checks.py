@@ -98,6 +98,11 @@ def _candidates(recipe: Recipe, model: ModelShape, key: str) -> list[int]:
         return _divisors(model.experts.count)
     if key == "train.etp" and model.experts is not None:
         return _divisors(model.experts.width)
+    if key == "train.cp" and recipe.rollout is not None:
+        return sorted({1, *_divisors(recipe.rollout.max_model_len // 2)})
+    if key == "rollout.max_model_len" and recipe.rollout is not None:
+        step = 2 * recipe.train.cp
+        return [*range(step, model.max_position_embeddings + 1, step)]
     if key == "rollout.dp":
         return _divisors(recipe.generation_ranks)
     if key == "algorithm.prompts_per_step":

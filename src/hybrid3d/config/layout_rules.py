@@ -81,9 +81,6 @@ def _check_support(recipe: Recipe, model: ModelShape, device: Device | None) -> 
     if recipe.lora is not None and recipe.lora.sync == "adapter" and model.experts is not None and device == "cpu":
         message = "lora.sync=adapter: vLLM 0.32.0 has no adapters of models with experts on CPU"
         yield LayoutProblem(("lora.sync",), message, "the only valid value here is merged")
-    if train.cp > 1 and device is not None:
-        message = f"train.cp={train.cp}: this version does not support context parallelism"
-        yield LayoutProblem(("train.cp",), message, "the only valid value is 1")
     if rollout is not None and rollout.dp > 1 and not rollout.expert_parallel:
         yield LayoutProblem(
             ("rollout.dp",),
@@ -97,6 +94,7 @@ def _check_train_layout(recipe: Recipe, model: ModelShape) -> Iterator[LayoutPro
     train, rules = recipe.train, [*_attention_rules(model), *_mlp_rules(model)]
     yield from _check_rules("train.tp", train.tp, rules)
     yield from _check_stages(recipe, model.num_layers)
+    yield from _check_context(recipe)
     if model.experts is None:
         return
     ep_rules = [_divides(model.experts.count, "the number of experts")]
@@ -110,6 +108,17 @@ def _check_train_layout(recipe: Recipe, model: ModelShape) -> Iterator[LayoutPro
             f"train.ep*etp={train.ep}*{train.etp}={expert_ranks} does not divide the train.tp*cp*dp={stage_ranks} "
             "ranks of a pipeline stage, over which experts are distributed",
         )
+
+
+def _check_context(recipe: Recipe) -> Iterator[LayoutProblem]:
+    """Check that the longest sequence divides into two chunks for each context-parallel rank, which have equal work."""
+    cp, rollout = recipe.train.cp, recipe.rollout
+    if rollout is not None and cp > 1 and rollout.max_model_len % (2 * cp):
+        message = (
+            f"train.cp={cp} divides sequences into 2*{cp}={2 * cp} chunks, and rollout.max_model_len="
+            f"{rollout.max_model_len} is not a multiple of {2 * cp}"
+        )
+        yield LayoutProblem(("train.cp", "rollout.max_model_len"), message)
 
 
 def _check_stages(recipe: Recipe, layers: int) -> Iterator[LayoutProblem]:

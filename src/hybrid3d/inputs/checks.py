@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hybrid3d.config import ModelShape, Recipe, check_layout
+from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout
 from hybrid3d.families import family_of
 from hybrid3d.inputs.models import check_against_transformers, read_config
 
@@ -26,4 +27,22 @@ def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
     check_against_transformers(Path(recipe.model.path) / "config.json", config, family)
     shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
     check_layout(recipe, shape, device=None if planned else "cuda" if torch.cuda.is_available() else "cpu")
+    if not planned and torch.cuda.is_available():
+        _check_attention(recipe)
     return config
+
+
+def _check_attention(recipe: Recipe) -> None:
+    """Check that GPUs have an attention for context parallelism: Transformer Engine's, which has none in float32."""
+    cp, dtype, problems = recipe.train.cp, recipe.model.dtype, []
+    if cp > 1 and importlib.util.find_spec("transformer_engine") is None:
+        problems.append(
+            f"train.cp={cp}: on GPUs context parallelism needs the attention of Transformer Engine, which is not "
+            "installed: install it, as Dockerfile does, or set train.cp=1"
+        )
+    if cp > 1 and dtype != "bfloat16":
+        problems.append(
+            f"train.cp={cp}: on GPUs context parallelism needs model.dtype=bfloat16, not {dtype}: set it, or train.cp=1"
+        )
+    if problems:
+        raise RecipeError(recipe.name, problems)

@@ -159,7 +159,7 @@ def _train_rl(
     models = roles.models
     assert models is not None, "with a guard the roles train"
     record.data({"train": roles.train, **roles.held_out})
-    checkpoints = Checkpoints(models.trained, recipe.train.dp, record, group)
+    checkpoints = Checkpoints(models.trained, recipe.train.dp * recipe.train.cp, record, group)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group)
     train_rl(roles, live, guard, checkpoints, recorder, record, group)
 
@@ -178,7 +178,7 @@ def _train_on_data(
     policy = Policy(read_config(recipe.model.path), recipe, group.rank())
     pairs = recipe.algorithm.uses_pairs
     updates: DataUpdates = DpoUpdates(recipe, policy, group.rank()) if pairs else SftUpdates(recipe, policy)
-    checkpoints = Checkpoints({"policy": policy}, recipe.train.dp, record, group)
+    checkpoints = Checkpoints({"policy": policy}, recipe.train.dp * recipe.train.cp, record, group)
     train_on_data(updates, policy, live, guard, checkpoints, record, group)
 
 

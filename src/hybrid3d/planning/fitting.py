@@ -85,6 +85,7 @@ def _changes(recipe: Recipe) -> Iterator[dict[str, object]]:
     single += [{"train.ep": train.ep * n} for n in (2, 4, 8)] if train.ep > 1 else []
     single += [{"train.pp": train.pp * 2, "train.dp": train.dp // 2}] if train.dp % 2 == 0 else []
     single += [{"train.tp": train.tp * 2, "train.dp": train.dp // 2}] if train.dp % 2 == 0 else []
+    single += [{"train.cp": train.cp * n, "train.dp": train.dp // n} for n in (2, 4) if train.dp % n == 0]
     single += [{"train.dp": train.dp * n} for n in (2, 4)]
     if recipe.machine.kind != "h200-8x400g" and recipe.machine.memory_gb is None:
         single.append({"machine.kind": "h200-8x400g"})

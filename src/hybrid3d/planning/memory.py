@@ -306,8 +306,18 @@ def stage_activations(recipe: Recipe, shape: ModelShape, stages: Sequence[Sequen
         if stage == train.pp - 1:
             # logits, and in float32: scaled by the temperature, their probabilities, their gradient
             nbytes += shape.vocab_size // train.tp * (itemsize + 3 * FLOAT32)
+        if train.cp > 1:  # one layer's keys and values of whole sequences, and their gradients
+            nbytes += train.cp * 2 * itemsize * _key_and_value_elements(shape, train)
         found.append(tokens * nbytes)
     return found
+
+
+def _key_and_value_elements(shape: ModelShape, train: Train) -> int:
+    """Return the elements of a token's keys and values on a rank, in one layer."""
+    if shape.latents is None:
+        return 2 * max(shape.num_key_value_heads, train.tp) * shape.head_dim // train.tp
+    mla = shape.latents
+    return shape.num_attention_heads * (mla.nope + mla.rope + mla.value) // train.tp
 
 
 def activation_elements_per_token(shape: ModelShape, train: Train, sparse: bool) -> int:

@@ -65,7 +65,7 @@ def bytes_expected(models: Models, replicas: int, group: dist.ProcessGroup) -> i
     """Estimate the bytes of a checkpoint: weights, and Adam's moments and main weights in float32.
 
     Args:
-        replicas: the data-parallel size; all replicas hold the same weights.
+        replicas: the data-parallel times the context-parallel size; all replicas hold the same weights.
     """
     tensors = [tensor for model in models.values() for tensor in model.trained_weights.tensors.values()]
     local = torch.tensor(sum(t.numel() * (t.element_size() + OPTIMIZER_BYTES) for t in tensors))

@@ -28,6 +28,7 @@ from hybrid3d.rl.losses import masked_sum
 from hybrid3d.rl.objective import TokenLoss
 from hybrid3d.train.batching import micro_batches
 from hybrid3d.train.changes import ChangeTracker
+from hybrid3d.train.context import context_group
 from hybrid3d.train.micro import MicroBatch
 from hybrid3d.train.offload import OffloadableMemory
 from hybrid3d.train.router_replay import RouterReplay
@@ -113,7 +114,9 @@ class MegatronModel:
                 self._stepping = BucketedOptimizer(self.optimizer, self._modules, self._tracks_changes(recipe))
                 self._connect()
         self.has_output = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        self.is_reporting_rank = self.has_output and parallel_state.get_tensor_model_parallel_rank() == 0
+        self._leads_context = parallel_state.get_context_parallel_rank() == 0
+        leads = self._leads_context and parallel_state.get_tensor_model_parallel_rank() == 0
+        self.is_reporting_rank = self.has_output and leads
 
     def _per_token(self, output: torch.Tensor, micro: MicroBatch, recipe: Recipe) -> Any:
         """Return the argument of `train_step`'s loss: values [b, T], aligned as in `rl/batch.py`."""
@@ -242,11 +245,16 @@ class MegatronModel:
     def _loss(
         self, batch: Batch, token_loss: TokenLoss, recipe: Recipe, micro: MicroBatch, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss summed over a micro batch's tokens, and their number, by which Megatron divides globally."""
+        """Return the loss summed over a micro batch's tokens, and their number, by which Megatron divides globally.
+
+        Every rank of a context-parallel group returns the same loss, with the gradient of its own positions. Megatron
+        adds up the tokens over these ranks too, so that one of them counts.
+        """
         losses, report = token_loss(self._per_token(output, micro, recipe), micro.rows)
         mask = batch.response_mask[micro.rows]
         total = masked_sum(losses, mask)
-        return total, mask.sum().int(), {"loss": total.detach(), **report}
+        tokens = mask.sum().int() if self._leads_context else torch.zeros_like(mask[0, 0], dtype=torch.int32)
+        return total, tokens, {"loss": total.detach(), **report}
 
     def _run(
         self, batch: Batch, close: Callable[..., Any], recipe: Recipe, forward_only: bool
@@ -256,7 +264,7 @@ class MegatronModel:
         multiple = recipe.train.tp if self.stages[0].config.sequence_parallel else 1  # a sequence is split over TP
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         batch = batch.to(device())
-        micros = micro_batches(batch, recipe.train, multiple, group)
+        micros = micro_batches(batch, recipe.train, multiple, group, context_group())
         replay = self.router_replay
         if replay is not None:
             recomputes = recipe.train.recompute == "full"
@@ -264,11 +272,10 @@ class MegatronModel:
 
         def forward_step(of_step: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(of_step)
-            padding = self._padding(stage, micro.padded)
+            padding = self._padding(stage, micro.share(micro.padded))
+            tokens, positions = micro.share(micro.tokens), micro.share(micro.positions)
             with replay.micro_batch(self._modules.index(stage), micro) if replay is not None else nullcontext():
-                output = stage(
-                    micro.tokens, micro.positions, None, packed_seq_params=micro.packing, padding_mask=padding
-                )
+                output = stage(tokens, positions, None, packed_seq_params=micro.packing, padding_mask=padding)
             return output, partial(close, micro)
 
         with on_device():

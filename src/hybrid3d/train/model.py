@@ -51,6 +51,8 @@ def build_model(
     if adapted:
         settings.moe_grouped_gemm = False
     settings.init_model_with_meta_device = meta  # Transformer Engine's layers name their device themselves
+    if meta:
+        settings.context_parallel_size = 1  # the weights are the same, and its attention makes a CUDA stream otherwise
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     with on_device(meta), torch.device("meta") if meta else device():
         return [_build_stage(config, settings, stage, adapted) for stage in stages]
@@ -82,6 +84,8 @@ def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> Tra
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
         context_parallel_size=layout.cp,
+        # Of Transformer Engine's attention: in a ring, the one way that packed sequences and any number of heads allow.
+        cp_comm_type="p2p",
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         params_dtype=dtype,

@@ -119,7 +119,7 @@ class RouterReplay:
     def micro_batch(self, stage: int, micro: MicroBatch) -> Iterator[None]:
         """Replay the choices of a micro batch while one of this rank's virtual stages computes it."""
         routers = self._routers[stage]
-        given = None if micro.experts is None else self._local(micro.experts)
+        given = None if micro.experts is None else self._local(micro.share(micro.experts))
         for layer, router in routers.items():
             router.given = None if given is None else given[:, layer]
         yield
@@ -148,7 +148,7 @@ class RouterReplay:
         return by_position.flatten(0, 1)
 
     def _whole(self, made: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        """Return the choices of all TP ranks [tokens, layers, k] as [b, T', layers, k] int16."""
+        """Return the choices of all TP and CP ranks [tokens, layers, k] as [b, T', layers, k] int16."""
         made = made.to(torch.int16)
         if self._splits_sequences:
             group = parallel_state.get_tensor_model_parallel_group()
@@ -156,8 +156,8 @@ class RouterReplay:
             shares = [torch.empty_like(bytes_of_rank) for _ in range(group.size())]
             dist.all_gather(shares, bytes_of_rank, group=group)
             made = torch.cat(shares).view(torch.int16)
-        rows, width = micro.tokens.shape
-        return made.unflatten(0, (width, rows)).transpose(0, 1)
+        rows = len(micro.tokens)
+        return micro.whole(made.unflatten(0, (-1, rows)).transpose(0, 1))
 
 
 def _made(router: RouterChoices) -> torch.Tensor:

@@ -138,6 +138,7 @@ def groups_by_axis() -> dict[str, dist.ProcessGroup]:
     return {
         "tp": parallel_state.get_tensor_model_parallel_group(),
         "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
         "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "ep": parallel_state.get_expert_model_parallel_group(),
         "etp": parallel_state.get_expert_tensor_parallel_group(),

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from hybrid3d.train.context_attention import context_attention
 
 
 def use_torch_layers(spec: TransformerBlockSubmodules) -> None:
@@ -57,9 +61,16 @@ class TorchAttention(MegatronModule):
     with the head dim of the keys.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,
+    ):
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self._context = pg_collection.cp if config.context_parallel_size > 1 and pg_collection is not None else None
 
     def forward(
         self,
@@ -75,12 +86,29 @@ class TorchAttention(MegatronModule):
         Packed sequences have no batch dim. Each sequence is then one call, which on CPU is twice as fast as one call
         on padded sequences, and six times as fast as one with a block mask.
         """
+        if self._context is not None:
+            return self._attend_over_ranks(query, key, value, packed_seq_params, self._context)
         if packed_seq_params is None:
             return self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value))).permute(2, 0, 1, 3).flatten(2)
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         sequences = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (query, key, value)), strict=True)
         out = [self._attend(*(x[None] for x in qkv)).squeeze(0) for qkv in sequences]
         return torch.cat(out, dim=1).transpose(0, 1).flatten(1)
+
+    def _attend_over_ranks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        packing: PackedSeqParams | None,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        """Attend with context parallelism: tensors are this rank's share of each sequence."""
+        if packing is None:
+            return context_attention(query, key, value, [len(query)], group, self.softmax_scale).flatten(2)
+        lengths = (packing.cu_seqlens_q.diff() // group.size()).tolist()
+        qkv = (x.unsqueeze(1) for x in (query, key, value))
+        return context_attention(*qkv, lengths, group, self.softmax_scale).squeeze(1).flatten(1)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[batch, heads or groups, sequence, head_dim]."""

@@ -37,7 +37,7 @@ class Checkpoints:
     ):
         """
         Args:
-            replicas: the data-parallel size, from which the size of the first checkpoint is estimated.
+            replicas: the ranks that hold the same weights, from which the size of the first checkpoint is estimated.
             group: all ranks that hold shards of the models.
         """
         self._models, self._replicas, self._group = models, replicas, group

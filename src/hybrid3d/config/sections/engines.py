@@ -53,7 +53,8 @@ class Train:
     Attributes:
         tp: Tensor parallel size.
         pp: Pipeline parallel size: the number of pipeline stages.
-        cp: Context parallel size.
+        cp: Context parallel size: the number of ranks that share each sequence. `rollout.max_model_len` must be a
+            multiple of 2 x `cp`.
         dp: Data parallel size.
         vpp: Virtual pipeline stages per pipeline stage (interleaved schedule).
         ep: Expert parallel size of the routed experts. It regroups the existing ranks and adds none.
