@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -212,14 +213,14 @@ def test_gpus_need_an_attention_for_it() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_run_learns_from_the_same_answers(demo: Path, tmp_path: Path) -> None:
-    """Through both engines, with every sync verified."""
+    """Through both engines, with every sync verified; recorded steps are done again bit for bit, or without sharing."""
     demo_folder(tmp_path, demo)
     (tmp_path / "rewards.py").write_text(
         "def parity(answer, reference, prompt):\n    return float(sum(answer.encode()) % 2)\n"
     )
     settings = [str(ROOT / "recipes/demo-cpu.yaml"), "model.path=build/demo/base", "train.tp=1", "train.pp=1"]
     settings += ["rollout.tp=1", "rollout.kv_cache_gib=0.0625", "sync.verify=always", "reward.name=rewards:parity"]
-    settings += ["run.steps=3", "run.eval_every=9", "train.micro_batch_size=8"]
+    settings += ["run.steps=3", "run.eval_every=9", "run.record=always", "train.micro_batch_size=8"]
     settings += ["algorithm.prompts_per_step=8", "algorithm.samples_per_prompt=4"]
     hybrid3d(tmp_path, "train", *settings, "name=whole", "train.dp=2", also=tmp_path)
     hybrid3d(tmp_path, "train", *settings, "name=shared", "train.cp=2", "train.packed=true", also=tmp_path)
@@ -230,6 +231,10 @@ def test_a_run_learns_from_the_same_answers(demo: Path, tmp_path: Path) -> None:
         assert 0 < row["mismatch/logprob_abs_max"] <= 1e-3
     for key in ("train/loss", "train/grad_norm", "train/entropy", "reward/mean", "mismatch/kl"):
         assert shared[0][key] == pytest.approx(whole[0][key], rel=1e-4, abs=1e-6), key
+    for layout, same in (([], True), (["train.cp=1", "train.dp=2"], False)):
+        hybrid3d(tmp_path, "replay", "runs/shared", "--step", "2", *layout)
+        found = json.loads((tmp_path / "runs/shared/replay/step-000002.json").read_text())
+        assert (found["as_recorded"], found["same_layout"]) == (True, same)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
