@@ -23,9 +23,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-vpp2-dp2": dict(pp=2, vpp=2, dp=2),
     "tp2-ep2-dp2": dict(tp=2, ep=2, dp=2),
     "pp2-ep2-dp2-packed": dict(pp=2, ep=2, dp=2, packed=True, max_tokens_per_micro_batch=64),
+    "cp2-tp2": dict(cp=2, tp=2),
     "tp2-pp2-full": dict(tp=2, pp=2, recompute="full"),
 }
-DENSE = ("dp4", "tp2-pp2", "tp4", "pp2-vpp2-dp2", "tp2-pp2-full")
+DENSE = ("dp4", "tp2-pp2", "tp4", "pp2-vpp2-dp2", "tp2-pp2-full", "cp2-tp2")
 SPARSE = ("tp2-pp2", "tp2-ep2-dp2", "pp2-ep2-dp2-packed")
 CASES = {"qwen2": DENSE, "qwen3": ("tp2-pp2",), "qwen3_moe": SPARSE, "deepseek_v3": SPARSE}
 
