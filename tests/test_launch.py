@@ -34,7 +34,7 @@ from slurm_cluster import free_ports
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*/*.sh"))
 BODIES = sorted(LAUNCH.glob("*.sh"))
-NOT_STARTED = {"demo-warmup", "demo-llm", "demo-agent"}  # part of `make demo` and the like only
+NOT_STARTED = {"demo-warmup", "demo-preferences", "demo-llm", "demo-agent"}  # part of `make demo` and the like only
 DEMO = str(ROOT / "recipes" / "demo-cpu.yaml")
 SECONDS = 180  # for a few starts of Python on a machine that is shared
 
