@@ -181,6 +181,19 @@ def test_a_checkpoint_has_the_adapters_alone(results: Results, family: str, layo
             assert torch.equal(before, now)
 
 
+@every_case
+def test_in_bfloat16_the_optimizer_begins_with_the_files_too(results: Results, family: str, layout: str) -> None:
+    begun = tensors_in(results.folder / f"{family}-adapters")
+    whole = assembled(results.of(family, layout)["bfloat16"], {n: m.bfloat16() for n, m in begun.items()})
+    assert all(torch.equal(whole[name], matrix.bfloat16()) for name, matrix in begun.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", CASES["qwen3_moe"])
+def test_adapters_of_experts_alone_are_saved(results: Results, layout: str) -> None:
+    assert results.of("qwen3_moe", layout)["experts_only"]
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_plain_pytorch_computes_what_peft_does(results: Results, family: str) -> None:
     from peft import PeftModel

@@ -37,6 +37,35 @@ def adapters_of(policy: Policy) -> list[Any]:
     return gather_objects(mine, dist.group.WORLD)
 
 
+def after_nothing_in_bfloat16(config: Any, recipe: Recipe, spec: dict[str, Any]) -> list[Any]:
+    """Return the adapters after an update with a learning rate of 0, which copies the optimizer's weights."""
+    model = dataclasses.replace(recipe.model, dtype="bfloat16")
+    still = dataclasses.replace(recipe, model=model, optimizer=dataclasses.replace(recipe.optimizer, lr=0.0))
+    policy = built(Policy, config, still)
+    sft_step(policy, spec, recipe.train.dp)
+    found = adapters_of(policy)
+    forget(policy)
+    return found
+
+
+def experts_only(config: Any, recipe: Recipe, spec: dict[str, Any], folder: Path) -> bool:
+    """Return whether adapters of experts alone, beside which the other optimizer has nothing, come back."""
+    assert recipe.lora is not None
+    lora = dataclasses.replace(recipe.lora, path=None, target_modules=("gate_proj", "up_proj", "down_proj"))
+    alone = dataclasses.replace(recipe, lora=lora)
+    policy = built(Policy, config, alone)
+    sft_step(policy, spec, recipe.train.dp)
+    checkpoint.save({"policy": policy}, folder, {}, dist.group.WORLD)
+    again = built(Policy, config, alone)
+    checkpoint.load({"policy": again}, folder, dist.group.WORLD)
+    assert policy.adapters is not None
+    assert again.adapters is not None
+    same = all(map(torch.equal, policy.adapters.tensors.values(), again.adapters.tensors.values()))
+    forget(policy)
+    forget(again)
+    return all(gather_objects(same, dist.group.WORLD))
+
+
 def one_layout(family: str, layout: dict[str, Any], spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     train = Train(**{"micro_batch_size": 4, **layout})
     config, recipe = read_config(spec["checkpoints"][family]), recipe_of(family, train, spec)
@@ -56,6 +85,9 @@ def one_layout(family: str, layout: dict[str, Any], spec: dict[str, Any], folder
     checkpoint.load({"policy": policy}, folder, dist.group.WORLD)
     found["loaded"] = adapters_of(policy)
     forget(policy)
+    found["bfloat16"] = after_nothing_in_bfloat16(config, recipe, spec)
+    if family == "qwen3_moe":
+        found["experts_only"] = experts_only(config, recipe, spec, folder / "experts")
     return found
 
 

@@ -15,8 +15,9 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 
 from hybrid3d.config import Lora
-from hybrid3d.families import PEFT_PREFIX
+from hybrid3d.families import PEFT_PREFIX, is_adapted, module_of
 from hybrid3d.reshard.executor import NamedTensors
+from hybrid3d.reshard.file_index import read_index
 from hybrid3d.reshard.layout import Demand, Piece, Shape
 from hybrid3d.rollout.record import Destination, UnsupportedLoader, record_copies
 
@@ -25,13 +26,25 @@ ADAPTER = LoRARequest("policy", 1, "policy")  # its path is never read, as the a
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32.0 allows (`MaxLoRARanks` in vllm/config/lora.py)
 
 
-def adapter_settings(lora: Lora | None) -> dict[str, Any]:
-    """Return the vLLM arguments for one adapter, which every request uses; none where weights are sent merged."""
-    if lora is None or lora.sync == "merged":
-        return {}
-    modules = None if lora.target_modules is None else list(lora.target_modules)
+def adapter_settings(lora: Lora, path: str) -> dict[str, Any]:
+    """Return the vLLM arguments for one adapter, which every request uses.
+
+    Args:
+        path: the model's checkpoint.
+    """
+    shapes = {name: entry.shape for name, entry in read_index(path).items()}
+    # By default vLLM would also have slots for embeddings and the head
+    modules = sorted({module_of(n) for n, shape in shapes.items() if is_adapted(n, len(shape), lora.target_modules)})
     rank = next(allowed for allowed in RANKS if allowed >= lora.rank)
     return dict(enable_lora=True, max_loras=1, max_lora_rank=rank, lora_target_modules=modules)
+
+
+def register_adapter(model_runner: Any, lora: Lora) -> None:
+    """Register the adapter that requests name, without any layers yet: a sync fills its slot."""
+    manager = model_runner.lora_manager._adapter_manager
+    # `add_adapter` takes adapters with at least one layer only
+    manager._registered_adapters[ADAPTER.lora_int_id] = LoRAModel(ADAPTER.lora_int_id, lora.rank, {})
+    manager.activate_adapter(ADAPTER.lora_int_id)
 
 
 class RolloutAdapters:
@@ -46,13 +59,8 @@ class RolloutAdapters:
 
     def __init__(self, model_runner: Any, lora: Lora, shapes: Mapping[str, Shape]):
         manager = model_runner.lora_manager._adapter_manager
-        if ADAPTER.lora_int_id not in manager.list_adapters():
-            # An empty one, whose slot a sync fills; `add_adapter` takes adapters with at least one layer only
-            manager._registered_adapters[ADAPTER.lora_int_id] = LoRAModel(ADAPTER.lora_int_id, lora.rank, {})
-            manager.activate_adapter(ADAPTER.lora_int_id)
         self._scale = lora.alpha / lora.rank
         self._slots: dict[str, torch.Tensor] = {}
-        self._scaled: set[str] = set()
         for name, module in manager.modules.items():
             for kind in ("a", "b"):
                 for number, stacked in enumerate(getattr(module, f"lora_{kind}_stacked")):

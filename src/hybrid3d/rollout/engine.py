@@ -32,7 +32,7 @@ from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
 from hybrid3d.patches import apply
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rollout import patches
-from hybrid3d.rollout.adapters import ADAPTER, RolloutAdapters, adapter_settings
+from hybrid3d.rollout.adapters import ADAPTER, RolloutAdapters, adapter_settings, register_adapter
 from hybrid3d.rollout.patches import (
     external_rank,
     groups_over_slots,
@@ -43,7 +43,7 @@ from hybrid3d.rollout.patches import (
 from hybrid3d.rollout.routed_experts import RoutedExperts
 from hybrid3d.rollout.sleep_allocator import load_sleep_allocator
 from hybrid3d.rollout.truncation import LOGPROBS, kept_probability
-from hybrid3d.rollout.units import without_adapters
+from hybrid3d.rollout.units import unwrapped_layers
 from hybrid3d.rollout.weights import RolloutWeights
 
 T = TypeVar("T")
@@ -152,6 +152,7 @@ class RolloutEngine:
             name_shared_memory(run_id)
             if not rollout.pack_weights:
                 keep_linear_weights()
+        lora = recipe.lora if recipe.lora is not None and recipe.lora.sync == "adapter" else None
         returns_experts = recipe.train.router_replay == "rollout"
         with external_rank(slots[rank], rollout), groups_over_slots(slots):
             self._llm = LLM(
@@ -164,16 +165,17 @@ class RolloutEngine:
                 disable_log_stats=True,
                 enable_return_routed_experts=returns_experts,
                 seed=recipe.run.seed,
-                **adapter_settings(recipe.lora),
+                **({} if lora is None else adapter_settings(lora, recipe.model.path)),
             )
-        self._lora = recipe.lora if recipe.lora is not None and recipe.lora.sync == "adapter" else None
-        self._lora_request = None if self._lora is None else ADAPTER
+        self._lora, self._lora_request = lora, None if lora is None else ADAPTER
+        if lora is not None:
+            register_adapter(self.model_runner, lora)
         self._experts = RoutedExperts(self._llm, _config_of(recipe)) if returns_experts else None
 
     def weights(self, shapes: Mapping[str, Shape]) -> RolloutWeights:
         """Return this rank's demand for the canonical tensors of these shapes, and the sink that receives it."""
         runner = self.model_runner
-        with without_adapters(runner.get_model()):
+        with unwrapped_layers(runner.get_model()):
             return RolloutWeights(runner.get_model(), runner.vllm_config, shapes)
 
     def adapters(self, shapes: Mapping[str, Shape]) -> RolloutAdapters:

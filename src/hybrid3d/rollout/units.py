@@ -158,7 +158,7 @@ class OpenUnit:
             set_current_vllm_config(vllm_config),
             set_default_torch_dtype(vllm_config.model_config.dtype),
             torch.no_grad(),
-            without_adapters(self.unit.root),  # else vLLM processes layers that it has wrapped for adapters twice
+            unwrapped_layers(self.unit.root),  # else vLLM processes layers that it has wrapped for adapters twice
         ):
             process_weights_after_loading(self.unit.root, vllm_config.model_config, device)
         for module, tensors in self._live.items():
@@ -294,7 +294,7 @@ def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dt
 
 
 @contextmanager
-def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+def unwrapped_layers(model: torch.nn.Module) -> Iterator[None]:
     """Replace each layer that has adapters by the layer that it wraps, by whose name loaders find its weights."""
     wrapped = [
         (parent, name, child)

@@ -107,7 +107,7 @@ class LinearAdapter(torch.nn.Module):
         self._communicates = tp > 1 and (self.splits_rows or self.splits_columns)
         self._splits_sequence = tp > 1 and _splits_sequence(layer)
         weight, of_name = layer.weight, pieces_by_name(pieces)
-        columns = slice_of(of_name[pieces[0].name], dim=1)
+        columns = _slice_of(of_name[pieces[0].name], dim=1)
         self.factors: list[Factor] = []
         self.a, self.b = torch.nn.ParameterList(), torch.nn.ParameterList()
         self._used: list[int] = []  # which of the names have rows on this rank
@@ -118,7 +118,7 @@ class LinearAdapter(torch.nn.Module):
             box = Box((0, columns.start), (lora.rank, columns.stop - columns.start))
             self._add(self.a, Factor(name_a, (lora.rank, width), box, self.splits_columns), seed, weight)
             if name in of_name:
-                rows = slice_of(of_name[name], dim=0)
+                rows = _slice_of(of_name[name], dim=0)
                 box = Box((rows.start, 0), (rows.stop - rows.start, lora.rank))
                 self._add(self.b, Factor(name_b, (out, lora.rank), box, self.splits_rows), seed, weight)
                 self._used.append(number)
@@ -131,6 +131,12 @@ class LinearAdapter(torch.nn.Module):
         self.register_buffer("order", None if is_same else order.to(weight.device), persistent=False)
 
     def _add(self, matrices: torch.nn.ParameterList, factor: Factor, seed: int, weight: torch.Tensor) -> None:
+        for start, size, full in zip(factor.box.start, factor.box.size, factor.shape, strict=True):
+            if start % size or full % size:
+                raise UnsupportedModel(
+                    f"{factor.name}: this rank has {size} of {full} from {start} on, and in checkpoints all parts must "
+                    "be equal: lower train.tp to a divisor of the model's key-value heads"
+                )
         values = factor.initial(seed).to(device=weight.device, dtype=weight.dtype)
         parameter = torch.nn.Parameter(values.clone())
         # Experts have no copies within a TP group, whose ranks have other experts
@@ -186,6 +192,7 @@ class Adapters(torch.nn.Module):
         self.layers = torch.nn.ModuleList()
         self._weights: list[torch.nn.Parameter] = []  # of the layers; a list, so that they stay parameters of these
         self.enabled = True
+        self._kept: list[torch.Tensor] | None = None
 
     def attach(self, layer: torch.nn.Module, adapter: LinearAdapter) -> None:
         """Add an adapter's output to that of a linear layer."""
@@ -197,10 +204,20 @@ class Adapters(torch.nn.Module):
 
         layer.register_forward_hook(add)
 
-    @property
-    def adapted_weights(self) -> Iterator[tuple[torch.nn.Parameter, LinearAdapter]]:
-        """The weight of each layer that has adapters, and these."""
-        return zip(self._weights, self.layers, strict=True)
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add the adapters to the weights of their layers, of which a copy stays in the memory of the CPU."""
+        if self._kept is None:
+            self._kept = [weight.detach().to("cpu", copy=True) for weight in self._weights]
+        for weight, adapter in zip(self._weights, self.layers, strict=True):
+            weight.copy_(weight.float() + adapter.added())
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Undo `merge`, bit for bit."""
+        assert self._kept is not None, "called after `merge`"
+        for weight, kept in zip(self._weights, self._kept, strict=True):
+            weight.copy_(kept)
 
     def named_factors(self) -> Iterator[tuple[Factor, torch.nn.Parameter]]:
         for adapter in self.layers:
@@ -261,6 +278,11 @@ def add_adapters(
                     )
                 if names:
                     adapters.attach(module, LinearAdapter(module, names, pieces[local], lora, seed, shapes))
+        if not adapters.layers:
+            raise UnsupportedModel(
+                "this rank's layers have none of lora.target_modules, so that it would have nothing to train: add "
+                "layers that each pipeline stage has"
+            )
         stage.add_module(ADAPTERS, adapters)
         if stage.pre_process:  # else recomputed layers whose input needs no gradient would compute none at all
             stage.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
@@ -291,7 +313,7 @@ def without_adapters(stages: Sequence[GPTModel]) -> Iterator[None]:
             adapters.enabled = True
 
 
-def slice_of(pieces: Sequence[Piece], dim: int) -> slice:
+def _slice_of(pieces: Sequence[Piece], dim: int) -> slice:
     """Return the rows or columns of a canonical tensor from the first to the last that pieces of it have."""
     return slice(min(p.box.start[dim] for p in pieces), max(p.box.stop[dim] for p in pieces))
 
@@ -309,21 +331,15 @@ def _local_rows(pieces: Sequence[Piece], rows: slice, columns: int) -> torch.Ten
 
 @contextmanager
 def merged_adapters(stages: Sequence[GPTModel]) -> Iterator[None]:
-    """Add the adapters to the weights of their layers, and put back the weights bit for bit at the end.
-
-    Meanwhile a copy of this rank's weights that have adapters is in the memory of the CPU.
-    """
-    adapted = [pair for stage in stages for pair in getattr(stage, ADAPTERS).adapted_weights]
-    kept = [weight.detach().to("cpu", copy=True) for weight, _ in adapted]
+    """Hold in the weights of a model the sums with its adapters."""
+    found = [getattr(stage, ADAPTERS) for stage in stages]
     try:
-        with torch.no_grad():
-            for weight, adapter in adapted:
-                weight.copy_(weight.float() + adapter.added())
+        for adapters in found:
+            adapters.merge()
         yield
     finally:
-        with torch.no_grad():
-            for (weight, _), before in zip(adapted, kept, strict=True):
-                weight.copy_(before)
+        for adapters in found:
+            adapters.unmerge()
 
 
 def _splits_sequence(layer: torch.nn.Module) -> bool:

@@ -128,7 +128,8 @@ def load(models: Models, folder: Path, group: dist.ProcessGroup) -> dict[str, An
             _load_model(model, state)
             # With expert parallelism experts have their own optimizer, which the layout that was saved, or rank 0,
             # may lack. What the optimizers have in common then comes from the first one.
-            common = {key: value for key, value in state["optimizer0"].items() if key != "param_state"}
+            first = state[min(key for key in state if key.startswith("optimizer"))]
+            common = {key: value for key, value in first.items() if key != "param_state"}
             saved = [group for optimizer in _saved_optimizers(state) for group in optimizer["param_groups"]]
             for key, optimizer in _optimizers(model):
                 full = {**common, **state[key]}
@@ -233,7 +234,7 @@ def _make_optimizer_state(model: MegatronModel) -> None:
     """
     for optimizer in model.optimizer.chained_optimizers:
         adam = optimizer.optimizer
-        if adam.state:
+        if adam is None or adam.state:  # None without parameters, where only experts have adapters
             continue
         rates = [group["lr"] for group in adam.param_groups]
         for group in adam.param_groups:
@@ -249,7 +250,7 @@ def _make_optimizer_state(model: MegatronModel) -> None:
 
 def _separate_step_counts(model: MegatronModel) -> None:
     """Give each parameter's Adam state its own step count: Megatron loads one tensor into all of them."""
-    for optimizer in model.optimizer.chained_optimizers:
+    for _, optimizer in _optimizers(model):
         for state in optimizer.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()

@@ -175,9 +175,15 @@ class MegatronModel:
         if kind == "gradients":
             return [b.grad_data for module in self._modules for b in (*module.buffers, *module.expert_parallel_buffers)]
         of_model = {parameter.untyped_storage()._cdata for parameter in parameters}
-        found = [tensor for one in self.optimizer.chained_optimizers for tensor in _tensors_in(one.optimizer)]
+        found = [tensor for one in self._optimizers for tensor in _tensors_in(one)]
         # In float32 the optimizer's main weights are the parameters themselves.
         return [tensor for tensor in found if tensor.untyped_storage()._cdata not in of_model]
+
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that have parameters: where only experts have adapters, the others have none."""
+        chained = self.optimizer.chained_optimizers
+        return [one.optimizer for one in chained if one.optimizer is not None]
 
     def train_step(
         self,

@@ -45,7 +45,7 @@ def build_model(
         layout: the train layout, whose groups are initialized.
         dtype: of the parameters.
         meta: allocate nothing; for queries.
-        adapted: build each linear layer such that its own input and output can be seen, which adapters need.
+        adapted: make each linear layer a module of its own, without a fused norm or grouped experts, as adapters need.
     """
     settings = transformer_config(config, layout, dtype)
     if adapted:

@@ -39,12 +39,13 @@ class Policy(MegatronModel):
             shapes = {name: entry.shape for name, entry in read_index(recipe.model.path).items()}
             with on_device():
                 add_adapters(stages, megatron_weights(stages, config), shapes, lora, recipe.run.seed)
+                if lora.path is not None:  # before the optimizer copies the weights
+                    begun = adapter_weights(stages)
+                    load_files(lora.path, begun.demand, begun.tensors, rank, ADAPTER_FILE)
         optimizer = recipe.optimizer if trainable else None
         super().__init__(config, stages, recipe, rank, path=path or recipe.model.path, optimizer=optimizer)
         if lora is not None:
             self.adapters = adapter_weights(stages)
-            if lora.path is not None:
-                load_files(lora.path, self.adapters.demand, self.adapters.tensors, rank, ADAPTER_FILE)
         experts, replays = family_of(config).experts(config), recipe.train.router_replay
         if trainable and experts is not None and replays != "none":
             self.router_replay = RouterReplay(stages, experts, records=replays == "old")

@@ -122,7 +122,11 @@ class RouterReplay:
         given = None if micro.experts is None else self._local(micro.share(micro.experts))
         for layer, router in routers.items():
             router.given = None if given is None else given[:, layer]
-        yield
+        try:
+            yield
+        finally:
+            for router in routers.values():  # a reference of the same model chooses itself
+                router.given = None
         if self._recorded is not None and routers:
             made = self._whole(torch.stack([_made(router) for router in routers.values()], 1), micro)
             index = torch.tensor(list(routers), device=made.device)

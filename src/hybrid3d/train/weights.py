@@ -14,10 +14,10 @@ from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Signature
 from hybrid3d.reshard.layout import Demand, Fill, Holdings, Piece, View
 
-# Selects the format in which a layer's number is part of the name, and gate and up are one global tensor.
 ADAPTERS = "adapters"
 """The attribute of a stage with its adapters, which are not among the weights of the model itself."""
 
+# Selects the format in which a layer's number is part of the name, and gate and up are one global tensor.
 METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 
 

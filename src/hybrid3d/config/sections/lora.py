@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from hybrid3d.config.schema import FilePath, Positive, Text, within
 
-MAX_RANK = 512  # the largest that vLLM 0.32.0 has slots for (`MaxLoRARanks` in vllm/config/lora.py)
+MAX_RANK = 512  # the largest that vLLM 0.32.0 has slots for (`rollout/adapters.py`)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from hybrid3d.config import Recipe
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.roles.weight_sync.session import SyncReport, WeightSync
 from hybrid3d.train.policy import Policy
-from hybrid3d.train.stepping import BucketHook
 
 if TYPE_CHECKING:
     from hybrid3d.rollout.adapters import RolloutAdapters
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 def policy_sync(
     recipe: Recipe, group: dist.ProcessGroup, policy: Policy, engine: RolloutEngine, buckets: Mapping[str, int] | None
-) -> WeightSync | AdapterSync | MergedSync:
+) -> WeightSync:
     """Return the sync of a policy and an engine, both of which every rank of the group has.
 
     Args:
@@ -32,40 +31,24 @@ def policy_sync(
     return (AdapterSync if recipe.lora.sync == "adapter" else MergedSync)(recipe, group, policy, engine)
 
 
-class AdapterSync:
+class AdapterSync(WeightSync):
     """Sends the policy's own weights once, and its adapters in each sync, to vLLM's slot for them."""
 
-    in_progress: int | None = None  # they never overlap an update
-
     def __init__(self, recipe: Recipe, group: dist.ProcessGroup, policy: Policy, engine: RolloutEngine):
-        self._engine, self._base_is_there = engine, False
-        self._base = WeightSync(recipe, group, policy.weights, engine)
+        self._base: WeightSync | None = WeightSync(recipe, group, policy.weights, engine)
         settings = dataclasses.replace(recipe.sync, delta="never", share_storage=False, keep_loader_layout=False)
         apart = dataclasses.replace(recipe, sync=settings)
-        self._adapters = WeightSync(apart, group, policy.adapters, _AdapterSlot(engine))
-
-    @property
-    def lower_bound(self) -> int:
-        """The fewest bytes that this rank must receive in a sync after the first one."""
-        return self._adapters.lower_bound
+        super().__init__(apart, group, policy.adapters, _AdapterSlot(engine))
 
     def run(self, version: int, verify: bool = False) -> SyncReport:
-        """Sync the adapters as they are now, before the first time also the policy's own weights.
+        """Sync the adapters as they are now, the first time after the policy's own weights.
 
-        These are sent again only where vLLM frees its weights while it sleeps. Arguments and errors: as for
-        `WeightSync.run`.
+        Arguments and errors: as for `WeightSync.run`.
         """
-        base = None
-        if not self._base_is_there or self._engine.discards_weights:
-            base, self._base_is_there = self._base.run(version, verify), True
-        report = self._adapters.run(version, verify)
-        return report if base is None else report.after(base)
-
-    def finish(self) -> SyncReport:
-        raise NotImplementedError("a sync of adapters does not overlap an update")
-
-    def begin_when_ready(self, version: int, verify: bool, prepare: Callable[[], None]) -> BucketHook:
-        raise NotImplementedError("a sync of adapters does not overlap an update")
+        if self._base is None:
+            return super().run(version, verify)
+        before, self._base = self._base.run(version, verify), None
+        return super().run(version, verify).after(before)
 
 
 class MergedSync(WeightSync):
