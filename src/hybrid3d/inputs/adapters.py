@@ -90,7 +90,10 @@ def _other_settings(lora: Lora, path: str) -> Iterator[str]:
     for key, value in _OTHER_KINDS.items():
         if config.get(key, value) not in (value, None):
             yield f"lora.path={path}: {key}={config[key]} in its {ADAPTER_CONFIG} is not supported: only {value} is"
-    for key in ("rank_pattern", "alpha_pattern", "modules_to_save"):
+    initial = config.get("init_lora_weights", True)
+    if not (initial is None or isinstance(initial, bool) or initial == "gaussian"):  # others change the model's weights
+        yield f"lora.path={path}: init_lora_weights={initial} in its {ADAPTER_CONFIG} is not supported: convert them to LoRA"
+    for key in ("alora_invocation_tokens", "rank_pattern", "alpha_pattern", "modules_to_save"):
         if config.get(key):
             yield f"lora.path={path}: {key} in its {ADAPTER_CONFIG} is not supported: it must be empty"
 
