@@ -192,8 +192,8 @@ def _check_lora(recipe: Recipe) -> Iterator[str]:
         )
     if lora.sync == "adapter" and recipe.rollout is not None and recipe.rollout.dp > 1:
         yield (
-            f"lora.sync=adapter: rollout.dp={recipe.rollout.dp} joins engines, and while one of them waits for the others "
-            "vLLM 0.32.0 removes all adapters: set lora.sync=merged, or rollout.dp=1"
+            f"lora.sync=adapter: rollout.dp={recipe.rollout.dp} joins engines, and while one of them waits for the "
+            "others vLLM 0.32.0 removes all adapters: set lora.sync=merged, or rollout.dp=1"
         )
     if recipe.sync.share_storage:
         yield "sync.share_storage: vLLM's weights cannot lie in those of a policy with adapters (lora): leave one out"

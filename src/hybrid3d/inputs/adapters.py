@@ -92,7 +92,7 @@ def _other_settings(lora: Lora, path: str) -> Iterator[str]:
             yield f"lora.path={path}: {key}={config[key]} in its {ADAPTER_CONFIG} is not supported: only {value} is"
     initial = config.get("init_lora_weights", True)
     if not (initial is None or isinstance(initial, bool) or initial == "gaussian"):  # others change the model's weights
-        yield f"lora.path={path}: init_lora_weights={initial} in its {ADAPTER_CONFIG} is not supported: convert them to LoRA"
+        yield f"lora.path={path}: init_lora_weights={initial} in its {ADAPTER_CONFIG} is not supported: convert to LoRA"
     for key in ("alora_invocation_tokens", "rank_pattern", "alpha_pattern", "modules_to_save"):
         if config.get(key):
             yield f"lora.path={path}: {key} in its {ADAPTER_CONFIG} is not supported: it must be empty"
