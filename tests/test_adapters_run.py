@@ -56,10 +56,9 @@ def test_peft_and_transformers_read_the_exports(work: Path) -> None:
 
 
 def test_a_resumed_run_ends_with_the_same_adapters(work: Path) -> None:
-    shutil.copytree(work / "runs/slots", work / "runs/stopped")
-    shutil.rmtree(work / "runs/stopped/checkpoints/step-000003")
-    hybrid3d(work, "train", *settings("stopped"))
-    hybrid3d(work, "export", "runs/stopped", "resumed")
+    shutil.rmtree(work / "runs/slots/checkpoints/step-000003")
+    hybrid3d(work, "train", *settings("slots"))
+    hybrid3d(work, "export", "runs/slots", "resumed")
     wanted, found = tensors_in(work / "peft"), tensors_in(work / "resumed")
     assert wanted.keys() == found.keys()
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
