@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from checkpoints import make_checkpoint
@@ -97,3 +98,12 @@ def alone() -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """A matrix product adds up in the ranks' order only if as many threads share it, and small tensors need no more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from hybrid3d.config import RecipeError, load_recipe
 from reference import ADAM, BIAS_RATE, make_inputs, save_classifier, tensors_in
 from run_ranks import ROOT, run_ranks
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 
 LEARNING_RATE = 2e-3
 # Of whole sequences too, float32's attention rounds the third norm of DeepSeek by up to 2e-5, compared with float64's.
@@ -120,14 +120,6 @@ def results(request, tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: 
     job = ROOT / "tests/jobs/context_parallel.py"
     run_ranks(job, layouts["whole"]["dp"], [str(out / "inputs.pt"), str(out)], timeout=500)
     return Results(out, kind)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def sums_of(reports: list[dict[str, Any]]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from reference import (
 )
 from run_ranks import run_ranks
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "tp2-pp2": dict(tp=2, pp=2),
@@ -48,14 +48,6 @@ class Results:
     def of(self, name: str, what: str) -> list[Any]:
         """By rank."""
         return [torch.load(self.folder / f"{name}-rank{rank}.pt", weights_only=False)[what] for rank in range(4)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(

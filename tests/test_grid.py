@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from checkpoints import DENSE, FAMILIES, LATENT, SPARSE
 from grid import LAYOUTS, Cell, Grid, cells, rollout_of
@@ -21,7 +20,7 @@ from hybrid3d.config import Train
 from hybrid3d.families import Config, Family, RowRange
 from hybrid3d.families.family import GroupedQKV, SameTensor, StackedTensors
 
-pytestmark = [pytest.mark.engines, pytest.mark.grid]
+pytestmark = [pytest.mark.engines, pytest.mark.grid, pytest.mark.usefixtures("one_thread")]
 
 HARD = {
     "VPP",
@@ -38,15 +37,6 @@ FEATURES = {
     | {"EP", "ETP", "ETP larger than TP", "router bias"}
     | {"expert-parallel rollout", "expert-parallel rollout over DP"},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The tensors are small: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from reference import (
 )
 from run_ranks import run_ranks
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1000), pytest.mark.usefixtures("one_thread")]
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "tp1-pp1": dict(dp=4),
@@ -111,15 +111,6 @@ def results(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> Result
     job = Path(__file__).parent / "jobs" / "train_layouts.py"
     run_ranks(job, 4, [str(out / "inputs.pt"), str(out)], timeout=900)
     return Results(checkpoints, out)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A matrix product adds up in the ranks' order only if as many threads share it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @every_case

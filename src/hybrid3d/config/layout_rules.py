@@ -78,18 +78,11 @@ def _check_support(recipe: Recipe, model: ModelShape, device: Device | None) -> 
             "rollout.expert_parallel=true: vLLM 0.32.0 does not support expert parallelism on CPU",
             "the only valid value here is false, which shards experts over rollout.tp",
         )
-    if recipe.lora is not None and recipe.lora.sync == "adapter" and model.experts is not None and device == "cpu":
+    if recipe.syncs_adapters and model.experts is not None and device == "cpu":
         message = "lora.sync=adapter: vLLM 0.32.0 has no adapters of models with experts on CPU"
         yield LayoutProblem(("lora.sync",), message, "the only valid value here is merged")
-    if (
-        recipe.lora is not None
-        and recipe.lora.sync == "adapter"
-        and recipe.model.dtype == "float32"
-        and device == "cuda"
-    ):
-        message = (
-            "lora.sync=adapter: model.dtype=float32, and vLLM 0.32.0's kernels for adapters on GPUs are for bfloat16"
-        )
+    if recipe.syncs_adapters and recipe.model.dtype == "float32" and device == "cuda":
+        message = "lora.sync=adapter: with model.dtype=float32 vLLM 0.32.0 has no adapters on GPUs"
         yield LayoutProblem(("lora.sync", "model.dtype"), message, "set model.dtype=bfloat16, or lora.sync=merged")
     if rollout is not None and rollout.dp > 1 and not rollout.expert_parallel:
         yield LayoutProblem(

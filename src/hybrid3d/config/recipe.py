@@ -146,8 +146,12 @@ class Recipe:
     @property
     def keeps_rollout_weights(self) -> bool:
         """Return whether vLLM's weights stay on the GPU while it sleeps: with adapters they are sent only once."""
-        only_adapters = self.lora is not None and self.lora.sync == "adapter"
-        return self.rollout is not None and (self.rollout.keep_weights or only_adapters)
+        return self.rollout is not None and (self.rollout.keep_weights or self.syncs_adapters)
+
+    @property
+    def syncs_adapters(self) -> bool:
+        """Return whether vLLM gets the policy's own weights once, and then its adapters alone."""
+        return self.lora is not None and self.lora.sync == "adapter"
 
     @property
     def overlaps_sync(self) -> bool:

@@ -40,9 +40,7 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
         fix = "ppo" if algorithm.advantage is None else "gae"
         value = getattr(algorithm, given)
         yield f"critic: algorithm.{given}={value} has no critic: leave the section out, or set {fix}"
-    for check in (_check_split, _check_reward_ranks, _check_async, _check_agents, _check_evaluation):
-        yield from check(recipe)
-    for check in (_check_router_replay, _check_lora):
+    for check in _CHECKS:
         yield from check(recipe)
     if recipe.sync.share_storage and not recipe.is_split and recipe.rollout is not None and recipe.rollout.sleep:
         yield (
@@ -182,15 +180,14 @@ def _check_async(recipe: Recipe) -> Iterator[str]:
 
 
 def _check_lora(recipe: Recipe) -> Iterator[str]:
-    lora = recipe.lora
-    if lora is None:
+    if recipe.lora is None:
         return
-    if lora.sync == "adapter" and recipe.is_split:
+    if recipe.syncs_adapters and recipe.is_split:
         yield (
             f"lora.sync=adapter: roles.generation.ranks={recipe.roles.generation.ranks} generate apart, and adapters "
             "are sent alone only to engines of ranks that train: set lora.sync=merged, or leave roles.generation out"
         )
-    if lora.sync == "adapter" and recipe.rollout is not None and recipe.rollout.dp > 1:
+    if recipe.syncs_adapters and recipe.rollout is not None and recipe.rollout.dp > 1:
         yield (
             f"lora.sync=adapter: rollout.dp={recipe.rollout.dp} joins engines, and while one of them waits for the "
             "others vLLM 0.32.0 removes all adapters: set lora.sync=merged, or rollout.dp=1"
@@ -362,3 +359,9 @@ def _check_guard(recipe: Recipe) -> Iterator[str]:
             f"guard.kl_explosion={guard.kl_explosion}: without algorithm.kl.target the coefficient is already fixed: "
             "leave it out, or set a target"
         )
+
+
+_CHECKS = (
+    *(_check_split, _check_reward_ranks, _check_async, _check_agents, _check_evaluation, _check_router_replay),
+    _check_lora,
+)

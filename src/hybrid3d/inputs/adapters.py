@@ -44,7 +44,7 @@ def check_adapters(recipe: Recipe) -> None:
     lora = recipe.lora
     assert lora is not None, "called where the recipe has adapters"
     entries = read_index(recipe.model.path)
-    problems = [*_problems(lora, entries, recipe.rollout is not None)]
+    problems = [*_problems(lora, entries, recipe.syncs_adapters and recipe.rollout is not None)]
     if not problems and lora.path is not None:
         problems += _other_settings(lora, lora.path)
     if problems:
@@ -53,16 +53,16 @@ def check_adapters(recipe: Recipe) -> None:
         _check_matrices(lora.path, adapted_shapes(lora, entries))
 
 
-def _problems(lora: Lora, entries: Mapping[str, TensorEntry], generates: bool) -> Iterator[str]:
+def _problems(lora: Lora, entries: Mapping[str, TensorEntry], needs_slots: bool) -> Iterator[str]:
     layers = sorted({module_of(name) for name, entry in entries.items() if can_be_adapted(name, len(entry.shape))})
+    adapted = [name for name, entry in entries.items() if is_adapted(name, len(entry.shape), lora.target_modules)]
     unknown = sorted(set(lora.target_modules or ()) - set(layers))
     if unknown:
         yield f"lora.target_modules: this model has no linear layer {', '.join(unknown)}: it has {', '.join(layers)}"
-    elif not any(is_adapted(name, len(entry.shape), lora.target_modules) for name, entry in entries.items()):
+    elif not adapted:
         yield f"lora.target_modules: names no layer: this model has {', '.join(layers)}"
-    if lora.sync == "merged" or not generates:
+    if not needs_slots:
         return
-    adapted = [name for name, entry in entries.items() if is_adapted(name, len(entry.shape), lora.target_modules)]
     without_slots = sorted({module_of(n) for n in adapted if EXPERT.search(n) or module_of(n) == "kv_b_proj"})
     if without_slots:
         others = sorted(set(layers) - set(without_slots))

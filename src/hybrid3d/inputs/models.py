@@ -199,34 +199,21 @@ def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptDat
     rollout, data = recipe.rollout, recipe.data
     longest = config["max_position_embeddings"]
     limit = rollout.max_model_len - rollout.max_new_tokens if rollout else longest
+    how: dict[str, Any] = dict(
+        tokenizer=tokenizer,
+        prompt=data.prompt,
+        chat_template=data.chat_template,
+        overlong=data.overlong,
+        max_invalid_fraction=data.max_invalid_fraction,
+        max_prompt_tokens=limit,
+        seed=recipe.run.seed,
+    )
 
     def read(path: str) -> PromptData:
-        return PromptData.read(
-            path,
-            tokenizer,
-            prompt=data.prompt,
-            answer=data.answer,
-            chat_template=data.chat_template,
-            overlong=data.overlong,
-            max_invalid_fraction=data.max_invalid_fraction,
-            max_prompt_tokens=limit,
-            seed=recipe.run.seed,
-        )
+        return PromptData.read(path, answer=data.answer, **how)
 
     def read_pairs(path: str) -> PromptData:
-        return PairData.read_pairs(
-            path,
-            tokenizer,
-            prompt=data.prompt,
-            chosen=data.chosen,
-            rejected=data.rejected,
-            chat_template=data.chat_template,
-            overlong=data.overlong,
-            max_invalid_fraction=data.max_invalid_fraction,
-            max_prompt_tokens=limit,
-            max_tokens=longest,
-            seed=recipe.run.seed,
-        )
+        return PairData.read_pairs(path, chosen=data.chosen, rejected=data.rejected, max_tokens=longest, **how)
 
     of_data = read_pairs if recipe.algorithm.uses_pairs else read
     train = of_data(data.train)

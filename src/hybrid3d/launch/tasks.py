@@ -246,7 +246,7 @@ def export(
         if recipe.lora is not None and not merged:
             entries, carried = write_adapters(policy, recipe, unfinished, group), []
         else:
-            with policy.merged() if recipe.lora is not None else nullcontext():
+            with policy.merged():
                 entries, carried = write_export(policy, recipe.model.path, unfinished, group)
         if rank == 0:
             os.rename(unfinished, os.path.realpath(out))  # so that an interrupted export never looks like a checkpoint

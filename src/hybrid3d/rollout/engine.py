@@ -152,7 +152,7 @@ class RolloutEngine:
             name_shared_memory(run_id)
             if not rollout.pack_weights:
                 keep_linear_weights()
-        lora = recipe.lora if recipe.lora is not None and recipe.lora.sync == "adapter" else None
+        lora = recipe.lora if recipe.syncs_adapters else None
         returns_experts = recipe.train.router_replay == "rollout"
         with external_rank(slots[rank], rollout), groups_over_slots(slots):
             self._llm = LLM(

@@ -91,7 +91,10 @@ class Policy(MegatronModel):
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Hold in `weights` the sums of the model's own weights and its adapters."""
+        """Hold in `weights` the sums of the model's own weights and its adapters, if it has some."""
+        if self.adapters is None:
+            yield
+            return
         self.onload("parameters")
         with merged_adapters(self.stages):
             yield

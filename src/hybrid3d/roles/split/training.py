@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -131,7 +130,7 @@ class TrainingRank:
 
     def sync(self, version: int, recipe: Recipe) -> SplitSyncReport:
         """Sync to this version, or finish the overlapped sync to it; again without ranks that are lost meanwhile."""
-        with self._policy.merged() if recipe.lora is not None else nullcontext():
+        with self._policy.merged():
             return self._sync_weights(version, recipe)
 
     def _sync_weights(self, version: int, recipe: Recipe) -> SplitSyncReport:

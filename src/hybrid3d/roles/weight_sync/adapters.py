@@ -28,7 +28,7 @@ def policy_sync(
     """
     if recipe.lora is None:
         return WeightSync(recipe, group, policy.weights, engine, buckets, policy.changes)
-    return (AdapterSync if recipe.lora.sync == "adapter" else MergedSync)(recipe, group, policy, engine)
+    return (AdapterSync if recipe.syncs_adapters else MergedSync)(recipe, group, policy, engine)
 
 
 class AdapterSync(WeightSync):
