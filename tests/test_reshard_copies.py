@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid3d.reshard.copies import BatchedCopies, merge_copies
+from hybrid3d.reshard.copies import BatchedCopies, merge_copies, widen
 
 Views = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -70,3 +70,37 @@ def test_any_copies_do_what_they_do_one_by_one(data: st.DataObject) -> None:
                 expected[top : top + height, left : left + width] = box.float().numpy()
     copies.run()
     assert np.array_equal(target.numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "first", "elements"),
+    [
+        (torch.bfloat16, 64, 8, torch.complex128),
+        (torch.bfloat16, 64, 4, torch.int64),
+        (torch.bfloat16, 62, 8, torch.int32),  # rows of 124 bytes
+        (torch.bfloat16, 64, 3, torch.bfloat16),  # begins at an odd element
+        (torch.float8_e4m3fn, 64, 16, torch.complex128),
+        (torch.float8_e4m3fn, 64, 3, torch.float8_e4m3fn),
+        (torch.float32, 64, 4, torch.complex128),
+        (torch.float32, 63, 4, torch.float32),
+    ],
+)
+def test_a_copy_with_gaps_is_one_of_wider_elements(
+    dtype: torch.dtype, columns: int, first: int, elements: torch.dtype
+) -> None:
+    """On a GPU these kernels move an element at a time; here the same views are copied on a CPU."""
+    size = dtype.itemsize
+    source = torch.randint(0, 256, (6, columns * size), dtype=torch.uint8).view(dtype)
+    target = torch.zeros(6, columns * size, dtype=torch.uint8).view(dtype)
+    part = slice(first, first + 16)
+    wide_target, wide_source = widen(target[1:, part], source[1:, part])
+    assert wide_source.dtype == wide_target.dtype == elements
+    wide_target.copy_(wide_source)
+    expected = torch.zeros_like(target.view(torch.uint8))
+    expected[1:, first * size : (first + 16) * size] = source.view(torch.uint8)[1:, first * size : (first + 16) * size]
+    assert target.view(torch.uint8).equal(expected)
+
+
+def test_copies_to_another_dtype_keep_their_elements() -> None:
+    target, source = torch.zeros(4, 8), torch.zeros(4, 8, dtype=torch.bfloat16)
+    assert widen(target[:, :4], source[:, :4])[0].dtype == torch.float32

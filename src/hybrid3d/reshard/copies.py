@@ -11,6 +11,9 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 """A target, and the source of the same shape that is copied into it."""
 
 
+WIDER = (torch.complex128, torch.int64, torch.int32, torch.int16)  # 16, 8, 4 and 2 bytes
+
+
 class BatchedCopies:
     """Copies that are set up once and run together any number of times.
 
@@ -43,11 +46,34 @@ class BatchedCopies:
             by_kind: dict[tuple[bool, torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
             for target, source in merge_copies(self._added):
                 dense = target.is_contiguous() and source.is_contiguous()
+                if target.is_cuda and not dense:
+                    target, source = widen(target, source)
                 batch = by_kind.setdefault((dense, target.dtype, source.dtype), ([], []))
                 batch[0].append(target)
                 batch[1].append(source)
             self._batches = list(by_kind.values())
         return self._batches
+
+
+def widen(target: torch.Tensor, source: torch.Tensor) -> Copy:
+    """Return the same copy with the largest elements that both views can be divided into.
+
+    The kernel of a GPU that copies views with gaps moves one element at a time: 16 bytes at once are faster than two.
+    """
+    if target.dtype != source.dtype:
+        return target, source
+    for dtype in WIDER:
+        times = dtype.itemsize // target.element_size()
+        if times > 1 and all(_divides(view, times, dtype.itemsize) for view in (target, source)):
+            return target.view(dtype), source.view(dtype)
+    return target, source
+
+
+def _divides(view: torch.Tensor, times: int, nbytes: int) -> bool:
+    """Return whether elements that are `times` as long, of `nbytes`, can show the same memory."""
+    if not view.dim() or view.stride(-1) != 1 or view.data_ptr() % nbytes:
+        return False
+    return all(n % times == 0 for n in (view.storage_offset(), view.size(-1), *view.stride()[:-1]))
 
 
 def merge_copies(copies: Iterable[Copy]) -> Iterator[Copy]:

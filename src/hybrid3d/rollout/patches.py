@@ -48,6 +48,9 @@ def groups_over_slots(slots: Sequence[int]) -> Iterator[None]:
     Args:
         slots: the slot of each rank.
     """
+    if all(slot == rank for rank, slot in enumerate(slots)):
+        yield
+        return
     make_group, new_group = parallel_state.init_model_parallel_group, dist.new_group
     rank_by_slot = {slot: rank for rank, slot in enumerate(slots)}
 

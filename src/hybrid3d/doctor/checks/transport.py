@@ -62,7 +62,7 @@ class _Done:
 
 
 def self_transport(group: dist.ProcessGroup) -> Transport:
-    return make_transport(own_device(), group) if own_device().type == "cuda" else _Copies()
+    return make_transport(own_device(), group, ranks_per_node=1) if own_device().type == "cuda" else _Copies()
 
 
 def sends_to_itself(record: Record, device: str) -> None:
@@ -168,7 +168,9 @@ class _End:
 
 
 class _Arrival:
-    def __init__(self, pending: Pending, arriving: dict[int, torch.Tensor], corrupt: Callable):
+    def __init__(
+        self, pending: Pending, arriving: dict[int, torch.Tensor], corrupt: Callable[[dict[int, torch.Tensor]], None]
+    ):
         self._pending, self._arriving, self._corrupt = pending, arriving, corrupt
 
     def wait(self) -> None:
