@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "rl": {"errors", "storage"},
     "config": {"errors", "storage", "families"},
     "rewards": {"errors", "process"},
-    "inputs": {"storage", "families", "reshard", "rl", "config"},
+    "inputs": {"errors", "storage", "families", "reshard", "rl", "config"},
     "generation": {"distributed", "rl", "config", "rewards"},
     "train": {"patches", "storage", "families", "process", "distributed", "reshard", "rl", "config"},
     "rollout": {"patches", "families", "reshard", "config", "generation"},

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +12,12 @@ import pytest
 import torch
 
 from commands import ROOT
+from servers import serving
 
 pytestmark = [pytest.mark.processes, pytest.mark.engines]
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 PROMPT = "12+34="
-START_SECONDS = 240
 
 
 @pytest.fixture(scope="module")
@@ -32,42 +28,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "base"
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
-
-
-def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + START_SECONDS
-    while time.monotonic() < end and server.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    raise AssertionError(f"the server has not started (exit code {server.poll()}):\n{log.read_text()[-3000:]}")
-
-
 @pytest.fixture(scope="module")
 def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log, port = tmp_path_factory.mktemp("server") / "log", free_port()
-    options = ["--dtype", "float32", "--max-model-len", "128", "--kv-cache-memory-bytes", str(2**27)]
-    command = [sys.executable, "-m", "hybrid3d", "serve", str(checkpoint), "--port", str(port), "--", *options]
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            [*command, "--chat-template", CHAT_TEMPLATE], stdout=out, stderr=out, start_new_session=True
-        )
-    try:
-        wait_until_healthy(f"http://127.0.0.1:{port}", server, log)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        server.terminate()
-        try:
-            server.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, 9)
-            raise
+    with serving(checkpoint, tmp_path_factory.mktemp("server") / "log", "--chat-template", CHAT_TEMPLATE) as url:
+        yield url
 
 
 @pytest.fixture

@@ -293,6 +293,22 @@ def _check_nodes(recipe: Recipe, role: str, setting: str, tp: int) -> Iterator[s
             return
 
 
+def _check_teacher(recipe: Recipe) -> Iterator[str]:
+    """Yield what a server cannot compute as the reference."""
+    kl, rollout = recipe.algorithm.kl, recipe.rollout
+    if kl.endpoint is None:
+        return
+    if kl.reference is not None:
+        yield f"algorithm.kl.endpoint={kl.endpoint} and algorithm.kl.reference={kl.reference}: set one of both"
+    if recipe.algorithm.uses_pairs:
+        yield "algorithm.kl.endpoint: algorithm.name=dpo compares with a checkpoint only: set algorithm.kl.reference"
+    if rollout is not None and rollout.temperature != 1:
+        yield (
+            f"rollout.temperature={rollout.temperature}: the server of algorithm.kl.endpoint computes "
+            "log-probabilities at temperature 1: set 1, or algorithm.kl.reference"
+        )
+
+
 def _check_kl(kl: Kl, answers: int) -> Iterator[str]:
     """Yield the contradictions between settings of the KL, for a step with this many answers."""
     if kl.where == "none" and kl.coef > 0:
@@ -363,5 +379,5 @@ def _check_guard(recipe: Recipe) -> Iterator[str]:
 
 _CHECKS = (
     *(_check_split, _check_reward_ranks, _check_async, _check_agents, _check_evaluation, _check_router_replay),
-    _check_lora,
+    *(_check_lora, _check_teacher),
 )

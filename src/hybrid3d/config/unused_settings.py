@@ -286,7 +286,7 @@ UNUSED_RULES = (
     ),
     UnusedRule(
         "algorithm.kl",
-        ("reference",),
+        ("reference", "endpoint"),
         lambda recipe: not recipe.algorithm.uses_reference,
         lambda recipe: (
             f"algorithm.preference.loss_type={recipe.algorithm.preference.loss_type} has no reference"

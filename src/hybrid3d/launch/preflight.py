@@ -23,6 +23,7 @@ from hybrid3d.generation.agents.program import find_agent_problems
 from hybrid3d.inputs.adapters import check_adapters
 from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.checks import check_model
+from hybrid3d.inputs.completions import check_server
 from hybrid3d.inputs.export import check_output_folder, is_redundant, is_untrained
 from hybrid3d.inputs.models import check_against_transformers, read_config, read_data, read_tokenizer
 from hybrid3d.launch_environment import check_vllm_variables
@@ -83,6 +84,8 @@ def find_mistakes(recipe: Recipe) -> Iterator[UserMistake]:
             yield from _mistake_of(check_adapters, recipe)
         if recipe.algorithm.kl.reference is not None:
             yield from _mistake_of(check_reference, config, recipe)
+        if (url := recipe.algorithm.kl.endpoint) is not None:
+            yield from _mistake_of(check_server, url, "algorithm.kl.endpoint", config["vocab_size"])
         if recipe.algorithm.uses_critic and recipe.critic.path is not None:
             yield from _mistake_of(check_scorer, recipe.critic.path, "critic.path", config, recipe)
         if recipe.reward.model is not None:

@@ -245,8 +245,9 @@ def estimate_stages(
     stage_ranks = recipe.train_ranks // train.pp
     activations = stage_activations(recipe, _shape(config), layers_of_stages(config, train))
     has_reward_model = recipe.reward.model is not None and recipe.roles.reward.ranks is None
-    has_reference = recipe.algorithm.uses_reference and (recipe.lora is None or recipe.algorithm.kl.reference)
-    num_frozen = bool(has_reference) + recipe.algorithm.uses_critic + has_reward_model
+    kl = recipe.algorithm.kl
+    has_reference = recipe.algorithm.uses_reference and (recipe.lora is None or kl.reference is not None)
+    num_frozen = (has_reference and kl.endpoint is None) + recipe.algorithm.uses_critic + has_reward_model
     stages = []
     for stage, counts in enumerate(held):
         policy = counts.adapters or counts

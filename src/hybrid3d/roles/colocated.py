@@ -94,7 +94,7 @@ class Colocated:
         self.models: Models | None = None
         if guard is not None:
             self._engine.sleep()
-            self.models = Models.of(recipe, self._policy, rank)
+            self.models = Models.of(recipe, self._policy, group)
             self._learner = Learner(recipe, self.models, guard, self.tokenizer.pad_token_id, group)
 
     def sync(self, version: int, recipe: Recipe) -> SyncReport:

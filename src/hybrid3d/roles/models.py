@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from hybrid3d.config import Recipe, Train
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.batch import Batch
+from hybrid3d.roles.teacher import ServedTeacher
 from hybrid3d.train.megatron_model import MegatronModel
 from hybrid3d.train.policy import Policy
 from hybrid3d.train.value_model import ValueModel
@@ -32,21 +34,26 @@ class Models:
 
     Attributes:
         policy: the language model that is trained.
-        reference: the frozen initial policy, or the checkpoint `algorithm.kl.reference`; of a policy with adapters by
-            default the policy without them.
+        reference: the frozen initial policy, the checkpoint `algorithm.kl.reference`, or the server
+            `algorithm.kl.endpoint`; of a policy with adapters by default the policy without them.
         critic: PPO's value model, which is trained too.
         reward_model: scores samples instead of a reward function; None also where ranks of its own have it.
     """
 
     policy: Policy
-    reference: Policy | BaseOfPolicy | None
+    reference: Policy | BaseOfPolicy | ServedTeacher | None
     critic: ValueModel | None
     reward_model: ValueModel | None
 
     @classmethod
-    def of(cls, recipe: Recipe, policy: Policy, rank: int) -> Models:
+    def of(cls, recipe: Recipe, policy: Policy, group: dist.ProcessGroup) -> Models:
         """Build the models that the recipe needs besides the policy."""
-        reference = reference_of(recipe, policy, rank) if recipe.algorithm.uses_reference else None
+        rank = group.rank()
+        reference: Policy | BaseOfPolicy | ServedTeacher | None = None
+        if recipe.algorithm.kl.endpoint is not None:
+            reference = ServedTeacher(recipe, policy, group)
+        elif recipe.algorithm.uses_reference:
+            reference = reference_of(recipe, policy, rank)
         critic = reward_model = None
         if recipe.algorithm.uses_critic:
             path = recipe.critic.path or recipe.model.path

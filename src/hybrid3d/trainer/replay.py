@@ -91,7 +91,7 @@ def replay(
     Raises:
         BrokenCheckpoint, BrokenRecord: the checkpoint or a recorded step is damaged.
     """
-    models = Models.of(recipe, Policy(read_config(recipe.model.path), recipe, group.rank()), group.rank())
+    models = Models.of(recipe, Policy(read_config(recipe.model.path), recipe, group.rank()), group)
     learner = Learner(recipe, models, Guard(record), read_tokenizer(recipe).pad_token_id, group)
     if start:
         progress = checkpoint.load(models.trained, checkpoint_folder(record.folder, start), group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal
 
@@ -36,6 +37,9 @@ from hybrid3d.config.schema import (
     Steps,
 )
 
+Url = Annotated[
+    str, Rule(lambda s: re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", s) is not None, "http://HOST:PORT/v1")
+]
 Smoothing = Annotated[float, Rule(lambda x: 0 <= x < 0.5, "at least 0 and less than 0.5")]
 
 
@@ -46,6 +50,8 @@ class Kl:
     Attributes:
         where: Subtract the KL from the reward, add it to the loss, or do not measure it.
         reference: Checkpoint of the reference, such as a teacher (`docs/algorithms.md`); `null`: the policy's.
+        endpoint: Address of a server that computes the reference instead, such as `http://teacher:8000/v1` of
+            `hybrid3d serve` or vLLM (`docs/algorithms.md`).
         estimator: KL estimator; `null`: `k1` in the reward and `k3` in the loss.
         straight_through: In the loss, give the estimator the gradient of `k2`, which is that of the KL (as verl's
             `k3+`).
@@ -61,6 +67,7 @@ class Kl:
 
     where: Literal["reward", "loss", "none"]
     reference: FilePath | None = None
+    endpoint: Url | None = None
     estimator: Literal["k1", "k2", "k3", "abs"] | None = None
     straight_through: bool = False
     clamp: Positive | None = None

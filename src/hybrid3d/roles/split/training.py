@@ -112,7 +112,7 @@ class TrainingRank:
         work_record.trains(recipe, group.rank())
         self.models: Models | None = None
         if guard is not None:
-            self.models = Models.of(recipe, self._policy, group.rank())
+            self.models = Models.of(recipe, self._policy, group)
             self._learner = Learner(recipe, self.models, guard, tokenizer.pad_token_id, group)
 
     def _make_sync(
