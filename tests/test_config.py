@@ -160,7 +160,7 @@ def test_defaults(load: Any) -> None:
             | {"sft_coef": 0.0},
             "correction": {"kind": "none", "low": 0.5, "high": 2.0, "normalize": False, "bypass": False},
             "kl": {"where": "none", "estimator": None, "coef": 0.0, "target": None, "horizon": 10_000}
-            | {"reference": None, "straight_through": False, "clamp": None, "ratio_weighted": False},
+            | {"reference": None, "endpoint": None, "straight_through": False, "clamp": None, "ratio_weighted": False},
         },
         "optimizer": {
             "lr": 0.001,
@@ -388,7 +388,7 @@ def test_the_error_survives_pickling(load: Any) -> None:
         (
             "algorithm.kl.coeff=0.1",
             "algorithm.kl.coeff: unknown key, did you mean coef?; known keys of algorithm.kl: where, reference, "
-            "estimator, straight_through, clamp, ratio_weighted, coef, target, horizon",
+            "endpoint, estimator, straight_through, clamp, ratio_weighted, coef, target, horizon",
         ),
         (
             "optimiser.lr=1",
