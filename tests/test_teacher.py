@@ -21,7 +21,13 @@ from servers import serving
 
 TEACHER = "algorithm.kl={where: reward, estimator: k1, coef: 1, %s}"
 DISTILLATION = [
-    *("run.steps=2", "run.eval_every=10", "run.checkpoint_every=0", "optimizer.warmup_steps=1"),
+    *(
+        "train.micro_batch_size=16",
+        "run.steps=2",
+        "run.eval_every=10",
+        "run.checkpoint_every=0",
+        "optimizer.warmup_steps=1",
+    ),
     *("algorithm.prompts_per_step=8", "algorithm.name=reinforce_pp", "algorithm.advantage_scale=none"),
     *("algorithm.gamma=0", "reward.coef=0", "rollout.tp=1"),
 ]
@@ -36,7 +42,7 @@ MODELS = {"data": [{"id": "teacher"}]}
 )
 def test_a_served_teacher_is_the_teacher_in_megatron(tmp_path: Path, demo: Path, layout: list[str]) -> None:
     demo_folder(tmp_path, demo)
-    policy = make_checkpoint(tmp_path / "policy", "qwen2", seed=3, vocab_size=600)
+    policy = make_checkpoint(tmp_path / "policy", "qwen2", seed=3, vocab_size=402)  # the demo's vocabulary
     for path in (demo / "base").glob("*token*"):
         (policy / path.name).write_bytes(path.read_bytes())
     teacher, recipe = demo / "base", str(ROOT / "recipes/demo-cpu.yaml")
