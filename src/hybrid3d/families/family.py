@@ -92,6 +92,19 @@ class GroupedQKV:
         return row_ranges
 
 
+QUANTIZED = re.compile(
+    r"\.layers\.\d+\.(self_attn|mlp|block_sparse_moe)\..*\b(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$"
+)
+
+
+def is_quantized(name: str) -> bool:
+    """Return whether a canonical tensor is quantized where a model is: weights of linear layers and of experts.
+
+    Embeddings, heads, norms, biases and routers are not, as in the FP8 checkpoints of DeepSeek-V3 and Qwen3.
+    """
+    return QUANTIZED.search(name) is not None
+
+
 VALUE_HEAD = "score.weight"
 """Name of the one-row head of a sequence classifier with one label, which transformers has in place of `lm_head`."""
 

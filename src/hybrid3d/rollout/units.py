@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
@@ -36,6 +37,10 @@ LiveTensors = dict[Module, dict[str, "torch.Tensor | None"]]
 
 MemoryFor = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 """Returns memory for a meta tensor in loader layout, given the live tensor of the same name, if any."""
+
+
+# Scales of the KV cache that a quantized model's checkpoint may have, and the value that says that it has none.
+NO_SCALE = -1.0
 
 
 class Unit:
@@ -128,6 +133,8 @@ class OpenUnit:
         for name, tensor in self.unit.tensors():
             if name in self._written and tensor.data_ptr() != self._tensors[name].data_ptr():
                 raise RuntimeError(f"vLLM has moved {name} to other memory: it would not read what the sync writes")
+            if isinstance(tensor, KVCacheScaleParameter):
+                tensor.data.fill_(NO_SCALE)
         for fill in self._fills:
             self.view(fill.view, fill.size).fill_(fill.value)
 
