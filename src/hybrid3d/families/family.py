@@ -186,6 +186,14 @@ class Family:
         sparse = experts.sparse if experts else (False,) * config["num_hidden_layers"]
         return tuple(sparse.index(is_sparse) for is_sparse in sparse)
 
+    def routers(self, config: Config) -> list[str]:
+        """Return the canonical names of the modules that choose the experts of a layer."""
+        names = (
+            m.name for key, m in self.tensors.items() if key.endswith("router.weight") and isinstance(m, SameTensor)
+        )
+        layers = range(config["num_hidden_layers"])
+        return [name.removesuffix(".weight").format(layer=layer) for name in names for layer in layers]
+
     def row_ranges(
         self, megatron_name: str, rows: int, config: Config, expert: int | None = None
     ) -> list[RowRange] | None:

@@ -67,6 +67,7 @@ def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]
     """
     rollout = recipe.rollout
     assert rollout is not None, "checked when the recipe was read"
+    quantization = None if rollout.quantization is None else quantization_config(_config_of(recipe))
     return dict(
         model=str(Path(recipe.model.path).resolve()),
         skip_tokenizer_init=not rollout.stop,  # only stop texts need it
@@ -77,7 +78,7 @@ def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]
         distributed_executor_backend="external_launcher",
         enable_expert_parallel=rollout.expert_parallel,
         max_model_len=rollout.max_model_len,
-        hf_overrides=functools.partial(_override, layers=layers, quantization=quantization_config(recipe)),
+        hf_overrides=functools.partial(_override, layers=layers, quantization=quantization),
         # A captured CUDA graph would keep reading the old memory of tensors that now alias the trainer's.
         enforce_eager=current_platform.is_cpu() or recipe.sync.share_storage,
         # On CPU this op assumes 2-D input. Latent attention passes another shape and would be rotated wrongly.

@@ -15,15 +15,18 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.platforms import PlatformEnum, current_platform
 
-from hybrid3d.config import Recipe
+from hybrid3d.families import Config, family_of
 from hybrid3d.reshard.quantization import BLOCK, dequantize
 
 
-def quantization_config(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the `quantization_config` of a checkpoint that has what a sync of this recipe sends; None without."""
-    if recipe.rollout is None or recipe.rollout.quantization is None:
-        return None
-    return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+def quantization_config(config: Config) -> dict[str, Any]:
+    """Return the `quantization_config` of a checkpoint that has what a sync sends of a model with this config."""
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": ["lm_head", *family_of(config).routers(config)],
+    }
 
 
 def has_kernels() -> bool:
@@ -49,7 +52,7 @@ class DequantizingLinear(Fp8BlockScaledMMLinearKernel):
         found = self._get_layer_params(layer)
         return torch.nn.functional.linear(x, dequantize(found.weight, found.block_scale, x.dtype), bias)
 
-    def apply_block_scaled_mm(self, A: Any, B: Any, As: Any, Bs: Any) -> torch.Tensor:  # noqa: N803
+    def apply_block_scaled_mm(self, A: Any, B: Any, As: Any, Bs: Any) -> torch.Tensor:
         raise NotImplementedError("`apply_weights` computes the layer")
 
 

@@ -136,9 +136,9 @@ class Rollout:
             `top_p`, `top_k` and `min_p` truncate the distribution that is sampled, not the one that is trained
             (`docs/algorithms.md`), and do not apply to held-out answers.
         stop: Texts that end an answer, held-out ones too; an answer ends with the token in which one is complete.
-        quantization: With `fp8`, vLLM has the weights of the linear layers and experts in FP8 (e4m3), with one scale for
-            each block of 128 x 128 weights, as in DeepSeek-V3's checkpoints: each rank quantizes the weights that it
-            holds, and half the bytes are sent. Training keeps `model.dtype`. `null`: vLLM generates with `model.dtype`.
+        quantization: With `fp8`, vLLM has the weights of linear layers and experts in FP8 (e4m3), with one scale for
+            each block of 128 x 128 weights: each rank quantizes the weights that it holds, and half the bytes are sent.
+            `null`: vLLM generates with `model.dtype`.
         placement: With `overlap`, vLLM shards go to the ranks that already hold most of their weights; with
             `consecutive`, they are assigned in rank order.
         gpu_memory_utilization: Fraction of a GPU's memory that vLLM may use.
