@@ -79,6 +79,7 @@ IN_BLOCKS: dict[str, dict[str, int]] = {
     "qwen3_moe": GROUPED_IN_BLOCKS | EXPERTS_IN_BLOCKS,
     **dict.fromkeys(LATENT, LATENT_IN_BLOCKS | EXPERTS_IN_BLOCKS),
 }
+IN_BLOCKS["qwen2"] = GROUPED_IN_BLOCKS | dict(hidden_size=512)
 IN_BLOCKS["deepseek_v3"] = IN_BLOCKS["deepseek_v3"] | dict(q_lora_rank=128)
 
 
