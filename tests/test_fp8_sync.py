@@ -67,10 +67,10 @@ def test_experts_and_latent_attention(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_grouped_queries_at_tp2(tmp_path: Path) -> None:
-    """Blocks that TP splits among four ranks, and experts."""
+    """Experts, and blocks that TP splits among four ranks."""
     cases = [
-        case_of(tmp_path, "qwen3", dict(tp=4), 2, intermediate_size=768),
         case_of(tmp_path, "qwen3_moe", dict(dp=4, ep=2, etp=2), 2),
+        case_of(tmp_path, "qwen3", dict(tp=4), 2, intermediate_size=768),
     ]
     for case, results in zip(cases, run(tmp_path, 4, cases), strict=True):
         assert_right(results, case["family"])
@@ -78,10 +78,10 @@ def test_grouped_queries_at_tp2(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_grouped_queries_at_tp1(tmp_path: Path) -> None:
-    """Biases and tied embeddings, and experts."""
+    """Experts, and biases and tied embeddings."""
     cases = [
-        case_of(tmp_path, "qwen2", dict(tp=2, pp=2), 1),
         case_of(tmp_path, "mixtral", dict(tp=2, pp=2, ep=2), 1),
+        case_of(tmp_path, "qwen2", dict(tp=2, pp=2), 1),
     ]
     for case, results in zip(cases, run(tmp_path, 4, cases), strict=True):
         assert_right(results, case["family"])
