@@ -8,13 +8,12 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from hybrid3d.families import is_quantized
 from hybrid3d.reshard.classes import Group
 from hybrid3d.reshard.protocols import ChangeSource
-from hybrid3d.reshard.quantization import split_blocks
+from hybrid3d.reshard.quantization import SplitBlocks, split_blocks
 from hybrid3d.reshard.quantized_weights import QuantizedChanges, QuantizedWeights
 from hybrid3d.train.runtime import device
-from hybrid3d.train.weights import MegatronWeights
+from hybrid3d.train.weights import MegatronWeights, quantized_weights
 
 
 class SyncQuantization:
@@ -41,13 +40,15 @@ class SyncQuantization:
             changes: which of its own weights have changed.
             keep: the quantized weights from sync to sync, so that it is known which of them changed.
         """
-        self._group, self._made = group, None
+        self._group = group
+        self._made: QuantizedWeights | None = None
+        self._split: Mapping[str, SplitBlocks] = {}
         self.trained, self.optimizer_buckets, self.changes = trained, optimizer_buckets, changes
         self._own_buckets = optimizer_buckets
         if trained is None:
             return
         keep = keep and changes is not None
-        self._made = made = QuantizedWeights(trained.pieces, trained.tensors, is_quantized, device(), keep)
+        self._made = made = quantized_weights(trained, device(), keep)
         self.trained = replace(trained, pieces=made.pieces, tensors=made.tensors)
         self.optimizer_buckets = made.buckets(optimizer_buckets)
         if changes is not None:
