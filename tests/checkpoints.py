@@ -70,6 +70,19 @@ DEEPSEEK: dict[str, Any] = dict(
 )
 
 
+# Sizes of which each shard is whole blocks of 128 x 128 at the TP of the tests of FP8
+GROUPED_IN_BLOCKS = dict(hidden_size=256, intermediate_size=512, head_dim=128)
+LATENT_IN_BLOCKS = dict(hidden_size=256, intermediate_size=512, qk_nope_head_dim=64, v_head_dim=64)
+EXPERTS_IN_BLOCKS = dict(moe_intermediate_size=256)
+IN_BLOCKS: dict[str, dict[str, int]] = {
+    **dict.fromkeys((*DENSE, "mixtral"), GROUPED_IN_BLOCKS),
+    "qwen3_moe": GROUPED_IN_BLOCKS | EXPERTS_IN_BLOCKS,
+    **dict.fromkeys(LATENT, LATENT_IN_BLOCKS | EXPERTS_IN_BLOCKS),
+}
+IN_BLOCKS["qwen2"] = GROUPED_IN_BLOCKS | dict(hidden_size=512)
+IN_BLOCKS["deepseek_v3"] = IN_BLOCKS["deepseek_v3"] | dict(q_lora_rank=128)
+
+
 def make_config(family: str) -> PretrainedConfig:
     import transformers
 

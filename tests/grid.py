@@ -35,6 +35,8 @@ from hybrid3d.train.weights import _shards, megatron_weights
 from megatron_globals import global_tensor
 from worlds import Mailbox, Strict, run_in_threads
 
+from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter  # isort: skip
+
 RANKS_PER_NODE = 2
 
 DENSE_TRAIN: list[dict[str, int]] = [
@@ -173,6 +175,8 @@ class Judged(NamedTensors):
 class Grid:
     """Asks the engines once per family and layout, and proves cells."""
 
+    dtype = torch.float32
+
     def __init__(self, folder_of: Any):
         self._folder_of = folder_of
         self._weights = functools.cache(self._weights)
@@ -271,16 +275,20 @@ class Grid:
         weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
         return json.loads((folder / "config.json").read_text()), weights
 
+    def _checkpoint(self, family: str) -> dict[str, torch.Tensor]:
+        """The tensors of the checkpoint that vLLM loads."""
+        return self._weights(family)[1]
+
     def _trained(self, family: str, layout: Train) -> dict[int, MegatronModel]:
         """By rank: what Megatron says it holds, and tensors filled where Megatron says, not where our tables do."""
         config, weights = self._weights(family)
         found, world = {}, layout.tp * layout.pp * layout.cp * layout.dp
         for rank in range(world):
             with as_rank(rank, layout, world):
-                stages = build_model(config, layout, torch.float32, meta=True)
+                stages = build_model(config, layout, self.dtype, meta=True)
                 tensors: dict[str, torch.Tensor] = {}
                 for local, base, shard in _shards(stages):
-                    real = tensors.setdefault(local, torch.zeros(base.shape))
+                    real = tensors.setdefault(local, torch.zeros(base.shape, dtype=base.dtype))
                     offset = shard.data.storage_offset() - base.storage_offset()
                     view = real.as_strided(shard.data.shape, shard.data.stride(), offset)
                     _fill(view, shard, global_tensor(shard.key, weights, config))
@@ -290,7 +298,7 @@ class Grid:
 
     def _wanted(self, family: str, rollout: Rollout) -> list[Wanted]:
         """By rank of one engine: what vLLM's loader asks for, and what it makes of the checkpoint itself."""
-        _, weights = self._weights(family)
+        weights = self._checkpoint(family)
         recipe = self._recipe(family, Train(dp=rollout.tp * rollout.dp), rollout)
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         found = []
@@ -300,7 +308,9 @@ class Grid:
             with model_of_rank(recipe, rank, device="cpu") as (model, _):
                 model.load_weights(iter(weights.items()))
                 tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-            names = {p.view.tensor for p in demand.pieces} | {name for name, _ in model.named_parameters()}
+            names = {p.view.tensor for p in demand.pieces} | {
+                name for name, p in model.named_parameters() if not isinstance(p, KVCacheScaleParameter)
+            }
             found.append(Wanted(demand, {name: tensors[name].detach().clone() for name in sorted(names)}))
         return found
 

@@ -89,6 +89,10 @@ def test_what_does_not_fit_is_refused_before_it_starts(tmp_path: Path) -> None:
     assert not list((tmp_path / "runs/bench-qwen3-8b").glob("logs/*"))
 
 
+def test_quantized_rollouts_are_refused(tmp_path: Path) -> None:
+    assert bench(tmp_path, "recipes/qwen3-8b.yaml", "rollout.quantization=fp8", expect=2) == ""
+
+
 def test_the_figures_are_those_of_the_cases() -> None:
     page = (ROOT / "benchmarks/results/reshard-cpu.md").read_text()
     assert [line.strip() for line in page.splitlines() if "hybrid3d bench " in line] == [

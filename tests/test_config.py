@@ -463,6 +463,11 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
             "reward.overlong_buffer=64 penalizes every answer of rollout.max_new_tokens=16: at most 15",
         ),
         (
+            "rollout.quantization=fp8",
+            "rollout.quantization=fp8: vLLM 0.32.0 computes with weights in FP8 in bfloat16, and model.dtype=float32: "
+            "set model.dtype=bfloat16, or leave rollout.quantization out",
+        ),
+        (
             "sync.share_storage=true",
             "sync.share_storage: memory that both engines share cannot be freed while vLLM sleeps: "
             "set rollout.sleep=false, or leave sync.share_storage out",

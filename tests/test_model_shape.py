@@ -128,6 +128,41 @@ def test_layouts_that_fit(find_problems: FindProblems, overrides: list[str]) -> 
     assert find_problems(*overrides) == []
 
 
+BLOCKS = replace(SHAPE, head_dim=128, hidden_size=256, intermediate_size=512)
+IN_FP8 = ["model.dtype=bfloat16", "rollout.quantization=fp8"]
+
+
+def test_quantized_shards_are_whole_blocks(find_problems: FindProblems) -> None:
+    blocks = "rollout.quantization=fp8 has blocks of 128, and"
+    assert find_problems(*IN_FP8, shape=BLOCKS) == []
+    assert find_problems(*IN_FP8, "train.tp=4", "rollout.tp=4", shape=BLOCKS) == []
+    assert find_problems(*IN_FP8, shape=replace(BLOCKS, hidden_size=320)) == [
+        f"{blocks} hidden_size=320 is not a multiple of it: leave rollout.quantization out"
+    ]
+    assert find_problems(*IN_FP8, "train.tp=4", "rollout.tp=4", shape=replace(BLOCKS, intermediate_size=768)) == [
+        f"rollout.tp=4: {blocks} intermediate_size=768 gives each rank 192, which is not a multiple of it: "
+        "nearest valid value of rollout.tp is 2"
+    ]
+    assert find_problems(*IN_FP8, shape=replace(BLOCKS, num_key_value_heads=2, head_dim=64)) == [
+        f"rollout.tp=2: {blocks} num_key_value_heads*head_dim=128 gives each rank 64, which is not a multiple of it: "
+        "nearest valid value of rollout.tp is 1"
+    ]
+
+
+def test_quantized_experts_are_whole_blocks(find_problems: FindProblems) -> None:
+    experts = Experts(count=8, per_token=2, width=128, sparse=(True,) * 4)
+    shape, blocks = replace(BLOCKS, experts=experts), "rollout.quantization=fp8 has blocks of 128, and"
+    assert find_problems(*IN_FP8, shape=shape, device=None) == [
+        f"rollout.tp=2: {blocks} an expert's width=128 gives each rank 64, which is not a multiple of it: nearest "
+        "valid value of rollout.tp is 1"
+    ]
+    assert find_problems(*IN_FP8, "rollout.expert_parallel=true", shape=shape, device=None) == []
+    latents = Latents(q_rank=96, kv_rank=512, nope=64, rope=64, value=64)
+    assert find_problems(*IN_FP8, shape=replace(BLOCKS, latents=latents), device=None) == [
+        f"{blocks} q_lora_rank=96 is not a multiple of it: leave rollout.quantization out"
+    ]
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

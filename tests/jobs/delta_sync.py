@@ -5,7 +5,7 @@
 Real updates change the weights, two before each sync; every other sync overlaps the last of them. With MODE=faults, the
 last layout goes on with what can go wrong, and at last rank 3 is killed in the middle of a sync: then each of the other
 ranks writes OUT.json.<rank>. With MODE=share, vLLM packs its weights, a copy of these is kept in loader layout, and the
-others lie in Megatron's memory.
+others lie in Megatron's memory. With MODE=fp8, vLLM's weights are in FP8 with block scales.
 """
 
 import dataclasses
@@ -38,12 +38,19 @@ SPARSE_LAYOUTS = [Train(dp=4, ep=4), Train(tp=2, pp=2, ep=2, etp=1)]
 
 def recipe_for(folder: str, train: Train, rollout_tp: int, mode: str) -> Recipe:
     shares = mode == "share"
-    experts = family_of(read_config(folder)).experts(read_config(folder)) is not None
+    experts = family_of(read_config(folder)).experts(read_config(folder)) is not None and mode != "fp8"
     return Recipe(
         name="delta",
         model=Model(path=folder, dtype="bfloat16"),
         train=dataclasses.replace(train, micro_batch_size=1),
-        rollout=Rollout(tp=rollout_tp, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16, pack_weights=shares),
+        rollout=Rollout(
+            tp=rollout_tp,
+            max_model_len=128,
+            max_new_tokens=8,
+            kv_cache_gib=1 / 16,
+            pack_weights=shares,
+            quantization="fp8" if mode == "fp8" else None,
+        ),
         sync=Sync(bucket_mib=0.25, keep_loader_layout=experts or shares, share_storage=shares),
         data=Data(train="-", eval="-"),
         algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),

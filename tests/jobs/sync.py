@@ -250,7 +250,7 @@ def compare(engine: Engine, landed: Landed, truth: tuple) -> dict:
     _, before, outputs, logprobs = truth
     live, computed = tensors_of(engine.model), engine.outputs()
     assert live.keys() - before.keys() <= {n for n in live if n.endswith(rollout_weights.DERIVED_PARAMETERS)}
-    got = {name: landed.tensors.get(name, live[name]) for name in before}
+    got = {name: landed.tensors[name] if name in landed.tensors else live[name] for name in before}
     return {
         "landed": len(landed.tensors),
         "loader_layout": differing(got, before),

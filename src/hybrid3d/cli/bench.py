@@ -40,6 +40,12 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         if value is not None and not 1 <= value <= maximum:
             problem = f"--{name} {abbreviate(value)}: expected an integer from 1 to {maximum:,}"
             raise RecipeError(recipe.name, [problem])
+    if recipe.rollout is not None and recipe.rollout.quantization is not None:
+        problem = (
+            f"rollout.quantization={recipe.rollout.quantization}: `hybrid3d bench` compares the bits of weights that "
+            "it computes, and cannot tell what they are in FP8: set rollout.quantization=null"
+        )
+        raise RecipeError(recipe.name, [problem])
     set_device_connections(recipe)
     from hybrid3d.bench.scaling import Scale, scale_recipe
     from hybrid3d.inputs.models import read_config

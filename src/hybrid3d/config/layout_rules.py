@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from hybrid3d.config.algorithms import GROUP_ADVANTAGES
+from hybrid3d.config.quantization_rules import BLOCK, quantized_shares
 from hybrid3d.config.schema import Rule
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _check_rollout_layout(recipe: Recipe, model: ModelShape, ranks: int | None) 
             )
         )
     problems = [*_check_rules("rollout.tp", rollout.tp, rules)]
-    yield from problems
+    yield from problems or _check_blocks(rollout, model)
     if problems or rollout.dp == 1:
         return
     slots = rollout.tp * rollout.dp
@@ -212,6 +213,25 @@ def _check_rollout_layout(recipe: Recipe, model: ModelShape, ranks: int | None) 
             f"rollout.dp={rollout.dp}: rollout.tp*dp={rollout.tp}*{rollout.dp}={slots} ranks of an engine are more "
             f"than the {shared_experts.count} experts that they share",
         )
+
+
+def _check_blocks(rollout: Rollout, model: ModelShape) -> Iterator[LayoutProblem]:
+    """Check that each rank of vLLM has whole blocks of quantized weights."""
+    if rollout.quantization is None:
+        return
+    setting = f"rollout.quantization={rollout.quantization} has blocks of {BLOCK}, and"
+    for share in quantized_shares(model, rollout):
+        if share.fits(rollout.tp):
+            continue
+        if not share.fits(1):
+            message = f"{setting} {share.what}={share.on_each(1):g} is not a multiple of it"
+            yield LayoutProblem(("rollout.quantization",), message, "leave rollout.quantization out")
+        else:
+            message = (
+                f"rollout.tp={rollout.tp}: {setting} {share.what}={share.size} gives each rank "
+                f"{share.on_each(rollout.tp):g}, which is not a multiple of it"
+            )
+            yield LayoutProblem(("rollout.tp",), message)
 
 
 def _check_rollout_limits(recipe: Recipe, model: ModelShape, device: Device | None) -> Iterator[LayoutProblem]:

@@ -154,6 +154,11 @@ class Recipe:
         return self.lora is not None and self.lora.sync == "adapter"
 
     @property
+    def quantizes(self) -> bool:
+        """Return whether vLLM generates with quantized weights."""
+        return self.rollout is not None and self.rollout.quantization is not None
+
+    @property
     def overlaps_sync(self) -> bool:
         """Return whether a sync begins during a step's last update: not while ranks generate ahead of it."""
         return self.sync.overlap and self.lora is None and not (self.is_split and self.async_.max_staleness)

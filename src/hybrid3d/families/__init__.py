@@ -12,6 +12,7 @@ from hybrid3d.families.family import (
     Latents,
     RowRange,
     head_dim,
+    is_quantized,
     query_groups,
     with_value_head,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "head_dim",
     "is_adapted",
     "is_expert",
+    "is_quantized",
     "module_of",
     "query_groups",
     "rope_of",

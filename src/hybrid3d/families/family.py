@@ -92,6 +92,19 @@ class GroupedQKV:
         return row_ranges
 
 
+QUANTIZED = re.compile(
+    r"\.layers\.\d+\.(self_attn|mlp|block_sparse_moe)\..*\b(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$"
+)
+
+
+def is_quantized(name: str) -> bool:
+    """Return whether a canonical tensor is quantized where a model is: weights of linear layers and of experts.
+
+    Embeddings, heads, norms, biases and routers are not, as in the FP8 checkpoints of DeepSeek-V3 and Qwen3.
+    """
+    return QUANTIZED.search(name) is not None
+
+
 VALUE_HEAD = "score.weight"
 """Name of the one-row head of a sequence classifier with one label, which transformers has in place of `lm_head`."""
 
@@ -172,6 +185,14 @@ class Family:
         experts = self.experts(config)
         sparse = experts.sparse if experts else (False,) * config["num_hidden_layers"]
         return tuple(sparse.index(is_sparse) for is_sparse in sparse)
+
+    def routers(self, config: Config) -> list[str]:
+        """Return the canonical names of the modules that choose the experts of a layer."""
+        names = (
+            m.name for key, m in self.tensors.items() if key.endswith("router.weight") and isinstance(m, SameTensor)
+        )
+        layers = range(config["num_hidden_layers"])
+        return [name.removesuffix(".weight").format(layer=layer) for name in names for layer in layers]
 
     def row_ranges(
         self, megatron_name: str, rows: int, config: Config, expert: int | None = None

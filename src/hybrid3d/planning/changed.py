@@ -1,6 +1,6 @@
 """Predicts a sync that sends only changed elements, from the plan of a full one: see `reshard/delta.py`.
 
-The changed elements are taken to be spread evenly over all tensors.
+The changed elements are taken to be spread evenly over all tensors; with `rollout.quantization` all are taken for FP8.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from hybrid3d.planning.seconds import SyncTime, estimate_sync_time
 from hybrid3d.planning.traffic import SyncTraffic
 from hybrid3d.reshard.encoding import entropy_bytes, form_of
 from hybrid3d.reshard.layout import ITEMSIZE
+from hybrid3d.reshard.quantization import FP8
 
 RUN = 1 << 24  # elements of the run whose encoding stands for all: large, so that rounding does not show
 
@@ -49,7 +50,7 @@ def predict_changed_sync(
         network_bytes: that a full sync receives from other nodes.
         fraction: of the elements that changed, above 0 and up to 1.
     """
-    itemsize = ITEMSIZE[recipe.model.dtype]
+    itemsize = ITEMSIZE[FP8 if recipe.quantizes else recipe.model.dtype]
     changed = max(1, round(fraction * RUN))
     share = form_of(RUN, changed, itemsize).nbytes / (RUN * itemsize)
     bound = entropy_bytes(RUN, changed, itemsize) / (RUN * itemsize)

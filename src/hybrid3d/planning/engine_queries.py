@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybrid3d.config import Recipe
-from hybrid3d.families import Config
+from hybrid3d.families import Config, is_quantized
 from hybrid3d.reshard.classes import group_ranks, rank_groups
 from hybrid3d.reshard.coverage import check_same_tensors
 from hybrid3d.reshard.layout import Holdings, Shape
+from hybrid3d.reshard.quantization import quantized_holdings, quantized_shapes
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.rollout.probe import SlotDemand, slot_demands
 from hybrid3d.train.probe import expected_shapes, holdings_of_all, representative_layer_counts
@@ -25,7 +26,7 @@ class EngineAnswers:
     """The answers of both engines about a recipe's layouts.
 
     Attributes:
-        shapes: the full shape of each canonical tensor.
+        shapes: the full shape of each canonical tensor of the checkpoint.
         holdings: what each rank holds, of all layers or of the representative ones.
         slots: what each slot of an engine wants.
         multiplicity: the number of tensors that each held tensor represents.
@@ -37,6 +38,19 @@ class EngineAnswers:
     slots: Sequence[SlotDemand]
     multiplicity: Mapping[str, int]
     all_layers: bool
+
+
+def synced_shapes(recipe: Recipe, shapes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+    """Return the canonical tensors that a sync sends: with the scales of those that are quantized."""
+    return quantized_shapes(shapes, is_quantized) if recipe.quantizes else shapes
+
+
+def quantized_by_rank(holdings: Mapping[int, Holdings]) -> dict[int, Holdings]:
+    """Return what ranks hold once they have quantized it; ranks that shared an object share one again."""
+    found: dict[int, Holdings] = {}
+    for ranks, held in group_ranks(holdings):
+        found |= dict.fromkeys(ranks, quantized_holdings(held, is_quantized))
+    return dict(sorted(found.items()))
 
 
 def query_engines(recipe: Recipe, config: Config, on_progress: ProgressCallback = lambda what: None) -> EngineAnswers:
@@ -52,7 +66,9 @@ def query_engines(recipe: Recipe, config: Config, on_progress: ProgressCallback 
     on_progress(f"asking Megatron what {recipe.train_ranks} ranks hold")
     holdings = holdings_of_all(config, recipe, layer_counts)
     on_progress(f"asking vLLM what {recipe.rollout.tp * recipe.rollout.dp} ranks of an engine want")
-    slots = slot_demands(config, recipe, shapes, layer_counts)
+    if recipe.quantizes:
+        holdings = quantized_by_rank(holdings)
+    slots = slot_demands(config, recipe, synced_shapes(recipe, shapes), layer_counts)
     held = {piece.name for _, side in group_ranks(holdings) for piece in side.pieces}
     multiplicity = {name: layer_counts.get(layer_of(name), 1) if layer_counts else 1 for name in held}
     check_same_tensors(rank_groups(holdings), rank_groups(dict(enumerate(slot.demand for slot in slots))))

@@ -13,7 +13,7 @@ from pathlib import Path
 from hybrid3d.config import Lora, ModelShape, Recipe, RecipeError, Train, check_layout, load_recipe
 from hybrid3d.families import Config, family_of
 from hybrid3d.inputs.models import read_config
-from hybrid3d.planning.engine_queries import ProgressCallback
+from hybrid3d.planning.engine_queries import ProgressCallback, synced_shapes
 from hybrid3d.planning.hardware import hardware_of
 from hybrid3d.planning.memory import (
     MemoryEstimate,
@@ -110,7 +110,7 @@ class MemoryEstimator:
         self._config = config
         self._shapes = expected_shapes(config)
         self._held: dict[tuple[Train, Lora | None], list[ParameterCounts]] = {}
-        self._wanted: dict[tuple[int, int, bool], tuple[SlotDemand, int]] = {}
+        self._wanted: dict[tuple[int, int, bool, bool], tuple[SlotDemand, int]] = {}
 
     def is_valid(self, recipe: Recipe) -> bool:
         family = family_of(self._config)
@@ -132,10 +132,11 @@ class MemoryEstimator:
             firsts = [holdings[stage * stage_ranks] for stage in range(layout.pp)]
             counted = partial(count_parameters, multiplicity=_multiplicity(layer_counts), lora=recipe.lora)
             self._held[key] = [counted(first.pieces) for first in firsts]
-        slots = rollout.tp, rollout.dp, rollout.expert_parallel
+        slots = rollout.tp, rollout.dp, rollout.expert_parallel, recipe.quantizes
         if slots not in self._wanted:
             layer_counts = representative_layer_counts(self._config, Train())
-            first = slot_demands(self._config, recipe, self._shapes, layer_counts, first_only=True)[0]
+            shapes = synced_shapes(recipe, self._shapes)
+            first = slot_demands(self._config, recipe, shapes, layer_counts, first_only=True)[0]
             multiplicity = _multiplicity(layer_counts)
             nbytes = sum(piece.nbytes * multiplicity(piece.name) for piece in first.demand.pieces)
             self._wanted[slots] = first, nbytes

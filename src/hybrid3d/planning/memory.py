@@ -11,6 +11,8 @@ Both engines report the sizes of their weights. The rest is computed from these 
   probabilities;
 - reference: the weights of the frozen policy, if there is a KL term; of a policy with adapters it is the policy itself
   without them, and gradients and the optimizer have the elements of the adapters only;
+- FP8 weights of `rollout.quantization`: one byte an element, on the ranks that train, in a sync; where it sends changed
+  elements only, they stay, with one bit an element;
 - KV cache: vLLM's fraction minus its weights and its work space.
 
 vLLM sleeps while Megatron trains. Training's memory stays allocated while vLLM generates, except for what
@@ -253,6 +255,7 @@ def estimate_stages(
         policy = counts.adapters or counts
         trained = [policy, replace(counts, adapters=None)] if recipe.algorithm.uses_critic else [policy]
         elements, weights = sum(one.total for one in trained), counts.total * itemsize
+        quantized = counts.total * recipe.quantizes
         added = 0 if counts.adapters is None else counts.adapters.total * itemsize
         sharded = sum(
             one.dense / (train.dp * train.cp) + one.experts / (stage_ranks // (train.ep * train.etp)) for one in trained
@@ -265,8 +268,8 @@ def estimate_stages(
                 reference=weights * num_frozen,
                 activations=activations[stage],
                 rollout_weights=wanted_bytes,
-                staging=2 * recipe.sync.bucket_bytes + finalize_bytes,
-                changes=counts.total // 8 if recipe.can_sync_changes else 0,
+                staging=2 * recipe.sync.bucket_bytes + finalize_bytes + quantized * (not recipe.can_sync_changes),
+                changes=((counts.total + quantized) // 8 + quantized) * recipe.can_sync_changes,
             )
         )
     return tuple(stages)

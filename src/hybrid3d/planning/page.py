@@ -79,11 +79,22 @@ def _sentences(report: PlanReport) -> Text:
         f"coverage   exact: every wanted element arrives once, from a rank that holds it\n"
         f"received   {received:,} bytes; the lower bound is {bound:,}\n"
         f"network    {network:,} bytes between nodes; the lower bound is {traffic.network_bound:,}\n"
-        f"{_placement(report)}"
+        f"{_quantized(report)}{_placement(report)}"
         f"staging    {traffic.staging / 2**20:.0f} MiB a rank; finalization {gb(traffic.finalize)} at most\n"
         f"seconds    {sync.seconds:.3f} on {report.recipe.machine.kind}: {_bottleneck(sync)}; "
         f"gathered: {report.gather_traffic.seconds(report.hardware):.3f}"
         f"{_changed(report)}"
+    )
+
+
+def _quantized(report: PlanReport) -> str:
+    """Return what FP8 saves; nothing without it."""
+    if not report.recipe.quantizes:
+        return ""
+    wanted, without = report.traffic.wanted.sum(), report.traffic.unquantized
+    return (
+        f"quantized  {gb(wanted)} wanted in FP8 with block scales, {wanted / without:.3f} of the {gb(without)} in "
+        f"{report.recipe.model.dtype}\n"
     )
 
 

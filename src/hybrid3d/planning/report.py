@@ -67,6 +67,7 @@ class PlanReport:
             "ranks": self.recipe.sync_ranks,
             "generation_ranks": self.recipe.generation_ranks,
             **sums,
+            "unquantized_bytes": traffic.unquantized,
             "lower_bound_bytes": int(traffic.lower_bound.sum()),
             "network_bytes": sums["received_over_network_bytes"],
             "network_bound_bytes": traffic.network_bound,

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hybrid3d.config import Recipe
-from hybrid3d.families import is_expert
+from hybrid3d.families import is_expert, is_quantized
 from hybrid3d.planning.agreed_placement import Placement, compute_placement
 from hybrid3d.planning.engine_queries import EngineAnswers
 from hybrid3d.reshard.classes import group_ranks, rank_groups, select_tensors
 from hybrid3d.reshard.coverage import check_coverage, check_routes, lower_bound, network_lower_bound
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings
+from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape
 from hybrid3d.reshard.planner import PlanError, make_plan
+from hybrid3d.reshard.quantization import BLOCK, FP8, SCALE, SCALE_SUFFIX
 from hybrid3d.reshard.relays import Relay
 from hybrid3d.reshard.routes import RoutedClass, route_classes
 
@@ -33,7 +34,8 @@ class SyncTraffic:
         local: bytes that are copied within a rank, [ranks].
         lower_bound: the fewest bytes that each rank must receive, computed independently of the routes, [ranks].
         network_bound: the fewest bytes that must reach all nodes from other nodes, computed in the same way.
-        model, model_experts: bytes of all canonical tensors, and of those of routed experts.
+        model, model_experts: bytes of all canonical tensors as they are sent, and of those of routed experts.
+        unquantized: what `wanted` would be, over all ranks, without quantization.
         placement: the slot of each rank that generates.
         finalize: an upper bound of the memory that finalization needs on a rank.
         buckets, staging: the maximum over ranks of the number of buckets and of the bytes of staging. If the plan
@@ -49,6 +51,7 @@ class SyncTraffic:
     network_bound: int
     model: int
     model_experts: int
+    unquantized: int
     placement: Placement
     finalize: int
     buckets: int | None
@@ -98,7 +101,7 @@ def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence
     bucket = recipe.sync.bucket_bytes
     plan = make_plan(holdings, demand, bucket, per_node, relays=True) if answers.all_layers else {}
     check_coverage(plan, holdings, demand if plan else {})
-    sizes = {name: math.prod(shape) * ITEMSIZE[recipe.model.dtype] for name, shape in answers.shapes.items()}
+    sizes = {name: _size_sent(recipe, name, shape) for name, shape in answers.shapes.items()}
     return SyncTraffic(
         held=_nbytes(holdings, world, answers.multiplicity),
         held_experts=_nbytes(holdings, world, answers.multiplicity, is_expert),
@@ -109,6 +112,7 @@ def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence
         network_bound=sum(network_lower_bound(*groups, per_node, counts).values()),
         model=sum(sizes.values()),
         model_experts=sum(nbytes for name, nbytes in sizes.items() if is_expert(name)),
+        unquantized=int(_nbytes(demand, world, answers.multiplicity, itemsize=_itemsize_unquantized(recipe)).sum()),
         placement=found,
         finalize=max(slot.finalize_bytes for slot in answers.slots),
         buckets=max(len(part.buckets) for part in plan.values()) if plan else None,
@@ -145,13 +149,31 @@ def _traffic(routed: Sequence[RoutedClass], world: int) -> tuple[np.ndarray, np.
     return traffic, local
 
 
+def _size_sent(recipe: Recipe, name: str, shape: Shape) -> int:
+    """Return the bytes of a tensor of the checkpoint as a sync sends it."""
+    if not recipe.quantizes or not is_quantized(name):
+        return math.prod(shape) * ITEMSIZE[recipe.model.dtype]
+    return math.prod(shape) * ITEMSIZE[FP8] + math.prod(-(-n // BLOCK) for n in shape) * ITEMSIZE[SCALE]
+
+
+def _itemsize_unquantized(recipe: Recipe) -> Callable[[Piece], int]:
+    """Return a function that returns the bytes of an element of a piece without quantization; scales have none."""
+    return lambda piece: (
+        ITEMSIZE[recipe.model.dtype]
+        if piece.dtype == FP8
+        else ITEMSIZE[piece.dtype] * (not piece.name.endswith(SCALE_SUFFIX))
+    )
+
+
 def _nbytes(
     answers: Mapping[int, Holdings] | Mapping[int, Demand],
     world: int,
     multiplicity: Mapping[str, int],
     counts: Callable[[str], bool] = lambda name: True,
+    itemsize: Callable[[Piece], int] = lambda piece: ITEMSIZE[piece.dtype],
 ) -> np.ndarray:
     found = np.zeros(world, np.int64)
     for ranks, side in group_ranks(answers):
-        found[ranks] = sum(piece.nbytes * multiplicity[piece.name] for piece in side.pieces if counts(piece.name))
+        pieces = (piece for piece in side.pieces if counts(piece.name))
+        found[ranks] = sum(piece.box.numel * itemsize(piece) * multiplicity[piece.name] for piece in pieces)
     return found

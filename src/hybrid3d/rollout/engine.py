@@ -33,6 +33,7 @@ from hybrid3d.patches import apply
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rollout import patches
 from hybrid3d.rollout.adapters import ADAPTER, RolloutAdapters, adapter_settings, register_adapter
+from hybrid3d.rollout.fp8 import quantization_config
 from hybrid3d.rollout.patches import (
     external_rank,
     groups_over_slots,
@@ -66,6 +67,7 @@ def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]
     """
     rollout = recipe.rollout
     assert rollout is not None, "checked when the recipe was read"
+    quantization = None if rollout.quantization is None else quantization_config(_config_of(recipe))
     return dict(
         model=str(Path(recipe.model.path).resolve()),
         skip_tokenizer_init=not rollout.stop,  # only stop texts need it
@@ -76,7 +78,7 @@ def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]
         distributed_executor_backend="external_launcher",
         enable_expert_parallel=rollout.expert_parallel,
         max_model_len=rollout.max_model_len,
-        hf_overrides=functools.partial(_override, layers=layers),
+        hf_overrides=functools.partial(_override, layers=layers, quantization=quantization),
         # A captured CUDA graph would keep reading the old memory of tensors that now alias the trainer's.
         enforce_eager=current_platform.is_cpu() or recipe.sync.share_storage,
         # On CPU this op assumes 2-D input. Latent attention passes another shape and would be rotated wrongly.
@@ -104,10 +106,12 @@ def _config_of(recipe: Recipe) -> Config:
     return found
 
 
-def _override(config: Any, layers: int | None) -> Any:
-    """Remove FP8 quantization from vLLM's config, as a sync sends dequantized weights, and set the number of layers."""
+def _override(config: Any, layers: int | None, quantization: dict[str, Any] | None) -> Any:
+    """Set the quantization of what a sync sends in vLLM's config, whatever the checkpoint's is, and the layers."""
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
+    if quantization is not None:
+        config.quantization_config = quantization
     if layers is not None:
         config.num_hidden_layers = layers
     return config

@@ -22,7 +22,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from hybrid3d.config import Rollout
 from hybrid3d.patches import Patch
-from hybrid3d.rollout import routed_experts, truncation
+from hybrid3d.rollout import fp8, routed_experts, truncation
 
 VLLM = "vllm==0.32.0"
 
@@ -247,6 +247,28 @@ EVERYWHERE = (
 )
 
 ON_CPU = (
+    Patch(
+        "vllm.model_executor.kernels.linear._POSSIBLE_FP8_BLOCK_KERNELS",
+        VLLM,
+        "Its kernels of FP8 weights with block scales need AMX; on other CPUs no model with such weights can be built, "
+        "not even one that is only queried.",
+        "tests/test_fp8_rollout.py",
+        fp8.with_dequantizing_linear,
+    ),
+    Patch(
+        "vllm.model_executor.layers.fused_moe.oracle.fp8.backend_to_kernel_cls",
+        VLLM,
+        "The same of experts.",
+        "tests/test_fp8_rollout.py",
+        fp8.with_dequantizing_experts,
+    ),
+    Patch(
+        "vllm.model_executor.layers.fused_moe.experts.cpu_moe.prepare_fp8_moe_layer_for_cpu",
+        VLLM,
+        "It packs FP8 experts for kernels that need AMX.",
+        "tests/test_fp8_rollout.py",
+        fp8.pack_for_kernels,
+    ),
     Patch(
         "vllm.config.vllm.VllmConfig._verify_aux_output_compatibility",
         VLLM,

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
@@ -36,6 +38,10 @@ LiveTensors = dict[Module, dict[str, "torch.Tensor | None"]]
 
 MemoryFor = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 """Returns memory for a meta tensor in loader layout, given the live tensor of the same name, if any."""
+
+
+# Scales of the KV cache that a quantized model's checkpoint may have, and the value that says that it has none.
+NO_SCALE = -1.0
 
 
 class Unit:
@@ -128,6 +134,8 @@ class OpenUnit:
         for name, tensor in self.unit.tensors():
             if name in self._written and tensor.data_ptr() != self._tensors[name].data_ptr():
                 raise RuntimeError(f"vLLM has moved {name} to other memory: it would not read what the sync writes")
+        for module in self.unit.root.modules():
+            _reset_cache_scales(module)
         for fill in self._fills:
             self.view(fill.view, fill.size).fill_(fill.value)
 
@@ -172,6 +180,18 @@ class OpenUnit:
             for tensor in (*get_layer_tensors(module).values(), *_attributes_of(module).values()):
                 if self._buffer.contains(tensor):  # this memory is reused by the next unit but one
                     tensor.data = tensor.data.clone()
+
+
+def _reset_cache_scales(module: Module) -> None:
+    """Set the scales of a quantized model's KV cache to what they are where a checkpoint has none.
+
+    No loader writes them, and those of a model that was started with dummy weights are random.
+    """
+    scales = [tensor for tensor in module._parameters.values() if isinstance(tensor, KVCacheScaleParameter)]
+    if scales:
+        set_default_quant_scales(module)
+    for scale in scales:
+        scale.data.fill_(NO_SCALE)
 
 
 def _attributes_of(module: Module) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 
 from hybrid3d.reshard.classes import natural_sort_key
 from hybrid3d.reshard.layout import ITEMSIZE, Demand, Fill, Piece, Shape
@@ -50,7 +51,9 @@ class RolloutWeights:
         live = swap_in_loader_layout(model, allocate_on_meta())
         try:
             destinations = [
-                Destination(name, tensor) for name, _, key, tensor in tensors_of(model) if key not in DERIVED_PARAMETERS
+                Destination(name, tensor)
+                for name, _, key, tensor in tensors_of(model)
+                if key not in DERIVED_PARAMETERS and not isinstance(tensor, KVCacheScaleParameter)
             ]
             with set_current_vllm_config(vllm_config):
                 demand = record_demand(model, shapes, vllm_config.model_config.dtype, destinations)

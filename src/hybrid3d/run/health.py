@@ -103,6 +103,8 @@ class Guard:
             "(rope_parameters, rope_scaling, rope_theta); different temperatures; different weights (set "
             "sync.verify=always); an operation that needs a dtype of higher precision (try model.dtype=float32). "
         )
+        if recipe.rollout is not None and recipe.rollout.quantization is not None:
+            message += f"vLLM also rounds weights to rollout.quantization={recipe.rollout.quantization}. "
         message += "Set guard.initial_mismatch=warn to continue anyway" if stops else "The run continues anyway"
         mismatch = {"mean": str(mean), "p99": str(p99), "max": str(largest)}
         fields = {"bound": bound, "dtype": dtype, "experts": experts, **mismatch}

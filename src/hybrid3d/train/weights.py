@@ -9,10 +9,11 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from hybrid3d.families import Config, Family, UnsupportedModel, family_of
+from hybrid3d.families import Config, Family, UnsupportedModel, family_of, is_quantized
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.classes import Signature
 from hybrid3d.reshard.layout import Demand, Fill, Holdings, Piece, View
+from hybrid3d.reshard.quantized_weights import QuantizedWeights
 
 ADAPTERS = "adapters"
 """The attribute of a stage with its adapters, which are not among the weights of the model itself."""
@@ -90,6 +91,11 @@ def megatron_weights(stages: Sequence[GPTModel], config: Config, family: Family 
             f"{len(set(unclaimed))} tensors of Megatron are not in the table of {family.architecture}: {names}"
         )
     return MegatronWeights(tensors, tuple(pieces), tuple(padding), {k: tuple(names) for k, names in parts.items()})
+
+
+def quantized_weights(trained: MegatronWeights, device: torch.device, keep: bool) -> QuantizedWeights:
+    """Return what a rank sends of its weights to a quantized rollout; arguments: as for `QuantizedWeights`."""
+    return QuantizedWeights(trained.pieces, trained.tensors, is_quantized, device, keep)
 
 
 def _shards(stages: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor, ShardedTensor]]:

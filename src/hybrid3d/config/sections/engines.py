@@ -136,6 +136,9 @@ class Rollout:
             `top_p`, `top_k` and `min_p` truncate the distribution that is sampled, not the one that is trained
             (`docs/algorithms.md`), and do not apply to held-out answers.
         stop: Texts that end an answer, held-out ones too; an answer ends with the token in which one is complete.
+        quantization: With `fp8`, vLLM has the weights of linear layers and experts in FP8 (e4m3), with one scale for
+            each block of 128 x 128 weights: each rank quantizes the weights that it holds, and half the bytes are sent.
+            `null`: vLLM generates with `model.dtype`.
         placement: With `overlap`, vLLM shards go to the ranks that already hold most of their weights; with
             `consecutive`, they are assigned in rank order.
         gpu_memory_utilization: Fraction of a GPU's memory that vLLM may use.
@@ -161,6 +164,7 @@ class Rollout:
     top_k: TopK = 0
     min_p: ClosedFraction = 0.0
     stop: tuple[StopText, ...] = ()
+    quantization: Literal["fp8"] | None = None
     placement: Literal["overlap", "consecutive"] = "overlap"
     gpu_memory_utilization: OpenFraction = 0.5
     kv_cache_gib: Gibibytes = 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,7 +24,13 @@ PROMPTS = [[5, 7, 11, 13, 17, 19, 23], [3, 4, 5, 6], [100, 101, 102, 103, 104, 1
 
 
 def sync_and_generate(
-    family: str, folders: list[str], dtype: str, tp: int, slots: list[int], shares: bool
+    family: str,
+    folders: list[str],
+    dtype: str,
+    tp: int,
+    slots: list[int],
+    shares: bool,
+    quantization: Literal["fp8"] | None,
 ) -> dict[str, Any]:
     """Load each checkpoint into Megatron, sync it to vLLM, generate, and compare the answers' log-probabilities.
 
@@ -35,7 +41,7 @@ def sync_and_generate(
     group = distributed.start()
     ranks, rank = group.size(), group.rank()
     runtime.initialize(Train(tp=ranks), seed=1)
-    recipe = recipe_of_rank(folders[0], dtype, tp, shares, ranks)
+    recipe = recipe_of_rank(folders[0], dtype, tp, shares, ranks, quantization)
     policy = Policy(CONFIGS[family], recipe, rank, trainable=False)
     engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
     sync = WeightSync(recipe, group, policy.weights, engine)

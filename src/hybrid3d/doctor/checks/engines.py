@@ -8,12 +8,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
 
-from hybrid3d.config import Rollout, Sync
+from hybrid3d.config import Recipe, Rollout, Sync
 from hybrid3d.doctor import one_rank
 from hybrid3d.doctor.check import Record, expect
 from hybrid3d.doctor.tiny_models import CONFIGS, write_checkpoint, write_config
@@ -26,27 +26,41 @@ ANSWER = 16
 # and up to 0.024 in bfloat16, where single tokens that rounding routes to other experts differ by up to 0.8. Other
 # weights change them by 1.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.06}
+# With vLLM's weights in FP8, and on a GPU its activations too
+TOLERANCE_FP8 = 0.25
 RANK = "hybrid3d.doctor.checks.engine_rank:sync_and_generate"
 
 
-def live_sync(record: Record, device: str, family: str, ranks: int = 1, shares: bool = False, tp: int = 1) -> None:
+def live_sync(
+    record: Record,
+    device: str,
+    family: str,
+    ranks: int = 1,
+    shares: bool = False,
+    tp: int = 1,
+    quantization: Literal["fp8"] | None = None,
+) -> None:
     """Sync three checkpoints into a vLLM that runs, verified, and compare both engines' log-probabilities after each.
 
     Args:
         ranks: of both engines.
         shares: let vLLM's tensors use Megatron's memory.
         tp: of vLLM; its groups are over ranks in descending order, as placement may choose.
+        quantization: of vLLM's weights.
     """
     with tempfile.TemporaryDirectory() as path:
         folders = [str(write_checkpoint(Path(path) / str(n), CONFIGS[family], n)) for n in range(VERSIONS)]
-        dtype = "bfloat16" if device == "cuda" else "float32"
+        dtype = "bfloat16" if device == "cuda" or quantization else "float32"
         slots = [rank - rank % tp + tp - 1 - rank % tp for rank in range(ranks)]
-        settings = dict(family=family, folders=folders, dtype=dtype, tp=tp, slots=slots, shares=shares)
+        settings = dict(
+            family=family, folders=folders, dtype=dtype, tp=tp, slots=slots, shares=shares, quantization=quantization
+        )
         found = run_on_ranks(ranks, RANK, **settings)
     record(**found)
+    tolerance = TOLERANCE_FP8 if quantization else TOLERANCE[dtype]
     for version, mean in enumerate(found["mean_difference"]):
         said = f"version {version}: log-probabilities differ by {mean:.1e} on average"
-        expect(mean <= TOLERANCE[dtype], f"{said}, expected at most {TOLERANCE[dtype]:.0e}")
+        expect(mean <= tolerance, f"{said}, expected at most {tolerance:.0e}")
     changed = all(change > 10 * TOLERANCE[dtype] for change in found["change"])
     expect(changed, "the checkpoints do not differ: nothing was shown")
     expect(bool(found["shared_bytes"]) == shares, f"{found['shared_bytes']} bytes are shared")
@@ -104,7 +118,9 @@ def _command(arguments: list[str], train: dict[str, int], rollout: dict[str, int
         return json.loads(done.stdout)
 
 
-def recipe_of_rank(folder: str, dtype: str, tp: int, shares: bool, ranks: int):
+def recipe_of_rank(
+    folder: str, dtype: str, tp: int, shares: bool, ranks: int, quantization: Literal["fp8"] | None = None
+) -> Recipe:
     """Return the recipe of a check with both engines on each rank."""
     rollout = Rollout(
         tp=tp,
@@ -113,6 +129,7 @@ def recipe_of_rank(folder: str, dtype: str, tp: int, shares: bool, ranks: int):
         kv_cache_gib=1 / 16,
         gpu_memory_utilization=0.3,
         sleep=not shares,
+        quantization=quantization,
     )
     sync = Sync(share_storage=shares, verify="always")
     return one_rank.recipe_for(Path(folder), dtype, rollout, sync, tp=ranks, micro_batch_size=2)

@@ -20,6 +20,7 @@ from hybrid3d.reshard.protocols import ChangeSource, Sink
 from hybrid3d.reshard.transport import make_transport
 from hybrid3d.roles.weight_sync.delta import DeltaSync
 from hybrid3d.roles.weight_sync.plan import SyncPlan
+from hybrid3d.roles.weight_sync.quantization import SyncQuantization
 from hybrid3d.roles.weight_sync.sharing import SharedStorage
 from hybrid3d.roles.weight_sync.verification import CorruptSync, corrupted_on_any, listed
 from hybrid3d.run.metrics import StepMetrics
@@ -149,7 +150,15 @@ class WeightSync:
             ranks: the rank of each member of the group, which says what node it is on; by default that in the group.
         """
         self._group, self._engine = group, engine
+        self._quantization: SyncQuantization | None = None
+        discards = engine is not None and engine.discards_weights
+        if recipe.quantizes:
+            keep = recipe.sync.delta == "auto" and not discards
+            self._quantization = made = SyncQuantization(group, trained, optimizer_buckets or {}, changes, keep)
+            trained, optimizer_buckets, changes = made.trained, made.optimizer_buckets, made.changes
         self._plan = SyncPlan(recipe, group, trained, engine, optimizer_buckets or {}, ranks)
+        if self._quantization is not None:
+            self._quantization.share(self._plan.holders)
         self.holders, self.lower_bound = self._plan.holders, self._plan.lower_bound
         self._trained = {} if trained is None else trained.tensors
         self.source = NamedTensors(self._trained)
@@ -160,9 +169,7 @@ class WeightSync:
         self._shared = SharedStorage()
         self._to_share = recipe.sync.share_storage
         names = {name for _, signature in self.holders for held in signature.values() for name in held}
-        self._delta = DeltaSync(
-            recipe, group, trained, changes, self._plan.sink, engine is not None and engine.discards_weights, names
-        )
+        self._delta = DeltaSync(recipe, group, trained, changes, self._plan.sink, discards, names)
         self._stream = SideStream()
         self._executor: Executor | None = None
         self.in_progress: int | None = None
@@ -216,6 +223,9 @@ class WeightSync:
             self._engine.weight_version = None
         self._verifying = verify
         self._shared.check()
+        if self._quantization is not None:
+            with self._on_side_stream():
+                self._quantization.begin()
         if self._delta.begin():
             self._executor = None  # its staging memory is needed by another
             return
@@ -250,6 +260,8 @@ class WeightSync:
             return  # little is sent, and how much is known only after the last update
         self._early_bytes = self.transport.received_bytes - self._received_before
         with self._on_side_stream():
+            if self._quantization is not None and not self._quantization.bucket_ready(bucket):
+                return
             ready = self._plan.ready
             self._executing.start_ready_buckets(len(ready) if last else bisect_right(ready, bucket))
 
@@ -260,6 +272,8 @@ class WeightSync:
             CorruptSync: checksums differed twice.
         """
         with self._on_side_stream():
+            if self._quantization is not None:
+                self._quantization.finish()
             done = self._executing.finish() if self._delta.reason else self._send_changes()
             if self._plan.sink is not None:
                 self._plan.sink.end()
@@ -278,6 +292,8 @@ class WeightSync:
         elif self._to_share:
             self._share()
             self._delta.require_dense()  # tensors that are kept in loader layout have other memory now
+        if self._quantization is not None:
+            self._quantization.end()
         self._report_overlap(done.received_bytes)
         if self._engine is not None:
             self._engine.weight_version = self.in_progress

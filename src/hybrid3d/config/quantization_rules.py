@@ -1,0 +1,77 @@
+"""Rules that a quantized rollout must satisfy: what it can be combined with, and sizes of whole blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybrid3d.config.model_shape import ModelShape
+    from hybrid3d.config.recipe import Recipe
+    from hybrid3d.config.sections.engines import Rollout
+
+BLOCK = 128
+
+
+def check_quantization(recipe: Recipe) -> Iterator[str]:
+    """Yield what cannot be combined with a quantized rollout."""
+    if recipe.rollout is None or recipe.rollout.quantization is None:
+        return
+    setting = f"rollout.quantization={recipe.rollout.quantization}"
+    if recipe.model.dtype != "bfloat16":
+        yield (
+            f"{setting}: vLLM 0.32.0 computes with weights in FP8 in bfloat16, and model.dtype={recipe.model.dtype}: "
+            "set model.dtype=bfloat16, or leave rollout.quantization out"
+        )
+    if recipe.sync.share_storage:
+        yield f"sync.share_storage=true: {setting} gives vLLM other bytes than Megatron has: leave one of them out"
+    if recipe.lora is not None:
+        yield (
+            f"lora.sync={recipe.lora.sync}: with {setting} the weights below adapters would be quantized, which this "
+            "version does not support: leave one of them out"
+        )
+
+
+@dataclass(frozen=True)
+class Share:
+    """A dim of vLLM's tensors that has whole blocks only: `size` over so many shards, at least `least` on each."""
+
+    what: str
+    size: int
+    least: int = 1
+    is_sharded: bool = True
+
+    def on_each(self, tp: int) -> float:
+        """Return the elements that a rank has of it."""
+        return max(self.size / tp, self.least) if self.is_sharded else self.size
+
+    def fits(self, tp: int) -> bool:
+        """Return whether a rank has whole blocks."""
+        return self.on_each(tp) % BLOCK == 0
+
+
+def quantized_shares(model: ModelShape, rollout: Rollout) -> list[Share]:
+    """Return the dims that vLLM 0.32.0 requires to be whole blocks (`validate_fp8_block_shape`), or its kernels do."""
+    heads, head_dim = model.num_attention_heads, model.head_dim
+    shares = [Share("hidden_size", model.hidden_size, is_sharded=False)]
+    if model.latents is None:
+        shares.append(Share("num_attention_heads*head_dim", heads * head_dim))
+        shares.append(Share("num_key_value_heads*head_dim", model.num_key_value_heads * head_dim, head_dim))
+    else:
+        mla = model.latents
+        shares.append(Share("kv_lora_rank", mla.kv_rank, is_sharded=False))
+        if mla.q_rank:
+            shares.append(Share("q_lora_rank", mla.q_rank, is_sharded=False))
+        head = "num_attention_heads*"
+        shares.append(Share(f"{head}(qk_nope_head_dim+qk_rope_head_dim)", heads * (mla.nope + mla.rope)))
+        shares.append(Share(f"{head}(qk_nope_head_dim+v_head_dim)", heads * (mla.nope + mla.value)))
+        shares.append(Share(f"{head}v_head_dim", heads * mla.value))
+    experts = model.experts
+    if experts is None or not all(experts.sparse):
+        shares.append(Share("intermediate_size", model.intermediate_size))
+    if experts is not None:
+        shares.append(Share("an expert's width", experts.width, is_sharded=not rollout.expert_parallel))
+        if experts.shared_width:
+            shares.append(Share("the width of the shared experts", experts.shared_width))
+    return shares

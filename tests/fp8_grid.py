@@ -1,0 +1,69 @@
+"""The proof grid with FP8 rollouts: vLLM gets what its loader makes of a checkpoint that vLLM's code has quantized."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from grid import Grid, MegatronModel
+from hybrid3d.config import Recipe, Rollout, Train
+from hybrid3d.families import is_quantized
+from hybrid3d.reshard.classes import signature_of
+from hybrid3d.reshard.layout import Holdings
+from hybrid3d.reshard.quantization import BLOCK, SCALE_SUFFIX, split_blocks
+from hybrid3d.reshard.quantized_weights import QuantizedWeights
+
+from vllm.utils.deep_gemm import per_block_cast_to_fp8  # isort: skip
+
+cast_as_vllm_does = per_block_cast_to_fp8._torchdynamo_orig_callable  # compiling it takes seconds
+
+
+def quantized_by_vllm(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The checkpoint as DeepSeek-V3 is published: FP8 and scales, whole tensor by whole tensor."""
+    found = {}
+    for name, tensor in weights.items():
+        if is_quantized(name):
+            found[name], found[f"{name}{SCALE_SUFFIX}"] = cast_as_vllm_does(tensor, [BLOCK, BLOCK])
+        else:
+            found[name] = tensor
+    return found
+
+
+class Fp8Grid(Grid):
+    """Proves cells whose rollout layouts have `quantization: fp8`."""
+
+    dtype = torch.bfloat16
+    split = 0  # blocks of the last train layout that several ranks have parts of
+
+    def _recipe(self, family: str, train: Train, rollout: Rollout) -> Recipe:
+        recipe = super()._recipe(family, train, rollout)
+        return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, dtype="bfloat16"))
+
+    def _checkpoint(self, family: str) -> dict[str, torch.Tensor]:
+        return quantized_by_vllm(self._weights(family)[1])
+
+    def _trained(self, family: str, layout: Train) -> dict[int, MegatronModel]:
+        """By rank: what it holds once it has quantized its shards, as the ranks of a sync do together."""
+        found, made = super()._trained(family, layout), {}
+        for rank, model in found.items():
+            made[rank] = QuantizedWeights(model.holdings.pieces, model.tensors, is_quantized, "cpu", keep=False)
+        split = split_blocks(signature_of(Holdings(weights.pieces)) for weights in made.values())
+        every = torch.zeros(sum(blocks.count for blocks in split.values()))
+        for weights in made.values():
+            weights.share(split)
+            weights.allocate()
+            weights.find_largest(every)
+        for weights in made.values():
+            weights.take_largest(every)
+            weights.quantize()
+        self.split = len(every)
+        return {
+            rank: MegatronModel(Holdings(weights.pieces), found[rank].padding, weights.tensors)
+            for rank, weights in made.items()
+        }
+
+
+def rollouts(*layouts: dict[str, Any]) -> list[Rollout]:
+    return [Rollout(max_model_len=128, max_new_tokens=8, quantization="fp8", **layout) for layout in layouts]
