@@ -7,6 +7,7 @@ constant differs from Llama 3.1's.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 DENSE = ("qwen2", "llama", "qwen3")
-LATENT = ("deepseek_v3", "moonlight", "deepseek_v2")
-SPARSE = ("qwen3_moe", "mixtral", *LATENT)
+LATENT = ("deepseek_v3", "kimi_k2", "moonlight", "deepseek_v2")
+SPARSE = ("qwen3_moe", "mixtral", "glm4_moe", *LATENT)
 FAMILIES = DENSE + SPARSE
+# Families whose tests with engines are in make test-all only, but for those of these files: they differ from other
+# families by little.
+MORE = {
+    "kimi_k2": ("test_kernels", "test_verify_families"),
+    "glm4_moe": ("test_kernels", "test_verify_families", "test_megatron"),
+}
 VOCABULARY = 330
 ORIGINAL_POSITIONS = 64  # of Llama's scaling: longer sequences are what it is for
 
@@ -45,6 +52,16 @@ LLAMA3_ROPE = dict(
 )
 
 
+# What the configs of checkpoints with code of their own have, which is never run.
+OWN_CODE: dict[str, dict[str, Any]] = {
+    "kimi_k2": {
+        "model_type": "kimi_k2",
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
+    }
+}
 YARN = dict(
     rope_type="yarn",
     rope_theta=10000.0,
@@ -110,6 +127,18 @@ def make_config(family: str) -> PretrainedConfig:
             scoring_func="sigmoid",
             rope_parameters=YARN,
         ),
+        # DeepSeek-V3's architecture under another name, without groups; its two bounds of YaRN are the same
+        "kimi_k2": lambda: transformers.DeepseekV3Config(
+            **DEEPSEEK,
+            q_lora_rank=64,
+            n_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+            topk_method="noaux_tc",
+            scoring_func="sigmoid",
+            routed_scaling_factor=2.827,
+            rope_parameters=YARN | {"rope_theta": 50000.0, "beta_fast": 1.0, "beta_slow": 1.0},
+        ),
         # DeepSeek-V3's architecture without compressed queries, groups and scaling of positions
         "moonlight": lambda: transformers.DeepseekV3Config(
             **DEEPSEEK,
@@ -119,6 +148,20 @@ def make_config(family: str) -> PretrainedConfig:
             topk_group=1,
             topk_method="noaux_tc",
             scoring_func="sigmoid",
+            rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+        ),
+        "glm4_moe": lambda: transformers.Glm4MoeConfig(
+            **SIZES,
+            **EXPERTS,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            routed_scaling_factor=2.5,
+            attention_bias=True,
+            use_qk_norm=True,
+            tie_word_embeddings=False,
             rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
         ),
         "deepseek_v2": lambda: transformers.DeepseekV2Config(
@@ -154,4 +197,30 @@ def make_checkpoint(folder: Path, family: str, seed: int, **changes: Any) -> Pat
             if tensor.dim() == 1:
                 tensor.data += torch.randn(tensor.shape) * 0.1
     model.save_pretrained(folder)
+    if family in OWN_CODE:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | published(family), indent=2))
     return Path(folder)
+
+
+def published(family: str) -> dict[str, Any]:
+    """Return what the config of a checkpoint with code of its own says otherwise than transformers writes it."""
+    return OWN_CODE.get(family, {})
+
+
+def skeleton_of(folder: str | Path) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    """Return the class of the model that transformers makes of a config, by its architecture, and its config."""
+    import transformers
+
+    config = json.loads((Path(folder) / "config.json").read_text())
+    kind = getattr(transformers, config["architectures"][0])
+    read = {key: value for key, value in config.items() if key not in ("model_type", "auto_map")}
+    return kind, kind.config_class.from_dict(read)
+
+
+def model_of(folder: str | Path) -> PreTrainedModel:
+    """Return the float32 model that transformers makes of a checkpoint, without the code of the checkpoint."""
+    import torch
+
+    kind, config = skeleton_of(folder)
+    return kind.from_pretrained(folder, config=config, dtype=torch.float32)

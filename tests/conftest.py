@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpoints import make_checkpoint
+from checkpoints import MORE, make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("megatron.core", "vllm")
@@ -40,8 +40,13 @@ LONGEST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the files that take longest to the front."""
+    """Sort the files that take longest to the front, and mark tests of the families in `MORE` as slow."""
+    for item in items:
+        family = getattr(item, "callspec", None) and item.callspec.params.get("family")
+        if family in MORE and item.get_closest_marker("engines") and item.path.stem not in MORE[family]:
+            item.add_marker(pytest.mark.slow)
     place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from checkpoints import VOCABULARY
+from checkpoints import VOCABULARY, model_of
 
 TEMPERATURE, CLIP, KL_COEF = 0.7, 0.2, 0.1
 # A large eps makes Adam's first step depend on the size of the gradient, and not on its sign alone.
@@ -51,12 +51,6 @@ def tensors_in(folder: str | Path) -> dict[str, torch.Tensor]:
 
     files = sorted(Path(folder).glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def model_of(folder: str | Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def save_near(folder: str | Path, out: Path) -> None:

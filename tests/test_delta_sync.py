@@ -91,7 +91,7 @@ def test_experts_and_latent_attention(family: str, tiny_checkpoint: Callable[...
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", [*checkpoints.DENSE, *checkpoints.SPARSE])
 def test_two_hundred_syncs(family: str, tp: int, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Eight families, two rollout layouts and two train layouts each, 7 syncs of every one: 224."""
+    """Ten families, two rollout layouts and two train layouts each, 7 syncs of every one: 280."""
     assert_right(run(tmp_path / "out.json", tp, 7, "plain", {family: tiny_checkpoint(family)})[family])
 
 

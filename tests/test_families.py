@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hybrid3d.families import FAMILIES, Family, Rope, UnsupportedModel, family_of, head_dim, rope_of
 from hybrid3d.families.deepseek import COUNTS
 from hybrid3d.families.family import GroupedQKV, PaddedVocabulary, RowRange, StackedTensors
+from hybrid3d.families.shared_experts import EXPERT_COUNTS
 
 DENSE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -182,6 +183,7 @@ def test_an_unknown_architecture_is_told_the_known_ones(names: list[str] | None)
 NEEDED: dict[str, dict[str, Any]] = {  # what transformers leaves out by default
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 6},
+    "Glm4MoeForCausalLM": {"head_dim": 128},
 }
 
 
@@ -199,6 +201,7 @@ def test_what_transformers_writes_by_default_is_supported(architecture: str) -> 
 
 
 V2, V3, MOE, MIXTRAL = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"
+GLM = "Glm4MoeForCausalLM"
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 
 
@@ -259,6 +262,18 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
         (V3, {"rope_parameters": YARN | {"truncate": False}}, "truncate=False"),
         (V3, {"rope_parameters": YARN | {"mscale": 0.7}}, "mscale=0.7, mscale_all_dim=None"),
         (V2, {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0.7}}, "mscale=0, mscale_all_dim=0.7"),
+        (V3, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        (GLM, {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        (GLM, {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+        (GLM, {"n_group": 4, "topk_group": 1}, "their best 8//1=8 experts, this model by their best 2"),
+        (GLM, {"n_routed_experts": 128, "n_group": 3}, "n_group=3 and topk_group=1"),
+        (GLM, {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        (GLM, {"first_k_dense_replace": 46}, "none of num_hidden_layers=46 layers has experts"),
+        (GLM, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        (GLM, {"rope_parameters": {}, "partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
+        (GLM, {"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25, but rope_parameters"),
+        (GLM, {"head_dim": 20, "rope_parameters": {}, "partial_rotary_factor": 0.25}, "rotates 5 dims"),
+        (GLM, {"head_dim": 10, "rope_parameters": {}, "partial_rotary_factor": 0.25}, "rotates 2.5 dims"),
     ],
 )
 def test_what_would_not_be_computed_faithfully_is_refused(
@@ -280,6 +295,7 @@ def test_what_would_not_be_computed_faithfully_is_refused(
             (deepseek, (*COUNTS, "q_lora_rank", "first_k_dense_replace", "routed_scaling_factor"))
             for deepseek in (V2, V3)
         ],
+        (GLM, (*EXPERT_COUNTS, "num_key_value_heads", "head_dim", "first_k_dense_replace", "routed_scaling_factor")),
     ],
 )
 def test_what_a_config_must_say_is_named(architecture: str, keys: tuple[str, ...]) -> None:
@@ -305,6 +321,7 @@ def test_the_base_of_the_rotary_embedding_is_transformers_own_where_none_is_said
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, Rope(1e6)),
         ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, Rope(5e5, LLAMA3)),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}}, Rope(5e5, LLAMA3)),
+        ({"partial_rotary_factor": 1.0}, Rope(10000.0)),
     ],
 )
 def test_rope_of_both_generations(config: dict[str, Any], rope: Rope) -> None:
@@ -320,3 +337,26 @@ def test_rope_means_what_transformers_reads_in_it(scaling: dict[str, Any] | None
     new = json.loads(LlamaConfig(**old).to_json_string())
     assert "rope_theta" in new["rope_parameters"]
     assert rope_of(new) == rope_of(old) == Rope(5e5, LLAMA3 if scaling else None)
+
+
+@pytest.mark.parametrize(
+    ("config", "fraction"),
+    [
+        ({}, 0.5),
+        ({"partial_rotary_factor": 0.25}, 0.25),
+        ({"rope_theta": 1e6, "rope_scaling": None, "partial_rotary_factor": 0.25}, 0.25),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}}, 0.25),
+        ({"rope_parameters": {"rope_theta": 1e6}, "partial_rotary_factor": 1}, 1.0),
+    ],
+)
+def test_a_part_of_each_head_is_rotated(config: dict[str, Any], fraction: float) -> None:
+    assert FAMILIES[GLM].rope(config | {"head_dim": 128}).fraction == fraction
+
+
+def test_layers_of_glm_that_predict_further_tokens_are_untrained() -> None:
+    """Without the key transformers, whose config vLLM takes, has one such layer."""
+    config = default_config(GLM)
+    assert config["num_nextn_predict_layers"] == 1
+    assert FAMILIES[GLM].untrained(config) == ["model.layers.46.*"]
+    assert FAMILIES[GLM].untrained({"num_hidden_layers": 46}) == ["model.layers.46.*"]
+    assert FAMILIES[GLM].untrained({"num_hidden_layers": 46, "num_nextn_predict_layers": 0}) == []

@@ -127,8 +127,11 @@ def test_scales_that_do_not_fit_are_refused(checkpoint: Path, spoil, message: st
         read_index(checkpoint)
 
 
-def as_published(folder: Path, block: tuple[int, int]) -> None:
-    """A tiny DeepSeek-V3 in the form of the large one: linears in FP8, the rest in BF16, a layer that predicts more."""
+def as_published(folder: Path, block: tuple[int, int] | None) -> None:
+    """A tiny model in the form of the large one: linears in FP8 blocks, the rest in BF16, a layer that predicts more.
+
+    GLM-4.5 is published in BF16, without blocks.
+    """
     stored, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     last = config["num_hidden_layers"]
     predictor = {n.replace("layers.1.", f"layers.{last}."): t.flip(0) for n, t in stored.items() if "layers.1." in n}
@@ -136,21 +139,24 @@ def as_published(folder: Path, block: tuple[int, int]) -> None:
     predictor[f"model.layers.{last}.enorm.weight"] = torch.randn(128)
     published: dict[str, torch.Tensor] = {}
     for name, tensor in (stored | predictor).items():
-        if name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and "eh_proj" not in name:
+        if block and name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and "eh_proj" not in name:
             published[name], published[f"{name}_scale_inv"] = quantized(tensor, block)
         else:
             published[name] = tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
     save_file(published, folder / "model.safetensors")
-    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
+    if block:
+        config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
 
 @pytest.mark.engines
 @pytest.mark.timeout(400)
-def test_both_engines_take_a_checkpoint_as_published_and_give_back_its_bf16_form(demo: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "block"), [("deepseek_v3", (48, 80)), ("kimi_k2", (48, 80)), ("glm4_moe", None)])
+def test_both_engines_take_a_checkpoint_as_published_and_give_back_its_bf16_form(
+    family: str, block: tuple[int, int] | None, demo: Path, tmp_path: Path
+) -> None:
     """Four real ranks; the learning rate is 0, so that an export must be what was loaded."""
-    block = (48, 80)
-    model = experts_folder(tmp_path, demo, "deepseek_v3")
+    model = experts_folder(tmp_path, demo, family)
     as_published(model, block)
     settings = [*EXPERTS, "run.steps=1", "optimizer.lr=0", "train.ep=2"]
     settings += ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4"]
@@ -163,7 +169,7 @@ def test_both_engines_take_a_checkpoint_as_published_and_give_back_its_bf16_form
     said = hybrid3d(tmp_path, "export", "runs/demo-cpu", "out")
     assert "are untrained" in said
     exported = {n: t for file in sorted((tmp_path / "out").glob("*.safetensors")) for n, t in load_file(file).items()}
-    published = truth(model, block)
+    published = truth(model, block or BLOCK)
     assert exported.keys() == published.keys()
     assert any("layers.4." in name for name in exported)
     for name, tensor in published.items():

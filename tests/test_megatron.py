@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import DENSE, FAMILIES, LATENT, LLAMA3_ROPE, ORIGINAL_POSITIONS, SIZES, SPARSE, VOCABULARY
+from checkpoints import DENSE, FAMILIES, LATENT, LLAMA3_ROPE, ORIGINAL_POSITIONS, SIZES, SPARSE, VOCABULARY, model_of
 from reference import (
     ADAM,
     SFT,
     logits_of,
     make_inputs,
-    model_of,
     pick,
     save_near,
     tensors_in,
@@ -99,14 +98,17 @@ class Results:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> Results:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> Results:
+    """Of the families whose tests were selected."""
     out, checkpoints = tmp_path_factory.mktemp("megatron"), {}
-    for family in FAMILIES:
+    selected = {item.callspec.params["family"] for item in request.session.items if item.module is request.module}
+    for family in (family for family in FAMILIES if family in selected):
         start, other, near = tiny_checkpoint(family, 1), tiny_checkpoint(family, 2), out / f"{family}-near"
         save_near(start, near)
         checkpoints[family] = {"start": str(start), "other": str(other), "near": str(near)}
-    work = {"checkpoints": checkpoints, "layouts": LAYOUTS, "cases": CASES, "steps": STEPS}
-    work |= {"resumed": RESUMED, "elsewhere": ELSEWHERE}
+    cases, resumed = {family: CASES[family] for family in checkpoints}, [f for f in RESUMED if f in checkpoints]
+    work = {"checkpoints": checkpoints, "layouts": LAYOUTS, "cases": cases, "steps": STEPS}
+    work |= {"resumed": resumed, "elsewhere": ELSEWHERE}
     torch.save(make_inputs() | work, out / "inputs.pt")
     job = Path(__file__).parent / "jobs" / "train_layouts.py"
     run_ranks(job, 4, [str(out / "inputs.pt"), str(out)], timeout=900)
@@ -148,6 +150,11 @@ def scaling_of_llama_3_1(model: torch.nn.Module) -> None:
     rope_of(model, LLAMA3_ROPE | theirs)
 
 
+def whole_heads_rotated(model: torch.nn.Module) -> None:
+    model.config.rope_parameters["partial_rotary_factor"] = 1.0
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+
+
 def fresh(model: torch.nn.Module, names: str) -> None:
     """Parameters whose name ends so become what a new model has."""
     changed = [parameter for name, parameter in model.named_parameters() if name.endswith(names)]
@@ -186,13 +193,16 @@ for family in SPARSE:
     CHANGES[family] += [without_in_experts("gate.weight"), without_in_experts("experts.down_proj")]
 for family in LATENT:
     CHANGES[family] += ["kv_a_layernorm.weight", without_in_experts("shared_experts.down_proj.weight")]
-for family in ("deepseek_v3", "moonlight"):
+for family in ("deepseek_v3", "kimi_k2", "moonlight", "glm4_moe"):
     CHANGES[family] += [without_in_experts("gate.e_score_correction_bias")]
-for family in ("qwen3", "qwen3_moe"):
+for family in ("qwen3", "qwen3_moe", "glm4_moe"):
     CHANGES[family] += [no_qk_norm, "q_norm.weight", "k_norm.weight"]
 CHANGES["llama"] += [no_scaling, scaling_of_llama_3_1]
-CHANGES["qwen2"] += [f"{x}_proj.bias" for x in "qkv"]
-CHANGES["deepseek_v3"] += ["q_a_layernorm.weight"]
+for family in ("qwen2", "glm4_moe"):
+    CHANGES[family] += [f"{x}_proj.bias" for x in "qkv"]
+CHANGES["glm4_moe"] += [whole_heads_rotated, without_in_experts("shared_experts.down_proj.weight")]
+for family in ("deepseek_v3", "kimi_k2"):
+    CHANGES[family] += ["q_a_layernorm.weight"]
 
 
 @pytest.mark.parametrize(("family", "change"), [(f, change) for f, changes in CHANGES.items() for change in changes])

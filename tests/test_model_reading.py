@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from checkpoints import FAMILIES, LLAMA3_ROPE, YARN, make_config
+from checkpoints import FAMILIES, LLAMA3_ROPE, YARN, make_config, published, skeleton_of
 from hybrid3d.errors import UserMistake
-from hybrid3d.families import family_of
+from hybrid3d.families import family_of, head_dim
 from hybrid3d.inputs.models import check_against_transformers, read_config
 
 NO_ROPE = {"rope_parameters": None}
@@ -26,8 +25,9 @@ LEGACY_YARN = {"type": "yarn"} | {key: value for key, value in YARN.items() if k
 
 def written(folder: Path, family: str, changes: Mapping[str, Any]) -> Path:
     """A folder with the family's tiny config, changed."""
-    config = {**make_config(family).to_dict(), **changes}
+    config = make_config(family).to_dict()
     config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[make_config(family).model_type]]
+    config = {**config, **published(family), **changes}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -57,6 +57,9 @@ READ_ALIKE = [
     ("mixtral", NO_ROPE),
     ("deepseek_v3", NO_ROPE | {"rope_theta": 1e5, "rope_scaling": LEGACY_YARN}),
     ("deepseek_v3", {"rope_parameters": PLAIN, "rope_scaling": LEGACY_YARN}),
+    ("kimi_k2", NO_ROPE | {"rope_theta": 1e5, "rope_scaling": LEGACY_YARN}),
+    ("glm4_moe", NO_ROPE | {"rope_theta": 1e6, "rope_scaling": None}),
+    ("glm4_moe", NO_ROPE | {"rope_theta": 1e6, "partial_rotary_factor": 0.25}),
 ]
 
 
@@ -68,10 +71,13 @@ def test_rotary_settings_are_those_of_the_model_that_transformers_builds(
     folder = written(tmp_path, family, changes)
     config = checked(folder)
     rope = family_of(config).rope(config)
+    kind, hf_config = skeleton_of(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model = kind(hf_config)
     theirs = type(model.model.rotary_emb)(model.config).inv_freq
     dim = 2 * len(theirs)
+    if family_of(config).latents(config) is None:
+        assert dim == head_dim(config) * rope.fraction
     plain = rope.theta ** -(torch.arange(0, dim, 2).float() / dim)
     if rope.llama3 is not None:  # Llama 3.1: wavelengths beyond original / low are stretched, below original / high not
         wave, length = 2 * torch.pi / plain, rope.llama3["original_max_position_embeddings"]
@@ -123,6 +129,8 @@ DIFFERENT = [
     ("qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types"),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, "use_sliding_window=True"),
     ("qwen3_moe", {"num_local_experts": 16, "num_experts": 8}, "the number of experts is 8"),
+    ("kimi_k2", {"model_type": "kimi_k3"}, "set it to 'deepseek_v3' or 'kimi_k2'"),
+    ("glm4_moe", {"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
 ]
 
 

@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if "models/" in path.read_text())
 LARGEST = "deepseek-v3-671b"
+ALL_ONLY = ("kimi-k2-1t", "glm-4.5-air")  # in make test-all
 
 
 def recipe_of(name: str, *overrides: str) -> Recipe:
@@ -55,7 +56,9 @@ def test_a_recipe_is_reasoned_in_two_lines(name: str) -> None:
     assert lines[2] == f"name: {name}"
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != LARGEST])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALL_ONLY)) for n in RECIPES if n != LARGEST]
+)
 def test_a_recipe_s_plan_is_exact_and_its_memory_fits(name: str) -> None:
     recipe = recipe_of(name)
     check_numbers(recipe, make_report(recipe, check_model(recipe, planned=True)).numbers())

@@ -5,14 +5,17 @@ Real ranks, real Megatron, real vLLM: `jobs/sync.py` does the work, one launch p
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 import checkpoints
 from hybrid3d.config import load_recipe
@@ -34,15 +37,23 @@ LAUNCHES: dict[str, tuple[int, tuple[str, ...], str, tuple[int, ...]]] = {
     "tp2": (2, checkpoints.DENSE, "float32", (0, 1, 2, 3)),
     "tp4": (4, ("qwen2",), "float32", (2, 0, 3, 1)),
     "tp1-experts": (1, ("qwen3_moe", "deepseek_v3"), "float32", (0, 1, 2, 3)),
-    "tp2-experts": (2, checkpoints.SPARSE, "float32", (3, 0, 2, 1)),
-    "tp2-bfloat16": (2, ("deepseek_v3",), "bfloat16", (0, 2, 1, 3)),
+    "tp2-experts": (2, tuple(f for f in checkpoints.SPARSE if f not in checkpoints.MORE), "float32", (3, 0, 2, 1)),
+    "tp2-more": (2, tuple(checkpoints.MORE), "float32", (0, 3, 1, 2)),
+    # GLM's routers are float32 in vLLM only
+    "tp2-bfloat16": (2, ("deepseek_v3", "glm4_moe"), "bfloat16", (0, 2, 1, 3)),
 }
 SEEDS = (1, 2, 3)
 KINDS = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "head"}  # of the outputs; the rest are of linears
 SYNCS = {"sync1": "second sync", "sync2": "third sync", "sync11": "twelfth sync"}
 
 
-ALL_ONLY = ("tp1", "tp4", "tp1-experts", "tp2-bfloat16")  # in make test-all; test_grid has every layout by value
+ALL_ONLY = (
+    "tp1",
+    "tp4",
+    "tp1-experts",
+    "tp2-more",
+    "tp2-bfloat16",
+)  # in make test-all; test_grid has every layout by value
 
 
 @pytest.fixture(scope="module", params=[pytest.param(n, marks=[pytest.mark.slow] * (n in ALL_ONLY)) for n in LAUNCHES])
@@ -50,13 +61,28 @@ def results(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]
     """One result per rank, family and train layout."""
     tp, families, dtype, slots = LAUNCHES[request.param]
     out = tmp_path_factory.mktemp("sync") / "results.json"
-    cases = [f"{family}={','.join(str(tiny_checkpoint(family, seed)) for seed in SEEDS)}" for family in families]
+    folder_of = tiny_checkpoint if dtype == "float32" else functools.partial(rounded, tiny_checkpoint, out.parent)
+    cases = [f"{family}={','.join(str(folder_of(family, seed)) for seed in SEEDS)}" for family in families]
     run_ranks(JOB, 4, [str(out), str(tp), dtype, json.dumps(slots), *cases], timeout=1100)
     results = json.loads(out.read_text())
     expected = [family for family in families for _ in range(4 if tp == 2 and family in checkpoints.DENSE else 2)]
     assert sorted(case[0]["family"] for case in cases_of(results)) == sorted(expected)
     assert all(sorted(result["rank"] for result in case) == [0, 1, 2, 3] for case in cases_of(results))
     return results
+
+
+def rounded(tiny_checkpoint: Callable[..., Path], out: Path, family: str, seed: int) -> Path:
+    """A tiny checkpoint whose weights are those of bfloat16, as published ones are, but for the biases of routers.
+
+    vLLM keeps GLM's routers in float32, and Megatron trains them in bfloat16.
+    """
+    folder = shutil.copytree(tiny_checkpoint(family, seed), out / f"{family}-{seed}")
+    weights = {
+        name: tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16().float()
+        for name, tensor in tensors_in(folder).items()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def cases_of(results: list[dict]) -> list[list[dict]]:

@@ -19,7 +19,7 @@ from worlds import LocalTransport, Mailbox, run_in_threads
 
 pytestmark = pytest.mark.engines
 
-FLIPS = 13  # a family; 8 families: more than a hundred
+FLIPS = 13  # a family; 10 families: more than a hundred
 
 
 @pytest.fixture(scope="module")

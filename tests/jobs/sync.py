@@ -112,7 +112,7 @@ class Engine(rollout_engine.RolloutEngine):
                 )
             elif isinstance(module, LinearBase):
                 size = getattr(module, "input_size_per_partition", module.input_size)  # a replicated one is whole
-                inputs = torch.randn(5, size, generator=random).to(dtype)
+                inputs = torch.randn(5, size, generator=random).to(module.params_dtype)
                 found[f"{path}.linear"] = method.apply(module, inputs, module.bias)
             elif hasattr(module, "experts") and not hasattr(module, "layers"):
                 found[f"{path}.block"] = self._block(module)

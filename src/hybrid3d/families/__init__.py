@@ -16,12 +16,14 @@ from hybrid3d.families.family import (
     query_groups,
     with_value_head,
 )
+from hybrid3d.families.glm import GLM4_MOE
 from hybrid3d.families.moe import EXPERT, MIXTRAL, QWEN3_MOE, is_expert
 from hybrid3d.families.rope import Rope, rope_of
 from hybrid3d.families.values import Config, UnsupportedModel
 
 FAMILIES = {
-    family.architecture: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, DEEPSEEK_V2)
+    family.architecture: family
+    for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE)
 }
 
 

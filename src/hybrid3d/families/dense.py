@@ -41,7 +41,7 @@ _VLLM_ONLY = (
 
 def check_decoder(config: Config, **supported: Any) -> None:
     """Refuse values that no family supports, and for the keys of `supported` any value but the one given."""
-    supported |= dict(hidden_act="silu", use_sliding_window=False, partial_rotary_factor=1.0, attention_dropout=0.0)
+    supported |= dict(hidden_act="silu", use_sliding_window=False, attention_dropout=0.0)
     require_values(config, is_causal=True, **dict.fromkeys(_VLLM_ONLY), **supported)
 
 

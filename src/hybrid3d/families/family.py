@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from hybrid3d.families.rope import Rope, rope_of
+from hybrid3d.families.rope import Rope, require_even_rotation, rope_of
 from hybrid3d.families.values import Config
 
 
@@ -163,7 +163,11 @@ class Family:
         latents: returns the sizes of multi-head latent attention; None for grouped-query attention.
         rope_scaling: the one type of scaled rotary embedding that the family supports.
         rope_theta: the rotary base of a config without one.
+        rotary_fraction: the rotated fraction of each head of a config that does not give it; None if a family rotates
+            whole heads only.
         untrained: returns patterns of tensors that a checkpoint may contain and that are not trained.
+        model_types: further values of `model_type` in configs of this architecture, which transformers does not know,
+            and the one whose config class reads them.
     """
 
     architecture: str
@@ -174,11 +178,16 @@ class Family:
     latents: Callable[[Config], Latents | None] = field(default=lambda config: None)
     rope_scaling: str = "llama3"
     rope_theta: float = 10000.0
+    rotary_fraction: float | None = None
     untrained: Callable[[Config], Iterable[str]] = field(default=lambda config: ())
+    model_types: Mapping[str, str] = field(default_factory=dict)
 
     def rope(self, config: Config) -> Rope:
         """Return the rotary settings of a model of this family; raise UnsupportedModel if it does not support them."""
-        return rope_of(config, self.rope_scaling, self.rope_theta)
+        rope = rope_of(config, self.rope_scaling, self.rope_theta, self.rotary_fraction)
+        if rope.fraction != 1.0:
+            require_even_rotation(head_dim(config), rope.fraction)
+        return rope
 
     def representative_layers(self, config: Config) -> tuple[int, ...]:
         """Return for each layer the first layer of its kind: layers differ only in being sparse or dense."""

@@ -7,7 +7,7 @@ all of them. Configs that the libraries would read differently are refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid3d.families.values import COUNTS, Config, UnsupportedModel, abbreviate, is_finite_number, require_values
@@ -34,14 +34,18 @@ class Rope:
         theta: the base.
         llama3: constants of Llama 3's scaling; None if the model does not use it.
         yarn: constants of YaRN scaling; None if the model does not use it.
+        fraction: the part of each head's dims, from the first on, that is rotated.
     """
 
     theta: float
     llama3: Mapping[str, float] | None = None
     yarn: Mapping[str, float] | None = None
+    fraction: float = 1.0
 
 
-def rope_of(config: Config, scaling_type: str = "llama3", default_theta: float = 10000.0) -> Rope:
+def rope_of(
+    config: Config, scaling_type: str = "llama3", default_theta: float = 10000.0, default_fraction: float | None = None
+) -> Rope:
     """Parse the rotary settings from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
 
     If `rope_scaling` is not empty, transformers 5 ignores `rope_parameters`, including the base in it.
@@ -49,6 +53,7 @@ def rope_of(config: Config, scaling_type: str = "llama3", default_theta: float =
     Args:
         scaling_type: the one type of scaling that the family supports.
         default_theta: the base of a config without one.
+        default_fraction: the rotated fraction of a config without one; None supports whole heads only.
 
     Raises:
         UnsupportedModel: the scaling is of another type, lacks a constant or has an unsupported one, or two keys
@@ -58,10 +63,13 @@ def rope_of(config: Config, scaling_type: str = "llama3", default_theta: float =
     scaling, parameters = _table(config, "rope_scaling"), _table(config, "rope_parameters")
     key = "rope_scaling" if scaling else "rope_parameters"
     rope = _parse_table(config, key, scaling or parameters, scaling_type, default_theta)
+    rope = replace(rope, fraction=_fraction(config, key, scaling or parameters, default_fraction))
     if scaling and parameters:
         other = _parse_table(config, "rope_parameters", parameters, scaling_type, rope.theta)
+        other = replace(other, fraction=_fraction(config, "rope_parameters", parameters, default_fraction))
         other_is_scaled = other.llama3 is not None or other.yarn is not None
-        if other.theta != rope.theta or (other_is_scaled and other != rope):
+        same_basis = (other.theta, other.fraction) == (rope.theta, rope.fraction)
+        if not same_basis or (other_is_scaled and other != rope):
             raise UnsupportedModel(
                 f"rope_scaling and rope_parameters differ: transformers uses rope_scaling={dict(scaling)} "
                 f"with rope_theta={rope.theta} and ignores rope_parameters={dict(parameters)}: "
@@ -89,9 +97,6 @@ def _parse_table(config: Config, key: str, table: Mapping[str, Any], scaling_typ
     theta = default_theta if theta is None else theta
     if not is_finite_number(theta) or theta <= 1:
         raise UnsupportedModel(f"rope_theta={abbreviate(theta)}: expected a number above 1")
-    if table.get("partial_rotary_factor", 1.0) != 1.0:
-        factor = table["partial_rotary_factor"]
-        raise UnsupportedModel(f"partial_rotary_factor={factor}: only 1.0 is supported")
     require_values(table, **dict.fromkeys(_VLLM_ONLY))
     rope_type = _rope_type(key, table)
     if rope_type == "default":
@@ -114,6 +119,27 @@ def _parse_table(config: Config, key: str, table: Mapping[str, Any], scaling_typ
         settings = ", ".join(f"{name}={table.get(name)}" for name in ("mscale", "mscale_all_dim"))
         raise UnsupportedModel(f"{settings}: the engines compute one without the other differently; set both or none")
     return Rope(theta, yarn={name: value for name, value in table.items() if is_finite_number(value)})
+
+
+def _fraction(config: Config, key: str, table: Mapping[str, Any], default: float | None) -> float:
+    """Return the rotated fraction of each head."""
+    fraction = _value_of_either(config, key, table, "partial_rotary_factor")
+    if default is None and fraction not in (None, 1.0):
+        raise UnsupportedModel(f"partial_rotary_factor={fraction}: only 1.0 is supported")
+    if fraction is None:
+        return 1.0 if default is None else default
+    if not is_finite_number(fraction) or not 0 < fraction <= 1:
+        raise UnsupportedModel(f"partial_rotary_factor={abbreviate(fraction)}: expected a number above 0, at most 1")
+    return float(fraction)
+
+
+def require_even_rotation(dims: int, fraction: float) -> None:
+    """Check that an even number of a head's dims is rotated: each with another. Raises UnsupportedModel otherwise."""
+    rotated = dims * fraction
+    if rotated % 2:
+        raise UnsupportedModel(
+            f"partial_rotary_factor={fraction} of head_dim={dims} rotates {rotated:g} dims: expected an even number"
+        )
 
 
 def _rope_type(key: str, table: Mapping[str, Any]) -> str:

@@ -48,7 +48,7 @@ COUNTS = {
 _NON_NEGATIVE = {"first_k_dense_replace": 1_000, "num_nextn_predict_layers": 1_000, "max_window_layers": 1_000}
 _BOOLEANS = (
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window", "is_causal"),
-    *("rope_interleave",),
+    *("rope_interleave", "use_qk_norm"),
 )
 _NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "attention_dropout", "partial_rotary_factor")
 _STRINGS = ("model_type", "hidden_act", "scoring_func", "topk_method")

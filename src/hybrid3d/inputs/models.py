@@ -86,14 +86,14 @@ def check_against_transformers(path: str | Path, config: Config, family: Family)
     Raises:
         CheckpointError: transformers refuses the config, or reads another model; with both values.
     """
-    kind = config.get("model_type")
+    named = config.get("model_type")
+    kind = family.model_types.get(str(named), named)
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     if architecture != family.architecture:
         known = [key for key, value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if value == family.architecture]
-        problem = f"model_type={kind!r} is transformers' name of {architecture or 'no language model'}"
-        raise CheckpointError(
-            f"{path}: {problem}, and architectures names {family.architecture}: set it to {known[0]!r}"
-        )
+        problem = f"model_type={named!r} is transformers' name of {architecture or 'no language model'}"
+        fitting = " or ".join(map(repr, (known[0], *family.model_types)))
+        raise CheckpointError(f"{path}: {problem}, and architectures names {family.architecture}: set it to {fitting}")
     try:
         hf_config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy({**config, "architectures": [architecture]}))
     except Exception as error:  # the library raises many kinds of errors
@@ -130,6 +130,7 @@ def _compared_values(config: Config, family: Family, hf_config: Any) -> Iterator
         yield "num_experts_per_tok", experts.per_token, hf_config.num_experts_per_tok
     table = hf_config.rope_parameters
     yield "rope_theta", rope.theta, table.get("rope_theta")
+    yield "partial_rotary_factor", rope.fraction, table.get("partial_rotary_factor", 1.0)
     kind = "llama3" if rope.llama3 is not None else "yarn" if rope.yarn is not None else "default"
     yield "rope_type", kind, table.get("rope_type")
     for key, value in {**(rope.llama3 or {}), **(rope.yarn or {})}.items():
@@ -168,7 +169,11 @@ def read_tokenizer(recipe: Recipe) -> Any:
     """
     folder = Path(recipe.model.path)
     if not any((folder / name).exists() for name in TOKENIZERS):
-        raise CheckpointError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZERS)} is there")
+        own_code = (
+            " (it has tiktoken.model, whose reader is code of the checkpoint's own, which is not run: convert it)"
+        )
+        hint = own_code if (folder / "tiktoken.model").exists() else ""
+        raise CheckpointError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZERS)} is there{hint}")
     for name in TOKENIZER_FILES:
         if os.path.lexists(folder / name):
             if name.endswith(".json"):

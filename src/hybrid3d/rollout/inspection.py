@@ -135,7 +135,8 @@ class Inspection:
                     found[f"{path} (head)"] = method.apply(module, inputs)
                 elif isinstance(module, LinearBase):
                     size = getattr(module, "input_size_per_partition", module.input_size)  # a replicated one is whole
-                    found[f"{path} (linear)"] = method.apply(module, self._inputs(size, dtype), module.bias)
+                    inputs = self._inputs(size, module.params_dtype)  # of a router, float32 in a model of bfloat16
+                    found[f"{path} (linear)"] = method.apply(module, inputs, module.bias)
                 elif hasattr(module, "experts") and not hasattr(module, "layers"):
                     found[f"{path} (expert block)"] = self._expert_block(module)
         return found

@@ -163,6 +163,7 @@ def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | No
         share_embeddings_and_output_weights=bool(config.get("tie_word_embeddings", False)),
         position_embedding_type="rope",
         rotary_base=rope.theta,
+        rotary_percent=rope.fraction,
         vp_stage=vp_stage,
     )
     _mark_shards(model)
