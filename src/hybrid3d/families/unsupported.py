@@ -13,7 +13,7 @@ class Unsupported:
 
     Attributes:
         family: its name.
-        missing: by Megatron-Core, vLLM or hybrid3d, what it lacks; vLLM is not named where it lacks nothing.
+        missing: what it lacks, by Megatron-Core, vLLM or hybrid3d.
         instead: supported models of similar sizes, with their architectures.
     """
 
@@ -28,6 +28,7 @@ _TABLE = (
 _LINEAR_ATTENTION = {
     "Megatron-Core 0.16.1": "linear attention (GatedDeltaNet) without CUDA and the package flash-linear-attention, and "
     "with packed sequences (train.packed) or context parallelism (train.cp)",
+    "vLLM 0.32.0": "prefix caching of linear attention without chunked prefill, which is off on CPUs",
     "hybrid3d": _TABLE,
 }
 _NESTED = {"hybrid3d": f"{_TABLE}; configs with the language model in text_config"}
