@@ -1,6 +1,8 @@
 """Model families against transformers' own models and Megatron's documented layout of grouped query attention."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.families import FAMILIES, Family, Rope, UnsupportedModel, family_of, head_dim, rope_of
+from hybrid3d.families import FAMILIES, UNSUPPORTED, Family, Rope, UnsupportedModel, family_of, head_dim, rope_of
 from hybrid3d.families.deepseek import COUNTS
 from hybrid3d.families.family import GroupedQKV, PaddedVocabulary, RowRange, StackedTensors
 from hybrid3d.families.shared_experts import EXPERT_COUNTS
+from hybrid3d.inputs.models import read_config
 
 DENSE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -178,6 +181,34 @@ def test_an_unknown_architecture_is_told_the_known_ones(names: list[str] | None)
         family_of({"architectures": names})
     assert repr(names[0] if names else "(none)") in str(caught.value)
     assert "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_known_architecture_that_is_not_supported_is_told_what_is_missing(name: str, tmp_path: Path) -> None:
+    """By name, also where the config has the sizes elsewhere; the models that are named instead are supported."""
+    import transformers
+
+    found = UNSUPPORTED[name]
+    assert hasattr(transformers, name)
+    assert name not in FAMILIES
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "text_config": {"hidden_size": 8}}))
+    for refuse in (lambda: family_of({"architectures": [name]}), lambda: read_config(tmp_path)):
+        with pytest.raises(UnsupportedModel) as caught:
+            refuse()
+        said = str(caught.value)
+        assert said.startswith(f"{found.family} ({name}) is not supported. Missing in Megatron-Core 0.16.1: ")
+        assert all(what in said for what in found.missing.values())
+        instead = re.findall(r"\w+ForCausalLM", said.partition("Supported: ")[2])
+        assert instead
+        assert set(instead) <= FAMILIES.keys()
+
+
+@pytest.mark.engines
+def test_megatron_lacks_what_is_said_of_linear_attention() -> None:
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    with pytest.raises(ImportError, match="flash-linear-attention"):
+        GatedDeltaNet(None, None)
 
 
 NEEDED: dict[str, dict[str, Any]] = {  # what transformers leaves out by default

@@ -134,7 +134,7 @@ def test_choices_are_replayed_on_two_ranks(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "mixtral", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "mixtral", "deepseek_v2", "glm4_moe"])
 def test_choices_are_replayed_in_every_layout(family: str, tmp_path: Path) -> None:
     ranks = measured(tmp_path, family, FOUR_RANKS, ranks=4, rollout_tp=2)
     check_all(ranks, FOUR_RANKS)

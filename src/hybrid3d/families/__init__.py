@@ -19,6 +19,7 @@ from hybrid3d.families.family import (
 from hybrid3d.families.glm import GLM4_MOE
 from hybrid3d.families.moe import EXPERT, MIXTRAL, QWEN3_MOE, is_expert
 from hybrid3d.families.rope import Rope, rope_of
+from hybrid3d.families.unsupported import UNSUPPORTED, refuse_unsupported
 from hybrid3d.families.values import Config, UnsupportedModel
 
 FAMILIES = {
@@ -33,6 +34,7 @@ def family_of(config: Config) -> Family:
     Raises:
         UnsupportedModel: no family has this architecture, or the family would not compute this config correctly.
     """
+    refuse_unsupported(config)
     names = config.get("architectures") or ["(none)"]
     family = FAMILIES.get(names[0])
     if family is None:
@@ -49,6 +51,7 @@ __all__ = [
     "EXPERT",
     "FAMILIES",
     "PEFT_PREFIX",
+    "UNSUPPORTED",
     "VALUE_HEAD",
     "Config",
     "Experts",
@@ -66,6 +69,7 @@ __all__ = [
     "is_quantized",
     "module_of",
     "query_groups",
+    "refuse_unsupported",
     "rope_of",
     "with_value_head",
 ]

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hybrid3d.config import Recipe
-from hybrid3d.families import Config, Family, head_dim, query_groups
+from hybrid3d.families import Config, Family, head_dim, query_groups, refuse_unsupported
 from hybrid3d.families.values import abbreviate, config_problems
 from hybrid3d.reshard.file_index import CheckpointError
 from hybrid3d.rl.data import PromptData, encode_pair
@@ -44,9 +44,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: it cannot be read, or some of its values cannot be used; names each.
+        UnsupportedModel: it is of a family that is known and not supported; with what is missing.
     """
     path = Path(folder) / "config.json"
     config = _read_object(path)
+    refuse_unsupported(config)
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
         raise CheckpointError(f"{path} lacks {', '.join(missing)}")
@@ -169,9 +171,7 @@ def read_tokenizer(recipe: Recipe) -> Any:
     """
     folder = Path(recipe.model.path)
     if not any((folder / name).exists() for name in TOKENIZERS):
-        own_code = (
-            " (it has tiktoken.model, whose reader is code of the checkpoint's own, which is not run: convert it)"
-        )
+        own_code = "; tiktoken.model is there, whose reader is code of the checkpoint, which is not run: convert it"
         hint = own_code if (folder / "tiktoken.model").exists() else ""
         raise CheckpointError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZERS)} is there{hint}")
     for name in TOKENIZER_FILES:
