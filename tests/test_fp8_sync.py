@@ -61,7 +61,7 @@ def assert_right(results: list[list[dict[str, Any]]], family: str) -> None:
 
 
 def test_experts_and_latent_attention(tmp_path: Path) -> None:
-    case = case_of(tmp_path, "deepseek_v3", dict(tp=2, ep=2), 1)
+    case = case_of(tmp_path, "deepseek_v3", dict(tp=2, ep=2), 1, num_hidden_layers=2)
     assert_right(run(tmp_path, 2, [case])[0], "deepseek_v3")
 
 

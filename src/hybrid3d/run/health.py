@@ -19,7 +19,7 @@ MIN_GRAD_NORMS = 5  # norms in the history before spikes are detected
 # Mean absolute difference in nats between training's and vLLM's log-probabilities of sampled tokens that rounding in a
 # dtype explains: (without experts, with experts), because rounding may route a token to other experts. The mean is
 # robust against single tokens with a large error. `docs/algorithms.md` has the measurements.
-MAX_EXPLAINED_MISMATCH = {"float32": (0.05, 0.05), "bfloat16": (0.15, 0.4)}
+MAX_EXPLAINED_MISMATCH = {"float32": (0.05, 0.05), "bfloat16": (0.15, 0.4), "fp8": (0.6, 1.0)}
 
 
 class TooManyInterventions(RuntimeError):
@@ -89,7 +89,9 @@ class Guard:
             EngineMismatch: the mismatch is more than the dtype explains, and `guard.initial_mismatch` is `stop`.
         """
         self._engines_compared = True
-        dtype = recipe.model.dtype
+        quantization = None if recipe.rollout is None else recipe.rollout.quantization
+        dtype = quantization or recipe.model.dtype
+        setting = "rollout.quantization" if quantization else "model.dtype"
         mean, bound = row["mismatch/logprob_abs_mean"], MAX_EXPLAINED_MISMATCH[dtype][experts]
         if mean <= bound:  # false for NaN
             return
@@ -98,13 +100,11 @@ class Guard:
         message = (
             f"step {step}: training and vLLM do not compute the same model: their log-probabilities of the sampled "
             f"tokens differ by {mean:.4g} nats on average (p99 {p99:.4g}, maximum {largest:.4g}), but "
-            f"model.dtype={dtype} explains at most {bound:g}{' in a model with experts' if experts else ''}. "
+            f"{setting}={dtype} explains at most {bound:g}{' in a model with experts' if experts else ''}. "
             "Likely causes: a rope setting in the checkpoint's config.json that the two read differently "
             "(rope_parameters, rope_scaling, rope_theta); different temperatures; different weights (set "
             "sync.verify=always); an operation that needs a dtype of higher precision (try model.dtype=float32). "
         )
-        if recipe.rollout is not None and recipe.rollout.quantization is not None:
-            message += f"vLLM also rounds weights to rollout.quantization={recipe.rollout.quantization}. "
         message += "Set guard.initial_mismatch=warn to continue anyway" if stops else "The run continues anyway"
         mismatch = {"mean": str(mean), "p99": str(p99), "max": str(largest)}
         fields = {"bound": bound, "dtype": dtype, "experts": experts, **mismatch}
