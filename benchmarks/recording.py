@@ -64,7 +64,7 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, float]:
     group, folder = dist.group.WORLD, RunFolder(out / dtype)
     record = Record(folder, 0, Display(recipe.name, 1, None), keeps_events=False)
     runtime.initialize(recipe.train, seed=1)
-    models = Models.of(recipe, Policy(read_config(model), recipe, 0), 0)
+    models = Models.of(recipe, Policy(read_config(model), recipe, 0), group)
     guard = Guard(record)
     guard._engines_compared = True  # the log-probabilities below are not vLLM's
     learner = Learner(recipe, models, guard, 0, group)

@@ -56,7 +56,7 @@ class TrainsMadeUpSamples:
 
     def __init__(self, recipe: Recipe, guard: Guard, group: dist.ProcessGroup):
         policy = Policy(read_config(recipe.model.path), recipe, group.rank())
-        self.models = Models.of(recipe, policy, group.rank())
+        self.models = Models.of(recipe, policy, group)
         self.learner = Learner(recipe, self.models, guard, 0, group)
         self.restore, self.make_experience = self.learner.restore, self.learner.make_experience
         self.update = self.learner.update
