@@ -154,6 +154,13 @@ class Recipe:
         return self.lora is not None and self.lora.sync == "adapter"
 
     @property
+    def holds_reference(self) -> bool:
+        """Return whether ranks have weights of a reference: not those of a server, nor those below adapters."""
+        kl = self.algorithm.kl
+        is_base = self.lora is not None and kl.reference is None
+        return self.algorithm.uses_reference and kl.endpoint is None and not is_base
+
+    @property
     def quantizes(self) -> bool:
         """Return whether vLLM generates with quantized weights."""
         return self.rollout is not None and self.rollout.quantization is not None

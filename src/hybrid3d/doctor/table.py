@@ -145,29 +145,16 @@ GPU_CHECKS = (
         BOTH_ENGINES,
         {"family": "latent"},
     ),
-    Check(
-        "live_fp8_dense",
-        "a dense model in FP8 with block scales in a running vLLM",
-        CHECKS + "engines:live_sync",
-        180,
-        BOTH_ENGINES,
-        {"family": "dense", "quantization": "fp8"},
-    ),
-    Check(
-        "live_fp8_experts",
-        "experts in FP8 with block scales in a running vLLM",
-        CHECKS + "engines:live_sync",
-        180,
-        BOTH_ENGINES,
-        {"family": "experts", "quantization": "fp8"},
-    ),
-    Check(
-        "live_fp8_latent",
-        "latent attention in FP8 with block scales in a running vLLM",
-        CHECKS + "engines:live_sync",
-        180,
-        BOTH_ENGINES,
-        {"family": "latent", "quantization": "fp8"},
+    *(
+        Check(
+            f"live_fp8_{family}",
+            f"{what} in FP8 with block scales in a running vLLM",
+            CHECKS + "engines:live_sync",
+            180,
+            BOTH_ENGINES,
+            {"family": family, "quantization": "fp8"},
+        )
+        for family, what in (("dense", "a dense model"), ("experts", "experts"), ("latent", "latent attention"))
     ),
     Check(
         "shared_storage",

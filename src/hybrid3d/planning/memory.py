@@ -247,9 +247,7 @@ def estimate_stages(
     stage_ranks = recipe.train_ranks // train.pp
     activations = stage_activations(recipe, _shape(config), layers_of_stages(config, train))
     has_reward_model = recipe.reward.model is not None and recipe.roles.reward.ranks is None
-    kl = recipe.algorithm.kl
-    has_reference = recipe.algorithm.uses_reference and (recipe.lora is None or kl.reference is not None)
-    num_frozen = (has_reference and kl.endpoint is None) + recipe.algorithm.uses_critic + has_reward_model
+    num_frozen = recipe.holds_reference + recipe.algorithm.uses_critic + has_reward_model
     stages = []
     for stage, counts in enumerate(held):
         policy = counts.adapters or counts

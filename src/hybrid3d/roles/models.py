@@ -80,7 +80,7 @@ class Models:
 
 def reference_of(recipe: Recipe, policy: Policy, rank: int) -> Policy | BaseOfPolicy:
     """Build the reference of a policy: see `Models`."""
-    if recipe.lora is not None and recipe.algorithm.kl.reference is None:
+    if not recipe.holds_reference:
         return BaseOfPolicy(policy)
     path = recipe.algorithm.kl.reference or recipe.model.path
     config = policy.config if path == recipe.model.path else read_config(path)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import gather_objects
+from hybrid3d.distributed import gather_objects, patient_group
 from hybrid3d.inputs.completions import Completions, EndpointError
 from hybrid3d.rl.batch import Batch
 from hybrid3d.train.policy import Policy
@@ -33,7 +34,11 @@ class ServedTeacher:
         """
         url = recipe.algorithm.kl.endpoint
         assert url is not None, "built where the recipe has one"
-        self._server, self._policy, self._group = Completions(url, "algorithm.kl.endpoint"), policy, group
+        self._server, self._policy, self._group = (
+            Completions(url, "algorithm.kl.endpoint"),
+            policy,
+            patient_group(group),
+        )
         self._model = ""
         self._agree(self._ask_name)
 
@@ -56,15 +61,15 @@ class ServedTeacher:
 
     def _agree(self, ask: Callable[[], None]) -> None:
         """Call a function on the ranks that ask, and raise on all ranks the first error that one of them gets."""
-        error: EndpointError | None = None
+        said = ""
         if self._policy.is_reporting_rank:
             try:
                 ask()
-            except EndpointError as raised:
-                error = raised
-        first = next((said for said in gather_objects(error and str(error), self._group) if said), None)
-        if first is not None:
-            raise EndpointError(first)
+            except EndpointError as error:
+                said = str(error)
+        errors = [*filter(None, gather_objects(said, self._group))]
+        if errors:
+            raise EndpointError(errors[0])
 
     def _ask_name(self) -> None:
         self._model = self._server.model()
@@ -75,5 +80,5 @@ class ServedTeacher:
         parts = [rows[i : i + SEQUENCES_PER_REQUEST] for i in range(0, len(rows), SEQUENCES_PER_REQUEST)]
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as threads:
             answers = threads.map(lambda part: self._server.logprobs(self._model, part), parts)
-            for row, values in enumerate(values for answer in answers for values in answer):
+            for row, values in enumerate(chain.from_iterable(answers)):
                 found[row, : len(values)] = torch.tensor(values)

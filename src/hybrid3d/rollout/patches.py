@@ -43,7 +43,8 @@ def external_rank(slot: int, rollout: Rollout) -> Iterator[None]:
 def groups_over_slots(slots: Sequence[int]) -> Iterator[None]:
     """Make vLLM build its process groups from slots instead of ranks.
 
-    vLLM numbers a group's members in the order given; torch sorts them by rank unless `sort_ranks` is False.
+    vLLM numbers a group's members in the order given; torch sorts them by rank unless `sort_ranks` is False, which
+    torch 2.11 does not have. Where slots are ranks, nothing is to be done.
 
     Args:
         slots: the slot of each rank.
