@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -135,6 +136,14 @@ def test_what_a_server_answers_wrongly_is_named(answers: dict[str, Any], path: s
 def test_a_server_that_is_not_there_is_named(answers: dict[str, Any]) -> None:
     with pytest.raises(EndpointError, match=r"does not answer /models: .*refused"):
         check_server("http://127.0.0.1:9/v1", "algorithm.kl.endpoint", 600)
+
+
+def test_a_server_that_takes_too_long_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        with pytest.raises(EndpointError, match=r"does not answer /models within 0.2 s"):
+            Completions(url, "here").model()
 
 
 @pytest.mark.parametrize(

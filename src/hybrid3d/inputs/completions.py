@@ -83,6 +83,8 @@ class Completions:
             except urllib.error.HTTPError as error:
                 said = error.read(SHOWN_BYTES).decode(errors="replace")
                 raise self._error(f"answered {path} with status {error.code}: {said}") from None
+            except TimeoutError:  # it is there, and asking again would take as long
+                raise self._error(f"does not answer {path} within {SECONDS:g} s") from None
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if attempt + 1 == CONNECT_ATTEMPTS or isinstance(error, ValueError):
                     raise self._error(f"does not answer {path}: {error}") from None
