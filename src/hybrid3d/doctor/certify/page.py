@@ -82,7 +82,7 @@ def _not_proven(recipe: Recipe, tiny: bool, rounds: int, refused: bool, result: 
     if not torch.cuda.is_available():
         yield "kernels for GPUs and their weight layouts, CUDA graphs, NCCL, memory that sleep frees: there is no GPU"
     yield "how the optimizer records which elements it changed: here noise changes the weights"
-    yield "weights that vLLM quantizes: a sync sends dequantized weights, and vLLM is started without quantization"
+    yield "weights in FP8 (`rollout.quantization`): here both engines have those of the same dtype"
     yield "other layouts than this one: name them, as in train.tp=2 rollout.tp=4"
 
 
