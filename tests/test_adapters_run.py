@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,12 @@ from commands import EXPERTS, ROOT, experts_folder, hybrid3d, read_rows, warm_ch
 from hybrid3d.config import load_recipe
 from hybrid3d.errors import UserMistake
 from hybrid3d.inputs.adapters import check_adapters
+from live_runs import child_of, recorded, started, wait_for_rows, wait_until
 from reference import model_of, tensors_in
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+APART = ("train.pp=1", "train.tp=2", "roles.generation.ranks=2", "rollout.tp=1")
 
 
 def settings(name: str, *more: str) -> list[str]:
@@ -81,6 +86,40 @@ def test_merged_weights_compute_the_same(work: Path) -> None:
     assert all(row["mismatch/logprob_abs_max"] <= 1e-4 for row in read_rows(work / "runs/apart"))
 
 
+def test_ranks_that_only_generate_get_the_adapters_alone(work: Path) -> None:
+    """Each of two engines gets each matrix once in a sync, and nothing else; the run is as on ranks that do both."""
+    hybrid3d(work, "train", *settings("engines", *APART))
+    first, *later = read_rows(work / "runs/engines")
+    engines = 2
+    alone = engines * sum(matrix.nbytes for matrix in tensors_in(work / "peft").values())
+    assert [row["sync/received_bytes"] for row in later] == [alone] * len(later)
+    assert first["sync/received_bytes"] == first["sync/lower_bound_bytes"] > 4 * alone
+    for apart, together in zip([first, *later], read_rows(work / "runs/slots"), strict=True):
+        assert apart["mismatch/logprob_abs_max"] <= 1e-4
+        assert apart["reward/mean"] == together["reward/mean"]
+        assert apart.get("train/grad_norm") == pytest.approx(together.get("train/grad_norm"), rel=1e-3)
+
+
+def test_an_engine_that_was_lost_gets_the_weights_below_adapters_again(work: Path) -> None:
+    run, events = work / "runs/shaken", work / "runs/shaken/events.jsonl"
+    more = ("run.steps=999", "run.checkpoint_every=0", "run.eval_every=1000")
+    with started(work, settings("shaken", *APART, *more)) as process:
+        wait_for_rows(run, 3, process)
+        child = child_of(run, 3)
+        assert child is not None
+        os.kill(child, signal.SIGKILL)
+        wait_until(lambda: "engine_joined" in events.read_text(), process)
+        (run / "control.yaml").write_text(f"run.steps: {recorded(run) + 3}\n")
+        process.communicate(timeout=300)
+        assert process.returncode == 0
+    rows = read_rows(run)
+    assert all(row["mismatch/logprob_abs_max"] <= 1e-4 for row in rows)
+    received = [row["sync/received_bytes"] for row in rows]
+    assert received[0] > 4 * received[1]
+    # In the first sync, in that without the lost engine, and in that with the new one
+    assert sum(of_step > received[0] / 4 for of_step in received) == 3
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_adapters_of_experts(demo: Path, tmp_path: Path, family: str) -> None:
     experts_folder(tmp_path, demo, family)
@@ -100,7 +139,6 @@ def test_adapters_of_experts(demo: Path, tmp_path: Path, family: str) -> None:
         (["lora.path=warm"], "warm/adapter_config.json cannot be read"),
         (["lora.path=peft", "lora.target_modules=[q_proj]"], "has matrices that it does not select, 48 of them"),
         (["train.expert_bias_update_rate=0.1"], "changes routers, and with lora all but the adapters"),
-        (["train.pp=1", "roles.generation.ranks=2"], "lora.sync=adapter: roles.generation.ranks=2"),
         (["sync.share_storage=true", "rollout.sleep=false"], "cannot lie in those of a policy with adapters"),
     ],
 )

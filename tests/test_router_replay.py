@@ -26,13 +26,15 @@ FOUR_RANKS = {
     "vpp": {"pp": 2, "vpp": 2, "dp": 2, "recompute": "full", "packed": True},
     "tp": {"tp": 4, "ep": 2, "etp": 2, "max_tokens_per_micro_batch": 512},
 }
+# The wider the weights, the more a change of the experts' weights, which remains, is amplified by the layers above
+CALMER = {family: {"initializer_range": 0.07} for family in ("qwen3_moe", "deepseek_v2")}
 
 
 def measured(
     folder: Path, family: str, layouts: dict[str, Found], ranks: int, rollout_tp: int, dtype: str = "float32"
 ) -> list[Found]:
     """What each rank has measured: see the job."""
-    model = make_checkpoint(folder / "model", family, seed=1)
+    model = make_checkpoint(folder / "model", family, seed=1, **CALMER.get(family, {}))
     spec = {"folder": str(model), "dtype": dtype, "rollout_tp": rollout_tp, "noise": 1e-2, "layouts": layouts}
     (folder / "spec.json").write_text(json.dumps(spec))
     run_ranks(ROOT / "tests/jobs/router_replay.py", ranks, [str(folder / "spec.json"), str(folder)], timeout=500)
@@ -104,14 +106,18 @@ def check_counts(ranks: list[Found], layout: str, samples: list[Sample]) -> None
 
 
 def check_noise(ranks: list[Found], layout: str) -> None:
-    """Noise on training's routers changes choices; without their change the mismatch falls."""
-    agreement = ranks[0][layout]["metrics with noise"]["mismatch/expert_agreement"]
-    without, replayed, old = (p99(ranks, layout, f"{kind} gaps with noise") for kind in ("none", "rollout", "old"))
-    print(f"{layout}, noise: p99 {without:.3f} without router replay, {replayed:.3f} with it; {agreement:.1%} agree")
-    assert 0.5 < agreement < 0.999
-    assert without > 0.1
-    assert replayed < without / 2
-    assert old == pytest.approx(replayed)
+    """Noise on training's routers changes choices; without their change the mismatch falls.
+
+    What remains is the change of the weights of the same experts, in proportion to the noise.
+    """
+    for name, times in (("noise", 2), ("relative noise", 10)):
+        agreement = ranks[0][layout][f"metrics with {name}"]["mismatch/expert_agreement"]
+        without, replayed, old = (p99(ranks, layout, f"{kind} gaps with {name}") for kind in ("none", "rollout", "old"))
+        print(f"{layout}, {name}: p99 {without:.4f}, with router replay {replayed:.4f}; {agreement:.1%} agree")
+        assert 0.5 < agreement < 0.999
+        assert without > 0.02  # rounding alone: less than 0.0001
+        assert replayed < without / times
+        assert old == pytest.approx(replayed)
 
 
 def check_all(ranks: list[Found], layouts: dict[str, Found]) -> None:

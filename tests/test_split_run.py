@@ -12,17 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commands import ROOT, demo_folder, hybrid3d, read_rows, without
+from live_runs import child_of, ranks_of, recorded, started, wait_for_rows, wait_until
 from reference import save_classifier
-from run_ranks import environment, kill_marked
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -171,7 +169,7 @@ REWARDS_APART = ("roles.reward.ranks=1", "machine.gpus_per_node=4")
 def test_rewards_go_on_when_the_ranks_that_compute_them_are_killed(work: Path) -> None:
     """Here the ranks that train also generate: the metrics are those of the run whose ranks do all."""
     run, more = work / "runs/rewards-apart", ("name=rewards-apart", "rollout.placement=consecutive", *REWARDS_APART)
-    with started(work, *more) as process:
+    with started(work, settings(*more)) as process:
         wait_for_rows(run, 1, process)
         child = child_of(run, 2)
         assert child is not None
@@ -191,7 +189,7 @@ def test_ranks_that_compute_rewards_stay_up_while_those_that_train_and_generate_
     run = work / "runs/rewards-again"
     more = ("name=rewards-again", "rollout.tp=2", *REWARDS_APART, "run.max_restarts=1")
     train(work, "name=once", "rollout.tp=2")
-    with started(work, *more) as process:
+    with started(work, settings(*more)) as process:
         wait_for_rows(run, 3, process)  # a checkpoint is there
         child = child_of(run, 1)
         assert child is not None
@@ -256,7 +254,7 @@ def test_training_goes_on_through_twenty_kills_of_ranks_that_generate(work: Path
     long = (*SPLIT, "run.eval_every=1000", "run.checkpoint_every=0", "roles.generation.max_restarts=20")
     train(work, *long, "name=steady", "run.steps=60")
     run, draw, kills = work / "runs/shaken", random.Random(1), 20
-    with started(work, *long, "name=shaken", "run.steps=999") as process:
+    with started(work, settings(*long, "name=shaken", "run.steps=999")) as process:
         wait_for_rows(run, 2, process)
         for kill in range(kills):
             wait_until(lambda: present(run), process)
@@ -287,7 +285,7 @@ def test_training_goes_on_through_twenty_kills_of_ranks_that_generate(work: Path
 def test_ranks_that_generate_leave_and_join(work: Path) -> None:
     run, control = work / "runs/fewer", work / "runs/fewer/control.yaml"
     long = (*SPLIT, "name=fewer", "run.steps=999", "run.eval_every=1000", "run.checkpoint_every=0")
-    with started(work, *long, "roles.generation.active_ranks=1") as process:
+    with started(work, settings(*long, "roles.generation.active_ranks=1")) as process:
         wait_for_rows(run, 3, process)
         control.write_text("roles.generation.active_ranks: 2\n")
         wait_until(lambda: engine_events(run, "joined"), process)
@@ -313,7 +311,7 @@ def test_ranks_that_generate_leave_and_join(work: Path) -> None:
 def test_a_rank_that_generates_and_is_stopped_is_started_again(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID3D_HEARTBEAT_SECONDS", "15")
     run, more = work / "runs/stopped", ("name=stopped", "run.steps=40", "run.eval_every=40", "run.checkpoint_every=0")
-    with started(work, *SPLIT, *more) as process:
+    with started(work, settings(*SPLIT, *more)) as process:
         wait_for_rows(run, 2, process)
         child = child_of(run, 2)
         assert child is not None
@@ -342,7 +340,7 @@ def test_those_that_generate_stay_up_while_those_that_train_are_started_again(wo
 def test_the_loss_of_ranks_that_train_beyond_the_restarts_ends_the_run(work: Path) -> None:
     """The first is before the ranks have met; then one that generates is lost too, while the others are restarted."""
     run = work / "runs/thrice"
-    with started(work, *SPLIT, "name=thrice", "run.steps=999", "run.max_restarts=2") as process:
+    with started(work, settings(*SPLIT, "name=thrice", "run.steps=999", "run.max_restarts=2")) as process:
         for kill in range(3):
             if kill:
                 wait_for_rows(run, kill, process)
@@ -367,7 +365,7 @@ def printed_when_killed(work: Path, name: str, rank: int | None, *more: str, exp
     Without a rank, the command itself is killed, which the ranks must not outlive.
     """
     run = work / "runs" / name
-    with started(work, *SPLIT, f"name={name}", *more) as process:
+    with started(work, settings(*SPLIT, f"name={name}", *more)) as process:
         end = time.monotonic() + 300
         while not (run / "checkpoints/step-000002").exists():
             assert time.monotonic() < end
@@ -385,43 +383,6 @@ def printed_when_killed(work: Path, name: str, rank: int | None, *more: str, exp
         return printed
 
 
-@contextmanager
-def started(work: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a run whose output is read later; at the end none of its processes is left."""
-    mark = uuid.uuid4().hex
-    command = [sys.executable, "-m", "hybrid3d", "train", *settings(*more)]
-    variables = environment(mark, PYTHONPATH=os.pathsep.join([str(work), str(ROOT / "src")]))
-    process = subprocess.Popen(command, cwd=work, env=variables, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        kill_marked(mark)
-        process.wait()
-
-
-def recorded(run: Path) -> int:
-    """Return how many steps a run has recorded."""
-    return len((run / "metrics.jsonl").read_text().splitlines()) if (run / "metrics.jsonl").exists() else 0
-
-
-def wait_for_rows(run: Path, rows: int, process: subprocess.Popen[str]) -> None:
-    """Wait until a run has recorded so many steps."""
-    end = time.monotonic() + 300
-    while recorded(run) < rows:
-        assert time.monotonic() < end
-        assert process.poll() is None
-        time.sleep(0.002)
-
-
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
-    """Wait until a condition of a run is true."""
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        assert process.poll() is None
-        time.sleep(0.05)
-
-
 def engine_events(run: Path, *what: str) -> list[dict[str, Any]]:
     """Return the events `engine_...` of a run."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
@@ -432,26 +393,6 @@ def present(run: Path) -> list[int]:
     """Return the ranks that generate, as the run's events say."""
     last = {event["ranks"][0]: event["event"] for event in engine_events(run, "lost", "joined")}
     return [rank for rank in (2, 3) if last.get(rank) != "engine_lost"]
-
-
-def child_of(run: Path, rank: int) -> int | None:
-    """Return the process that generates as this rank now, which its parent starts again when it is lost."""
-    return next(iter(ranks_of(run, rank, children=True)), None)
-
-
-def ranks_of(run: Path, rank: int | None = None, children: bool = False) -> list[int]:
-    """Return the processes of a run's ranks, or of one of them; or only those that are children of another one."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command, variables = ((folder / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
-        except OSError:  # it has ended, or is another user's
-            continue
-        numbers = [v for v in variables if v.startswith(b"RANK=")]
-        is_child = any(v.startswith(b"HYBRID3D_RESTART_COUNT=") for v in variables)
-        if f"name={run.name}".encode() in command and numbers and (rank is None or f"RANK={rank}".encode() in numbers):
-            found += [int(folder.name)] if is_child or not children else []
-    return found
 
 
 def test_an_error_of_all_ranks_that_generate_ends_the_run(work: Path) -> None:

@@ -74,7 +74,7 @@ def main(out: str, model: str, adapters: str, rollout_tp: int, layout: str) -> N
     )
     policy = Policy(read_config(model), recipe, rank)
     engine = RolloutEngine(recipe, rank, distributed.run_id(), [*range(group.size())])
-    sync = policy_sync(recipe, group, policy, engine, None)
+    sync = policy_sync(recipe, group, policy, engine)
     first = sync.run(0, verify=True)
     worker = engine.model_runner.lora_manager
     ours, difference = slots_of(worker._adapter_manager), mismatch(engine, policy, recipe, 0)

@@ -2,14 +2,17 @@
 
     torchrun --nproc-per-node N router_replay.py SPEC.json OUT
 
-`SPEC.json` has `folder` (a checkpoint), `dtype`, `rollout_tp`, `noise` and `layouts`, by name. OUT gets `rank<n>.pt`;
-what is measured is judged by tests/test_router_replay.py.
+`SPEC.json` has `folder` (a checkpoint), `dtype`, `rollout_tp`, `noise` and `layouts`, by name. `noise` is added to the
+weights of training's routers, as it is and times their standard deviation. OUT gets `rank<n>.pt`; what is measured is
+judged by tests/test_router_replay.py.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,7 @@ from hybrid3d.train.policy import Policy
 BIAS_RATE = 0.1
 TOKENS = 16  # of an answer, at most
 LENGTHS = (5, 9, 60, 17, 150, 150, 33, 80)  # of prompts; more than a block of vLLM's KV cache in two of them
+NOISES = {"noise": False, "relative noise": True}
 SAMPLES = 2  # for each prompt, so that the second finds the first's prompt in vLLM's cache
 
 
@@ -125,14 +129,18 @@ def scrambled(samples: list[Sample], count: int) -> list[Sample]:
     return found
 
 
-def disturb(policy: Policy, noise: float) -> None:
-    """Add noise to the routers' weights, the same in all layouts."""
-    for stage in policy.stages:
-        for module in stage.modules():
-            if type(module).__name__ == "TopKRouter":
-                dice = torch.Generator().manual_seed(module.layer_number)
-                added = torch.randn(module.weight.shape, generator=dice) * noise
-                module.weight.data += added.to(module.weight.dtype)
+@contextmanager
+def disturbed(policy: Policy, noise: float, *, relative: bool) -> Iterator[None]:
+    """Add noise to the routers' weights for the time of the block, the same in all layouts."""
+    routers = [m for stage in policy.stages for m in stage.modules() if type(m).__name__ == "TopKRouter"]
+    before = [router.weight.data.clone() for router in routers]
+    for router in routers:
+        dice = torch.Generator().manual_seed(router.layer_number)
+        added = torch.randn(router.weight.shape, generator=dice) * noise
+        router.weight.data += (added * router.weight.data.std() if relative else added).to(router.weight.dtype)
+    yield
+    for router, weight in zip(routers, before, strict=True):
+        router.weight.data.copy_(weight)
 
 
 def biases(policy: Policy) -> dict[int, torch.Tensor]:
@@ -159,19 +167,23 @@ def measure(spec: dict[str, Any], train: dict[str, Any], samples: list[Sample]) 
     found |= {"dp": policy.data_parallel_rank, "reports": policy.is_reporting_rank}
     found["none gaps"] = gaps(policy, batch, mine, recipe)
     found["recorded"] = policy.router_replay.recorded
-    disturb(policy, spec["noise"])
-    found["none gaps with noise"] = gaps(policy, batch, mine, recipe)
     given = replace(batch, experts=found["recorded"])
-    found["old gaps with noise"] = gaps(policy, given, mine, recipe)
+    for name, relative in NOISES.items():
+        with disturbed(policy, spec["noise"], relative=relative):
+            found[f"none gaps with {name}"] = gaps(policy, batch, mine, recipe)
+            found[f"old gaps with {name}"] = gaps(policy, given, mine, recipe)
 
     recipe = recipe_for(spec, train, "rollout")
     policy = Policy(config, recipe, dist.get_rank())
     given = with_expert_choices(batch, mine, policy, recipe)
     found["rollout gaps"] = gaps(policy, given, mine, recipe)
     found["metrics"] = StepMetrics(expert_metrics(samples, policy, recipe)).reduce(dist.group.WORLD)
-    disturb(policy, spec["noise"])
-    found["rollout gaps with noise"] = gaps(policy, given, mine, recipe)
-    found["metrics with noise"] = StepMetrics(expert_metrics(samples, policy, recipe)).reduce(dist.group.WORLD)
+    for name, relative in NOISES.items():
+        with disturbed(policy, spec["noise"], relative=relative):
+            found[f"rollout gaps with {name}"] = gaps(policy, given, mine, recipe)
+            found[f"metrics with {name}"] = StepMetrics(expert_metrics(samples, policy, recipe)).reduce(
+                dist.group.WORLD
+            )
 
     other = with_expert_choices(batch, scrambled(mine, family_of(config).experts(config).count), policy, recipe)
     real, before = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None], biases(policy)

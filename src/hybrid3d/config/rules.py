@@ -183,11 +183,6 @@ def _check_async(recipe: Recipe) -> Iterator[str]:
 def _check_lora(recipe: Recipe) -> Iterator[str]:
     if recipe.lora is None:
         return
-    if recipe.syncs_adapters and recipe.is_split:
-        yield (
-            f"lora.sync=adapter: roles.generation.ranks={recipe.roles.generation.ranks} generate apart, and adapters "
-            "are sent alone only to engines of ranks that train: set lora.sync=merged, or leave roles.generation out"
-        )
     if recipe.syncs_adapters and recipe.rollout is not None and recipe.rollout.dp > 1:
         yield (
             f"lora.sync=adapter: rollout.dp={recipe.rollout.dp} joins engines, and while one of them waits for the "

@@ -82,8 +82,7 @@ class Colocated:
         work_record.trains(recipe, rank)
         work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
         self._overlaps = guard is not None and recipe.overlaps_sync
-        buckets = self._policy.optimizer_buckets if self._overlaps else None
-        self._sync = policy_sync(recipe, group, self._policy, self._engine, buckets)
+        self._sync = policy_sync(recipe, group, self._policy, self._engine, overlaps=self._overlaps)
         self.train, self.held_out = read_data(recipe, self.config, self.tokenizer)
         self._replicas = EngineReplicas(recipe, self._engine, self.tokenizer, group)
         replicas: Replicas = self._replicas

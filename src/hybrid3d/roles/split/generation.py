@@ -15,7 +15,7 @@ from hybrid3d.process import new_engine_name, set_shared_memory_prefix
 from hybrid3d.roles.split.connections import Connection
 from hybrid3d.roles.split.elastic_sync import ElasticSync, Members
 from hybrid3d.roles.split.messages import Call, Reply
-from hybrid3d.roles.weight_sync import WeightSync
+from hybrid3d.roles.weight_sync import WeightSync, policy_sync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.heartbeat import enter_phase
 from hybrid3d.run.memory import meter
@@ -51,8 +51,8 @@ class GenerationRank:
         work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
         self._replicas = EngineReplicas(recipe, self._engine, read_tokenizer(recipe), group)
 
-        def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, members: tuple[int, ...]) -> WeightSync:
-            return WeightSync(recipe, everyone, engine=self._engine, transport_group=weights, ranks=members)
+        def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> WeightSync:
+            return policy_sync(recipe, everyone, engine=self._engine, transport_group=weights, ranks=ranks)
 
         self._sync = ElasticSync(store, make_sync)
         self.ready = False

@@ -26,7 +26,7 @@ from hybrid3d.roles.split.ahead import GenerationAhead
 from hybrid3d.roles.split.elastic_sync import ElasticSync, Members
 from hybrid3d.roles.split.engines import Engines
 from hybrid3d.roles.split.other_roles import OtherRoles
-from hybrid3d.roles.weight_sync import SyncReport, WeightSync
+from hybrid3d.roles.weight_sync import SyncReport, WeightSync, policy_sync
 from hybrid3d.run.health import Guard
 from hybrid3d.run.memory import Peaks
 from hybrid3d.run.metrics import StepMetrics, Stopwatch
@@ -105,7 +105,12 @@ class TrainingRank:
         if weights_of is not None:
             checkpoint.load_weights({"policy": self._policy}, weights_of, group)
         self._overlaps = guard is not None and recipe.overlaps_sync
-        self._sync = ElasticSync(store, lambda *members: self._make_sync(recipe, *members))
+
+        def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> WeightSync:
+            overlaps = {"overlaps": self._overlaps}
+            return policy_sync(recipe, everyone, self._policy, transport_group=weights, ranks=ranks, **overlaps)
+
+        self._sync = ElasticSync(store, make_sync)
         self._begun: Members | None = None  # of a sync that has begun during an update
         self._synced_before = False
         self._busy = Stopwatch()
@@ -115,25 +120,8 @@ class TrainingRank:
             self.models = Models.of(recipe, self._policy, group)
             self._learner = Learner(recipe, self.models, guard, tokenizer.pad_token_id, group)
 
-    def _make_sync(
-        self, recipe: Recipe, everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: Sequence[int]
-    ) -> WeightSync:
-        return WeightSync(
-            recipe,
-            everyone,
-            self._policy.weights,
-            optimizer_buckets=self._policy.optimizer_buckets if self._overlaps else None,
-            changes=self._policy.changes,
-            transport_group=weights,
-            ranks=ranks,
-        )
-
     def sync(self, version: int, recipe: Recipe) -> SplitSyncReport:
         """Sync to this version, or finish the overlapped sync to it; again without ranks that are lost meanwhile."""
-        with self._policy.merged():
-            return self._sync_weights(version, recipe)
-
-    def _sync_weights(self, version: int, recipe: Recipe) -> SplitSyncReport:
         members, self._begun = self._begun, None
         failed: Counter[tuple[int, ...]] = Counter()
         while True:

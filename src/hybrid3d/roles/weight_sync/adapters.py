@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -19,48 +20,99 @@ if TYPE_CHECKING:
 
 
 def policy_sync(
-    recipe: Recipe, group: dist.ProcessGroup, policy: Policy, engine: RolloutEngine, buckets: Mapping[str, int] | None
+    recipe: Recipe,
+    group: dist.ProcessGroup,
+    policy: Policy | None = None,
+    engine: RolloutEngine | None = None,
+    *,
+    overlaps: bool = False,
+    transport_group: dist.ProcessGroup | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> WeightSync:
-    """Return the sync of a policy and an engine, both of which every rank of the group has.
+    """Return the sync of a group of ranks, each of which has a policy, an engine or both.
 
     Args:
-        buckets: the optimizer bucket of each of the policy's local tensors, if syncs overlap the last update.
+        overlaps: syncs overlap the last update of a step.
+        transport_group, ranks: as for `WeightSync`.
     """
-    if recipe.lora is None:
-        return WeightSync(recipe, group, policy.weights, engine, buckets, policy.changes)
-    return (AdapterSync if recipe.syncs_adapters else MergedSync)(recipe, group, policy, engine)
+    if recipe.lora is not None:
+        kind = AdapterSync if recipe.syncs_adapters else MergedSync
+        return kind(recipe, group, policy, engine, transport_group, ranks)
+    weights, changes = (None, None) if policy is None else (policy.weights, policy.changes)
+    buckets = policy.optimizer_buckets if policy is not None and overlaps else None
+    return WeightSync(recipe, group, weights, engine, buckets, changes, transport_group, ranks)
 
 
 class AdapterSync(WeightSync):
     """Sends the policy's own weights once, and its adapters in each sync, to vLLM's slot for them."""
 
-    def __init__(self, recipe: Recipe, group: dist.ProcessGroup, policy: Policy, engine: RolloutEngine):
-        self._base: WeightSync | None = WeightSync(recipe, group, policy.weights, engine)
+    def __init__(
+        self,
+        recipe: Recipe,
+        group: dist.ProcessGroup,
+        policy: Policy | None,
+        engine: RolloutEngine | None,
+        transport_group: dist.ProcessGroup | None = None,
+        ranks: Sequence[int] | None = None,
+    ):
+        """Arguments: as for `policy_sync`."""
+        weights, adapters = (None, None) if policy is None else (policy.weights, policy.adapters)
+        groups = {"transport_group": transport_group, "ranks": ranks}
+        self._base: WeightSync | None = WeightSync(recipe, group, weights, engine, **groups)
+        self._before: SyncReport | None = None  # of the policy's own weights, in the first sync
         settings = dataclasses.replace(recipe.sync, delta="never", share_storage=False, keep_loader_layout=False)
         apart = dataclasses.replace(recipe, sync=settings)
-        super().__init__(apart, group, policy.adapters, _AdapterSlot(engine))
+        super().__init__(apart, group, adapters, None if engine is None else _AdapterSlot(engine), **groups)
 
-    def run(self, version: int, verify: bool = False) -> SyncReport:
-        """Sync the adapters as they are now, the first time after the policy's own weights.
+    def begin(self, version: int, verify: bool = False) -> None:
+        """Begin a sync of the adapters, the first time after a sync of the policy's own weights.
 
         Arguments and errors: as for `WeightSync.run`.
         """
-        if self._base is None:
-            return super().run(version, verify)
-        before, self._base = self._base.run(version, verify), None
-        return super().run(version, verify).after(before)
+        if self._base is not None:
+            self._before = self._base.run(version, verify)
+            self._base = None
+        super().begin(version, verify)
+
+    def finish(self) -> SyncReport:
+        report, before, self._before = super().finish(), self._before, None
+        return report if before is None else report.after(before)
+
+    def abandon(self) -> None:
+        if self._base is not None:
+            self._base.abandon()
+        super().abandon()
 
 
 class MergedSync(WeightSync):
     """Sends the sums of the policy's own weights and its adapters."""
 
-    def __init__(self, recipe: Recipe, group: dist.ProcessGroup, policy: Policy, engine: RolloutEngine):
-        self._policy = policy
-        super().__init__(recipe, group, policy.weights, engine)
+    def __init__(
+        self,
+        recipe: Recipe,
+        group: dist.ProcessGroup,
+        policy: Policy | None,
+        engine: RolloutEngine | None,
+        transport_group: dist.ProcessGroup | None = None,
+        ranks: Sequence[int] | None = None,
+    ):
+        """Arguments: as for `policy_sync`."""
+        self._policy, self._merged = policy, ExitStack()
+        weights = None if policy is None else policy.weights
+        super().__init__(recipe, group, weights, engine, transport_group=transport_group, ranks=ranks)
 
-    def run(self, version: int, verify: bool = False) -> SyncReport:
-        with self._policy.merged():
-            return super().run(version, verify)
+    def begin(self, version: int, verify: bool = False) -> None:
+        if self._policy is not None:
+            self._merged.enter_context(self._policy.merged())
+        super().begin(version, verify)
+
+    def finish(self) -> SyncReport:
+        with self._merged:
+            return super().finish()
+
+    def abandon(self) -> None:
+        self._merged.close()
+        super().abandon()
 
 
 class _AdapterSlot:

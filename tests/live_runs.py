@@ -1,0 +1,73 @@
+"""Starts runs through the command, and finds their processes while they run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from commands import ROOT
+from run_ranks import environment, kill_marked
+
+
+@contextmanager
+def started(work: Path, arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """Start `hybrid3d train` in a folder, whose output is read later; at the end none of its processes is left."""
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", "hybrid3d", "train", *arguments]
+    variables = environment(mark, PYTHONPATH=os.pathsep.join([str(work), str(ROOT / "src")]))
+    process = subprocess.Popen(command, cwd=work, env=variables, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        kill_marked(mark)
+        process.wait()
+
+
+def recorded(run: Path) -> int:
+    """Return how many steps a run has recorded."""
+    return len((run / "metrics.jsonl").read_text().splitlines()) if (run / "metrics.jsonl").exists() else 0
+
+
+def wait_for_rows(run: Path, rows: int, process: subprocess.Popen[str]) -> None:
+    """Wait until a run has recorded so many steps."""
+    end = time.monotonic() + 300
+    while recorded(run) < rows:
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.002)
+
+
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+    """Wait until a condition of a run is true."""
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.05)
+
+
+def child_of(run: Path, rank: int) -> int | None:
+    """Return the process that generates as this rank now, which its parent starts again when it is lost."""
+    return next(iter(ranks_of(run, rank, children=True)), None)
+
+
+def ranks_of(run: Path, rank: int | None = None, children: bool = False) -> list[int]:
+    """Return the processes of a run's ranks, or of one of them; or only those that are children of another one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command, variables = ((folder / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+        except OSError:  # it has ended, or is another user's
+            continue
+        numbers = [v for v in variables if v.startswith(b"RANK=")]
+        is_child = any(v.startswith(b"HYBRID3D_RESTART_COUNT=") for v in variables)
+        if f"name={run.name}".encode() in command and numbers and (rank is None or f"RANK={rank}".encode() in numbers):
+            found += [int(folder.name)] if is_child or not children else []
+    return found
