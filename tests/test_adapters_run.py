@@ -97,7 +97,8 @@ def test_ranks_that_only_generate_get_the_adapters_alone(work: Path) -> None:
     for apart, together in zip([first, *later], read_rows(work / "runs/slots"), strict=True):
         assert apart["mismatch/logprob_abs_max"] <= 1e-4
         assert apart["reward/mean"] == together["reward/mean"]
-        assert apart.get("train/grad_norm") == pytest.approx(together.get("train/grad_norm"), rel=1e-3)
+        if "train/grad_norm" in together:  # not in the last row, which is of the evaluation at the end
+            assert apart["train/grad_norm"] == pytest.approx(together["train/grad_norm"], rel=1e-3)
 
 
 def test_an_engine_that_was_lost_gets_the_weights_below_adapters_again(work: Path) -> None:

@@ -191,12 +191,12 @@ def test_a_checkpoint_is_read_in_other_layouts(results: Results) -> None:
 
 def test_gpus_need_an_attention_for_it() -> None:
     """Transformer Engine's, which is not installed here."""
-    from hybrid3d.inputs.checks import _check_attention
+    from hybrid3d.inputs.checks import _check_transformer_engine
 
     path = ROOT / "recipes/demo-cpu.yaml"
-    _check_attention(load_recipe(path, []))
+    _check_transformer_engine(load_recipe(path, []))
     with pytest.raises(RecipeError) as raised:
-        _check_attention(load_recipe(path, ["train.cp=2"]))
+        _check_transformer_engine(load_recipe(path, ["train.cp=2"]))
     missing, dtype = raised.value.problems
     assert missing.startswith("train.cp=2: on GPUs context parallelism needs the attention of Transformer Engine")
     assert dtype.startswith("train.cp=2: on GPUs context parallelism needs model.dtype=bfloat16, not float32: set it,")

@@ -27,7 +27,9 @@ FOUR_RANKS = {
     "tp": {"tp": 4, "ep": 2, "etp": 2, "max_tokens_per_micro_batch": 512},
 }
 # The wider the weights, the more a change of the experts' weights, which remains, is amplified by the layers above
-CALMER = {family: {"initializer_range": 0.07} for family in ("qwen3_moe", "deepseek_v2")}
+CALMER = {"qwen3_moe": {"initializer_range": 0.07}}
+# How many times p99 falls at least with noise of 1 %; DeepSeek-V2's weights of experts depend on all routers' scores
+FALLS = {"deepseek_v2": 5}
 
 
 def measured(
@@ -105,12 +107,12 @@ def check_counts(ranks: list[Found], layout: str, samples: list[Sample]) -> None
             assert torch.allclose(step.double(), 0.1 * (counts.mean() - counts).sign(), atol=1e-6)
 
 
-def check_noise(ranks: list[Found], layout: str) -> None:
+def check_noise(ranks: list[Found], layout: str, falls: int) -> None:
     """Noise on training's routers changes choices; without their change the mismatch falls.
 
     What remains is the change of the weights of the same experts, in proportion to the noise.
     """
-    for name, times in (("noise", 2), ("relative noise", 10)):
+    for name, times in (("noise", 2), ("relative noise", falls)):
         agreement = ranks[0][layout][f"metrics with {name}"]["mismatch/expert_agreement"]
         without, replayed, old = (p99(ranks, layout, f"{kind} gaps with {name}") for kind in ("none", "rollout", "old"))
         print(f"{layout}, {name}: p99 {without:.4f}, with router replay {replayed:.4f}; {agreement:.1%} agree")
@@ -120,20 +122,20 @@ def check_noise(ranks: list[Found], layout: str) -> None:
         assert old == pytest.approx(replayed)
 
 
-def check_all(ranks: list[Found], layouts: dict[str, Found]) -> None:
+def check_all(ranks: list[Found], layouts: dict[str, Found], falls: int) -> None:
     samples = ranks[0]["samples"]
     check_choices(samples, experts=8)
     for layout in layouts:
         check_layout(ranks, layout, samples)
         check_against_alone(ranks, layout)
         check_counts(ranks, layout, ranks[0]["scrambled"])
-        check_noise(ranks, layout)
+        check_noise(ranks, layout, falls)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_choices_are_replayed_on_two_ranks(family: str, tmp_path: Path) -> None:
     ranks = measured(tmp_path, family, TWO_RANKS, ranks=2, rollout_tp=2)
-    check_all(ranks, TWO_RANKS)
+    check_all(ranks, TWO_RANKS, FALLS.get(family, 10))
     if family == "deepseek_v3":  # blocks of the cache are small, so that requests run out of them
         assert all(rank["preempted"] for rank in ranks)
         assert all(rank["alone"]["bias steps"] for rank in ranks)
@@ -143,7 +145,7 @@ def test_choices_are_replayed_on_two_ranks(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "mixtral", "deepseek_v2", "glm4_moe"])
 def test_choices_are_replayed_in_every_layout(family: str, tmp_path: Path) -> None:
     ranks = measured(tmp_path, family, FOUR_RANKS, ranks=4, rollout_tp=2)
-    check_all(ranks, FOUR_RANKS)
+    check_all(ranks, FOUR_RANKS, FALLS.get(family, 10))
 
 
 @pytest.mark.slow

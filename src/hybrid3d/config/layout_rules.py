@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from hybrid3d.config.algorithms import GROUP_ADVANTAGES
-from hybrid3d.config.quantization_rules import BLOCK, quantized_shares
+from hybrid3d.config.quantization_rules import BLOCK, odd_sizes, quantized_shares
 from hybrid3d.config.schema import Rule
 
 if TYPE_CHECKING:
@@ -85,6 +85,9 @@ def _check_support(recipe: Recipe, model: ModelShape, device: Device | None) -> 
     if recipe.syncs_adapters and recipe.model.dtype == "float32" and device == "cuda":
         message = "lora.sync=adapter: with model.dtype=float32 vLLM 0.32.0 has no adapters on GPUs"
         yield LayoutProblem(("lora.sync", "model.dtype"), message, "set model.dtype=bfloat16, or lora.sync=merged")
+    if train.fp8 != "none" and device == "cpu":
+        message = f"train.fp8={train.fp8}: Transformer Engine multiplies in FP8, on GPUs only"
+        yield LayoutProblem(("train.fp8",), message, "the only valid value here is none")
     if rollout is not None and rollout.dp > 1 and not rollout.expert_parallel:
         yield LayoutProblem(
             ("rollout.dp",),
@@ -99,6 +102,9 @@ def _check_train_layout(recipe: Recipe, model: ModelShape) -> Iterator[LayoutPro
     yield from _check_rules("train.tp", train.tp, rules)
     yield from _check_stages(recipe, model.num_layers)
     yield from _check_context(recipe)
+    if train.fp8 != "none":
+        for setting, message in odd_sizes(train, model):
+            yield LayoutProblem((setting,), message, "leave train.fp8 out")
     if model.experts is None:
         return
     ep_rules = [_divides(model.experts.count, "the number of experts")]

@@ -1,4 +1,4 @@
-"""Rules that a quantized rollout must satisfy: what it can be combined with, and sizes of whole blocks."""
+"""Rules of FP8: what a quantized rollout can be combined with and its whole blocks, and what training in FP8 needs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hybrid3d.config.model_shape import ModelShape
     from hybrid3d.config.recipe import Recipe
-    from hybrid3d.config.sections.engines import Rollout
+    from hybrid3d.config.sections.engines import Rollout, Train
 
 BLOCK = 128
+FP8_MULTIPLE = 16  # of each dim of a matrix that is multiplied in FP8, tokens too
 
 
 def check_quantization(recipe: Recipe) -> Iterator[str]:
@@ -31,6 +32,31 @@ def check_quantization(recipe: Recipe) -> Iterator[str]:
             f"lora.sync={recipe.lora.sync}: with {setting} the weights below adapters would be quantized, which this "
             "version does not support: leave one of them out"
         )
+
+
+def check_fp8_training(recipe: Recipe) -> Iterator[str]:
+    """Yield what cannot be combined with training in FP8."""
+    if recipe.train.fp8 != "none" and recipe.model.dtype != "bfloat16":
+        yield (
+            f"train.fp8={recipe.train.fp8}: the matrices that are multiplied in FP8 are quantized from bfloat16, and "
+            f"model.dtype={recipe.model.dtype}: set model.dtype=bfloat16, or leave train.fp8 out"
+        )
+
+
+def odd_sizes(train: Train, model: ModelShape) -> Iterator[tuple[str, str]]:
+    """Yield each size of a rank's matrices that cannot be multiplied in FP8, as a setting and a message."""
+    sizes = [
+        ("train.tp", "hidden_size", model.hidden_size, 1),
+        ("train.tp", "intermediate_size", model.intermediate_size, train.tp),
+    ]
+    if model.latents is None:
+        sizes.append(("train.tp", "num_attention_heads*head_dim", model.num_attention_heads * model.head_dim, train.tp))
+    if model.experts is not None:
+        sizes.append(("train.etp", "an expert's width", model.experts.width, train.etp))
+    for setting, what, size, shards in sizes:
+        if (size / shards) % FP8_MULTIPLE:
+            divided = f"{size}/{shards}={size / shards:g}" if shards > 1 else str(size)
+            yield setting, f"train.fp8={train.fp8} needs multiples of {FP8_MULTIPLE}, and {what}={divided} is none"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hybrid3d.config.algorithm_rules import check_algorithm
-from hybrid3d.config.quantization_rules import check_quantization
+from hybrid3d.config.quantization_rules import check_fp8_training, check_quantization
 from hybrid3d.config.schema import MAX_PORT, MAX_RANKS
 from hybrid3d.config.unused_settings import unused_settings
 
@@ -375,5 +375,5 @@ def _check_guard(recipe: Recipe) -> Iterator[str]:
 
 _CHECKS = (
     *(_check_split, _check_reward_ranks, _check_async, _check_agents, _check_evaluation, _check_router_replay),
-    *(_check_lora, _check_teacher, check_quantization),
+    *(_check_lora, _check_teacher, check_quantization, check_fp8_training),
 )

@@ -105,6 +105,13 @@ GPU_CHECKS = (
         ("cuda", "transformer_engine", *MEGATRON),
     ),
     Check(
+        "train_fp8",
+        "training steps in FP8, beside those in bfloat16",
+        CHECKS + "training:in_fp8",
+        120,
+        ("cuda", "transformer_engine", *MEGATRON),
+    ),
+    Check(
         "two_ranks",
         "a verified sync over NCCL between two GPUs",
         CHECKS + "two_ranks:two_ranks",

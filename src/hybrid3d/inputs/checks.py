@@ -28,14 +28,23 @@ def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
     shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
     check_layout(recipe, shape, device=None if planned else "cuda" if torch.cuda.is_available() else "cpu")
     if not planned and torch.cuda.is_available():
-        _check_attention(recipe)
+        _check_transformer_engine(recipe)
     return config
 
 
-def _check_attention(recipe: Recipe) -> None:
-    """Check that GPUs have an attention for context parallelism: Transformer Engine's, which has none in float32."""
-    cp, dtype, problems = recipe.train.cp, recipe.model.dtype, []
-    if cp > 1 and importlib.util.find_spec("transformer_engine") is None:
+def _check_transformer_engine(recipe: Recipe) -> None:
+    """Check that what only Transformer Engine has on GPUs is there: FP8, and an attention for context parallelism.
+
+    The latter has no float32.
+    """
+    cp, fp8, dtype, problems = recipe.train.cp, recipe.train.fp8, recipe.model.dtype, []
+    is_installed = importlib.util.find_spec("transformer_engine") is not None
+    if fp8 != "none" and not is_installed:
+        problems.append(
+            f"train.fp8={fp8} needs Transformer Engine, which is not installed: install it, as Dockerfile does, or "
+            "leave train.fp8 out"
+        )
+    if cp > 1 and not is_installed:
         problems.append(
             f"train.cp={cp}: on GPUs context parallelism needs the attention of Transformer Engine, which is not "
             "installed: install it, as Dockerfile does, or set train.cp=1"

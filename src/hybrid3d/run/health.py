@@ -89,9 +89,7 @@ class Guard:
             EngineMismatch: the mismatch is more than the dtype explains, and `guard.initial_mismatch` is `stop`.
         """
         self._engines_compared = True
-        quantization = None if recipe.rollout is None else recipe.rollout.quantization
-        dtype = quantization or recipe.model.dtype
-        setting = "rollout.quantization" if quantization else "model.dtype"
+        dtype, setting = _least_precise(recipe)
         mean, bound = row["mismatch/logprob_abs_mean"], MAX_EXPLAINED_MISMATCH[dtype][experts]
         if mean <= bound:  # false for NaN
             return
@@ -100,7 +98,7 @@ class Guard:
         message = (
             f"step {step}: training and vLLM do not compute the same model: their log-probabilities of the sampled "
             f"tokens differ by {mean:.4g} nats on average (p99 {p99:.4g}, maximum {largest:.4g}), but "
-            f"{setting}={dtype} explains at most {bound:g}{' in a model with experts' if experts else ''}. "
+            f"{setting} explains at most {bound:g}{' in a model with experts' if experts else ''}. "
             "Likely causes: a rope setting in the checkpoint's config.json that the two read differently "
             "(rope_parameters, rope_scaling, rope_theta); different temperatures; different weights (set "
             "sync.verify=always); an operation that needs a dtype of higher precision (try model.dtype=float32). "
@@ -167,3 +165,12 @@ class Guard:
         if self._interventions > recipe.guard.max_interventions:
             limit = recipe.guard.max_interventions
             raise TooManyInterventions(f"step {step}: {message}; guard.max_interventions={limit} is exceeded")
+
+
+def _least_precise(recipe: Recipe) -> tuple[str, str]:
+    """Return the least precise dtype that an engine computes in, and the setting that says so."""
+    if recipe.rollout is not None and recipe.rollout.quantization is not None:
+        return "fp8", f"rollout.quantization={recipe.rollout.quantization}"
+    if recipe.train.fp8 != "none":
+        return "fp8", f"train.fp8={recipe.train.fp8}"
+    return recipe.model.dtype, f"model.dtype={recipe.model.dtype}"

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model
 
-from hybrid3d.config import Optimizer, Recipe, Train
+from hybrid3d.config import FP8_MULTIPLE, Optimizer, Recipe, Train
 from hybrid3d.families import Config, Family
 from hybrid3d.reshard.files import load_files
 from hybrid3d.reshard.layout import Demand
@@ -268,6 +268,8 @@ class MegatronModel:
         """Run the pipeline schedule over the micro batches; `close(micro batch, output)` computes the loss of each."""
         self.onload("parameters")
         multiple = recipe.train.tp if self.stages[0].config.sequence_parallel else 1  # a sequence is split over TP
+        if recipe.train.fp8 != "none":
+            multiple *= FP8_MULTIPLE
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         batch = batch.to(device())
         micros = micro_batches(batch, recipe.train, multiple, group, context_group())

@@ -104,6 +104,8 @@ def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> Tra
         run |= dict(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
     if layout.recompute == "full":
         run |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    if layout.fp8 != "none":
+        run |= _fp8(layout)
     settings = model | _attention(config, family) | _experts(config, family, layout) | run
     kind = TransformerConfig if family.latents(config) is None else MLATransformerConfig
     return kind(**(settings | family.transformer_config(config)))
@@ -138,6 +140,15 @@ def _experts(config: Config, family: Family, layout: Train) -> dict[str, Any]:
         moe_router_bias_update_rate=layout.expert_bias_update_rate,
         moe_grouped_gemm=USE_TE,
         sequence_parallel=layout.tp > 1,  # Megatron requires it for experts under tensor parallelism
+    )
+
+
+def _fp8(layout: Train) -> dict[str, Any]:
+    return dict(
+        fp8="e4m3" if layout.fp8 == "blockwise" else "hybrid",
+        fp8_recipe=layout.fp8,
+        # Else quantized weights stay in memory, also while vLLM generates, and those of before an update could be used
+        disable_parameter_transpose_cache=True,
     )
 
 

@@ -67,6 +67,9 @@ class Train:
         packed: Concatenate the sequences of a micro batch without padding.
         max_tokens_per_micro_batch: Maximum tokens per micro batch, padding included; replaces `micro_batch_size`.
         recompute: With `full`, a layer keeps only its input and is recomputed in the backward pass.
+        fp8: Multiply matrices in FP8 on GPUs with Transformer Engine: `tensorwise` has a scale for each tensor, and
+            gradients in E5M2; `blockwise` one for each block, all in E4M3 (DeepSeek-V3, arXiv 2412.19437). Weights,
+            gradients that are added up, attention, routers and the head stay in bfloat16.
         router_replay: Where routers of experts take their choices from when the policy is trained: `none`: from the
             weights that are trained; `old`: from the pass that computes the old log-probabilities (arXiv 2507.18071,
             section 5.3); `rollout`: from vLLM, also in that pass (arXiv 2510.11370).
@@ -89,6 +92,7 @@ class Train:
     packed: bool = False
     max_tokens_per_micro_batch: Tokens | None = None
     recompute: Literal["none", "full"] = "none"
+    fp8: Literal["none", "tensorwise", "blockwise"] = "none"
     router_replay: Literal["none", "old", "rollout"] = "none"
     offload_parameters: bool = False
     offload_gradients: bool = False
