@@ -9,6 +9,7 @@ import pytest
 from checkpoints import make_checkpoint
 from commands import ROOT
 from hybrid3d.config import Recipe, RecipeError, load_recipe
+from run_ranks import run_ranks
 
 BF16 = ("model.dtype=bfloat16", "train.fp8=blockwise")
 
@@ -66,3 +67,19 @@ def test_machines_and_models_are_refused(path: Path, tmp_path: Path) -> None:
     odd = make_checkpoint(tmp_path / "odd", "qwen2", seed=1, intermediate_size=264)
     with pytest.raises(RecipeError, match=r"needs multiples of 16, and intermediate_size=264/2=132 is none: leave"):
         check_model(recipe_for(odd, *BF16), planned=True)
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(300)
+def test_lengths_are_padded_on_each_rank(tmp_path: Path) -> None:
+    """Each of two ranks that split a sequence has a multiple of 16 of its tokens, and padding changes nothing."""
+    import torch
+
+    model = make_checkpoint(tmp_path / "model", "qwen3_moe", seed=1)
+    run_ranks(ROOT / "tests/jobs/fp8_padding.py", 2, [str(model), str(tmp_path / "found.pt")], timeout=200)
+    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    for packed in (False, True):
+        usual, padded = found[packed, "none"], found[packed, "blockwise"]
+        assert any(width % 32 for width in usual["widths"])
+        assert [width % 32 for width in padded["widths"]] == [0] * len(padded["widths"])
+        assert (usual["logprobs"] - padded["logprobs"]).abs().max() <= 1e-4
