@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid3d.config import Lora, Recipe, RecipeError
 from hybrid3d.families import EXPERT, adapter_names, can_be_adapted, is_adapted, module_of
-from hybrid3d.reshard.file_index import ADAPTER_FILE, CheckpointError, TensorEntry, read_index
+from hybrid3d.reshard.file_index import ADAPTER_FILE, CheckpointError, read_shapes
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.storage.user_files import read_json_file
 
@@ -19,18 +19,18 @@ MATRICES_SHOWN = 4  # in a message
 _OTHER_KINDS: dict[str, Any] = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False}
 
 
-def adapted_shapes(lora: Lora, entries: Mapping[str, TensorEntry]) -> dict[str, Shape]:
+def adapted_shapes(lora: Lora, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """Return the shape of each matrix of a model's adapters, by its name in PEFT's files.
 
     Args:
-        entries: the tensors of the model's checkpoint.
+        shapes: of the tensors of the model's checkpoint.
     """
-    shapes: dict[str, Shape] = {}
-    for name, entry in entries.items():
-        if is_adapted(name, len(entry.shape), lora.target_modules):
+    found: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        if is_adapted(name, len(shape), lora.target_modules):
             a, b = adapter_names(name)
-            shapes |= {a: (lora.rank, entry.shape[1]), b: (entry.shape[0], lora.rank)}
-    return shapes
+            found |= {a: (lora.rank, shape[1]), b: (shape[0], lora.rank)}
+    return found
 
 
 def check_adapters(recipe: Recipe) -> None:
@@ -43,19 +43,33 @@ def check_adapters(recipe: Recipe) -> None:
     """
     lora = recipe.lora
     assert lora is not None, "called where the recipe has adapters"
-    entries = read_index(recipe.model.path)
-    problems = [*_problems(lora, entries, recipe.syncs_adapters and recipe.rollout is not None)]
-    if not problems and lora.path is not None:
-        problems += _other_settings(lora, lora.path)
+    shapes = read_shapes(recipe.model.path)
+    check_adapted_layers(recipe, shapes)
+    if lora.path is not None:
+        problems = [*_other_settings(lora, lora.path)]
+        if problems:
+            raise RecipeError(recipe.name, problems)
+        _check_matrices(lora.path, adapted_shapes(lora, shapes))
+
+
+def check_adapted_layers(recipe: Recipe, shapes: Mapping[str, Shape]) -> None:
+    """Check that the recipe's adapters are of layers that the model has, and can be synced as `lora.sync` says.
+
+    Args:
+        shapes: of the tensors of the model's checkpoint.
+
+    Raises:
+        RecipeError: a layer is not there, or adapters of it cannot be synced.
+    """
+    assert recipe.lora is not None, "called where the recipe has adapters"
+    problems = [*_problems(recipe.lora, shapes, recipe.syncs_adapters and recipe.rollout is not None)]
     if problems:
         raise RecipeError(recipe.name, problems)
-    if lora.path is not None:
-        _check_matrices(lora.path, adapted_shapes(lora, entries))
 
 
-def _problems(lora: Lora, entries: Mapping[str, TensorEntry], needs_slots: bool) -> Iterator[str]:
-    layers = sorted({module_of(name) for name, entry in entries.items() if can_be_adapted(name, len(entry.shape))})
-    adapted = [name for name, entry in entries.items() if is_adapted(name, len(entry.shape), lora.target_modules)]
+def _problems(lora: Lora, shapes: Mapping[str, Shape], needs_slots: bool) -> Iterator[str]:
+    layers = sorted({module_of(name) for name, shape in shapes.items() if can_be_adapted(name, len(shape))})
+    adapted = [name for name, shape in shapes.items() if is_adapted(name, len(shape), lora.target_modules)]
     unknown = sorted(set(lora.target_modules or ()) - set(layers))
     if unknown:
         yield f"lora.target_modules: this model has no linear layer {', '.join(unknown)}: it has {', '.join(layers)}"
@@ -99,7 +113,7 @@ def _other_settings(lora: Lora, path: str) -> Iterator[str]:
 
 
 def _check_matrices(path: str, wanted: Mapping[str, Shape]) -> None:
-    found = {name: entry.shape for name, entry in read_index(path, ADAPTER_FILE).items()}
+    found = read_shapes(path, ADAPTER_FILE)
     missing, more = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     file = Path(path) / ADAPTER_FILE
     if missing or more:

@@ -13,7 +13,7 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.inputs.adapters import ADAPTER_CONFIG, adapted_shapes, adapter_config
 from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries, is_untrained
-from hybrid3d.reshard.file_index import ADAPTER_FILE, TensorEntry, read_index
+from hybrid3d.reshard.file_index import ADAPTER_FILE, TensorEntry, read_shapes
 from hybrid3d.reshard.files import copy_tensors, create_files, export_files
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def write_adapters(policy: Policy, recipe: Recipe, out: Path, group: dist.Proces
     """Write a policy's adapters in PEFT's format into a folder; every rank writes the boxes it holds."""
     assert recipe.lora is not None, "called for a run with adapters"
     assert policy.adapters is not None, "a policy of such a recipe has adapters"
-    shapes = adapted_shapes(recipe.lora, read_index(recipe.model.path))
+    shapes = adapted_shapes(recipe.lora, read_shapes(recipe.model.path))
     entries = {name: TensorEntry(ADAPTER_FILE, shape, recipe.model.dtype) for name, shape in shapes.items()}
     if group.rank() == 0:
         create_files(out, entries)

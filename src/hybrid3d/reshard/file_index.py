@@ -49,6 +49,11 @@ class TensorEntry:
     block: tuple[int, int] = (0, 0)
 
 
+def read_shapes(folder: str | Path, single_file: str = SINGLE_FILE) -> dict[str, Shape]:
+    """Return the shapes of all tensors of a checkpoint, by name; arguments and errors: as for `read_index`."""
+    return {name: entry.shape for name, entry in read_index(folder, single_file).items()}
+
+
 def read_index(folder: str | Path, single_file: str = SINGLE_FILE) -> dict[str, TensorEntry]:
     """Return the entries of all tensors of a checkpoint, by name. Only the headers of the files are read.
 

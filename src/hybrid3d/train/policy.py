@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config, family_of
-from hybrid3d.reshard.file_index import ADAPTER_FILE, read_index
+from hybrid3d.reshard.file_index import ADAPTER_FILE, read_shapes
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import TokenScores
@@ -36,7 +36,7 @@ class Policy(MegatronModel):
         dtype = getattr(torch, recipe.model.dtype)
         stages = build_model(config, recipe.train, dtype, adapted=lora is not None)
         if lora is not None:
-            shapes = {name: entry.shape for name, entry in read_index(recipe.model.path).items()}
+            shapes = read_shapes(recipe.model.path)
             with on_device():
                 add_adapters(stages, megatron_weights(stages, config), shapes, lora, recipe.run.seed)
                 if lora.path is not None:  # before the optimizer copies the weights
