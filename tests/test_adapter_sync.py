@@ -10,7 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hybrid3d.config import load_recipe
 from hybrid3d.families import module_of
+from hybrid3d.inputs.models import read_config
+from hybrid3d.planning.adapters import predict_adapter_sync
+from hybrid3d.planning.hardware import hardware_of
 from reference import tensors_in
 from run_ranks import run_ranks
 from test_adapters import is_linear
@@ -67,3 +71,11 @@ def test_slots_equal_what_vllm_loads_itself(
         assert received == rank["wanted"] < rank["bytes"][0][0]  # the model's own weights are sent once
         assert max(rank["mismatch"]) <= 1e-4
     assert any(max(rank["mismatch"]) > 0 for rank in ranks)
+    (tmp_path / "recipe.yaml").write_text(ranks[0]["recipe"])
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    plan = predict_adapter_sync(
+        recipe, read_config(str(model)), range(4), hardware_of(recipe.machine), lambda what: None
+    )
+    assert plan.received_bytes == sum(rank["bytes"][1][0] for rank in ranks)
+    assert plan.lower_bound_bytes == sum(rank["bytes"][1][1] for rank in ranks)
+    assert plan.network_bytes == sum(rank["network_bytes"] for rank in ranks)

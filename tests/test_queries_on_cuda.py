@@ -42,17 +42,19 @@ from megatron.core.tensor_parallel import random
 random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: None
 
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from hybrid3d.config import Train
+from hybrid3d.config import Lora, Train
 from hybrid3d.inputs.models import read_config
 from hybrid3d.train import runtime
-from hybrid3d.train.probe import expected_shapes, holdings_of
+from hybrid3d.train.probe import adapter_holdings_of, expected_shapes, holdings_of
 
 assert runtime.ON_CUDA
 for folder in sys.argv[1:]:
     config = read_config(folder)
-    expected_shapes(config)
-    held = holdings_of(config, Train(tp=2, pp=2, dp=2, ep=2), 5, torch.bfloat16)
-    print(json.dumps([len(held.pieces) > 10, made, MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is None]))
+    shapes, layout = expected_shapes(config), Train(tp=2, pp=2, dp=2, ep=2)
+    held = holdings_of(config, layout, 5, torch.bfloat16)
+    adapters = adapter_holdings_of(config, layout, 5, torch.bfloat16, Lora(rank=4, alpha=8), shapes)
+    enough = len(held.pieces) > 10 and len(adapters.pieces) > 10
+    print(json.dumps([enough, made, MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is None]))
 """
 
 

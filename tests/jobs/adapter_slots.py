@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from vllm.lora.request import LoRARequest
 
 from hybrid3d import distributed
-from hybrid3d.config import Lora, Train
+from hybrid3d.config import Lora, Train, recipe_to_yaml
 from hybrid3d.distributed import gather_objects
 from hybrid3d.generation.engine import GenerationRequest
 from hybrid3d.inputs.models import read_config
@@ -95,6 +95,8 @@ def main(out: str, model: str, adapters: str, rollout_tp: int, layout: str) -> N
         "doubled": all(torch.equal(doubled[n], own[n] * (2 if ".b." in n else 1)) for n in own),
         "nonzero": sum(int(tensor.count_nonzero()) for tensor in own.values()),
         "bytes": [(r.received_bytes, r.lower_bound_bytes) for r in (first, second)],
+        "network_bytes": second.network_bytes,
+        "recipe": recipe_to_yaml(recipe),
         "wanted": sync.lower_bound,
         "held": {name: matrix.nbytes for name, matrix in matrices.items()},
         "slots": sum(tensor.nbytes for tensor in own.values()),

@@ -71,5 +71,11 @@ def query_engines(recipe: Recipe, config: Config, on_progress: ProgressCallback 
     slots = slot_demands(config, recipe, synced_shapes(recipe, shapes), layer_counts)
     held = {piece.name for _, side in group_ranks(holdings) for piece in side.pieces}
     multiplicity = {name: layer_counts.get(layer_of(name), 1) if layer_counts else 1 for name in held}
-    check_same_tensors(rank_groups(holdings), rank_groups(dict(enumerate(slot.demand for slot in slots))))
-    return EngineAnswers(shapes, holdings, slots, multiplicity, all_layers)
+    return check_answers(EngineAnswers(shapes, holdings, slots, multiplicity, all_layers))
+
+
+def check_answers(answers: EngineAnswers) -> EngineAnswers:
+    """Return the answers, after checking that the ranks hold the tensors that the slots want."""
+    wanted = rank_groups(dict(enumerate(slot.demand for slot in answers.slots)))
+    check_same_tensors(rank_groups(answers.holdings), wanted)
+    return answers

@@ -54,7 +54,7 @@ def _range(of_ranks: np.ndarray) -> str:
 
 
 def _bytes(report: PlanReport) -> Table:
-    table = Table(title="bytes of a sync")
+    table = Table(title="bytes of a sync" if report.adapters is None else "bytes of the first sync, of weights")
     for title in ("", "min of ranks", "mean", "max", "all ranks"):
         table.add_column(title, justify="left" if not title else "right")
     names = {
@@ -83,7 +83,7 @@ def _sentences(report: PlanReport) -> Text:
         f"staging    {traffic.staging / 2**20:.0f} MiB a rank; finalization {gb(traffic.finalize)} at most\n"
         f"seconds    {sync.seconds:.3f} on {report.recipe.machine.kind}: {_bottleneck(sync)}; "
         f"gathered: {report.gather_traffic.seconds(report.hardware):.3f}"
-        f"{_changed(report)}"
+        f"{_changed(report)}{_adapters(report)}"
     )
 
 
@@ -120,6 +120,18 @@ def _changed(report: PlanReport) -> str:
         f"{gb(changed.delta_network_bytes)} of it over the network; "
         f"{changed.time.seconds:.3f} seconds: {_bottleneck(changed.time)}; "
         f"bitmaps take {gb(changed.bitmap_bytes)} a rank"
+    )
+
+
+def _adapters(report: PlanReport) -> str:
+    """Return what the syncs after the first one send; nothing where all of them send weights."""
+    adapters = report.adapters
+    if adapters is None:
+        return ""
+    return (
+        f"\nadapters   {adapters.received_bytes:,} bytes received in each later sync; the lower bound is "
+        f"{adapters.lower_bound_bytes:,}; {adapters.network_bytes:,} over the network; "
+        f"{adapters.time.seconds:.6f} seconds"
     )
 
 

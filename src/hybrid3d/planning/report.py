@@ -9,6 +9,8 @@ import numpy as np
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
+from hybrid3d.inputs.adapters import check_adapted_layers
+from hybrid3d.planning.adapters import AdapterSync, predict_adapter_sync
 from hybrid3d.planning.changed import ChangedSync, predict_changed_sync
 from hybrid3d.planning.engine_queries import ProgressCallback, query_engines
 from hybrid3d.planning.fitting import check_memory
@@ -18,6 +20,7 @@ from hybrid3d.planning.peers import GatherTraffic, gather_traffic
 from hybrid3d.planning.seconds import SyncTime, estimate_sync_time, inter_node_bytes
 from hybrid3d.planning.traffic import SyncTraffic, compute_sync_traffic, without_collector
 from hybrid3d.reshard.placement import consecutive_slots
+from hybrid3d.train.probe import expected_shapes
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class PlanReport:
     memory: MemoryEstimate
     gather_traffic: GatherTraffic
     changed: ChangedSync | None = None
+    adapters: AdapterSync | None = None
 
     @property
     def per_rank(self) -> dict[str, np.ndarray]:
@@ -59,7 +63,7 @@ class PlanReport:
         predictions. If the plan is too large to be made transfer by transfer, `max_staging_bytes` is an upper bound
         too, and `buckets` is null.
         """
-        traffic, ranks, changed = self.traffic, self.per_rank, self.changed
+        traffic, ranks, changed, adapters = self.traffic, self.per_rank, self.changed, self.adapters
         usual = consecutive_slots(self.recipe.generation_ranks)
         sums = {key: int(ranks[key].sum()) for key in ranks if key != "sent_bytes"}
         return {
@@ -88,6 +92,7 @@ class PlanReport:
                 "copies": self.sync.copies,
                 "gather": self.gather_traffic.seconds(self.hardware),
                 **({} if changed is None else {"delta": changed.time.seconds}),
+                **({} if adapters is None else {"adapters": adapters.time.seconds}),
             },
             "memory": {
                 "gpu": self.memory.capacity,
@@ -99,6 +104,7 @@ class PlanReport:
                 "kv_cache_tokens": self.memory.kv_tokens,
             },
             **({} if changed is None else _changed_numbers(changed)),
+            **({} if adapters is None else _adapter_numbers(adapters)),
         }
 
 
@@ -109,6 +115,14 @@ def _changed_numbers(changed: ChangedSync) -> dict[str, Any]:
         "delta_bound_bytes": changed.delta_bound_bytes,
         "delta_network_bytes": changed.delta_network_bytes,
         "max_bitmap_bytes": changed.bitmap_bytes,
+    }
+
+
+def _adapter_numbers(adapters: AdapterSync) -> dict[str, int]:
+    return {
+        "adapter_received_bytes": adapters.received_bytes,
+        "adapter_lower_bound_bytes": adapters.lower_bound_bytes,
+        "adapter_network_bytes": adapters.network_bytes,
     }
 
 
@@ -126,16 +140,21 @@ def make_report(
         on_progress: called with a description of each stage; large plans take half a minute.
 
     Raises:
-        RecipeError: the recipe does not fit the machine's memory.
+        RecipeError: the recipe does not fit the machine's memory, or names layers that cannot have adapters.
         PlanError: holdings and demands do not match.
         UnsupportedModel: an engine treats a tensor in a way that cannot be planned.
     """
+    if recipe.lora is not None:
+        check_adapted_layers(recipe, expected_shapes(config))
     memory = check_memory(recipe, config, on_progress)
     answers = query_engines(recipe, config, on_progress)
     on_progress("placing ranks, planning, and checking that every wanted element arrives once")
     traffic, hardware = compute_sync_traffic(recipe, answers), hardware_of(recipe.machine)
     sync = estimate_sync_time(traffic.traffic, traffic.local, hardware, recipe.machine.gpus_per_node)
     report = PlanReport(recipe, hardware, traffic, sync, memory, gather_traffic(recipe, traffic))
+    if recipe.syncs_adapters:
+        slots = traffic.placement.slots.tolist()
+        report = replace(report, adapters=predict_adapter_sync(recipe, config, slots, hardware, on_progress))
     if changed_fraction is None:
         return report
     network = int(report.per_rank["received_over_network_bytes"].sum())

@@ -11,13 +11,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from vllm.config import VllmConfig
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager, create_lora_manager
 from vllm.lora.request import LoRARequest
 
 from hybrid3d.config import Lora
 from hybrid3d.families import PEFT_PREFIX, is_adapted, module_of
 from hybrid3d.reshard.executor import NamedTensors
-from hybrid3d.reshard.file_index import read_index
 from hybrid3d.reshard.layout import Demand, Piece, Shape
 from hybrid3d.rollout.record import Destination, UnsupportedLoader, record_copies
 
@@ -26,22 +27,43 @@ ADAPTER = LoRARequest("policy", 1, "policy")  # its path is never read, as the a
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32.0 allows (`MaxLoRARanks` in vllm/config/lora.py)
 
 
-def adapter_settings(lora: Lora, path: str) -> dict[str, Any]:
+def adapter_settings(lora: Lora, shapes: Mapping[str, Shape]) -> dict[str, Any]:
     """Return the vLLM arguments for one adapter, which every request uses.
 
     Args:
-        path: the model's checkpoint.
+        shapes: the full shape of each tensor of the model's checkpoint.
     """
-    shapes = {name: entry.shape for name, entry in read_index(path).items()}
     # By default vLLM would also have slots for embeddings and the head
     modules = sorted({module_of(n) for n, shape in shapes.items() if is_adapted(n, len(shape), lora.target_modules)})
     rank = next(allowed for allowed in RANKS if allowed >= lora.rank)
     return dict(enable_lora=True, max_loras=1, max_lora_rank=rank, lora_target_modules=modules)
 
 
-def register_adapter(model_runner: Any, lora: Lora) -> None:
+def manager_of(model_runner: Any) -> LoRAModelManager:
+    """Return what vLLM has wrapped this rank's model with."""
+    manager: LoRAModelManager = model_runner.lora_manager._adapter_manager
+    return manager
+
+
+def wrap_on_meta(model: torch.nn.Module, config: VllmConfig) -> LoRAModelManager:
+    """Wrap a model on meta as vLLM does where it runs; `config` has the settings of `adapter_settings`.
+
+    Raises:
+        UnsupportedLoader: vLLM has no adapters of a layer.
+    """
+    scheduler, lora = config.scheduler_config, config.lora_config
+    assert lora is not None, "made with the settings of adapters"
+    tokens, vocabulary = scheduler.max_num_batched_tokens, config.model_config.get_vocab_size()
+    try:
+        return create_lora_manager(
+            model, scheduler.max_num_seqs, tokens, vocabulary, lora, config, torch.device("meta")
+        )
+    except ValueError as error:
+        raise UnsupportedLoader(f"{error}: leave it out of lora.target_modules, or set lora.sync=merged") from error
+
+
+def register_adapter(manager: LoRAModelManager, lora: Lora) -> None:
     """Register the adapter that requests name, without any layers yet: a sync fills its slot."""
-    manager = model_runner.lora_manager._adapter_manager
     # `add_adapter` takes adapters with at least one layer only
     manager._registered_adapters[ADAPTER.lora_int_id] = LoRAModel(ADAPTER.lora_int_id, lora.rank, {})
     manager.activate_adapter(ADAPTER.lora_int_id)
@@ -57,8 +79,12 @@ class RolloutAdapters:
 
     finalize_bytes = 0
 
-    def __init__(self, model_runner: Any, lora: Lora, shapes: Mapping[str, Shape]):
-        manager = model_runner.lora_manager._adapter_manager
+    def __init__(self, manager: LoRAModelManager, lora: Lora, shapes: Mapping[str, Shape]):
+        """
+        Args:
+            manager: what vLLM has wrapped the rank's model with.
+            shapes: the full shape of each matrix in PEFT's files.
+        """
         self._scale = lora.alpha / lora.rank
         self._slots: dict[str, torch.Tensor] = {}
         for name, module in manager.modules.items():
@@ -68,7 +94,7 @@ class RolloutAdapters:
         self.demand = self._record(manager, shapes)
         self._tensors = NamedTensors(self._slots)
 
-    def _record(self, manager: Any, shapes: Mapping[str, Shape]) -> Demand:
+    def _record(self, manager: LoRAModelManager, shapes: Mapping[str, Shape]) -> Demand:
         """Return where vLLM's `set_lora` writes what of the matrices of these names and shapes."""
         modules = {
             name: [f"{PEFT_PREFIX}{part}" for part in manager.packed_modules.get(name, [name])]

@@ -30,9 +30,10 @@ from vllm.v1.core.sched.interface import PauseState
 from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights
 from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
 from hybrid3d.patches import apply
+from hybrid3d.reshard.file_index import read_shapes
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rollout import patches
-from hybrid3d.rollout.adapters import ADAPTER, RolloutAdapters, adapter_settings, register_adapter
+from hybrid3d.rollout.adapters import ADAPTER, RolloutAdapters, adapter_settings, manager_of, register_adapter
 from hybrid3d.rollout.fp8 import quantization_config
 from hybrid3d.rollout.patches import (
     external_rank,
@@ -169,11 +170,11 @@ class RolloutEngine:
                 disable_log_stats=True,
                 enable_return_routed_experts=returns_experts,
                 seed=recipe.run.seed,
-                **({} if lora is None else adapter_settings(lora, recipe.model.path)),
+                **({} if lora is None else adapter_settings(lora, read_shapes(recipe.model.path))),
             )
         self._lora, self._lora_request = lora, None if lora is None else ADAPTER
         if lora is not None:
-            register_adapter(self.model_runner, lora)
+            register_adapter(manager_of(self.model_runner), lora)
         self._experts = RoutedExperts(self._llm, _config_of(recipe)) if returns_experts else None
 
     def weights(self, shapes: Mapping[str, Shape]) -> RolloutWeights:
@@ -185,7 +186,7 @@ class RolloutEngine:
     def adapters(self, shapes: Mapping[str, Shape]) -> RolloutAdapters:
         """Return this rank's demand for the adapters' matrices of these shapes, and the sink that receives it."""
         assert self._lora is not None, "called for a recipe that syncs adapters"
-        return RolloutAdapters(self.model_runner, self._lora, shapes)
+        return RolloutAdapters(manager_of(self.model_runner), self._lora, shapes)
 
     @property
     def llm(self) -> LLM:

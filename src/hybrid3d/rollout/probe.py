@@ -11,6 +11,8 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -19,6 +21,7 @@ from hybrid3d.families import EXPERT, Config, family_of
 from hybrid3d.reshard.layout import Demand, Piece, Shape
 from hybrid3d.reshard.stamp import layer_of, replicate_layer
 from hybrid3d.rollout import engine
+from hybrid3d.rollout.adapters import RolloutAdapters, adapter_settings, wrap_on_meta
 from hybrid3d.rollout.patches import as_rank, external_rank
 from hybrid3d.rollout.record import UnsupportedLoader
 from hybrid3d.rollout.weights import RolloutWeights
@@ -83,7 +86,14 @@ def slot_demands(
         if all_slots[: rollout.tp] != traced:
             raise UnsupportedLoader("vLLM's loader does not place experts according to vLLM's own expert map")
         traced = all_slots
-    return [_replicate_layers(slot_demand, representatives, layers) for slot_demand in traced]
+    return [
+        replace(
+            slot_demand,
+            demand=_replicate_layers(slot_demand.demand, representatives, layers),
+            kv_bytes={layer: slot_demand.kv_bytes[first] for layer, first in enumerate(representatives)},
+        )
+        for slot_demand in traced
+    ]
 
 
 def expert_shares(experts: int, slots: int) -> list[dict[int, int]]:
@@ -131,6 +141,44 @@ def trace_demand(recipe: Recipe, shapes: Mapping[str, Shape], rank: int, layers:
         return SlotDemand(weights.demand, weights.max_finalize_bytes, dict(_kv_bytes(config)))
 
 
+def adapter_demands(
+    config: Config,
+    recipe: Recipe,
+    shapes: Mapping[str, Shape],
+    matrices: Mapping[str, Shape],
+    layers: Container[int] | None = None,
+) -> list[SlotDemand]:
+    """Return what each slot of one engine wants of the adapters, from the shortest model that has each kind of layer.
+
+    Args:
+        shapes: every canonical tensor of the model and its full shape.
+        matrices: the same of the adapters, by their names in PEFT's files.
+        layers: return the demand for these layers only; None stands for all.
+
+    Raises:
+        UnsupportedLoader: vLLM has no slot for an adapter.
+    """
+    assert recipe.rollout is not None, "checked when the recipe was read"
+    representatives = family_of(config).representative_layers(config)
+    last = max(representatives)
+    first = {name: shape for name, shape in matrices.items() if (layer_of(name) or 0) <= last}
+    traced = [trace_adapter_demand(recipe, shapes, first, slot, last + 1) for slot in range(recipe.rollout.tp)]
+    return [SlotDemand(_replicate_layers(demand, representatives, layers), 0, {}) for demand in traced]
+
+
+def trace_adapter_demand(
+    recipe: Recipe, shapes: Mapping[str, Shape], matrices: Mapping[str, Shape], rank: int, layers: int | None = None
+) -> Demand:
+    """Return what one rank of an engine wants of the adapters, recorded while vLLM fills its slot for them.
+
+    Arguments and errors: as for `adapter_demands` and `trace_demand`.
+    """
+    assert recipe.lora is not None, "called where the recipe has adapters"
+    settings = adapter_settings(recipe.lora, shapes)
+    with model_of_rank(recipe, rank, layers=layers, settings=settings) as (model, config):
+        return RolloutAdapters(wrap_on_meta(model, config), recipe.lora, matrices).demand
+
+
 def _kv_bytes(config: VllmConfig) -> Iterator[tuple[int, int]]:
     """Yield each layer and the bytes of KV cache that its attention needs per token."""
     for name, attention in get_layers_from_vllm_config(config, AttentionLayerBase).items():
@@ -140,22 +188,20 @@ def _kv_bytes(config: VllmConfig) -> Iterator[tuple[int, int]]:
         yield layer, spec.page_size_bytes // spec.block_size
 
 
-def _replicate_layers(
-    slot_demand: SlotDemand, representatives: Sequence[int], wanted: Container[int] | None
-) -> SlotDemand:
+def _replicate_layers(demand: Demand, representatives: Sequence[int], wanted: Container[int] | None) -> Demand:
     """Extend a demand that has one layer of each kind to all layers.
 
     Args:
         representatives: for each layer, the layer of its kind that the demand has.
         wanted: the layers to return; None stands for all.
     """
-    filled = [fill.view.tensor for fill in slot_demand.demand.fills if layer_of(fill.view.tensor) is not None]
+    filled = [fill.view.tensor for fill in demand.fills if layer_of(fill.view.tensor) is not None]
     if filled:
         raise UnsupportedLoader(
             f"vLLM's loader fills {filled[0]} with a constant: constants are supported outside of layers only"
         )
     pieces_by_layer: dict[int | None, list[Piece]] = defaultdict(list)
-    for piece in slot_demand.demand.pieces:
+    for piece in demand.pieces:
         pieces_by_layer[layer_of(piece.view.tensor)].append(piece)
     layer_pieces = [
         piece
@@ -163,27 +209,28 @@ def _replicate_layers(
         if wanted is None or layer in wanted
         for piece in replicate_layer(pieces_by_layer[representative], representative, layer)
     ]
-    return replace(
-        slot_demand,
-        demand=Demand((*layer_pieces, *pieces_by_layer[None]), slot_demand.demand.fills),
-        kv_bytes={layer: slot_demand.kv_bytes[first] for layer, first in enumerate(representatives)},
-    )
+    return Demand((*layer_pieces, *pieces_by_layer[None]), demand.fills)
 
 
 @contextlib.contextmanager
 def model_of_rank(
-    recipe: Recipe, rank: int, device: str = "meta", layers: int | None = None
+    recipe: Recipe,
+    rank: int,
+    device: str = "meta",
+    layers: int | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[torch.nn.Module, VllmConfig]]:
     """Build vLLM's model as one rank of the rollout layout does, without loading weights; yield it and its config.
 
     Args:
         rank: within one engine of `rollout.tp` x `rollout.dp` ranks.
         layers: build only so many layers; None builds the whole model.
+        settings: further arguments of vLLM.
     """
     assert recipe.rollout is not None
     world = recipe.rollout.tp * recipe.rollout.dp
     with as_rank(rank, world), external_rank(rank, recipe.rollout):
-        config = EngineArgs(**engine.engine_settings(recipe, layers)).create_engine_config()
+        config = EngineArgs(**engine.engine_settings(recipe, layers), **settings).create_engine_config()
         with set_current_vllm_config(config):
             # Local rank 0 for every rank: vLLM looks its device up among those in CUDA_VISIBLE_DEVICES.
             parallel_state.init_distributed_environment(world, rank, "env://", 0, backend="fake")

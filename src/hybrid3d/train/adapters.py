@@ -137,8 +137,8 @@ class LinearAdapter(torch.nn.Module):
                     f"{factor.name}: this rank has {size} of {full} from {start} on, and in checkpoints all parts must "
                     "be equal: lower train.tp to a divisor of the model's key-value heads"
                 )
-        values = factor.initial(seed).to(device=weight.device, dtype=weight.dtype)
-        parameter = torch.nn.Parameter(values.clone())
+        values = torch.empty(factor.box.size, device="meta") if weight.is_meta else factor.initial(seed)
+        parameter = torch.nn.Parameter(values.to(device=weight.device, dtype=weight.dtype, copy=True))
         # Experts have no copies within a TP group, whose ranks have other experts
         parameter.tensor_model_parallel = factor.is_sharded or self.is_expert
         # Computed from this rank's part of each sequence, so that the gradients of the parts must be summed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,11 +12,12 @@ from megatron.core.parallel_state import RankGenerator
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from hybrid3d.config import Recipe, Train
+from hybrid3d.config import Lora, Recipe, Train
 from hybrid3d.families import Config, family_of
 from hybrid3d.reshard.classes import signature_of
 from hybrid3d.reshard.layout import Holdings, Piece, Shape
 from hybrid3d.reshard.stamp import layer_of, replicate_layer
+from hybrid3d.train.adapters import adapter_weights, add_adapters
 from hybrid3d.train.model import build_model, transformer_config
 from hybrid3d.train.runtime import as_rank
 from hybrid3d.train.weights import canonical_shapes, megatron_weights
@@ -42,6 +43,33 @@ def holdings_of_all(
     return _holdings_by_layer(config, recipe.train, getattr(torch, recipe.model.dtype), layers, first_only)
 
 
+def adapter_holdings_of_all(
+    config: Config, recipe: Recipe, shapes: Mapping[str, Shape], layers: Container[int] | None = None
+) -> dict[int, Holdings]:
+    """Return what each rank of the recipe's train layout holds of its adapters; ranks share objects as above.
+
+    Args:
+        shapes: the full shape of every canonical tensor of the model.
+        layers: return pieces of these layers only; None stands for all.
+    """
+    layout, lora, dtype = recipe.train, recipe.lora, getattr(torch, recipe.model.dtype)
+    assert lora is not None, "called where the recipe has adapters"
+    kinds = family_of(config).representative_layers(config)
+    found: dict[int, Holdings] = {}
+    query = functools.partial(adapter_holdings_of, lora=lora, shapes=shapes)
+    for ranks in _equal_ranks(layout):
+        first = _query_first_stage(config, layout, ranks[0], dtype, max(kinds) + 1, query)
+        for stage, chunks in enumerate(layers_of_stages(config, layout)):
+            held = (layer for chunk in chunks for layer in chunk if layers is None or layer in layers)
+            pieces = tuple(
+                piece
+                for layer in held
+                for piece in replicate_layer(first.layers.get(kinds[layer], ()), kinds[layer], layer)
+            )
+            found |= dict.fromkeys((stage * _stage_ranks(layout) + rank for rank in ranks), Holdings(pieces))
+    return dict(sorted(found.items()))
+
+
 def representative_layer_counts(config: Config, layout: Train) -> dict[int, int]:
     """Return the first layer of each kind in each chunk of each stage, and how many layers there it represents."""
     kinds = family_of(config).representative_layers(config)
@@ -60,6 +88,16 @@ def holdings_of(config: Config, layout: Train, rank: int, dtype: torch.dtype) ->
         return megatron_weights(build_model(config, layout, dtype, meta=True), config).holdings
 
 
+def adapter_holdings_of(
+    config: Config, layout: Train, rank: int, dtype: torch.dtype, lora: Lora, shapes: Mapping[str, Shape]
+) -> Holdings:
+    """Return what a rank of a train layout holds of its adapters, from its full share of the model."""
+    with as_rank(rank, layout, layout.tp * layout.pp * layout.cp * layout.dp):
+        stages = build_model(config, layout, dtype, meta=True, adapted=True)
+        add_adapters(stages, megatron_weights(stages, config), shapes, lora, seed=0)
+        return adapter_weights(stages).holdings
+
+
 def _holdings_by_layer(
     config: Config,
     layout: Train,
@@ -67,7 +105,7 @@ def _holdings_by_layer(
     wanted: Container[int] | None = None,
     first_only: bool = False,
 ) -> dict[int, Holdings]:
-    stage_ranks = layout.tp * layout.cp * layout.dp  # Megatron numbers the ranks of one stage consecutively
+    stage_ranks = _stage_ranks(layout)
     kinds = family_of(config).representative_layers(config)
     stages = layers_of_stages(config, layout)
     found: dict[int, Holdings] = {}
@@ -92,9 +130,13 @@ def _holdings_by_layer(
     return dict(sorted(found.items()))
 
 
+def _stage_ranks(layout: Train) -> int:
+    return layout.tp * layout.cp * layout.dp  # Megatron numbers the ranks of one stage consecutively
+
+
 def _equal_ranks(layout: Train) -> list[list[int]]:
     """Return the sets of a stage's ranks with equal holdings: equal positions in the TP, ETP and EP groups."""
-    size = layout.tp * layout.cp * layout.dp
+    size = _stage_ranks(layout)
     order = "tp-cp-ep-dp-pp"  # the default of `initialize_model_parallel`
     experts = RankGenerator(layout.etp, layout.ep, size // (layout.etp * layout.ep), 1, 1, order)
     dense = RankGenerator(layout.tp, 1, layout.dp, 1, layout.cp, order)
@@ -140,13 +182,20 @@ class _End:
         return cls(outside[0], layers, outside[1])
 
 
-def _query_first_stage(config: Config, layout: Train, rank: int, dtype: torch.dtype, layers: int) -> _End:
+def _query_first_stage(
+    config: Config,
+    layout: Train,
+    rank: int,
+    dtype: torch.dtype,
+    layers: int,
+    query: Callable[[Config, Train, int, torch.dtype], Holdings] = holdings_of,
+) -> _End:
     """Return the pieces of the `rank`-th rank of a first stage with `layers` layers."""
     plain = replace(layout, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
     if layout.pp == 1:  # the only stage is both first and last
-        return _End.of(holdings_of({**config, "num_hidden_layers": layers}, plain, rank, dtype))
+        return _End.of(query({**config, "num_hidden_layers": layers}, plain, rank, dtype))
     plain = replace(plain, pp=2, first_stage_layers=layers)
-    return _End.of(holdings_of({**config, "num_hidden_layers": layers + 1}, plain, rank, dtype))
+    return _End.of(query({**config, "num_hidden_layers": layers + 1}, plain, rank, dtype))
 
 
 def _query_last_stage(config: Config, layout: Train, rank: int, dtype: torch.dtype, layers: int) -> _End:
@@ -154,7 +203,7 @@ def _query_last_stage(config: Config, layout: Train, rank: int, dtype: torch.dty
     if layout.pp == 1:
         return _End([], {}, [])
     plain = replace(layout, pp=2, vpp=1, first_stage_layers=layers, last_stage_layers=None)
-    there = rank + layout.tp * layout.cp * layout.dp
+    there = rank + _stage_ranks(layout)
     return _End.of(holdings_of({**config, "num_hidden_layers": layers + 1}, plain, there, dtype))
 
 
