@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,14 @@ def demo_folder(folder: Path, demo: Path) -> Path:
     return folder
 
 
-def experts_folder(folder: Path, demo: Path, family: str) -> Path:
-    """Prepare `folder` for the demo recipe with a tiny model of `family`, and return the model's folder."""
+def experts_folder(folder: Path, demo: Path, family: str, make: Callable[..., Path] = make_checkpoint) -> Path:
+    """Prepare `folder` for the demo recipe with a tiny model of `family`, and return the model's folder.
+
+    Args:
+        make: writes the model, as `make_checkpoint` does.
+    """
     demo_folder(folder, demo)
-    model = make_checkpoint(folder / "model", family, seed=1, vocab_size=600)  # the demo's tokenizer fits in
+    model = make(folder / "model", family, seed=1, vocab_size=600)  # the demo's tokenizer fits in
     for path in (demo / "base").glob("*token*"):
         shutil.copy(path, model)
     return model

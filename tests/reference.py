@@ -159,7 +159,7 @@ def true_value_step(
         for name, count in counts.items():
             model.get_buffer(name).add_(BIAS_RATE * (count.mean() - count).sign())
     with torch.no_grad():
-        return losses, norms, values_of(model, tokens) * (at < lengths), _saved(model)
+        return losses, norms, values_of(model, tokens) * (at < lengths), saved(model)
 
 
 def _laid_out(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -192,7 +192,7 @@ def _adam(model: torch.nn.Module, settings: dict[str, float]) -> tuple[float, di
     """Clip and step. Biases and norms do not decay."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip_grad"] or float("inf"))
     _optimizer(model, settings).step()
-    return norm.item(), _saved(model)
+    return norm.item(), saved(model)
 
 
 def _optimizer(model: torch.nn.Module, settings: dict[str, float]) -> torch.optim.Optimizer:
@@ -204,7 +204,7 @@ def _optimizer(model: torch.nn.Module, settings: dict[str, float]) -> torch.opti
     return torch.optim.AdamW(groups, **ADAM)
 
 
-def _saved(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def saved(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     with TemporaryDirectory() as folder:  # in memory transformers stacks experts
         model.save_pretrained(folder)
         return tensors_in(folder)

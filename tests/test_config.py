@@ -104,6 +104,7 @@ def test_defaults(load: Any) -> None:
             "recompute": "none",
             "fp8": "none",
             "router_replay": "none",
+            "mtp_loss_coef": 0.0,
         }
         | {"offload_parameters": False, "offload_gradients": False, "offload_optimizer": False},
         "rollout": None,
@@ -296,7 +297,7 @@ def test_every_problem_in_one_message(load: Any, tmp_path: Path) -> None:
             "train.ttp: unknown key, did you mean tp?; "
             "known keys of train: tp, pp, vpp, ep, etp, cp, dp, "
             "first_stage_layers, last_stage_layers, expert_bias_update_rate, micro_batch_size, packed, "
-            "max_tokens_per_micro_batch, recompute, fp8, router_replay, offload_parameters, "
+            "max_tokens_per_micro_batch, recompute, fp8, router_replay, mtp_loss_coef, offload_parameters, "
             "offload_gradients, offload_optimizer",
             "train.pp: expected an integer, 1 to 65,536, got 0 (an integer)",
             "data.columns: unknown key; known keys of data: train, eval, prompt, answer, chosen, rejected, "

@@ -175,11 +175,12 @@ def test_grouped_experts_are_the_same_pieces(family: str, rank: int, tiny_checkp
     from hybrid3d.train.runtime import as_rank
     from hybrid3d.train.weights import megatron_weights
 
-    config = read_config(tiny_checkpoint(family))
+    config, with_mtp = read_config(tiny_checkpoint(family)) | {"num_nextn_predict_layers": 1}, family == "deepseek_v3"
     with as_rank(rank, LAYOUT, 4):
-        stages = build_model(config, LAYOUT, torch.float32, meta=True)
+        stages = build_model(config, LAYOUT, torch.float32, meta=True, with_mtp=with_mtp)
         alone = megatron_weights(stages, config)
-        for layer in stages[0].decoder.layers:
+        further = [layer.transformer_layer for layer in stages[0].mtp.layers] if with_mtp else []
+        for layer in [*stages[0].decoder.layers, *further]:
             if hasattr(layer.mlp, "experts"):
                 group_experts(layer.mlp)
         grouped = megatron_weights(stages, config)
@@ -190,4 +191,5 @@ def test_grouped_experts_are_the_same_pieces(family: str, rank: int, tiny_checkp
     assert where(grouped) == where(alone)
     assert len(grouped.pieces) == len(alone.pieces)
     assert "stage0.decoder.layers.3.mlp.experts.linear_fc1.weight1" in grouped.tensors
+    assert any(piece.name.startswith("model.layers.4.mlp.experts.") for piece in grouped.pieces) == with_mtp
     assert not any("local_experts" in name or "_extra_state" in name for name in grouped.tensors)

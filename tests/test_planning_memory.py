@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +19,11 @@ from hybrid3d.planning.memory import (
     StageMemory,
     activation_elements_per_token,
     count_parameters,
+    estimate_stages,
     stage_activations,
 )
 from hybrid3d.train.model import build_model
-from hybrid3d.train.probe import expected_shapes, holdings_of_all, representative_layer_counts
+from hybrid3d.train.probe import expected_shapes, holdings_of_all, mtp_holdings, representative_layer_counts
 from hybrid3d.train.runtime import as_rank, on_device
 from test_full_scale import RECIPES, config_of, recipe_of
 
@@ -94,6 +97,28 @@ def test_a_rank_of_every_stage_holds_what_the_layout_makes_of_the_parameters() -
     experts = sum(s[0] * s[1] for name, s in expected_shapes(config).items() if ".experts." in name)
     assert sum(its.experts for its in held) * train.ep == experts
     assert held[5] == ParameterCounts(dense=held[6].dense, experts=held[6].experts)
+
+
+def test_the_layer_for_multi_token_prediction_is_trained_on_the_last_stage() -> None:
+    """DeepSeek-V3's README_WEIGHTS.md: about 11.5B parameters, without the embedding and the head that it shares."""
+    recipe = recipe_of("deepseek-v3-671b", "train.mtp_loss_coef=0.3")
+    config, train = config_of(recipe), recipe.train
+    shapes = expected_shapes(config, with_mtp=True)
+    layer = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.61.")}
+    assert shapes.keys() - layer.keys() == expected_shapes(config).keys()
+    assert sum(map(math.prod, layer.values())) == pytest.approx(11.5e9, rel=0.01)
+    counts = count_parameters(mtp_holdings(config, recipe).pieces, lambda name: 1)
+    experts = sum(math.prod(shape) for name, shape in layer.items() if ".experts." in name)
+    assert counts.experts == experts // (train.ep * train.etp)
+    held = [ParameterCounts(dense=10**9, experts=10**9)] * train.pp
+    with_layer = [*held[:-1], replace(held[-1], mtp=counts)]
+    *others, plain = estimate_stages(recipe, config, held, 0, 0)
+    *same, found = estimate_stages(recipe, config, with_layer, 0, 0)
+    assert same == others
+    assert found.weights - plain.weights == 2 * counts.total
+    assert found.gradients - plain.gradients == 4 * counts.total
+    assert found.optimizer > plain.optimizer
+    assert found.reference == plain.reference
 
 
 def test_pipeline_stages_keep_as_many_micro_batches_as_wait_there() -> None:

@@ -272,6 +272,19 @@ def _check_router_replay(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _check_mtp(recipe: Recipe) -> Iterator[str]:
+    """Yield what layers for multi-token prediction cannot be trained with."""
+    setting = f"train.mtp_loss_coef={recipe.train.mtp_loss_coef:g}"
+    if not recipe.train.mtp_loss_coef:
+        return
+    if recipe.algorithm.uses_pairs:
+        yield f"{setting}: algorithm.name={recipe.algorithm.name} has rejected answers, which it would learn too: set 0"
+    if recipe.lora is not None:
+        yield f"{setting} trains layers, and with lora all but the adapters stays as it is: leave one of them out"
+    if recipe.train.cp > 1:
+        yield f"{setting}: with train.cp={recipe.train.cp} a rank lacks tokens that they predict: set train.cp=1, or 0"
+
+
 def _check_nodes(recipe: Recipe, role: str, setting: str, tp: int) -> Iterator[str]:
     """Yield the first TP group of the ranks of a role that would fit into a node, but would be on two.
 
@@ -375,5 +388,5 @@ def _check_guard(recipe: Recipe) -> Iterator[str]:
 
 _CHECKS = (
     *(_check_split, _check_reward_ranks, _check_async, _check_agents, _check_evaluation, _check_router_replay),
-    *(_check_lora, _check_teacher, check_quantization, check_fp8_training),
+    *(_check_mtp, _check_lora, _check_teacher, check_quantization, check_fp8_training),
 )

@@ -10,11 +10,12 @@ from hybrid3d.families.rope import rope_of
 from hybrid3d.families.shared_experts import (
     EXPERT_COUNTS,
     EXPERT_TENSORS,
+    MTP_TENSORS,
     ROUTER_BIAS,
     check_groups,
     check_shared_experts,
     experts_of,
-    further_layers,
+    mtp_layers,
     router_settings,
     sigmoid_router,
 )
@@ -107,13 +108,13 @@ def _check_v2(config: Config) -> None:
 
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
-    DEEPSEEK | ROUTER_BIAS,
+    DEEPSEEK | ROUTER_BIAS | MTP_TENSORS,
     transformer_config=_v3_config,
     check=_check_v3,
     experts=experts_of,
     latents=_latents,
     rope_scaling="yarn",
-    untrained=further_layers,
+    mtp_layers=mtp_layers,
     # Of Kimi-K2, whose own code is downloaded and not needed: vLLM reads its config with this class too.
     model_types={"kimi_k2": "deepseek_v3"},
 )

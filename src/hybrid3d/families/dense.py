@@ -9,6 +9,7 @@ from hybrid3d.families.values import Config, require_counts, require_values
 
 HF = "model.layers.{layer}."
 MEGATRON = "decoder.layers.{layer}."
+MTP = "mtp.layers.{layer}."
 
 
 def _qkv(kind: str) -> GroupedQKV:

@@ -7,8 +7,9 @@ their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from hybrid3d.families.rope import Rope, require_even_rotation, rope_of
@@ -165,7 +166,8 @@ class Family:
         rope_theta: the rotary base of a config without one.
         rotary_fraction: the rotated fraction of each head of a config that does not give it; None if a family rotates
             whole heads only.
-        untrained: returns patterns of tensors that a checkpoint may contain and that are not trained.
+        mtp_layers: returns the numbers of the layers for multi-token prediction that a checkpoint may contain, after
+            the model's. They are built and trained with `train.mtp_loss_coef` only.
         model_types: further values of `model_type` in configs of this architecture, which transformers does not know,
             and the one whose config class reads them.
     """
@@ -179,7 +181,7 @@ class Family:
     rope_scaling: str = "llama3"
     rope_theta: float = 10000.0
     rotary_fraction: float | None = None
-    untrained: Callable[[Config], Iterable[str]] = field(default=lambda config: ())
+    mtp_layers: Callable[[Config], range] = field(default=lambda config: range(0))
     model_types: Mapping[str, str] = field(default_factory=dict)
 
     def rope(self, config: Config) -> Rope:
@@ -194,6 +196,15 @@ class Family:
         experts = self.experts(config)
         sparse = experts.sparse if experts else (False,) * config["num_hidden_layers"]
         return tuple(sparse.index(is_sparse) for is_sparse in sparse)
+
+    def mtp_patterns(self, config: Config) -> list[str]:
+        """Return the patterns of the canonical tensors of layers for multi-token prediction."""
+        return [f"model.layers.{layer}.*" for layer in self.mtp_layers(config)]
+
+    def mtp_copies(self, config: Config) -> dict[str, str]:
+        """Return the tensors of these layers that are copies of the model's, by name, and the names of the latter."""
+        copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+        return {f"model.layers.{n}.{copy}": name for n in self.mtp_layers(config) for copy, name in copies.items()}
 
     def routers(self, config: Config) -> list[str]:
         """Return the canonical names of the modules that choose the experts of a layer."""
@@ -212,6 +223,7 @@ class Family:
             rows: size of the tensor's dim 0; that of one expert's if `expert` is given.
             expert: number of the expert, if dim 0 of Megatron's tensor counts experts.
         """
+        megatron_name = MTP_LAYER.sub(partial(_as_layer, config), megatron_name)
         for pattern, row_map in self.tensors.items():
             match = re.fullmatch(re.escape(pattern).replace(r"\{layer\}", r"(?P<layer>\d+)"), megatron_name)
             if match:
@@ -221,6 +233,17 @@ class Family:
                     for row_range in row_map.row_ranges(rows, config)
                 ]
         return None
+
+
+MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.(transformer_layer\.)?")
+
+
+def _as_layer(config: Config, name: re.Match[str]) -> str:
+    """Return the start of a name in a layer for multi-token prediction with the layer's number in the checkpoint.
+
+    What is within its decoder layer is named like that of a layer of the model.
+    """
+    return f"{'decoder' if name[2] else 'mtp'}.layers.{config['num_hidden_layers'] + int(name[1])}."
 
 
 def with_value_head(family: Family) -> Family:

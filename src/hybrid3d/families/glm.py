@@ -8,11 +8,12 @@ from hybrid3d.families.dense import QK_NORM, QKV_BIAS, TENSORS, check_decoder
 from hybrid3d.families.family import Family
 from hybrid3d.families.shared_experts import (
     EXPERT_TENSORS,
+    MTP_TENSORS,
     ROUTER_BIAS,
     check_groups,
     check_shared_experts,
     experts_of,
-    further_layers,
+    mtp_layers,
     sigmoid_router,
 )
 from hybrid3d.families.values import Config, require_counts
@@ -32,12 +33,12 @@ def _check(config: Config) -> None:
 
 GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
-    TENSORS | QKV_BIAS | QK_NORM | EXPERT_TENSORS | ROUTER_BIAS,
+    TENSORS | QKV_BIAS | QK_NORM | EXPERT_TENSORS | ROUTER_BIAS | MTP_TENSORS,
     transformer_config=_transformer_config,
     check=_check,
     experts=experts_of,
     rope_scaling="default",
     rotary_fraction=0.5,
     # Without the key both engines take the layer after the last for one.
-    untrained=lambda config: further_layers(config, default=1),
+    mtp_layers=lambda config: mtp_layers(config, default=1),
 )

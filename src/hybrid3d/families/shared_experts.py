@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybrid3d.families.dense import HF, MEGATRON
+from hybrid3d.families.dense import HF, MEGATRON, MTP
 from hybrid3d.families.family import Experts, RowMap, SameTensor, StackedTensors
 from hybrid3d.families.moe import check_experts, expert_tensors
 from hybrid3d.families.values import Config, UnsupportedModel, require_counts, require_values
@@ -18,6 +18,16 @@ SHARED_EXPERTS: dict[str, RowMap] = {
 EXPERT_TENSORS = expert_tensors("mlp", "gate_proj", "up_proj", "down_proj") | SHARED_EXPERTS
 ROUTER_BIAS: dict[str, RowMap] = {
     f"{MEGATRON}mlp.router.expert_bias": SameTensor(f"{HF}mlp.gate.e_score_correction_bias")
+}
+# Of a layer for multi-token prediction, around a decoder layer (arXiv 2412.19437, section 2.2)
+MTP_TENSORS: dict[str, RowMap] = {
+    f"{MTP}{ours}": SameTensor(f"{HF}{name}")
+    for ours, name in (
+        ("enorm.weight", "enorm.weight"),
+        ("hnorm.weight", "hnorm.weight"),
+        ("eh_proj.weight", "eh_proj.weight"),
+        ("final_layernorm.weight", "shared_head.norm.weight"),
+    )
 }
 EXPERT_COUNTS = (
     "n_routed_experts",
@@ -78,12 +88,12 @@ def check_groups(config: Config) -> None:
         )
 
 
-def further_layers(config: Config, default: int = 0) -> list[str]:
-    """Return the patterns of multi-token-prediction layers, which are numbered after the model's layers.
+def mtp_layers(config: Config, default: int = 0) -> range:
+    """Return the numbers of the layers for multi-token prediction, which follow the model's layers.
 
     Args:
         default: their number where the config has none.
     """
     first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers")
     count = default if count is None else count
-    return [f"model.layers.{layer}.*" for layer in range(first, first + count)]
+    return range(first, first + count)

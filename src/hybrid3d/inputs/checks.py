@@ -27,9 +27,23 @@ def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
     check_against_transformers(Path(recipe.model.path) / "config.json", config, family)
     shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
     check_layout(recipe, shape, device=None if planned else "cuda" if torch.cuda.is_available() else "cpu")
+    _check_mtp(recipe, len(family.mtp_layers(config)))
     if not planned and torch.cuda.is_available():
         _check_transformer_engine(recipe)
     return config
+
+
+def _check_mtp(recipe: Recipe, layers: int) -> None:
+    """Check that the model has the layers for multi-token prediction that the recipe trains."""
+    coef = recipe.train.mtp_loss_coef
+    if not coef or layers == 1:
+        return
+    setting, count = f"train.mtp_loss_coef={coef:g}", f"num_nextn_predict_layers={layers}"
+    if layers == 0:
+        problem = f"{setting}: this model has no layer for multi-token prediction ({count}): set 0"
+    else:  # no checkpoint that is supported is published with several, so that they were not tested
+        problem = f"{setting}: {count}, and not more than 1 layer for multi-token prediction is supported: set 0"
+    raise RecipeError(recipe.name, [problem])
 
 
 def _check_transformer_engine(recipe: Recipe) -> None:

@@ -32,9 +32,12 @@ def is_redundant(name: str, config: Config) -> bool:
     return tied_copy or any(fnmatch.fnmatch(name, pattern) for pattern in COMPUTED_TENSORS)
 
 
-def is_untrained(name: str, config: Config) -> bool:
-    """Return whether a checkpoint tensor is in no model here; exports copy it from the source unchanged."""
-    return any(fnmatch.fnmatch(name, pattern) for pattern in family_of(config).untrained(config))
+def is_mtp(name: str, config: Config) -> bool:
+    """Return whether a checkpoint tensor is of a layer for multi-token prediction.
+
+    Where these layers are not trained, exports copy it from the source unchanged.
+    """
+    return any(fnmatch.fnmatch(name, pattern) for pattern in family_of(config).mtp_patterns(config))
 
 
 def export_entries(source: str | Path, config: Config) -> dict[str, TensorEntry]:

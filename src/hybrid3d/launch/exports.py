@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,12 @@ import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
+from hybrid3d.families import family_of
 from hybrid3d.inputs.adapters import ADAPTER_CONFIG, adapted_shapes, adapter_config
-from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries, is_untrained
+from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries, is_mtp
 from hybrid3d.reshard.file_index import ADAPTER_FILE, TensorEntry, read_shapes
 from hybrid3d.reshard.files import copy_tensors, create_files, export_files
+from hybrid3d.reshard.layout import Holdings
 
 if TYPE_CHECKING:
     from hybrid3d.train.policy import Policy
@@ -32,17 +35,32 @@ def write_export(
         The tensors of the export, and the names of those that are untrained copies from the source.
     """
     entries = export_entries(source, policy.config)
-    carried = [name for name in entries if is_untrained(name, policy.config)]
+    holdings = dict(enumerate(distributed.gather_objects(policy.weights.holdings, group)))
+    if any(is_mtp(piece.name, policy.config) for held in holdings.values() for piece in held.pieces):
+        copies = family_of(policy.config).mtp_copies(policy.config)
+        copies = {copy: name for copy, name in copies.items() if copy in entries}
+        holdings = {rank: _with_copies(held, copies) for rank, held in holdings.items()}
+    written = {piece.name for held in holdings.values() for piece in held.pieces}
+    carried = [name for name in entries if is_mtp(name, policy.config) and name not in written]
     if group.rank() == 0:
         create_files(out, entries)
         copy_config_and_tokenizer(source, out)
     dist.barrier(group)
-    holdings = dict(enumerate(distributed.gather_objects(policy.weights.holdings, group)))
     export_files(out, entries, holdings, policy.weights.tensors, group.rank(), carried)
     if group.rank() == 0:
         copy_tensors(source, out, entries, carried)
     dist.barrier(group)
     return entries, carried
+
+
+def _with_copies(held: Holdings, copies: Mapping[str, str]) -> Holdings:
+    """Return holdings in which tensors are also pieces of their copies.
+
+    Args:
+        copies: the copied tensor of each copy, by name.
+    """
+    found = [replace(p, name=copy) for copy, name in copies.items() for p in held.pieces if p.name == name]
+    return Holdings((*held.pieces, *found))
 
 
 def write_adapters(policy: Policy, recipe: Recipe, out: Path, group: dist.ProcessGroup) -> Mapping[str, TensorEntry]:

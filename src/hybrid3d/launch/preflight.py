@@ -24,7 +24,7 @@ from hybrid3d.inputs.adapters import check_adapters
 from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.checks import check_model
 from hybrid3d.inputs.completions import check_server
-from hybrid3d.inputs.export import check_output_folder, is_redundant, is_untrained
+from hybrid3d.inputs.export import check_output_folder, is_mtp, is_redundant
 from hybrid3d.inputs.models import check_against_transformers, read_config, read_data, read_tokenizer
 from hybrid3d.launch_environment import check_vllm_variables
 from hybrid3d.reshard.file_index import CheckpointError, TensorEntry, read_index
@@ -79,7 +79,7 @@ def find_mistakes(recipe: Recipe) -> Iterator[UserMistake]:
         yield from _mistake_of(check_prompts, recipe, config)
     yield from _mistake_of(check_folder, recipe)
     if config is not None:
-        yield from _mistake_of(check_weights, config, recipe.model.path)
+        yield from _mistake_of(check_weights, config, recipe.model.path, recipe.train.mtp_loss_coef > 0)
         if recipe.lora is not None:
             yield from _mistake_of(check_adapters, recipe)
         if recipe.algorithm.kl.reference is not None:
@@ -344,7 +344,7 @@ def check_fit(recipe: Recipe) -> None:
         raise RecipeError(*misfit)
 
 
-def check_weights(config: Config, path: str) -> None:
+def check_weights(config: Config, path: str, with_mtp: bool = False) -> None:
     """Compare the checkpoint's headers with the tensors that Megatron's model of this config declares.
 
     Raises:
@@ -353,7 +353,7 @@ def check_weights(config: Config, path: str) -> None:
     from hybrid3d.train.probe import expected_shapes
 
     entries = read_index(path)
-    problems = list(_differences(expected_shapes(config), entries, config))
+    problems = list(_differences(expected_shapes(config, with_mtp), entries, config))
     if problems:
         raise CheckpointError("\n".join([f"{path} does not fit its config.json:", *problems]))
     check_tied_copy(path, config, entries)
@@ -373,7 +373,7 @@ def _differences(expected: Mapping[str, Shape], entries: Mapping[str, TensorEntr
     unknown = [
         f"{name}: not a tensor of {config['architectures'][0]}"
         for name in sorted(extra)
-        if not is_redundant(name, config) and not is_untrained(name, config)
+        if not is_redundant(name, config) and not is_mtp(name, config)
     ]
     for lines, kind in ((missing, "missing"), (mismatched, "of another shape"), (unknown, "unknown")):
         yield from (f"  {line}" for line in lines[:20])

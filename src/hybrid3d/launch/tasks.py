@@ -237,7 +237,8 @@ def export(
 
     group = distributed.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
-    policy = Policy(read_config(recipe.model.path), recipe, rank, trainable=False)
+    config, with_mtp = read_config(recipe.model.path), recipe.train.mtp_loss_coef > 0
+    policy = Policy(config, recipe, rank, trainable=False, with_mtp=with_mtp)
     checkpoint.load_weights({"policy": policy}, checkpoint_folder(folder, step), group)
     enter_phase("export")
     from_launcher = os.environ.get(UNFINISHED)  # created by our own launcher, which removes it if a rank is killed

@@ -25,7 +25,7 @@ from hybrid3d.planning.memory import (
 )
 from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.rollout.probe import SlotDemand, slot_demands
-from hybrid3d.train.probe import expected_shapes, holdings_of_all, representative_layer_counts
+from hybrid3d.train.probe import expected_shapes, holdings_of_all, mtp_holdings, representative_layer_counts
 
 MAX_SUGGESTIONS = 3
 
@@ -132,6 +132,9 @@ class MemoryEstimator:
             firsts = [holdings[stage * stage_ranks] for stage in range(layout.pp)]
             counted = partial(count_parameters, multiplicity=_multiplicity(layer_counts), lora=recipe.lora)
             self._held[key] = [counted(first.pieces) for first in firsts]
+            if layout.mtp_loss_coef:
+                further = count_parameters(mtp_holdings(self._config, recipe).pieces, lambda name: 1)
+                self._held[key][-1] = dataclasses.replace(self._held[key][-1], mtp=further)
         slots = rollout.tp, rollout.dp, rollout.expert_parallel, recipe.quantizes
         if slots not in self._wanted:
             layer_counts = representative_layer_counts(self._config, Train())

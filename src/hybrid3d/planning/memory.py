@@ -47,11 +47,13 @@ class ParameterCounts:
 
     Attributes:
         adapters: those of its adapters, which are then the only ones that are trained; None without adapters.
+        mtp: those of layers for multi-token prediction that are trained beside the policy; None without such layers.
     """
 
     dense: int
     experts: int
     adapters: ParameterCounts | None = None
+    mtp: ParameterCounts | None = None
 
     @property
     def total(self) -> int:
@@ -252,9 +254,10 @@ def estimate_stages(
     for stage, counts in enumerate(held):
         policy = counts.adapters or counts
         trained = [policy, replace(counts, adapters=None)] if recipe.algorithm.uses_critic else [policy]
+        trained += [] if counts.mtp is None else [counts.mtp]
         elements, weights = sum(one.total for one in trained), counts.total * itemsize
         quantized = counts.total * recipe.quantizes
-        added = 0 if counts.adapters is None else counts.adapters.total * itemsize
+        added = sum(one.total * itemsize for one in (counts.adapters, counts.mtp) if one is not None)
         sharded = sum(
             one.dense / (train.dp * train.cp) + one.experts / (stage_ranks // (train.ep * train.etp)) for one in trained
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +84,7 @@ class MegatronModel:
         optimizer: Optimizer | None,
         family: Family | None = None,
         fresh: Container[str] = (),
+        clipped_apart: Collection[torch.nn.Parameter] | None = None,
     ):
         """
         Args:
@@ -91,6 +92,7 @@ class MegatronModel:
             optimizer: None for a model that is not trained.
             family: the family whose table names the weights; None selects the config's.
             fresh: canonical tensors that keep their initial values.
+            clipped_apart: as for `BucketedOptimizer`.
         """
         self.config = config
         self.stages = stages
@@ -111,7 +113,8 @@ class MegatronModel:
             if optimizer is not None:
                 self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, dtype), self._modules)
                 self.scheduler = _scheduler(self.optimizer, optimizer, self._steps_of(recipe))
-                self._stepping = BucketedOptimizer(self.optimizer, self._modules, self._tracks_changes(recipe))
+                tracks = self._tracks_changes(recipe)
+                self._stepping = BucketedOptimizer(self.optimizer, self._modules, tracks, clipped_apart)
                 self._connect()
         self.has_output = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self._leads_context = parallel_state.get_context_parallel_rank() == 0

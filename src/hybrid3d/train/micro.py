@@ -63,12 +63,17 @@ class MicroBatch:
             return self.tokens[:, 1:].contiguous()
         return self.context.of(self.tokens.roll(-1, dims=1))
 
-    def aligned(self, values: torch.Tensor) -> torch.Tensor:
-        """Align values of `before` with the tokens that they predict: [b, T], 0 at position 0."""
-        return self._aligned(values if self.context is None else self.context.gather(values)[:, :-1])
+    def aligned(self, values: torch.Tensor, ahead: int = 1) -> torch.Tensor:
+        """Align values of `before` with the tokens that they predict: [b, T], 0 at position 0.
 
-    def _aligned(self, values: torch.Tensor) -> torch.Tensor:
-        return pad(values, (1, self.width - 1 - values.shape[1]))
+        Args:
+            ahead: how many tokens after its position each value predicts; above 1, `values` are [b, T' - ahead], and
+                each rank has whole sequences.
+        """
+        return self._aligned(values if self.context is None else self.context.gather(values)[:, :-1], ahead)
+
+    def _aligned(self, values: torch.Tensor, ahead: int) -> torch.Tensor:
+        return pad(values, (ahead, self.width - ahead - values.shape[1]))
 
     def unpacked(self, values: torch.Tensor) -> torch.Tensor:
         """Return values of the tokens [b, T', ...] as the batch has them, [b, T, ...], -1 at padding."""
@@ -93,11 +98,11 @@ class PackedMicroBatch(MicroBatch):
     `tokens`, `positions` and `padded` are [1, N]. Aligned values are 0 at padding too.
     """
 
-    def _aligned(self, values: torch.Tensor) -> torch.Tensor:
+    def _aligned(self, values: torch.Tensor, ahead: int) -> torch.Tensor:
         at = torch.arange(self.width, device=values.device)
-        predicted = (at >= 1) & (at < self.lengths[:, None])
+        predicted = (at >= ahead) & (at < self.lengths[:, None])
         # The last token of a sequence does not predict the first one of the next sequence.
-        within = (self.positions[0, 1:] > 0) & ~self.padded[0, 1:]
+        within = (self.positions[0, ahead:] >= ahead) & ~self.padded[0, ahead:]
         return values.new_zeros(predicted.shape).masked_scatter(predicted, values[0, within])
 
     def unpacked(self, values: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,12 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -29,6 +35,7 @@ from hybrid3d.families import Config, Family, family_of, head_dim, query_groups
 from hybrid3d.patches import apply
 from hybrid3d.train import patches
 from hybrid3d.train.kernels import FUSE_GRADIENTS, USE_TE
+from hybrid3d.train.mtp import MtpLayer
 from hybrid3d.train.runtime import ON_CUDA, device, on_device
 from hybrid3d.train.torch_layers import use_torch_layers
 
@@ -36,7 +43,12 @@ apply(patches.MODEL)
 
 
 def build_model(
-    config: Config, layout: Train, dtype: torch.dtype, meta: bool = False, adapted: bool = False
+    config: Config,
+    layout: Train,
+    dtype: torch.dtype,
+    meta: bool = False,
+    adapted: bool = False,
+    with_mtp: bool = False,
 ) -> list[GPTModel]:
     """Build this rank's part of the model: one module per virtual pipeline stage, weights not set.
 
@@ -46,6 +58,7 @@ def build_model(
         dtype: of the parameters.
         meta: allocate nothing; for queries.
         adapted: make each linear layer a module of its own, without a fused norm or grouped experts, as adapters need.
+        with_mtp: build the layers for multi-token prediction too, as `mtp` of the last stage.
     """
     settings = transformer_config(config, layout, dtype)
     if adapted:
@@ -55,7 +68,7 @@ def build_model(
         settings.context_parallel_size = 1  # the weights are the same, and its attention makes a CUDA stream otherwise
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     with on_device(meta), torch.device("meta") if meta else device():
-        return [_build_stage(config, settings, stage, adapted) for stage in stages]
+        return [_build_stage(config, settings, stage, adapted, with_mtp) for stage in stages]
 
 
 def transformer_config(config: Config, layout: Train, dtype: torch.dtype) -> TransformerConfig:
@@ -157,7 +170,9 @@ def padded_vocabulary(config: Config, tp: int) -> int:
     return math.ceil(config["vocab_size"] / tp) * tp
 
 
-def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | None, adapted: bool) -> GPTModel:
+def _build_stage(
+    config: Config, settings: TransformerConfig, vp_stage: int | None, adapted: bool, with_mtp: bool
+) -> GPTModel:
     spec = get_gpt_decoder_block_spec(settings, USE_TE, normalization="RMSNorm", vp_stage=vp_stage)
     if not USE_TE:
         use_torch_layers(spec)
@@ -177,11 +192,35 @@ def _build_stage(config: Config, settings: TransformerConfig, vp_stage: int | No
         rotary_percent=rope.fraction,
         vp_stage=vp_stage,
     )
+    if with_mtp and model.post_process:
+        model.mtp = _mtp_block(settings, spec, len(family_of(config).mtp_layers(config)), vp_stage)
     _mark_shards(model)
     if rope.llama3:  # GPTModel takes the factor only, and has Llama 3.1's other constants
         scaled = model.rotary_pos_emb._apply_scaling(model.rotary_pos_emb.inv_freq, **rope.llama3)
         model.rotary_pos_emb.inv_freq = scaled
     return model
+
+
+def _mtp_block(
+    settings: TransformerConfig, spec: TransformerBlockSubmodules, layers: int, vp_stage: int | None
+) -> MultiTokenPredictionBlock:
+    """Return Megatron's layers for multi-token prediction, each around a decoder layer like the model's last one.
+
+    `GPTModel` would build them too, but calls them in every pass, and adds their loss to that of labels.
+    """
+    layer = MultiTokenPredictionLayerSubmodules(
+        enorm=spec.layer_norm,
+        hnorm=spec.layer_norm,
+        eh_proj=TEColumnParallelLinear if USE_TE else ColumnParallelLinear,
+        transformer_layer=spec.layer_specs[-1],
+        layer_norm=spec.layer_norm,
+    )
+    specs = [ModuleSpec(module=MtpLayer, submodules=layer)] * layers
+    block = MultiTokenPredictionBlock(settings, MultiTokenPredictionBlockSubmodules(specs), vp_stage)
+    for module in block.modules():
+        if hasattr(module, "finish_init"):  # of Transformer Engine's layers, which `GPTModel` calls for its own
+            module.finish_init(None)
+    return block
 
 
 def _separate_norms(spec: TransformerBlockSubmodules) -> None:

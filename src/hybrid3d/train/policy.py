@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -16,25 +17,42 @@ from hybrid3d.families import Config, family_of
 from hybrid3d.reshard.file_index import ADAPTER_FILE, read_shapes
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
-from hybrid3d.rl.objective import TokenScores
+from hybrid3d.rl.losses import masked_sum
+from hybrid3d.rl.objective import TokenLoss, TokenScores
 from hybrid3d.train.adapters import adapter_weights, add_adapters, merged_adapters, without_adapters
 from hybrid3d.train.entropy import vocab_parallel_entropy
-from hybrid3d.train.megatron_model import MegatronModel
+from hybrid3d.train.megatron_model import MegatronModel, StepReport
 from hybrid3d.train.micro import MicroBatch
 from hybrid3d.train.model import build_model
+from hybrid3d.train.mtp import MtpLayers
 from hybrid3d.train.router_replay import RouterReplay
 from hybrid3d.train.runtime import ON_CUDA, on_device
-from hybrid3d.train.weights import megatron_weights
+from hybrid3d.train.weights import MegatronWeights, megatron_weights
 
 
 class Policy(MegatronModel):
     """A language model in the train layout; `train_step` calls the loss with `TokenScores`."""
 
-    def __init__(self, config: Config, recipe: Recipe, rank: int, path: str | None = None, trainable: bool = True):
-        """Build it with the weights of the checkpoint `path`; by default the recipe's model, with its adapters."""
+    def __init__(
+        self,
+        config: Config,
+        recipe: Recipe,
+        rank: int,
+        path: str | None = None,
+        trainable: bool = True,
+        with_mtp: bool | None = None,
+    ):
+        """Build it with the weights of the checkpoint `path`; by default the recipe's model, with its adapters.
+
+        Args:
+            with_mtp: build its layers for multi-token prediction; None builds them where the recipe trains them.
+        """
         lora = recipe.lora if path is None else None
         dtype = getattr(torch, recipe.model.dtype)
-        stages = build_model(config, recipe.train, dtype, adapted=lora is not None)
+        trains_mtp = trainable and recipe.train.mtp_loss_coef > 0
+        with_mtp = trains_mtp if with_mtp is None else with_mtp
+        stages = build_model(config, recipe.train, dtype, adapted=lora is not None, with_mtp=with_mtp)
+        self._mtp = MtpLayers(stages) if trains_mtp else None
         if lora is not None:
             shapes = read_shapes(recipe.model.path)
             with on_device():
@@ -43,7 +61,9 @@ class Policy(MegatronModel):
                     begun = adapter_weights(stages)
                     load_files(lora.path, begun.demand, begun.tensors, rank, ADAPTER_FILE)
         optimizer = recipe.optimizer if trainable else None
-        super().__init__(config, stages, recipe, rank, path=path or recipe.model.path, optimizer=optimizer)
+        apart = self._mtp.parameters if self._mtp is not None else None
+        path = path or recipe.model.path
+        super().__init__(config, stages, recipe, rank, path=path, optimizer=optimizer, clipped_apart=apart)
         if lora is not None:
             self.adapters = adapter_weights(stages)
         experts, replays = family_of(config).experts(config), recipe.train.router_replay
@@ -55,9 +75,19 @@ class Policy(MegatronModel):
         """Whether tokens are routed to experts, so that rounding may route one to another expert."""
         return self.stages[0].config.num_moe_experts is not None
 
+    @cached_property
+    def rollout_weights(self) -> MegatronWeights:
+        """This rank's weights that vLLM generates with: all but those of layers for multi-token prediction."""
+        family, held = family_of(self.config), self.weights
+        further = {f"model.layers.{layer}." for layer in family.mtp_layers(self.config)}
+        pieces = tuple(p for p in held.pieces if not p.name.startswith((*further,)))
+        local = {one.view.tensor for one in pieces} | {one.view.tensor for one in held.padding}
+        tensors = {name: tensor for name, tensor in held.tensors.items() if name in local}
+        return replace(held, pieces=pieces, tensors=tensors)
+
     def _tracks_changes(self, recipe: Recipe) -> bool:
-        awake = dataclasses.replace(recipe.rollout, sleep=False) if recipe.rollout is not None else None
-        return (recipe if ON_CUDA else dataclasses.replace(recipe, rollout=awake)).can_sync_changes  # no sleep on CPU
+        awake = replace(recipe.rollout, sleep=False) if recipe.rollout is not None else None
+        return (recipe if ON_CUDA else replace(recipe, rollout=awake)).can_sync_changes  # no sleep on CPU
 
     def _steps_of(self, recipe: Recipe) -> int:
         return recipe.run.steps - recipe.critic.warmup_steps
@@ -98,6 +128,34 @@ class Policy(MegatronModel):
         self.onload("parameters")
         with merged_adapters(self.stages):
             yield
+
+    def train_step(self, *args: Any, **options: Any) -> StepReport:
+        if self._mtp is None:
+            return super().train_step(*args, **options)
+        self.onload("parameters")
+        self._mtp.begin_step()
+        try:
+            return super().train_step(*args, **options)
+        finally:
+            self._mtp.end_step()
+
+    def _loss(
+        self, batch: Batch, token_loss: TokenLoss, recipe: Recipe, micro: MicroBatch, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        total, tokens, report = super()._loss(batch, token_loss, recipe, micro, output)
+        if self._mtp is None:
+            return total, tokens, report
+        further = self._mtp_loss(self._mtp, micro, batch.response_mask[micro.rows], recipe)
+        return total + recipe.train.mtp_loss_coef * further, tokens, {**report, "mtp_loss": further.detach()}
+
+    def _mtp_loss(self, layers: MtpLayers, micro: MicroBatch, mask: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+        """Return the cross entropy of multi-token prediction, summed over answers' tokens; a mean over the layers."""
+        losses = []
+        for ahead, logits in layers.logits(micro):
+            scaled = self._scaled(logits[:, :-ahead], _temperature(recipe))
+            entropy = vocab_parallel_cross_entropy(scaled, micro.tokens[:, ahead:].contiguous())
+            losses.append(masked_sum(micro.aligned(entropy, ahead), mask))
+        return torch.stack(losses).mean()
 
     def _per_token(self, output: torch.Tensor, micro: MicroBatch, recipe: Recipe) -> TokenScores:
         """Return the tokens' log-probabilities and entropies by logits [.., .., vocabulary / TP]; 0 at position 0."""

@@ -23,9 +23,29 @@ from hybrid3d.train.runtime import as_rank
 from hybrid3d.train.weights import canonical_shapes, megatron_weights
 
 
-def expected_shapes(config: Config) -> dict[str, Shape]:
-    """Return the full shape of every canonical tensor that a checkpoint of this config must have."""
-    return canonical_shapes([signature_of(_holdings_by_layer(config, Train(), torch.float32)[0])])
+def expected_shapes(config: Config, with_mtp: bool = False) -> dict[str, Shape]:
+    """Return the full shape of every canonical tensor that a checkpoint of this config must have.
+
+    Args:
+        with_mtp: also of its layers for multi-token prediction, but for the copies of other tensors.
+    """
+    held = [_holdings_by_layer(config, Train(), torch.float32)[0]]
+    if with_mtp:
+        held.append(_mtp_holdings(config, Train(), torch.float32))
+    return canonical_shapes([signature_of(one) for one in held])
+
+
+def mtp_holdings(config: Config, recipe: Recipe) -> Holdings:
+    """Return what the first rank of the last stage holds of the layer for multi-token prediction."""
+    return _mtp_holdings(config, recipe.train, getattr(torch, recipe.model.dtype))
+
+
+def _mtp_holdings(config: Config, layout: Train, dtype: torch.dtype) -> Holdings:
+    layers = max(family_of(config).representative_layers(config)) + 1
+    few = {**config, "num_hidden_layers": layers}
+    plain = replace(layout, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
+    pieces = [p for p in holdings_of(few, plain, 0, dtype, with_mtp=True).pieces if layer_of(p.name) == layers]
+    return Holdings((*replicate_layer(pieces, layers, config["num_hidden_layers"]),))
 
 
 def holdings_of_all(
@@ -82,10 +102,10 @@ def representative_layer_counts(config: Config, layout: Train) -> dict[int, int]
     return {layers[0]: len(layers) for layers in by_kind.values()}
 
 
-def holdings_of(config: Config, layout: Train, rank: int, dtype: torch.dtype) -> Holdings:
-    """Return what a rank of a train layout holds, from its full share of the model."""
+def holdings_of(config: Config, layout: Train, rank: int, dtype: torch.dtype, with_mtp: bool = False) -> Holdings:
+    """Return what a rank of a train layout holds, from its full share of the model; `with_mtp` as for `build_model`."""
     with as_rank(rank, layout, layout.tp * layout.pp * layout.cp * layout.dp):
-        return megatron_weights(build_model(config, layout, dtype, meta=True), config).holdings
+        return megatron_weights(build_model(config, layout, dtype, meta=True, with_mtp=with_mtp), config).holdings
 
 
 def adapter_holdings_of(

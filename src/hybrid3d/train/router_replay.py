@@ -86,7 +86,7 @@ class RouterReplay:
         self._experts, self._records = experts, records
         self._routers: list[dict[int, RouterChoices]] = []  # of each stage, by index among the layers with experts
         for stage in stages:
-            routers = [module for module in stage.modules() if isinstance(module, TopKRouter)]
+            routers = [module for module in stage.decoder.modules() if isinstance(module, TopKRouter)]
             for router in routers:
                 router.router_replay = RouterChoices()
             numbered = {sum(experts.sparse[: router.layer_number - 1]): router.router_replay for router in routers}

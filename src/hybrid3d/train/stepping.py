@@ -6,12 +6,14 @@ parameters. The result is bit for bit equal to that of a step over all parameter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -56,15 +58,26 @@ class BucketedOptimizer:
         bucket_of: the bucket of each parameter, by `place_of`. Parameters without a bucket are not updated.
     """
 
-    def __init__(self, optimizer: ChainedOptimizer, modules: Sequence[DistributedDataParallel], tracks: bool = False):
+    def __init__(
+        self,
+        optimizer: ChainedOptimizer,
+        modules: Sequence[DistributedDataParallel],
+        tracks: bool = False,
+        clipped_apart: Collection[torch.nn.Parameter] | None = None,
+    ):
         """
         Args:
             tracks: track which elements of bfloat16 parameters change, which takes one bit of memory for each.
+            clipped_apart: this rank's parameters that are clipped by the norm of their own gradient, over all ranks,
+                and do not count in that of the others; None if no rank has such parameters.
         """
         self._optimizer = optimizer
         self.changes = ChangeTracker(modules if tracks else ())
         self._stepped = [one for one in optimizer.chained_optimizers if not one.is_stub_optimizer]
         owner = {id(b): one for one in self._stepped for buffer in one.buffers for b in buffer.buckets}
+        self._clipped_apart = None
+        if clipped_apart is not None:
+            self._clipped_apart = ClippedApart(optimizer, self._stepped, clipped_apart)
         self._buckets: list[tuple[Any, Any, set[torch.nn.Parameter]]] = []
         for module in modules:
             for group in _first_layers_first(module.bucket_groups, module.expert_parallel_bucket_groups):
@@ -90,10 +103,13 @@ class BucketedOptimizer:
         norms: list[float] = []
 
         def get_grad_norm() -> float:
-            norms.append(float(type(self._optimizer).get_grad_norm(self._optimizer)))
+            apart = self._clipped_apart
+            norms.append(_grad_norm(self._optimizer) if apart is None else apart.begin())
             return norms[0]
 
         def step_with_ready_grads() -> bool:
+            if self._clipped_apart is not None:
+                self._clipped_apart.clip()
             if not accepts_grad_norm(norms[0]):
                 return False
             self.changes.check()
@@ -118,6 +134,59 @@ class BucketedOptimizer:
         return updated, norms[0]
 
 
+class ClippedApart:
+    """Clips the gradients of some parameters by a norm of their own, beside those of all others.
+
+    To Megatron, which computes the norm of the others and clips them, these parameters have no gradients meanwhile.
+    """
+
+    def __init__(self, optimizer: ChainedOptimizer, stepped: Sequence[Any], parameters: Collection[torch.nn.Parameter]):
+        """
+        Args:
+            stepped: those of the chained optimizers that have parameters.
+            parameters: of the model; the same on the ranks that share them, maybe none.
+        """
+        self._optimizer, models = optimizer, {id(parameter) for parameter in parameters}
+        pairs = [pair for one in stepped for groups in _model_and_main(one) for pair in zip(*groups, strict=True)]
+        self._apart = [main for model, main in pairs if id(model) in models]
+        self._others = [main for model, main in pairs if id(model) not in models]
+        self._grads: list[Any] = []
+        self._norm = 0.0
+
+    def begin(self) -> float:
+        """Set the gradients aside, and return the norm of the others, or the own norm if it is not finite."""
+        others = _take_grads(self._others)
+        self._norm = _grad_norm(self._optimizer)
+        _give_grads(self._others, others)
+        self._grads = _take_grads(self._apart)
+        norm = _grad_norm(self._optimizer)
+        return norm if math.isfinite(self._norm) else self._norm
+
+    def clip(self) -> None:
+        """Put the gradients back, clipped."""
+        _give_grads(self._apart, self._grads)
+        self._grads = []
+        limit = self._optimizer.config.clip_grad
+        if self._apart and limit > 0.0:
+            clip_grad_by_total_norm_fp32(self._apart, limit, self._norm)
+
+
+def _grad_norm(optimizer: ChainedOptimizer) -> float:
+    return float(type(optimizer).get_grad_norm(optimizer))
+
+
+def _take_grads(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    grads = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return grads
+
+
+def _give_grads(parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+
+
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return a key of a tensor's memory: its storage, whose address may change, and the offset in elements."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset()
@@ -131,6 +200,19 @@ def _first_layers_first(*kinds: Sequence[Any]) -> Iterator[Any]:
     return (group for _, _, group in sorted(found, key=lambda one: one[:2]))
 
 
+# Attributes of a distributed optimizer: groups of a model's parameters, and of the shards that it updates for them
+_GROUPS = (
+    ("model_float16_groups", "shard_fp32_from_float16_groups"),
+    ("model_fp32_groups", "shard_fp32_groups"),
+)
+
+
+def _model_and_main(optimizer: Any) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
+    """Yield groups of a model's parameters, each with the group of the shards that are updated for them."""
+    for of_model, of_main in _GROUPS:
+        yield from zip(getattr(optimizer, of_model), getattr(optimizer, of_main), strict=True)
+
+
 @contextmanager
 def _only(optimizer: Any, params: set[torch.nn.Parameter], counts: Sequence[Any]) -> Iterator[None]:
     """Restrict a distributed optimizer to these model parameters.
@@ -140,10 +222,7 @@ def _only(optimizer: Any, params: set[torch.nn.Parameter], counts: Sequence[Any]
     """
     kept: dict[str, list[list[Any]]] = {}
     mains: set[int] = set()
-    for of_model, of_main in (
-        ("model_float16_groups", "shard_fp32_from_float16_groups"),
-        ("model_fp32_groups", "shard_fp32_groups"),
-    ):
+    for of_model, of_main in _GROUPS:
         kept[of_model], kept[of_main] = getattr(optimizer, of_model), getattr(optimizer, of_main)
         pairs = [
             [(model, main) for model, main in zip(*groups, strict=True) if model in params]

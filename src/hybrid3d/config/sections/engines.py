@@ -9,6 +9,7 @@ from hybrid3d.config.interval import Interval
 from hybrid3d.config.schema import (
     BatchesInFlight,
     ClosedFraction,
+    Coefficient,
     FilePath,
     Gibibytes,
     Layers,
@@ -73,6 +74,9 @@ class Train:
         router_replay: Where routers of experts take their choices from when the policy is trained: `none`: from the
             weights that are trained; `old`: from the pass that computes the old log-probabilities (arXiv 2507.18071,
             section 5.3); `rollout`: from vLLM, also in that pass (arXiv 2510.11370).
+        mtp_loss_coef: Coefficient of the loss of the layer for multi-token prediction of DeepSeek-V3 and GLM-4.5, which
+            is trained beside the policy and does not change it (`docs/algorithms.md`). 0: the layer is not built, and
+            an export copies it.
         offload_parameters: Offload the parameters to host memory while vLLM generates.
         offload_optimizer: Offload the optimizer state to host memory while vLLM generates.
         offload_gradients: Free gradients while vLLM generates.
@@ -94,6 +98,7 @@ class Train:
     recompute: Literal["none", "full"] = "none"
     fp8: Literal["none", "tensorwise", "blockwise"] = "none"
     router_replay: Literal["none", "old", "rollout"] = "none"
+    mtp_loss_coef: Coefficient = 0.0
     offload_parameters: bool = False
     offload_gradients: bool = False
     offload_optimizer: bool = False

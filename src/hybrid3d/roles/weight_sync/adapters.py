@@ -38,7 +38,7 @@ def policy_sync(
     if recipe.lora is not None:
         kind = AdapterSync if recipe.syncs_adapters else MergedSync
         return kind(recipe, group, policy, engine, transport_group, ranks)
-    weights, changes = (None, None) if policy is None else (policy.weights, policy.changes)
+    weights, changes = (None, None) if policy is None else (policy.rollout_weights, policy.changes)
     buckets = policy.optimizer_buckets if policy is not None and overlaps else None
     return WeightSync(recipe, group, weights, engine, buckets, changes, transport_group, ranks)
 
