@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, int, dict[str, dict[str, Any]]]] = {
             "tp2-pp2-ep2-packed": dict(tp=2, pp=2, ep=2, **PACKED),
             "tp2-pp2-etp2-vpp2": dict(tp=2, pp=2, etp=2, vpp=2, recompute="full"),
             "pp4": dict(pp=4, max_tokens_per_micro_batch=71),
-            "dp4-ep4": dict(dp=4, ep=4),
+            "dp4-ep4": dict(dp=4, ep=4, router_replay="old"),
             "tp2-dp2-ep2-etp2-packed": dict(tp=2, dp=2, ep=2, etp=2, **PACKED),
         },
     ),
@@ -122,7 +122,7 @@ def test_in_bfloat16_rounding_is_all_that_differs(tmp_path: Path) -> None:
         assert report["sums"]["mtp_loss"] / num_answer_tokens() == pytest.approx(true.loss, rel=0.02)
         gradients, without = (results.tensors(layout, f"{what}-gradients") for what in ("mtp", "plain"))
         found, expected = (torch.cat([g[n].flatten() for n in true.gradients]) for g in (gradients, true.gradients))
-        assert torch.cosine_similarity(found, expected, dim=0) > 0.9
+        assert torch.cosine_similarity(found, expected, dim=0) > 0.8  # it sends some tokens to other experts
         trained, plain_trained, resumed = (
             results.tensors(layout, what) for what in ("mtp-trained", "plain-trained", "resumed")
         )
@@ -131,7 +131,7 @@ def test_in_bfloat16_rounding_is_all_that_differs(tmp_path: Path) -> None:
             if not name.startswith(MTP):
                 assert torch.equal(gradients[name], without[name]), name
                 assert torch.equal(tensor, plain_trained[name]), name
-            elif name not in COPIES:
+            elif name.endswith("_proj.weight"):  # steps of norms, which are near 1, are rounded away
                 assert not torch.equal(tensor, start[name].bfloat16().float()), name
 
 
