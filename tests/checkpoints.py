@@ -22,6 +22,7 @@ FAMILIES = DENSE + SPARSE
 # families by little.
 MORE = {
     "kimi_k2": ("test_kernels", "test_verify_families"),
+    "moonlight": ("test_kernels", "test_verify_families"),
     "glm4_moe": ("test_kernels", "test_verify_families", "test_megatron"),
 }
 VOCABULARY = 330

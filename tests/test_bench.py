@@ -69,6 +69,7 @@ def test_every_bit_is_right_and_the_bytes_are_the_lower_bound(tmp_path: Path) ->
     }
 
 
+@pytest.mark.slow
 def test_ranks_that_only_generate_receive_all_that_they_want(tmp_path: Path) -> None:
     """Two ranks that train send to two that generate, on another node, each of which wants the whole model."""
     layouts = "recipes/qwen3-8b.yaml train.tp=2 train.pp=1 train.dp=1 rollout.tp=1 roles.generation.ranks=2"

@@ -87,12 +87,12 @@ def test_weights_are_the_same_everywhere() -> None:
 def test_numbers_are_compared_within_a_tolerance_for_each_dtype() -> None:
     stored = {"loss": [2.0, 1.0], "grad_norm": [5.0, 4.0]}
     near = {"loss": [2.0001, 1.0], "grad_norm": [5.004, 4.0]}
-    training._compare(near, stored, "float32", "case")
-    training._compare({"loss": [2.03, 1.0], "grad_norm": [5.2, 4.0]}, stored, "bfloat16", "case")
+    training._compare(near, stored, training.TOLERANCE["float32"], "case")
+    training._compare({"loss": [2.03, 1.0], "grad_norm": [5.2, 4.0]}, stored, training.TOLERANCE["bfloat16"], "case")
     with pytest.raises(CheckFailed, match=r"case: loss of step 1 is 1\.01, on a CPU 1: they differ by 1\.0e-02"):
-        training._compare(stored | {"loss": [2.0, 1.01]}, stored, "float32", "case")
+        training._compare(stored | {"loss": [2.0, 1.01]}, stored, training.TOLERANCE["float32"], "case")
     with pytest.raises(CheckFailed, match="grad_norm of step 0 is nan"):
-        training._compare(stored | {"grad_norm": [float("nan"), 4.0]}, stored, "bfloat16", "case")
+        training._compare(stored | {"grad_norm": [float("nan"), 4.0]}, stored, training.TOLERANCE["bfloat16"], "case")
 
 
 def test_time_that_is_in_both_of_two_sets_of_intervals() -> None:

@@ -110,6 +110,7 @@ def check(phase: str, rank: int, tp: int, work: Path, mark: str) -> None:
     assert left_in_memory(name, segments) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_while_it_trains(work: tuple[Path, str]) -> None:
     check("train", 1, 1, *work)
 

@@ -133,7 +133,7 @@ def test_what_ranks_say_of_a_next_token_comes_back_to_it(batch: Batch) -> None:
             assert torch.equal(shared.before(shared.share(said)), shared.share(said))
             following[:, shared.context.own] = shared.after
         assert torch.equal(following[:, :-1], whole.tokens[:, 1:])
-        aligned = whole._aligned(said[:, :-1])
+        aligned = whole._aligned(said[:, :-1], 1)
         second = 104 if len(said) == 1 else 100
         assert aligned[0, :3].tolist() == [0, 100, 101]
         assert aligned[1, :4].tolist() == [0, *range(second, second + 3)]

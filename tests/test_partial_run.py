@@ -96,6 +96,7 @@ def check(run: Path) -> None:
         assert versions == sorted(set(versions))
 
 
+@pytest.mark.slow
 def test_a_run_whose_answers_go_on_over_syncs_resumes(work: Path) -> None:
     """Unfinished answers are not in a checkpoint: their prompts are drawn again."""
     train(work, "name=together")

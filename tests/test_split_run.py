@@ -166,6 +166,7 @@ def test_ten_thousand_samples_are_within_the_bound(work: Path, bound: int) -> No
 REWARDS_APART = ("roles.reward.ranks=1", "machine.gpus_per_node=4")
 
 
+@pytest.mark.slow
 def test_rewards_go_on_when_the_ranks_that_compute_them_are_killed(work: Path) -> None:
     """Here the ranks that train also generate: the metrics are those of the run whose ranks do all."""
     run, more = work / "runs/rewards-apart", ("name=rewards-apart", "rollout.placement=consecutive", *REWARDS_APART)

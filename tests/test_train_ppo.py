@@ -119,6 +119,7 @@ def test_a_bound_that_is_left_is_told_once(work: Path, rows: list[dict[str, Any]
     assert (told["metric"], told["bound"], told["step"]) == ("train/entropy", 100, 1)
 
 
+@pytest.mark.slow
 def test_resumed_with_its_critic_and_its_coefficient(work: Path, rows: list[dict[str, Any]]) -> None:
     shutil.copytree(work / "runs/whole", work / "again/whole")
     for updates in range(RESUMED_FROM + 1, STEPS + 1):
