@@ -234,6 +234,11 @@ def test_a_fraction_of_changed_elements(refused: Callable[..., str], fraction: s
     assert "expected a fraction above 0 and up to 1" in message
 
 
+def test_adapters_have_no_changed_elements(refused: Callable[..., str]) -> None:
+    message = refused("plan", "recipe.yaml", "--changed=0.1", "lora.rank=4")
+    assert "--changed 0.1: with adapters (lora) no sync sends changed elements: leave one out" in message
+
+
 def test_a_run_whose_model_is_gone(work: Path, refused: Refused) -> None:
     run = finished_run(work)
     (work / "model").rename(work / "moved")

@@ -388,6 +388,8 @@ def test_layers_of_glm_that_predict_further_tokens_are_untrained() -> None:
     """Without the key transformers, whose config vLLM takes, has one such layer."""
     config = default_config(GLM)
     assert config["num_nextn_predict_layers"] == 1
-    assert FAMILIES[GLM].mtp_patterns(config) == ["model.layers.46.*"]
-    assert FAMILIES[GLM].mtp_patterns({"num_hidden_layers": 46}) == ["model.layers.46.*"]
-    assert FAMILIES[GLM].mtp_patterns({"num_hidden_layers": 46, "num_nextn_predict_layers": 0}) == []
+    for further in (config, {"num_hidden_layers": 46}):
+        assert FAMILIES[GLM].is_mtp("model.layers.46.hnorm.weight", further)
+        assert not FAMILIES[GLM].is_mtp("model.layers.45.mlp.gate.weight", further)
+    without = {"num_hidden_layers": 46, "num_nextn_predict_layers": 0}
+    assert not FAMILIES[GLM].is_mtp("model.layers.46.hnorm.weight", without)

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from commands import EXPERTS, ROOT, experts_folder, hybrid3d, read_rows
+from hybrid3d.families import family_of
 from hybrid3d.families.deepseek import COUNTS
-from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries, is_mtp
+from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries
 from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.file_index import CheckpointError, read_index
 from hybrid3d.reshard.files import CheckpointReader, copy_tensors, create_files, file_holdings, file_pieces, load_files
@@ -96,7 +97,7 @@ def test_a_rank_loads_it_into_float32(checkpoint: Path) -> None:
 
 def test_layers_that_predict_further_tokens_are_carried_unchanged(checkpoint: Path, tmp_path: Path) -> None:
     entries = export_entries(checkpoint, CONFIG)
-    carried = [name for name in entries if is_mtp(name, CONFIG)]
+    carried = [name for name in entries if family_of(CONFIG).is_mtp(name, CONFIG)]
     assert carried == ["model.layers.2.self_attn.o_proj.weight"]
     out = tmp_path / "out"
     create_files(out, entries)

@@ -65,8 +65,31 @@ def test_machines_and_models_are_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"train\.fp8=blockwise needs Transformer Engine, which is not installed"):
         _check_transformer_engine(recipe_for(path, *BF16))
     odd = make_checkpoint(tmp_path / "odd", "qwen2", seed=1, intermediate_size=264)
-    with pytest.raises(RecipeError, match=r"needs multiples of 16, and intermediate_size=264/2=132 is none: leave"):
+    with pytest.raises(
+        RecipeError,
+        match=r"needs multiples of 16, and intermediate_size=264, of which each rank has 132, is not one: leave",
+    ):
         check_model(recipe_for(odd, *BF16), planned=True)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_queries_need_no_transformer_engine(family: str, tmp_path: Path) -> None:
+    """What ranks hold is the same, so that plans are made on any machine; a model is not built without it."""
+    import torch
+
+    from hybrid3d.inputs.models import read_config
+    from hybrid3d.train.model import build_model
+    from hybrid3d.train.probe import holdings_of_all, layers_of_stages, representative_layer_counts
+
+    path = make_checkpoint(tmp_path / "model", family, seed=1)
+    usual, fp8 = (recipe_for(path, "train.ep=2", *more) for more in (BF16[:1], BF16))
+    config = read_config(path)
+    counts = representative_layer_counts(config, fp8.train)
+    assert holdings_of_all(config, fp8, counts) == holdings_of_all(config, usual, counts)
+    assert layers_of_stages(config, fp8.train) == layers_of_stages(config, usual.train)
+    with pytest.raises(RecipeError, match=r"train\.fp8=blockwise needs Transformer Engine on a GPU; there are"):
+        build_model(config, fp8.train, torch.bfloat16)
 
 
 @pytest.mark.engines

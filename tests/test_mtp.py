@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,51 @@ def test_a_run_trains_and_exports_it(demo: Path, tmp_path: Path) -> None:
             assert torch.equal(tensor, exported["plain"][name]), name
         else:
             assert not torch.equal(tensor, start[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_adapters_are_of_the_model_s_layers_only(demo: Path, tmp_path: Path) -> None:
+    experts_folder(tmp_path, demo, "deepseek_v3", make=make_mtp_checkpoint)
+    settings = [*EXPERTS, "run.steps=1", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4"]
+    settings += ["lora.rank=2", "lora.sync=merged", "train.ep=2"]
+    hybrid3d(tmp_path, "train", str(ROOT / "recipes/demo-cpu.yaml"), *settings)
+    hybrid3d(tmp_path, "export", "runs/demo-cpu", "out")
+    names = tensors_in(tmp_path / "out").keys()
+    assert any(f".layers.{LAYERS - 1}." in name for name in names)
+    assert not any(f".layers.{LAYERS}." in name for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["train.tp=2", "train.pp=2", "train.ep=2", "train.router_replay=rollout"],
+        ["train.tp=1", "train.pp=2", "roles.generation.ranks=2", "rollout.tp=2", "machine.gpus_per_node=2"],
+        ["train.tp=1", "train.pp=2", "train.dp=2", "train.ep=2", "train.packed=true", "sync.overlap=false"],
+    ],
+    ids=["replay", "split", "apart"],
+)
+def test_syncs_of_changed_elements_leave_it_out(more: list[str], demo: Path, tmp_path: Path) -> None:
+    """In bfloat16, every sync verified, and over a resume."""
+    start = tensors_in(experts_folder(tmp_path, demo, "deepseek_v3", make=make_mtp_checkpoint))
+    settings = [*EXPERTS, "run.checkpoint_every=2", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4"]
+    settings += ["model.dtype=bfloat16", "rollout.pack_weights=false", "sync.verify=always", "optimizer.lr=1e-3"]
+    settings += [f"train.mtp_loss_coef={COEF}", "guard.initial_mismatch=warn", *more]
+    settings = [str(ROOT / "recipes/demo-cpu.yaml"), *settings, "run.steps=4"]
+    hybrid3d(tmp_path, "train", *settings)
+    shutil.rmtree(tmp_path / "runs/demo-cpu/checkpoints/step-000004")
+    hybrid3d(tmp_path, "train", *settings)
+    rows = read_rows(tmp_path / "runs/demo-cpu")
+    losses = [row["train/mtp_loss"] for row in rows if "train/loss" in row]
+    assert len(losses) == 4
+    assert all(math.isfinite(loss) and loss > 0 for loss in losses)
+    assert all(row["sync/received_bytes"] == row["sync/lower_bound_bytes"] > 0 for row in rows if row["sync/dense"])
+    assert [row["step"] for row in rows if not row["sync/dense"]] == [1, 3, 4]
+    events = (tmp_path / "runs/demo-cpu/events.jsonl").read_text()
+    assert "sync_corrupted" not in events
+    hybrid3d(tmp_path, "export", "runs/demo-cpu", "out")
+    exported = tensors_in(tmp_path / "out")
+    assert exported.keys() == start.keys()
+    assert not torch.equal(exported[f"{MTP}eh_proj.weight"], start[f"{MTP}eh_proj.weight"].bfloat16().float())

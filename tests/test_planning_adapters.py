@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from commands import ROOT
-from hybrid3d.config import Lora, Recipe, RecipeError, load_recipe
+from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.inputs.adapters import adapted_shapes
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.adapters import predict_adapter_sync, query_adapters
@@ -129,8 +129,7 @@ def test_the_page_and_the_numbers(tiny_checkpoint: Callable[..., Path]) -> None:
 def test_adapters_go_to_ranks_that_only_generate(tiny_checkpoint: Callable[..., Path]) -> None:
     """Two ranks train at TP2, and each of two engines on two others wants all matrices."""
     split = ["train.tp=2", "train.pp=1", "rollout.tp=1", "roles.generation.ranks=2", "machine.gpus_per_node=2"]
-    recipe, config = adapted(tiny_checkpoint("qwen2"), *split, "lora.sync=merged")
-    recipe = replace(recipe, lora=Lora(rank=4, alpha=8))
+    recipe, config = adapted(tiny_checkpoint("qwen2"), *split)
     matrices = query_adapters(recipe, config).shapes
     found = predict_adapter_sync(recipe, config, range(2), hardware_of(recipe.machine), lambda what: None)
     whole = 4 * sum(rows * columns for rows, columns in matrices.values())

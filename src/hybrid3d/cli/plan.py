@@ -36,6 +36,9 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         raise RecipeError(recipe.name, ["the recipe has no `rollout` section: there is no sync to plan"])
     if options.changed is not None and not 0 < options.changed <= 1:
         raise RecipeError(recipe.name, [f"--changed {options.changed}: expected a fraction above 0 and up to 1"])
+    if options.changed is not None and recipe.lora is not None:
+        problem = f"--changed {options.changed}: with adapters (lora) no sync sends changed elements: leave one out"
+        raise RecipeError(recipe.name, [problem])
     picture = None if options.picture is None else _picture_path(options.picture)
     with make_console(stderr=True).status("") as status:
         plan = make_plan(recipe, status.update, options.changed)

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -99,6 +100,7 @@ def load_run(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFold
     if not folder.recipe.exists():
         raise RecipeError(str(folder.path), ["not the folder of a run: it has no recipe.yaml"])
     recipe = load_recipe(folder.recipe)
+    recipe = replace(recipe, train=replace(recipe.train, fp8="none"))  # these commands train nothing
     if CHECKED not in os.environ:
         check_layout_early(recipe)
         from hybrid3d.inputs.checks import check_model

@@ -8,7 +8,7 @@ from hybrid3d.config.layout_checks import check_layout, check_layout_early
 from hybrid3d.config.layout_rules import sequences_multiple
 from hybrid3d.config.load import load_recipe, read_recipe, recipe_to_yaml
 from hybrid3d.config.model_shape import ModelShape
-from hybrid3d.config.quantization_rules import FP8_MULTIPLE
+from hybrid3d.config.quantization_rules import FP8_ALIGNMENT
 from hybrid3d.config.recipe import Recipe
 from hybrid3d.config.schema import RecipeError
 from hybrid3d.config.sections.algorithm import Algorithm, Correction, Kl
@@ -29,7 +29,7 @@ from hybrid3d.config.sections.learning import Critic, Data, Guard, Optimizer, Re
 from hybrid3d.config.sections.lora import Lora
 
 __all__ = [
-    "FP8_MULTIPLE",
+    "FP8_ALIGNMENT",
     "OFFLOADS",
     "Agents",
     "Algorithm",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from hybrid3d.config.algorithms import GROUP_ADVANTAGES
-from hybrid3d.config.quantization_rules import BLOCK, odd_sizes, quantized_shares
+from hybrid3d.config.quantization_rules import BLOCK, misaligned_dims, quantized_shares
 from hybrid3d.config.schema import Rule
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _check_train_layout(recipe: Recipe, model: ModelShape) -> Iterator[LayoutPro
     yield from _check_stages(recipe, model.num_layers)
     yield from _check_context(recipe)
     if train.fp8 != "none":
-        for setting, message in odd_sizes(train, model):
+        for setting, message in misaligned_dims(train, model):
             yield LayoutProblem((setting,), message, "leave train.fp8 out")
     if model.experts is None:
         return
@@ -226,7 +226,7 @@ def _check_blocks(rollout: Rollout, model: ModelShape) -> Iterator[LayoutProblem
     if rollout.quantization is None:
         return
     setting = f"rollout.quantization={rollout.quantization} has blocks of {BLOCK}, and"
-    for share in quantized_shares(model, rollout):
+    for share in quantized_shares(model, shards_experts=not rollout.expert_parallel):
         if share.fits(rollout.tp):
             continue
         if not share.fits(1):

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hybrid3d.config.model_shape import ModelShape
     from hybrid3d.config.recipe import Recipe
-    from hybrid3d.config.sections.engines import Rollout, Train
+    from hybrid3d.config.sections.engines import Train
 
 BLOCK = 128
-FP8_MULTIPLE = 16  # of each dim of a matrix that is multiplied in FP8, tokens too
+FP8_ALIGNMENT = 16  # of each dim of a matrix that is multiplied in FP8, tokens too
 
 
 def check_quantization(recipe: Recipe) -> Iterator[str]:
@@ -43,30 +43,19 @@ def check_fp8_training(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def odd_sizes(train: Train, model: ModelShape) -> Iterator[tuple[str, str]]:
-    """Yield each size of a rank's matrices that cannot be multiplied in FP8, as a setting and a message."""
-    sizes = [
-        ("train.tp", "hidden_size", model.hidden_size, 1),
-        ("train.tp", "intermediate_size", model.intermediate_size, train.tp),
-    ]
-    if model.latents is None:
-        sizes.append(("train.tp", "num_attention_heads*head_dim", model.num_attention_heads * model.head_dim, train.tp))
-    if model.experts is not None:
-        sizes.append(("train.etp", "an expert's width", model.experts.width, train.etp))
-    for setting, what, size, shards in sizes:
-        if (size / shards) % FP8_MULTIPLE:
-            divided = f"{size}/{shards}={size / shards:g}" if shards > 1 else str(size)
-            yield setting, f"train.fp8={train.fp8} needs multiples of {FP8_MULTIPLE}, and {what}={divided} is none"
-
-
 @dataclass(frozen=True)
 class Share:
-    """A dim of vLLM's tensors that has whole blocks only: `size` over so many shards, at least `least` on each."""
+    """A dim of an engine's matrices: `size` over so many shards, at least `least` on each.
+
+    Attributes:
+        is_expert: it is sharded as experts are, in training over `train.etp`.
+    """
 
     what: str
     size: int
     least: int = 1
     is_sharded: bool = True
+    is_expert: bool = False
 
     def on_each(self, tp: int) -> float:
         """Return the elements that a rank has of it."""
@@ -77,8 +66,22 @@ class Share:
         return self.on_each(tp) % BLOCK == 0
 
 
-def quantized_shares(model: ModelShape, rollout: Rollout) -> list[Share]:
-    """Return the dims that vLLM 0.32.0 requires to be whole blocks (`validate_fp8_block_shape`), or its kernels do."""
+def misaligned_dims(train: Train, model: ModelShape) -> Iterator[tuple[str, str]]:
+    """Yield each dim of a rank's matrices that Transformer Engine cannot multiply in FP8: a setting and a message."""
+    needs = f"train.fp8={train.fp8} needs multiples of {FP8_ALIGNMENT}, and"
+    for share in quantized_shares(model, shards_experts=True):
+        setting, shards = ("train.etp", train.etp) if share.is_expert else ("train.tp", train.tp)
+        size = share.on_each(shards)
+        if size % FP8_ALIGNMENT:
+            on_each = f", of which each rank has {size:g}," if size != share.size else ""
+            yield setting, f"{needs} {share.what}={share.size}{on_each} is not one"
+
+
+def quantized_shares(model: ModelShape, shards_experts: bool) -> list[Share]:
+    """Return the dims of the matrices that are multiplied in FP8.
+
+    In rollouts each is of whole blocks: vLLM 0.32.0 requires it (`validate_fp8_block_shape`), or its kernels do.
+    """
     heads, head_dim = model.num_attention_heads, model.head_dim
     shares = [Share("hidden_size", model.hidden_size, is_sharded=False)]
     if model.latents is None:
@@ -97,7 +100,7 @@ def quantized_shares(model: ModelShape, rollout: Rollout) -> list[Share]:
     if experts is None or not all(experts.sparse):
         shares.append(Share("intermediate_size", model.intermediate_size))
     if experts is not None:
-        shares.append(Share("an expert's width", experts.width, is_sharded=not rollout.expert_parallel))
+        shares.append(Share("an expert's width", experts.width, is_sharded=shards_experts, is_expert=True))
         if experts.shared_width:
             shares.append(Share("the width of the shared experts", experts.shared_width))
     return shares

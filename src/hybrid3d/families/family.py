@@ -10,10 +10,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from hybrid3d.families.rope import Rope, require_even_rotation, rope_of
 from hybrid3d.families.values import Config
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +199,13 @@ class Family:
         sparse = experts.sparse if experts else (False,) * config["num_hidden_layers"]
         return tuple(sparse.index(is_sparse) for is_sparse in sparse)
 
-    def mtp_patterns(self, config: Config) -> list[str]:
-        """Return the patterns of the canonical tensors of layers for multi-token prediction."""
-        return [f"model.layers.{layer}.*" for layer in self.mtp_layers(config)]
+    def is_mtp(self, name: str, config: Config) -> bool:
+        """Return whether a canonical tensor is of a layer for multi-token prediction."""
+        return name.startswith(tuple(f"model.layers.{layer}." for layer in self.mtp_layers(config)))
+
+    def without_mtp(self, shapes: Mapping[str, T], config: Config) -> dict[str, T]:
+        """Return what is known of canonical tensors, by name, of those that are not of such layers."""
+        return {name: shape for name, shape in shapes.items() if not self.is_mtp(name, config)}
 
     def mtp_copies(self, config: Config) -> dict[str, str]:
         """Return the tensors of these layers that are copies of the model's, by name, and the names of the latter."""

@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from hybrid3d.config import Lora, Recipe, RecipeError
-from hybrid3d.families import EXPERT, adapter_names, can_be_adapted, is_adapted, module_of
+from hybrid3d.families import (
+    EXPERT,
+    Config,
+    adapter_names,
+    can_be_adapted,
+    family_of,
+    is_adapted,
+    module_of,
+)
+from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.file_index import ADAPTER_FILE, CheckpointError, read_shapes
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.storage.user_files import read_json_file
@@ -17,6 +26,11 @@ MATRICES_SHOWN = 4  # in a message
 
 # What PEFT's config may have besides, which would compute something else, and the value without effect
 _OTHER_KINDS: dict[str, Any] = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False}
+
+
+def model_shapes(path: str, config: Config) -> dict[str, Shape]:
+    """Return the shape of each tensor of a checkpoint, without layers for multi-token prediction."""
+    return family_of(config).without_mtp(read_shapes(path), config)
 
 
 def adapted_shapes(lora: Lora, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -43,7 +57,7 @@ def check_adapters(recipe: Recipe) -> None:
     """
     lora = recipe.lora
     assert lora is not None, "called where the recipe has adapters"
-    shapes = read_shapes(recipe.model.path)
+    shapes = model_shapes(recipe.model.path, read_config(recipe.model.path))
     check_adapted_layers(recipe, shapes)
     if lora.path is not None:
         problems = [*_other_settings(lora, lora.path)]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid3d.config import RecipeError
-from hybrid3d.families import Config, family_of
+from hybrid3d.families import Config
 from hybrid3d.reshard.file_index import TensorEntry, read_index
 from hybrid3d.reshard.files import shard_entries
 from hybrid3d.reshard.layout import ITEMSIZE
@@ -30,14 +30,6 @@ def is_redundant(name: str, config: Config) -> bool:
     """Return whether a checkpoint tensor is redundant: computed from the config, or the copy of a tied weight."""
     tied_copy = name == "lm_head.weight" and bool(config.get("tie_word_embeddings"))
     return tied_copy or any(fnmatch.fnmatch(name, pattern) for pattern in COMPUTED_TENSORS)
-
-
-def is_mtp(name: str, config: Config) -> bool:
-    """Return whether a checkpoint tensor is of a layer for multi-token prediction.
-
-    Where these layers are not trained, exports copy it from the source unchanged.
-    """
-    return any(fnmatch.fnmatch(name, pattern) for pattern in family_of(config).mtp_patterns(config))
 
 
 def export_entries(source: str | Path, config: Config) -> dict[str, TensorEntry]:

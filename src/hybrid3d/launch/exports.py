@@ -13,9 +13,9 @@ import torch.distributed as dist
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.families import family_of
-from hybrid3d.inputs.adapters import ADAPTER_CONFIG, adapted_shapes, adapter_config
-from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries, is_mtp
-from hybrid3d.reshard.file_index import ADAPTER_FILE, TensorEntry, read_shapes
+from hybrid3d.inputs.adapters import ADAPTER_CONFIG, adapted_shapes, adapter_config, model_shapes
+from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries
+from hybrid3d.reshard.file_index import ADAPTER_FILE, TensorEntry
 from hybrid3d.reshard.files import copy_tensors, create_files, export_files
 from hybrid3d.reshard.layout import Holdings
 
@@ -34,14 +34,15 @@ def write_export(
     Returns:
         The tensors of the export, and the names of those that are untrained copies from the source.
     """
-    entries = export_entries(source, policy.config)
+    config, family = policy.config, family_of(policy.config)
+    entries = export_entries(source, config)
     holdings = dict(enumerate(distributed.gather_objects(policy.weights.holdings, group)))
-    if any(is_mtp(piece.name, policy.config) for held in holdings.values() for piece in held.pieces):
-        copies = family_of(policy.config).mtp_copies(policy.config)
-        copies = {copy: name for copy, name in copies.items() if copy in entries}
-        holdings = {rank: _with_copies(held, copies) for rank, held in holdings.items()}
     written = {piece.name for held in holdings.values() for piece in held.pieces}
-    carried = [name for name in entries if is_mtp(name, policy.config) and name not in written]
+    if any(family.is_mtp(name, config) for name in written):
+        copies = {copy: name for copy, name in family.mtp_copies(config).items() if copy in entries}
+        holdings = {rank: _with_copies(held, copies) for rank, held in holdings.items()}
+        written |= copies.keys()
+    carried = [name for name in entries if family.is_mtp(name, config) and name not in written]
     if group.rank() == 0:
         create_files(out, entries)
         copy_config_and_tokenizer(source, out)
@@ -67,7 +68,7 @@ def write_adapters(policy: Policy, recipe: Recipe, out: Path, group: dist.Proces
     """Write a policy's adapters in PEFT's format into a folder; every rank writes the boxes it holds."""
     assert recipe.lora is not None, "called for a run with adapters"
     assert policy.adapters is not None, "a policy of such a recipe has adapters"
-    shapes = adapted_shapes(recipe.lora, read_shapes(recipe.model.path))
+    shapes = adapted_shapes(recipe.lora, model_shapes(recipe.model.path, policy.config))
     entries = {name: TensorEntry(ADAPTER_FILE, shape, recipe.model.dtype) for name, shape in shapes.items()}
     if group.rank() == 0:
         create_files(out, entries)

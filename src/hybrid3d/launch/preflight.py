@@ -24,7 +24,7 @@ from hybrid3d.inputs.adapters import check_adapters
 from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.checks import check_model
 from hybrid3d.inputs.completions import check_server
-from hybrid3d.inputs.export import check_output_folder, is_mtp, is_redundant
+from hybrid3d.inputs.export import check_output_folder, is_redundant
 from hybrid3d.inputs.models import check_against_transformers, read_config, read_data, read_tokenizer
 from hybrid3d.launch_environment import check_vllm_variables
 from hybrid3d.reshard.file_index import CheckpointError, TensorEntry, read_index
@@ -256,7 +256,7 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
     except RecipeError as error:
         if key != "reward.model" or recipe.roles.reward.ranks is None:
             raise
-        problems = [problem.replace("train.", "roles.reward.") for problem in error.problems]
+        problems = [re.sub(r"\btrain\.(tp|pp|ep)\b", r"roles.reward.\1", problem) for problem in error.problems]
         raise RecipeError(f"{key} {path}", problems) from None
     entries = read_index(path)
     head = entries.get(VALUE_HEAD)
@@ -373,7 +373,7 @@ def _differences(expected: Mapping[str, Shape], entries: Mapping[str, TensorEntr
     unknown = [
         f"{name}: not a tensor of {config['architectures'][0]}"
         for name in sorted(extra)
-        if not is_redundant(name, config) and not is_mtp(name, config)
+        if not is_redundant(name, config) and not family_of(config).is_mtp(name, config)
     ]
     for lines, kind in ((missing, "missing"), (mismatched, "of another shape"), (unknown, "unknown")):
         yield from (f"  {line}" for line in lines[:20])

@@ -308,12 +308,17 @@ def stage_activations(recipe: Recipe, shape: ModelShape, stages: Sequence[Sequen
             nbytes = waiting * len(layers) // train.vpp * inputs + max(kept[sparse[layer]] for layer in layers)
         else:
             nbytes = waiting * sum(kept[sparse[layer]] for layer in layers) // train.vpp
+        embedding = 0
         if stage == train.pp - 1:
             # logits, and in float32: scaled by the temperature, their probabilities, their gradient
-            nbytes += shape.vocab_size // train.tp * (itemsize + 3 * FLOAT32)
+            logits = shape.vocab_size // train.tp * (itemsize + 3 * FLOAT32)
+            nbytes += logits
+            if train.mtp_loss_coef:  # one layer more, its logits, and a copy of the first stage's embedding
+                nbytes += kept[sparse[-1]] + logits
+                embedding = (train.pp > 1) * shape.vocab_size // train.tp * shape.hidden_size * itemsize
         if train.cp > 1:  # one layer's keys and values of whole sequences, and their gradients
             nbytes += train.cp * 2 * itemsize * _key_and_value_elements(shape, train)
-        found.append(tokens * nbytes)
+        found.append(tokens * nbytes + embedding)
     return found
 
 

@@ -31,7 +31,7 @@ def adapter_settings(lora: Lora, shapes: Mapping[str, Shape]) -> dict[str, Any]:
     """Return the vLLM arguments for one adapter, which every request uses.
 
     Args:
-        shapes: the full shape of each tensor of the model's checkpoint.
+        shapes: the full shape of each tensor of the model, without layers for multi-token prediction.
     """
     # By default vLLM would also have slots for embeddings and the head
     modules = sorted({module_of(n) for n, shape in shapes.items() if is_adapted(n, len(shape), lora.target_modules)})

@@ -102,6 +102,11 @@ def _attention_backend(recipe: Recipe) -> str | None:
     return None if family_of(config).latents(config) is None else "CPU_MLA"
 
 
+def _shapes_of(recipe: Recipe) -> dict[str, Shape]:
+    config = _config_of(recipe)
+    return family_of(config).without_mtp(read_shapes(recipe.model.path), config)
+
+
 def _config_of(recipe: Recipe) -> Config:
     found: Config = json.loads((Path(recipe.model.path) / "config.json").read_text())
     return found
@@ -170,7 +175,7 @@ class RolloutEngine:
                 disable_log_stats=True,
                 enable_return_routed_experts=returns_experts,
                 seed=recipe.run.seed,
-                **({} if lora is None else adapter_settings(lora, read_shapes(recipe.model.path))),
+                **({} if lora is None else adapter_settings(lora, _shapes_of(recipe))),
             )
         self._lora, self._lora_request = lora, None if lora is None else ADAPTER
         if lora is not None:

@@ -18,6 +18,7 @@ from hybrid3d.run.step_record import Array, StepRecord, WeightRecord, read_step
 # Settings that decide on what a step computes from its weights and samples. Others may differ between equal runs.
 CAUSES = (
     *("model.dtype", "train.expert_bias_update_rate", "train.router_replay"),
+    *("train.fp8", "train.mtp_loss_coef"),
     *("rollout.temperature", "rollout.max_new_tokens"),
     *("reward.model", "reward.shuffle", "reward.overlong_buffer", "reward.min", "reward.max", "reward.whiten"),
     *("reward.coef", "algorithm.*", "optimizer.*", "critic.*", "run.seed"),

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model
 
-from hybrid3d.config import FP8_MULTIPLE, Optimizer, Recipe, Train
+from hybrid3d.config import FP8_ALIGNMENT, Optimizer, Recipe, Train
 from hybrid3d.families import Config, Family
 from hybrid3d.reshard.files import load_files
 from hybrid3d.reshard.layout import Demand
@@ -84,7 +84,7 @@ class MegatronModel:
         optimizer: Optimizer | None,
         family: Family | None = None,
         fresh: Container[str] = (),
-        clipped_apart: Collection[torch.nn.Parameter] | None = None,
+        separately_clipped: Collection[torch.nn.Parameter] | None = None,
     ):
         """
         Args:
@@ -92,7 +92,7 @@ class MegatronModel:
             optimizer: None for a model that is not trained.
             family: the family whose table names the weights; None selects the config's.
             fresh: canonical tensors that keep their initial values.
-            clipped_apart: as for `BucketedOptimizer`.
+            separately_clipped: as for `BucketedOptimizer`.
         """
         self.config = config
         self.stages = stages
@@ -114,7 +114,7 @@ class MegatronModel:
                 self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, dtype), self._modules)
                 self.scheduler = _scheduler(self.optimizer, optimizer, self._steps_of(recipe))
                 tracks = self._tracks_changes(recipe)
-                self._stepping = BucketedOptimizer(self.optimizer, self._modules, tracks, clipped_apart)
+                self._stepping = BucketedOptimizer(self.optimizer, self._modules, tracks, separately_clipped)
                 self._connect()
         self.has_output = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self._leads_context = parallel_state.get_context_parallel_rank() == 0
@@ -272,7 +272,7 @@ class MegatronModel:
         self.onload("parameters")
         multiple = recipe.train.tp if self.stages[0].config.sequence_parallel else 1  # a sequence is split over TP
         if recipe.train.fp8 != "none":
-            multiple *= FP8_MULTIPLE
+            multiple *= FP8_ALIGNMENT
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         batch = batch.to(device())
         micros = micro_batches(batch, recipe.train, multiple, group, context_group())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,11 +31,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from hybrid3d.config import Train
+from hybrid3d.config import RecipeError, Train
 from hybrid3d.families import Config, Family, family_of, head_dim, query_groups
 from hybrid3d.patches import apply
 from hybrid3d.train import patches
-from hybrid3d.train.kernels import FUSE_GRADIENTS, USE_TE
+from hybrid3d.train.kernels import FUSE_GRADIENTS, USE_TE, in_use
 from hybrid3d.train.mtp import MtpLayer
 from hybrid3d.train.runtime import ON_CUDA, device, on_device
 from hybrid3d.train.torch_layers import use_torch_layers
@@ -56,11 +57,15 @@ def build_model(
         config: the checkpoint's `config.json`.
         layout: the train layout, whose groups are initialized.
         dtype: of the parameters.
-        meta: allocate nothing; for queries.
+        meta: allocate nothing; for queries, of which FP8 changes no answer.
         adapted: make each linear layer a module of its own, without a fused norm or grouped experts, as adapters need.
         with_mtp: build the layers for multi-token prediction too, as `mtp` of the last stage.
     """
-    settings = transformer_config(config, layout, dtype)
+    if not meta and layout.fp8 != "none" and not USE_TE:
+        raise RecipeError(
+            "training", [f"train.fp8={layout.fp8} needs Transformer Engine on a GPU; there are {in_use()}"]
+        )
+    settings = transformer_config(config, replace(layout, fp8="none") if meta else layout, dtype)
     if adapted:
         settings.moe_grouped_gemm = False
     settings.init_model_with_meta_device = meta  # Transformer Engine's layers name their device themselves

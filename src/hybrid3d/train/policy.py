@@ -63,7 +63,7 @@ class Policy(MegatronModel):
         optimizer = recipe.optimizer if trainable else None
         apart = self._mtp.parameters if self._mtp is not None else None
         path = path or recipe.model.path
-        super().__init__(config, stages, recipe, rank, path=path, optimizer=optimizer, clipped_apart=apart)
+        super().__init__(config, stages, recipe, rank, path=path, optimizer=optimizer, separately_clipped=apart)
         if lora is not None:
             self.adapters = adapter_weights(stages)
         experts, replays = family_of(config).experts(config), recipe.train.router_replay
@@ -79,8 +79,7 @@ class Policy(MegatronModel):
     def rollout_weights(self) -> MegatronWeights:
         """This rank's weights that vLLM generates with: all but those of layers for multi-token prediction."""
         family, held = family_of(self.config), self.weights
-        further = {f"model.layers.{layer}." for layer in family.mtp_layers(self.config)}
-        pieces = tuple(p for p in held.pieces if not p.name.startswith((*further,)))
+        pieces = tuple(p for p in held.pieces if not family.is_mtp(p.name, self.config))
         local = {one.view.tensor for one in pieces} | {one.view.tensor for one in held.padding}
         tensors = {name: tensor for name, tensor in held.tensors.items() if name in local}
         return replace(held, pieces=pieces, tensors=tensors)

@@ -173,7 +173,7 @@ def _equal_ranks(layout: Train) -> list[list[int]]:
 
 def layers_of_stages(config: Config, layout: Train) -> list[list[range]]:
     """Return the layers of each stage's chunks, as Megatron assigns them."""
-    settings = transformer_config(config, layout, torch.float32)
+    settings = transformer_config(config, replace(layout, fp8="none"), torch.float32)
 
     def layers(stage: int, chunk: int | None) -> range:
         start = get_transformer_layer_offset(settings, chunk, stage)

@@ -63,21 +63,21 @@ class BucketedOptimizer:
         optimizer: ChainedOptimizer,
         modules: Sequence[DistributedDataParallel],
         tracks: bool = False,
-        clipped_apart: Collection[torch.nn.Parameter] | None = None,
+        separately_clipped: Collection[torch.nn.Parameter] | None = None,
     ):
         """
         Args:
             tracks: track which elements of bfloat16 parameters change, which takes one bit of memory for each.
-            clipped_apart: this rank's parameters that are clipped by the norm of their own gradient, over all ranks,
-                and do not count in that of the others; None if no rank has such parameters.
+            separately_clipped: this rank's parameters that are clipped by the norm of their own gradient, over all
+                ranks, and do not count in that of the others; None if no rank has such parameters.
         """
         self._optimizer = optimizer
         self.changes = ChangeTracker(modules if tracks else ())
         self._stepped = [one for one in optimizer.chained_optimizers if not one.is_stub_optimizer]
         owner = {id(b): one for one in self._stepped for buffer in one.buffers for b in buffer.buckets}
-        self._clipped_apart = None
-        if clipped_apart is not None:
-            self._clipped_apart = ClippedApart(optimizer, self._stepped, clipped_apart)
+        self._separately_clipped = None
+        if separately_clipped is not None:
+            self._separately_clipped = SeparateClipping(optimizer, self._stepped, separately_clipped)
         self._buckets: list[tuple[Any, Any, set[torch.nn.Parameter]]] = []
         for module in modules:
             for group in _first_layers_first(module.bucket_groups, module.expert_parallel_bucket_groups):
@@ -103,13 +103,13 @@ class BucketedOptimizer:
         norms: list[float] = []
 
         def get_grad_norm() -> float:
-            apart = self._clipped_apart
+            apart = self._separately_clipped
             norms.append(_grad_norm(self._optimizer) if apart is None else apart.begin())
             return norms[0]
 
         def step_with_ready_grads() -> bool:
-            if self._clipped_apart is not None:
-                self._clipped_apart.clip()
+            if self._separately_clipped is not None:
+                self._separately_clipped.clip()
             if not accepts_grad_norm(norms[0]):
                 return False
             self.changes.check()
@@ -134,7 +134,7 @@ class BucketedOptimizer:
         return updated, norms[0]
 
 
-class ClippedApart:
+class SeparateClipping:
     """Clips the gradients of some parameters by a norm of their own, beside those of all others.
 
     To Megatron, which computes the norm of the others and clips them, these parameters have no gradients meanwhile.

@@ -107,8 +107,9 @@ class TrainingRank:
         self._overlaps = guard is not None and recipe.overlaps_sync
 
         def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> WeightSync:
-            overlaps = {"overlaps": self._overlaps}
-            return policy_sync(recipe, everyone, self._policy, transport_group=weights, ranks=ranks, **overlaps)
+            return policy_sync(
+                recipe, everyone, self._policy, overlaps=self._overlaps, transport_group=weights, ranks=ranks
+            )
 
         self._sync = ElasticSync(store, make_sync)
         self._begun: Members | None = None  # of a sync that has begun during an update
