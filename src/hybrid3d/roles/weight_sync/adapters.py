@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -37,7 +37,7 @@ def policy_sync(
     """
     if recipe.lora is not None:
         kind = AdapterSync if recipe.syncs_adapters else MergedSync
-        return kind(recipe, group, policy, engine, transport_group, ranks)
+        return kind(recipe, group, policy, engine, transport_group=transport_group, ranks=ranks)
     weights, changes = (None, None) if policy is None else (policy.rollout_weights, policy.changes)
     buckets = policy.optimizer_buckets if policy is not None and overlaps else None
     return WeightSync(recipe, group, weights, engine, buckets, changes, transport_group, ranks)
@@ -52,17 +52,15 @@ class AdapterSync(WeightSync):
         group: dist.ProcessGroup,
         policy: Policy | None,
         engine: RolloutEngine | None,
-        transport_group: dist.ProcessGroup | None = None,
-        ranks: Sequence[int] | None = None,
+        **members: Any,
     ):
-        """Arguments: as for `policy_sync`."""
+        """Arguments: as for `policy_sync`; `members` are its `transport_group` and `ranks`."""
         weights, adapters = (None, None) if policy is None else (policy.weights, policy.adapters)
-        groups = {"transport_group": transport_group, "ranks": ranks}
-        self._base: WeightSync | None = WeightSync(recipe, group, weights, engine, **groups)
+        self._base: WeightSync | None = WeightSync(recipe, group, weights, engine, **members)
         self._before: SyncReport | None = None  # of the policy's own weights, in the first sync
         settings = dataclasses.replace(recipe.sync, delta="never", share_storage=False, keep_loader_layout=False)
         apart = dataclasses.replace(recipe, sync=settings)
-        super().__init__(apart, group, adapters, None if engine is None else _AdapterSlot(engine), **groups)
+        super().__init__(apart, group, adapters, None if engine is None else _AdapterSlot(engine), **members)
 
     def begin(self, version: int, verify: bool = False) -> None:
         """Begin a sync of the adapters, the first time after a sync of the policy's own weights.
@@ -93,13 +91,12 @@ class MergedSync(WeightSync):
         group: dist.ProcessGroup,
         policy: Policy | None,
         engine: RolloutEngine | None,
-        transport_group: dist.ProcessGroup | None = None,
-        ranks: Sequence[int] | None = None,
+        **members: Any,
     ):
-        """Arguments: as for `policy_sync`."""
+        """Arguments: as for `policy_sync`; `members` are its `transport_group` and `ranks`."""
         self._policy, self._merged = policy, ExitStack()
         weights = None if policy is None else policy.weights
-        super().__init__(recipe, group, weights, engine, transport_group=transport_group, ranks=ranks)
+        super().__init__(recipe, group, weights, engine, **members)
 
     def begin(self, version: int, verify: bool = False) -> None:
         if self._policy is not None:
