@@ -94,15 +94,17 @@ LATENT_IN_BLOCKS = dict(hidden_size=256, intermediate_size=512, qk_nope_head_dim
 EXPERTS_IN_BLOCKS = dict(moe_intermediate_size=256)
 IN_BLOCKS: dict[str, dict[str, int]] = {
     **dict.fromkeys((*DENSE, "mixtral"), GROUPED_IN_BLOCKS),
-    "qwen3_moe": GROUPED_IN_BLOCKS | EXPERTS_IN_BLOCKS,
+    **dict.fromkeys(("qwen3_moe", "glm4_moe"), GROUPED_IN_BLOCKS | EXPERTS_IN_BLOCKS),
     **dict.fromkeys(LATENT, LATENT_IN_BLOCKS | EXPERTS_IN_BLOCKS),
 }
 IN_BLOCKS["qwen2"] = GROUPED_IN_BLOCKS | dict(hidden_size=512)
-IN_BLOCKS["deepseek_v3"] = IN_BLOCKS["deepseek_v3"] | dict(q_lora_rank=128)
+for _family in ("deepseek_v3", "kimi_k2"):
+    IN_BLOCKS[_family] = IN_BLOCKS[_family] | dict(q_lora_rank=128)
 
 
 def make_config(family: str) -> PretrainedConfig:
     import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     make = {
         "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -119,7 +121,7 @@ def make_config(family: str) -> PretrainedConfig:
             tie_word_embeddings=False,
         ),
         "deepseek_v3": lambda: transformers.DeepseekV3Config(
-            **DEEPSEEK,
+            **(DEEPSEEK | CALMER),
             q_lora_rank=64,
             n_shared_experts=1,
             n_group=2,
@@ -177,7 +179,10 @@ def make_config(family: str) -> PretrainedConfig:
     }
     if family not in make:
         raise ValueError(f"no tiny checkpoint of {family!r}; there are {', '.join(FAMILIES)}")
-    return make[family]()
+    config = make[family]()
+    # vLLM gives DeepseekV3Config the type kimi_k2 once it has read such a config, and checkpoints are written by type
+    type(config).model_type = next(kind for kind, name in CONFIG_MAPPING_NAMES.items() if name == type(config).__name__)
+    return config
 
 
 def make_checkpoint(folder: Path, family: str, seed: int, **changes: Any) -> Path:

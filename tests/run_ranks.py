@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import warm_python
@@ -29,13 +30,15 @@ def run_ranks(job: Path, ranks: int, arguments: list[str], timeout: float) -> No
         RanksFailed: a rank failed, or the job ran longer than `timeout` seconds.
     """
     mark = uuid.uuid4().hex
+    run = f"hybrid3d-{mark[:12]}"
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         logs = Path(folder)
         command = [warm_python.executable(), "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
         command += ["--log-dir", folder, "--redirects", "3", str(job), *arguments]
         with open(logs / "launcher.log", "wb") as log:
-            process = subprocess.Popen(command, env=environment(mark), stdout=log, stderr=log, start_new_session=True)
+            variables = environment(mark, HYBRID3D_RUN=run)
+            process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
             try:
                 code = process.wait(timeout)
             except subprocess.TimeoutExpired:
@@ -43,6 +46,8 @@ def run_ranks(job: Path, ranks: int, arguments: list[str], timeout: float) -> No
             finally:
                 kill_marked(mark)
                 process.wait()
+                for segment in SHARED_MEMORY.glob(f"*{run}*"):  # killed processes leave it
+                    segment.unlink()
         if code != 0:
             what = f"was still running after {timeout} s" if code is None else f"failed with exit code {code}"
             raise RanksFailed(f"{Path(job).name} {what}\n{_first_failure(logs)}")
@@ -85,9 +90,20 @@ def kill_marked(mark: str) -> None:
 
 
 def left_in_memory(run: str, before: set[Path]) -> list[str]:
-    """Return new shared memory segments, except those of other runs on this machine."""
-    new = {path.name for path in SHARED_MEMORY.iterdir()} - {path.name for path in before}
-    return sorted(name for name in new if run in name or "hybrid3d-" not in name)
+    """Return new shared memory segments, except those of other runs and of live processes on this machine."""
+    new = set(SHARED_MEMORY.iterdir()) - before
+    used = _mapped()
+    new = {path for path in new - used if path.exists()}  # others may end meanwhile
+    return sorted(path.name for path in new if run in path.name or "hybrid3d-" not in path.name)
+
+
+def _mapped() -> set[Path]:
+    """Return the shared memory segments that live processes have mapped."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # ended meanwhile, or another user's
+            found |= {Path(line.split(None, 5)[5]) for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+    return found
 
 
 def _first_failure(logs: Path) -> str:

@@ -69,7 +69,22 @@ RESUMED = ("qwen2", "deepseek_v3")  # tied embeddings lie on two pipeline stages
 # Where a checkpoint of TP2 x PP2 is loaded too; of DeepSeek at PP4 the first stage has no experts
 ELSEWHERE: dict[str, dict[str, int]] = {"pp2-dp2": dict(pp=2, dp=2), "pp4": dict(pp=4), "tp4": dict(tp=4)}
 
-every_case = pytest.mark.parametrize(("family", "layout"), [(f, layout) for f in FAMILIES for layout in CASES[f]])
+# In make test; the other layouts of these families in make test-all
+QUICK = dict.fromkeys(("llama", "qwen3"), ("tp1-pp1", "tp2-pp2"))
+QUICK |= dict.fromkeys(("mixtral", "deepseek_v2"), ("tp2-ep2",))
+
+
+def plain_layout(family: str) -> str:
+    """Return the layout of the tests that need one only."""
+    return "tp2-ep2" if family in SPARSE else "tp2-pp2"
+
+
+def case(family: str, layout: str, *more: Any) -> Any:
+    marks = [] if layout in QUICK.get(family, CASES[family]) else [pytest.mark.slow]
+    return pytest.param(family, layout, *more, marks=marks)
+
+
+every_case = pytest.mark.parametrize(("family", "layout"), [case(f, name) for f in FAMILIES for name in CASES[f]])
 every_resumed = pytest.mark.parametrize("family", RESUMED)
 
 
@@ -99,14 +114,19 @@ class Results:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> Results:
-    """Of the families whose tests were selected."""
+    """Of the families and layouts whose tests were selected."""
     out, checkpoints = tmp_path_factory.mktemp("megatron"), {}
-    selected = {item.callspec.params["family"] for item in request.session.items if item.module is request.module}
+    selected: dict[str, set[str]] = {}
+    for item in request.session.items:
+        if item.module is request.module:
+            family = item.callspec.params["family"]
+            selected.setdefault(family, {plain_layout(family)}).add(item.callspec.params.get("layout", ""))
     for family in (family for family in FAMILIES if family in selected):
         start, other, near = tiny_checkpoint(family, 1), tiny_checkpoint(family, 2), out / f"{family}-near"
         save_near(start, near)
         checkpoints[family] = {"start": str(start), "other": str(other), "near": str(near)}
-    cases, resumed = {family: CASES[family] for family in checkpoints}, [f for f in RESUMED if f in checkpoints]
+    cases = {family: [layout for layout in CASES[family] if layout in selected[family]] for family in checkpoints}
+    resumed = [family for family in RESUMED if family in checkpoints]
     work = {"checkpoints": checkpoints, "layouts": LAYOUTS, "cases": cases, "steps": STEPS}
     work |= {"resumed": resumed, "elsewhere": ELSEWHERE}
     torch.save(make_inputs() | work, out / "inputs.pt")
@@ -209,7 +229,7 @@ for family in ("deepseek_v3", "kimi_k2"):
 def test_logits_would_show_a_part_left_out(results: Results, family: str, change) -> None:
     model = model_of(results.source(family))
     fresh(model, change) if isinstance(change, str) else change(model)
-    logits = results.logits(family, "tp2-ep2" if family in SPARSE else "tp2-pp2")[0]
+    logits = results.logits(family, plain_layout(family))[0]
     assert (logits - logits_of(model)).abs().max() > 1e-2
 
 
@@ -225,7 +245,7 @@ def test_logprobs_are_of_the_distribution_that_is_sampled_from(results: Results,
 
 @pytest.mark.parametrize(
     ("family", "layout", "kind", "micro_batch"),
-    [(family, layout, *step) for family in FAMILIES for layout in CASES[family] for step in STEPS[layout]],
+    [case(family, layout, *step) for family in FAMILIES for layout in CASES[family] for step in STEPS[layout]],
 )
 def test_a_step_equals_plain_pytorch(results: Results, family: str, layout: str, kind: str, micro_batch: int) -> None:
     source = results.source(family)

@@ -16,7 +16,7 @@ LAYOUTS = {
     "ep2": ["train.tp=1", "train.pp=1", "train.dp=4", "train.ep=2", "rollout.tp=2", *PACKED],
     "tp2-pp2": ["train.tp=2", "train.pp=2", "rollout.tp=2"],
 }
-QUICK = {("qwen3_moe", "ep2"), ("deepseek_v3", "tp2-pp2")}  # the other pairs in make test-all
+QUICK = {("deepseek_v3", "ep2")}  # the other pairs in make test-all
 
 
 @pytest.mark.parametrize(

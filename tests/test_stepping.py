@@ -15,16 +15,17 @@ from run_ranks import run_ranks
 pytestmark = pytest.mark.engines
 
 LAYOUTS = {
-    "llama": [{"dp": 4}, {"tp": 2, "pp": 2, "vpp": 2}],
+    "llama": [{"tp": 2, "pp": 2, "vpp": 2}],
     "qwen2": [{"pp": 2, "tp": 2}],  # its head is its embedding
     "deepseek_v3": [{"tp": 2, "pp": 2, "ep": 2, "expert_bias_update_rate": 0.1}],
-    "mixtral": [{"dp": 4, "ep": 2}, {"pp": 2, "dp": 2, "ep": 2}],
 }
+MORE = {"llama": [{"dp": 4}], "mixtral": [{"dp": 4, "ep": 2}, {"pp": 2, "dp": 2, "ep": 2}]}
 
 
 @pytest.mark.timeout(400)
-def test_a_step_in_parts_is_the_step(tmp_path: Path) -> None:
-    work = {str(make_checkpoint(tmp_path / family, family, seed=1)): of for family, of in LAYOUTS.items()}
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["", "more"])
+def test_a_step_in_parts_is_the_step(layouts: dict[str, list[dict[str, int]]], tmp_path: Path) -> None:
+    work = {str(make_checkpoint(tmp_path / family, family, seed=1)): of for family, of in layouts.items()}
     run_ranks(Path(__file__).parent / "jobs" / "stepping.py", 4, [json.dumps(work)], 300)
 
 

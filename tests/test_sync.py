@@ -34,29 +34,24 @@ JOB = Path(__file__).parent / "jobs" / "sync.py"
 # groups once a process.
 LAUNCHES: dict[str, tuple[int, tuple[str, ...], str, tuple[int, ...]]] = {
     "tp1": (1, ("qwen2",), "float32", (2, 3, 1, 0)),
-    "tp2": (2, checkpoints.DENSE, "float32", (0, 1, 2, 3)),
+    "tp2": (2, ("qwen2", "qwen3"), "float32", (0, 1, 2, 3)),
+    "tp2-llama": (2, ("llama",), "float32", (0, 1, 2, 3)),
     "tp4": (4, ("qwen2",), "float32", (2, 0, 3, 1)),
     "tp1-experts": (1, ("qwen3_moe", "deepseek_v3"), "float32", (0, 1, 2, 3)),
-    "tp2-experts": (2, tuple(f for f in checkpoints.SPARSE if f not in checkpoints.MORE), "float32", (3, 0, 2, 1)),
-    "tp2-more": (2, tuple(checkpoints.MORE), "float32", (0, 3, 1, 2)),
+    "tp2-experts": (2, ("qwen3_moe", "deepseek_v3"), "float32", (3, 0, 2, 1)),
+    "tp2-more": (2, ("mixtral", "deepseek_v2", *checkpoints.MORE), "float32", (0, 3, 1, 2)),
     # GLM's routers are float32 in vLLM only
     "tp2-bfloat16": (2, ("deepseek_v3", "glm4_moe"), "bfloat16", (0, 2, 1, 3)),
 }
 SEEDS = (1, 2, 3)
 KINDS = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "head"}  # of the outputs; the rest are of linears
 SYNCS = {"sync1": "second sync", "sync2": "third sync", "sync11": "twelfth sync"}
+QUICK = ("tp2", "tp2-experts")  # the others in make test-all; test_grid has every layout by value
 
 
-ALL_ONLY = (
-    "tp1",
-    "tp4",
-    "tp1-experts",
-    "tp2-more",
-    "tp2-bfloat16",
-)  # in make test-all; test_grid has every layout by value
-
-
-@pytest.fixture(scope="module", params=[pytest.param(n, marks=[pytest.mark.slow] * (n in ALL_ONLY)) for n in LAUNCHES])
+@pytest.fixture(
+    scope="module", params=[pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in LAUNCHES]
+)
 def results(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path], tmp_path_factory: Any) -> list[dict]:
     """One result per rank, family and train layout."""
     tp, families, dtype, slots = LAUNCHES[request.param]
