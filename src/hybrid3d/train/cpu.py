@@ -7,6 +7,7 @@ redirects tensor placement, and `install()` replaces the functions of `torch.cud
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -82,6 +83,16 @@ TORCH_CUDA = {
     "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
     "manual_seed": torch.manual_seed,
 }
+
+
+@contextlib.contextmanager
+def current_device_is(device: torch.device) -> Iterator[None]:
+    """Make another device the current one, where Megatron makes tensors that are not parameters (YaRN's tables)."""
+    before, torch.cuda.current_device = torch.cuda.current_device, lambda: device
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = before
 
 
 def install() -> None:

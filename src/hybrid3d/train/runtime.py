@@ -66,16 +66,16 @@ def on_device(meta: bool = False) -> contextlib.AbstractContextManager[object]:
     """Return the context in which Megatron's code runs: without CUDA, tensors for it are made on the CPU.
 
     Args:
-        meta: create CUDA tensors on meta, and no CUDA streams, for queries on a machine with a GPU.
+        meta: create CUDA tensors on meta, and no CUDA streams, for queries.
     """
-    if ON_CUDA:
-        return _queried_on_cuda() if meta else contextlib.nullcontext()
-    return cpu.cuda_means(cpu.CPU)
+    if meta:
+        return _queried()
+    return contextlib.nullcontext() if ON_CUDA else cpu.cuda_means(cpu.CPU)
 
 
 @contextlib.contextmanager
-def _queried_on_cuda() -> Iterator[None]:
-    with cpu.cuda_means(cpu.META), patches.without_streams():
+def _queried() -> Iterator[None]:
+    with cpu.cuda_means(cpu.META), patches.without_streams() if ON_CUDA else cpu.current_device_is(cpu.META):
         yield
 
 
