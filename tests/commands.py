@@ -14,6 +14,7 @@ import warm_python
 from checkpoints import make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
+HELD_OUT = 64  # problems of the demo in tests
 
 
 def demo_folder(folder: Path, demo: Path) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from commands import HELD_OUT
 from hybrid3d.config import Recipe, RecipeError, load_recipe, recipe_to_yaml
 from hybrid3d.generation.engine import Sampling
 from hybrid3d.generation.evaluation import HeldOutAnswer, majority, measure, pass_at_k
@@ -202,7 +203,7 @@ def test_a_file_that_is_not_there_is_refused_before_ranks_start(demo: Path) -> N
     files = [f"model.path={demo}/base", f"data.train={demo}/train.parquet", f"data.eval={demo}/eval.parquet"]
     recipe = recipe_of(*files, f"evaluation.data.more={demo}/warmup.parquet")
     _, held_out = read_data(recipe, read_config(recipe.model.path), read_tokenizer(recipe))
-    assert {name: len(data.examples) for name, data in held_out.items()} == {"eval": 256, "more": 8192}
+    assert {name: len(data.examples) for name, data in held_out.items()} == {"eval": HELD_OUT, "more": 8192}
     recipe = recipe_of(*files, "evaluation.data.more=nowhere.parquet")
     with pytest.raises(DataError, match=r"nowhere\.parquet"):
         read_data(recipe, read_config(recipe.model.path), read_tokenizer(recipe))

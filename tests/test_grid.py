@@ -22,6 +22,7 @@ from hybrid3d.families.family import GroupedQKV, SameTensor, StackedTensors
 
 pytestmark = [pytest.mark.engines, pytest.mark.grid, pytest.mark.usefixtures("one_thread")]
 
+FEWER = ("mixtral", "deepseek_v2")  # families of which make test has two train layouts, the last ones
 HARD = {
     "VPP",
     "uneven PP stages",
@@ -46,7 +47,11 @@ def grid(tiny_checkpoint: Callable[..., Path]) -> Grid:
 
 @pytest.mark.parametrize(
     ("family", "train"),
-    [(family, train) for family in FAMILIES for train in LAYOUTS[family][0]],
+    [
+        pytest.param(family, train, marks=[pytest.mark.slow] if family in FEWER and i > 1 else [])
+        for family in FAMILIES
+        for i, train in enumerate(reversed(LAYOUTS[family][0]))
+    ],
     ids=lambda value: value if isinstance(value, str) else "-".join(f"{k}{v}" for k, v in value.items()),
 )
 def test_every_rollout_layout_gets_what_vllm_would_load(grid: Grid, family: str, train: dict[str, int]) -> None:
