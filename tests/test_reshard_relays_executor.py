@@ -196,7 +196,7 @@ def test_few_changes_of_large_boxes_are_handed_on_as_few_bytes() -> None:
     assert received < 1.2 * sum(report.bound_bytes for report in reports)
 
 
-def gloo_rank(rank: int, folder: Path) -> None:
+def gloo_rank(rank: int, folder: Path, shares_memory: bool) -> None:
     """Sync over gloo in one of four processes, two to a node, all elements and then those that changed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4)
@@ -205,7 +205,7 @@ def gloo_rank(rank: int, folder: Path) -> None:
     held, wanted = memories(world.held, rank, 0.0), memories(world.wanted, rank, 7.0)
     ends, transport = (
         (NamedTensors(held), NamedTensors(wanted)),
-        make_transport(torch.device("cpu"), dist.group.WORLD, 2),
+        make_transport(torch.device("cpu"), dist.group.WORLD, 2, shares_memory=shares_memory),
     )
     first = canonical(world, 1)
     write_pieces(world.held.pieces[rank], first, held)
@@ -238,6 +238,7 @@ def four_of(world: World) -> World:
 
 @pytest.mark.engines
 @pytest.mark.timeout(300)
-def test_relays_over_gloo_between_processes(tmp_path: Path) -> None:
-    mp.spawn(gloo_rank, (tmp_path,), nprocs=4)
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_relays_over_gloo_between_processes(tmp_path: Path, shares_memory: bool) -> None:
+    mp.spawn(gloo_rank, (tmp_path, shares_memory), nprocs=4)
     assert len(list(tmp_path.glob("rank*.done"))) == 4

@@ -1,16 +1,20 @@
 """One rank of a run whose syncs go wrong: what its engine says when it is to generate.
 
-    torchrun --nproc-per-node 4 broken_sync.py FOLDER CHECKPOINT
+    torchrun --nproc-per-node 4 broken_sync.py FOLDER CHECKPOINT SHARED_MEMORY
 
-Messages to rank 0 arrive with a flipped bit, once and then always. At last rank 3 is killed in the middle of a sync;
-the others write FOLDER/<rank>.json.
+Messages to rank 0, or those that it lends, arrive with a flipped bit, once and then always. At last rank 3 is killed in
+the middle of a sync; the others write FOLDER/<rank>.json.
 """
 
 import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
@@ -66,6 +70,35 @@ class Flipping:
         return Flipped()
 
 
+class FlippingLender:
+    """A bit flips in this rank's staging memory before the first loan of a bucket, so many times."""
+
+    def __init__(self, executor, times):
+        self._shared, self._left, self._executor, self._bucket = executor._shared, times, executor, None
+
+    def __getattr__(self, name):
+        return getattr(self._shared, name)
+
+    def lend(self, receiver, bucket):
+        if self._left and bucket != self._bucket:
+            self._left, self._bucket = self._left - 1, bucket
+            step = next(step for step in self._executor._steps if step.number == bucket)
+            self._executor._staging[step.index % 2].flat_view(0, 1, torch.uint8)[0] ^= 1
+        self._shared.lend(receiver, bucket)
+
+
+@contextmanager
+def flipping(sync: WeightSync, times: int) -> Iterator[object]:
+    """Yield the transport of a sync of which bits flip on rank 0."""
+    executor = sync._executor
+    if sync.transport.shared_staging is None:
+        yield Flipping(sync.transport, times)
+    else:
+        executor._shared = FlippingLender(executor, times)
+        yield sync.transport
+        executor._shared = sync.transport.shared_staging
+
+
 def sync_with(sync: WeightSync, transport: object, number: int, overlapped: bool = False) -> str:
     """How many tensors a sync had to mend, or what it failed of."""
     sync._executor._transport, before = transport, sync._executor._transport
@@ -90,7 +123,7 @@ def generate(engine: RolloutEngine) -> str:
 
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when it sees that a rank is gone: it must wait
-    folder, checkpoint = Path(sys.argv[1]), sys.argv[2]
+    folder, checkpoint, shared_memory = Path(sys.argv[1]), *sys.argv[2:]
     group = distributed.start()
     rank, train = distributed.rank(), Train(tp=2, pp=2, micro_batch_size=1)
     recipe = Recipe(
@@ -98,7 +131,7 @@ def main() -> None:
         model=Model(path=checkpoint),
         train=train,
         rollout=Rollout(tp=2, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16),
-        sync=Sync(verify="always"),
+        sync=Sync(verify="always", shared_memory=shared_memory),
         data=Data(train="-", eval="-"),
         algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),
         optimizer=Optimizer(lr=1e-3),
@@ -110,12 +143,14 @@ def main() -> None:
     said = {"before": generate(engine)}
     sync = WeightSync(recipe, group, policy.weights, engine)
     sync.run(0, verify=True)
+    said["peers"] = "" if sync.transport.shared_staging is None else str(sorted(sync.transport.shared_staging.peers))
     said["synced"] = generate(engine)
     for what, times in (("once", 1), ("always", 1 << 30)):
-        said[what] = sync_with(sync, Flipping(sync.transport, times) if rank == 0 else sync.transport, 1)
+        with flipping(sync, times if rank == 0 else 0) as transport:
+            said[what] = sync_with(sync, transport, 1)
         said[f"after {what}"] = generate(engine)
-    flipping = Flipping(sync.transport, 1) if rank == 0 else sync.transport
-    said["overlapped"] = sync_with(sync, flipping, 2, overlapped=True)
+    with flipping(sync, 1 if rank == 0 else 0) as transport:
+        said["overlapped"] = sync_with(sync, transport, 2, overlapped=True)
     said["after overlapped"] = generate(engine)
     said["whole again"] = sync_with(sync, sync.transport, 2)
     said["killed"] = sync_with(sync, Dying(sync.transport) if rank == 3 else sync.transport, 3)

@@ -26,6 +26,7 @@ from hybrid3d.reshard.memory import DeviceBuffer
 from hybrid3d.reshard.planner import Bucket, Message, RankPlan, Transfer, group_messages
 from hybrid3d.reshard.protocols import Sink, Source
 from hybrid3d.reshard.runs import Elements, RunChanges, RunOrder, order_in_run, split_positions
+from hybrid3d.reshard.staging import Place, PlacedMessage
 from hybrid3d.reshard.transport import Pending, Transport, as_bytes
 
 # Beyond the tags of messages and of checksums.
@@ -200,25 +201,29 @@ class DeltaExecutor(Executor):
         done = self.finish()
         return DeltaReport(**vars(done), bound_bytes=bound, scratch_bytes=self._staging[2].nbytes)
 
-    def _bind(self, step: Step, bucket: Bucket, staging: DeviceBuffer) -> None:
-        super()._bind(step, bucket, staging)
+    def _bind(self, step: Step, bucket: Bucket, places: Iterable[PlacedMessage]) -> None:
+        super()._bind(step, bucket, places)
         assert isinstance(step, _DeltaStep)
         for transfers in _local_runs(t for t in bucket.transfers if t.is_local and t.name in self._sparse):
             pieces = [_source_of(t) for t in transfers]
             source, target = Elements([*map(self._read, transfers)]), Elements([*map(self._write, transfers)])
             step.local_runs.append(_LocalRun(pieces, source, target))
 
-    def _bind_message(self, step: Step, m: Message, staging: DeviceBuffer, at: int) -> None:
+    def _bind_message(self, step: Step, m: Message, place: Place | None) -> None:
         assert isinstance(step, _DeltaStep)
         if not isinstance(m, DeltaMessage):
-            super()._bind_message(step, m, staging, at)
+            super()._bind_message(step, m, place)
             return
+        assert place is not None, "these are always staged"
         sends, copies = m.src == self._rank, BatchedCopies()
-        flat = self._staged(m, staging, at, copies)
+        flat = self._staged(m, place, copies)
         copies.merge()
         elements = Elements([self._read(t) if sends else self._write(t) for t in m.transfers])
         starts = [0, *accumulate(t.box.numel for t in m.transfers)]
         (step.outgoing if sends else step.incoming).append(_Run(m, as_bytes(flat), elements, starts, copies))
+
+    def _can_share(self, message: Message) -> bool:
+        return not isinstance(message, DeltaMessage) and super()._can_share(message)
 
     def _bind_local(self, step: Step, transfer: Transfer) -> None:
         if transfer.name not in self._sparse:

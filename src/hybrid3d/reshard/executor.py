@@ -5,19 +5,21 @@ The views, messages and batched copies of every bucket are set up once and reuse
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import defaultdict, deque
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import torch
 
 from hybrid3d.reshard.copies import BatchedCopies
-from hybrid3d.reshard.layout import ITEMSIZE, Fill, Piece
+from hybrid3d.reshard.layout import Fill, Piece
 from hybrid3d.reshard.memory import DeviceBuffer, strided_view
 from hybrid3d.reshard.planner import Bucket, Message, RankPlan, Transfer
 from hybrid3d.reshard.protocols import Sink, Source
+from hybrid3d.reshard.shared_staging import SharedStaging
+from hybrid3d.reshard.staging import Place, PlacedMessage, place_messages
 from hybrid3d.reshard.transport import Pending, Transport, as_bytes
 from hybrid3d.reshard.verify import TransferChecksums
 
@@ -93,6 +95,10 @@ class Step:
     Attributes:
         index: of the bucket among those of this rank.
         awaits: the index of the last bucket that must be finished before this one starts; -1 for none.
+        number: of the bucket among those of the plan.
+        sends, receives: the memory of each message, the other rank, and the tag.
+        lends: the ranks that read messages of the bucket in this rank's staging memory.
+        borrows: the bytes of messages that this rank reads in that of others, by sender.
     """
 
     index: int
@@ -100,8 +106,11 @@ class Step:
     layer: int | None
     opens: bool
     closes: bool
+    number: int
     sends: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
     receives: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
+    lends: set[int] = field(default_factory=set)
+    borrows: dict[int, int] = field(default_factory=dict)
     packing: BatchedCopies = field(default_factory=BatchedCopies)
     unpacking: BatchedCopies = field(default_factory=BatchedCopies)
     local: BatchedCopies = field(default_factory=BatchedCopies)
@@ -130,48 +139,87 @@ class Executor:
         self._source = source
         self._sink = sink
         self._transport = transport
-        self._staging = [DeviceBuffer(nbytes, device) for nbytes in plan.staging_bytes]
+        self._shared = shared = transport.shared_staging
+        make = partial(DeviceBuffer, device=device) if shared is None else shared.buffer
+        sizes, places = place_messages(plan, self._can_share)
+        self._staging = [make(nbytes) for nbytes in sizes]
+        lent = [(m.dst, m.tag, place) for bucket in places for m, place in bucket if place is not None and place.lent]
+        self._borrowed = {} if shared is None else shared.exchange(self._staging, lent)
+        self._lent: list[Step | None] = [None, None]  # what was lent last of each staging buffer
         using = [any(t.dst == plan.rank or t.relayed for t in bucket.transfers) for bucket in plan.buckets]
         opening = {bucket.layer: i for i, bucket in reversed(list(enumerate(plan.buckets))) if using[i]}
         closing = {bucket.layer: i for i, bucket in enumerate(plan.buckets) if using[i]}
         self._steps = []
         for i, bucket in enumerate(plan.buckets):
             opens, closes = opening.get(bucket.layer) == i, closing.get(bucket.layer) == i
-            step = self._step_type(i, plan.awaited[i], bucket.layer, opens, closes)
-            self._bind(step, bucket, self._staging[i % 2])
+            step = self._step_type(i, plan.awaited[i], bucket.layer, opens, closes, bucket.number)
+            self._bind(step, bucket, places[i])
             self._steps.append(step)
         self._release_staging()
         self._in_flight: deque[tuple[Step, Pending]] = deque()
         self._finishing: Step | None = None
 
-    def _bind(self, step: Step, bucket: Bucket, staging: DeviceBuffer) -> None:
-        at = 0
-        # widest dtype first, so that every message is aligned without padding
-        for m in sorted(bucket.messages, key=lambda m: -ITEMSIZE[m.dtype]):
-            self._bind_message(step, m, staging, at)
-            at += m.staging_bytes_on(self._rank)
+    def _can_share(self, message: Message) -> bool:
+        """Return whether both ranks of a message can read each other's staging memory."""
+        other = message.dst if message.src == self._rank else message.src
+        return self._shared is not None and other in self._shared.peers
+
+    @property
+    def _lender(self) -> SharedStaging:
+        assert self._shared is not None, "without shared memory nothing is lent"
+        return self._shared
+
+    def _bind(self, step: Step, bucket: Bucket, places: Iterable[PlacedMessage]) -> None:
+        for m, place in places:
+            self._bind_message(step, m, place)
         for t in bucket.transfers:
             if t.is_local:
                 self._bind_local(step, t)
         for copies in (step.packing, step.unpacking, step.local):
             copies.merge()
 
-    def _bind_message(self, step: Step, m: Message, staging: DeviceBuffer, at: int) -> None:
-        """Add a send or a receive, and the copies that pack or unpack it in staging memory from byte `at` on."""
-        staged = m.staging_bytes_on(self._rank)
+    def _bind_message(self, step: Step, m: Message, place: Place | None) -> None:
+        """Add a message, and the copies that pack or unpack it."""
         if m.src == self._rank:
-            flat = self._staged(m, staging, at, step.packing) if staged else self._read(m.transfers[0])
-            step.sends.append((as_bytes(flat), m.dst, m.tag))
+            flat = self._read(m.transfers[0]) if place is None else self._staged(m, place, step.packing)
+            if place is not None and place.lent:
+                step.lends.add(m.dst)
+            else:
+                step.sends.append((as_bytes(flat), m.dst, m.tag))
+        elif (m.src, m.tag) in self._borrowed:
+            self._add_copies(m, self._borrowed[m.src, m.tag], step.unpacking)
+            step.borrows[m.src] = step.borrows.get(m.src, 0) + m.nbytes
         else:
-            flat = self._staged(m, staging, at, step.unpacking) if staged else self._write(m.transfers[0])
+            flat = self._write(m.transfers[0]) if place is None else self._staged(m, place, step.unpacking)
             step.receives.append((as_bytes(flat), m.src, m.tag))
+
+    def _staged(self, message: Message, place: Place, copies: BatchedCopies) -> torch.Tensor:
+        """Return the staging memory of a message, and add the copies that pack or unpack it."""
+        memory = self._staging[place.buffer].flat_view(place.offset, place.nbytes, torch.uint8)
+        return self._add_copies(message, memory, copies)
+
+    def _add_copies(self, message: Message, memory: torch.Tensor, copies: BatchedCopies) -> torch.Tensor:
+        """Add the copies that pack or unpack a message that lies in this memory; return it in the message's dtype."""
+        flat = memory.view(getattr(torch, message.dtype))
+        parts = torch.split(flat, [t.box.numel for t in message.transfers])
+        for t, part in zip(message.transfers, parts, strict=True):
+            part = part.view(t.box.size)
+            if message.src == self._rank:
+                copies.add(part, self._read(t))
+            else:
+                copies.add(self._write(t), part)
+        return flat
 
     def _bind_local(self, step: Step, transfer: Transfer) -> None:
         step.local.add(self._write(transfer), self._read(transfer))
 
-    def _staged(self, message: Message, staging: DeviceBuffer, at: int, copies: BatchedCopies) -> torch.Tensor:
-        """Return the staging memory of a message, and add the copies that pack it or unpack it."""
-        flat = staging.flat_view(at, message.nbytes, getattr(torch, message.dtype))
+    def _pack(self, message: Message, staged: torch.Tensor, copies: BatchedCopies) -> torch.Tensor:
+        """Add the copies that pack a message at its sender, or unpack it; return its memory in its dtype.
+
+        Args:
+            staged: [nbytes] the memory of the message, as bytes.
+        """
+        flat = staged.view(getattr(torch, message.dtype))
         parts = torch.split(flat, [t.box.numel for t in message.transfers])
         for t, part in zip(message.transfers, parts, strict=True):
             part = part.view(t.box.size)
@@ -191,13 +239,19 @@ class Executor:
 
     @property
     def operations(self) -> int:
-        """The number of sends, receives and copies of one run."""
+        """The number of sends, receives, loans and copies of one run."""
         return sum(
-            len(step.sends) + len(step.receives) + len(step.packing) + len(step.unpacking) + len(step.local)
+            len(step.sends)
+            + len(step.receives)
+            + len(step.lends)
+            + len(step.borrows)
+            + len(step.packing)
+            + len(step.unpacking)
+            + len(step.local)
             for step in self._steps
         )
 
-    @functools.cached_property
+    @cached_property
     def _checks(self) -> TransferChecksums:
         return TransferChecksums(self._plan, self._source, self._sink, self._transport, self._device)
 
@@ -227,6 +281,9 @@ class Executor:
             staging.allocate()
         self._next = 0
         self._in_flight.clear()  # a failed run may have left some
+        self._lent = [None, None]
+        if self._shared is not None:
+            self._shared.begin()
         self._finishing = None
 
     @torch.no_grad()
@@ -256,6 +313,8 @@ class Executor:
         self._start_buckets(len(self._steps), never_wait=False)
         while self._in_flight:
             self._finish(*self._in_flight.popleft())
+        for index in range(2):
+            self._reclaim(index)
         self._release_staging()
         received = self._transport.received_bytes - self._received_before
         network = self._transport.network_bytes - self._network_before
@@ -272,9 +331,15 @@ class Executor:
             timer("open")
         for flat, src, tag in step.receives:
             self._transport.submit_recv(flat, src, tag)
+        for src, nbytes in step.borrows.items():
+            self._lender.count(nbytes, src)
         timer("post")
+        self._reclaim(step.index)
         step.packing.run()
         timer("pack")
+        for dst in step.lends:
+            self._lender.lend(dst, step.number)
+        self._lent[step.index % 2] = step
         for flat, dst, tag in step.sends:
             self._transport.submit_send(flat, dst, tag)
         pending = self._transport.run()
@@ -284,13 +349,15 @@ class Executor:
         return pending
 
     def awaited_bucket(self) -> str:
-        """Return which of this rank's buckets it waits for, or is unpacking; any thread may call it."""
+        """Return which of this rank's buckets it waits for, or is finishing; any thread may call it."""
         step = self._finishing
         return "" if step is None else f"bucket {step.index + 1} of {len(self._steps)}"
 
     def _finish(self, step: Step, pending: Pending) -> None:
         self._finishing = step
         pending.wait()
+        for src in step.borrows:
+            self._lender.wait_for_loan(src, step.number)
         self._timer("wait")
         self._complete(step)
         self._finishing = None
@@ -300,12 +367,25 @@ class Executor:
         timer = self._timer
         step.unpacking.run()
         timer("unpack")
+        for src in step.borrows:
+            self._lender.give_back(src, step.number)
+        timer("post")
         if step.closes and self._verifying:
             self._verifying.record_layer(step.layer)
             timer("check")
         if step.closes:
             self._sink.close(step.layer)
             timer("finalize")
+
+    def _reclaim(self, index: int) -> None:
+        """Wait until no rank reads the staging memory of a bucket any more."""
+        step, self._lent[index % 2] = self._lent[index % 2], None
+        self._finishing = step
+        if step is not None:
+            for dst in step.lends:
+                self._lender.wait_for_return(dst, step.number)
+        self._finishing = None
+        self._timer("wait")
 
     def _release_staging(self) -> None:
         for staging in self._staging:

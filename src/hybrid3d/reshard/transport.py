@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from hybrid3d.reshard.shared_staging import SharedStaging
+
 
 class Pending(Protocol):
     """Operations in flight; their tensors must not be touched until `wait` returns."""
@@ -19,15 +21,22 @@ class Pending(Protocol):
 class Transport(Protocol):
     """Collects sends and receives of byte tensors (from `as_bytes`) and starts them all with `run`.
 
-    `received_bytes` is the sum of the sizes of all posted receives over the life of the transport, and `network_bytes`
-    that of the receives from ranks of other nodes. Both ends of a
-    message use the same `tag` and submit the messages between them in the same order. A message that both ends have
-    started makes progress whether or not either of them waits.
+    Both ends of a message use the same `tag` and submit the messages between them in the same order. A message that
+    both ends have started makes progress whether or not either of them waits.
+
+    Attributes:
+        received_bytes: of all messages that were received, or borrowed, over the life of the transport.
+        network_bytes: of those from ranks of other nodes.
+        blocks_host: whether `wait` blocks the host thread, rather than a CUDA stream.
+        shared_staging: lends messages to other ranks of the machine; None if all messages are sent.
     """
 
     received_bytes: int
     network_bytes: int
-    blocks_host: bool  # whether `wait` blocks the host thread, rather than a CUDA stream
+    blocks_host: bool
+
+    @property
+    def shared_staging(self) -> SharedStaging | None: ...
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None: ...
 
@@ -80,14 +89,20 @@ class _CountingTransport:
         self._members = {rank: member for member, rank in enumerate(ranks)}
         self._ranks_per_node, self._node = ranks_per_node, ranks[group.rank()] // ranks_per_node
 
-    def _count(self, tensor: torch.Tensor, src: int) -> None:
-        self.received_bytes += tensor.nbytes
+    def _count(self, nbytes: int, src: int) -> None:
+        self.received_bytes += nbytes
         if src // self._ranks_per_node != self._node:
-            self.network_bytes += tensor.nbytes
+            self.network_bytes += nbytes
 
 
 class GlooTransport(_CountingTransport):
-    """Point-to-point over gloo for CPU tensors."""
+    """Point-to-point over gloo for CPU tensors.
+
+    Args:
+        group, ranks_per_node, ranks, timeout: as for `make_transport`.
+        shares_memory: lend messages to the other ranks of the node whose processes can read this one's memory. Then
+            every rank of the group makes the transport together.
+    """
 
     blocks_host = True
 
@@ -97,9 +112,14 @@ class GlooTransport(_CountingTransport):
         ranks_per_node: int,
         ranks: Sequence[int] | None = None,
         timeout: timedelta | None = None,
+        shares_memory: bool = False,
     ):
         super().__init__(group, ranks_per_node, ranks)
         self._timeout = timeout
+        self.shared_staging: SharedStaging | None = None
+        if shares_memory:
+            near = [rank for rank in self._members if rank // ranks_per_node == self._node]
+            self.shared_staging = SharedStaging(group, [*self._members], near, self._count, timeout)
         self._works: list[dist.Work | None] = []
         self._messages: list[tuple[str, int]] = []  # of each of these, where it goes or comes from
 
@@ -108,7 +128,7 @@ class GlooTransport(_CountingTransport):
         self._messages.append(("to", dst))
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
-        self._count(tensor, src)
+        self._count(tensor.nbytes, src)
         self._works.append(dist.irecv(tensor, group=self._group, group_src=self._members[src], tag=tag))
         self._messages.append(("from", src))
 
@@ -122,6 +142,7 @@ class NcclTransport(_CountingTransport):
     """Point-to-point over NCCL: each `run` launches one batch as one NCCL group. One GPU has sent to itself."""
 
     blocks_host = False
+    shared_staging = None
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_node: int, ranks: Sequence[int] | None = None):
         super().__init__(group, ranks_per_node, ranks)
@@ -131,7 +152,7 @@ class NcclTransport(_CountingTransport):
         self._ops.append(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=self._members[dst]))
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
-        self._count(tensor, src)
+        self._count(tensor.nbytes, src)
         self._ops.append(dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=self._members[src]))
 
     def run(self) -> Pending:
@@ -146,6 +167,7 @@ def make_transport(
     ranks_per_node: int,
     ranks: Sequence[int] | None = None,
     timeout: timedelta | None = None,
+    shares_memory: bool = False,
 ) -> Transport:
     """Return the transport for tensors on `device`; every rank of `group` calls it.
 
@@ -153,9 +175,10 @@ def make_transport(
         ranks_per_node: the number of consecutive ranks that share a node.
         ranks: the plan's rank of each member of the group, by default their ranks in the group.
         timeout: of a message over gloo, by default the group's.
+        shares_memory: on CPU, lend messages to the other ranks of the node that can read this process's memory.
     """
     if device.type != "cuda":
-        return GlooTransport(group, ranks_per_node, ranks, timeout)
+        return GlooTransport(group, ranks_per_node, ranks, timeout, shares_memory)
     # NCCL requires all ranks in the first operation of a group, and a bucket may involve only some of them
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     return NcclTransport(group, ranks_per_node, ranks)

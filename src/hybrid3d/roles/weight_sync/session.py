@@ -165,7 +165,10 @@ class WeightSync:
         if transport_group is None:
             transport_group = dist.new_group(dist.get_process_group_ranks(group))
         timeout = None if ranks is None else TIMEOUT  # such a group's own timeout is that of its creation
-        self.transport = make_transport(device(), transport_group, recipe.machine.gpus_per_node, ranks, timeout)
+        self.transport = make_transport(
+            *(device(), transport_group, recipe.machine.gpus_per_node, ranks, timeout),
+            shares_memory=recipe.sync.shared_memory == "auto",
+        )
         self._shared = SharedStorage()
         self._to_share = recipe.sync.share_storage
         names = {name for _, signature in self.holders for held in signature.values() for name in held}
