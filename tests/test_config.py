@@ -115,7 +115,7 @@ def test_defaults(load: Any) -> None:
         "async": {"max_staleness": 0, "partial": None, "keep_cache": False, "batches_in_flight": 2}
         | {"late_answers": "wait"},
         "sync": {"bucket_mib": 64.0, "verify": "never", "overlap": True, "share_storage": False}
-        | {"delta": "auto", "keep_loader_layout": False, "anchor_every": None},
+        | {"delta": "auto", "keep_loader_layout": False, "anchor_every": None, "shared_memory": "auto"},
         "data": {
             "train": "a.parquet",
             "eval": "b.parquet",

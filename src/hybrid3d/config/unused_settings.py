@@ -187,7 +187,16 @@ UNUSED_RULES = (
     ),
     UnusedRule(
         "sync",
-        ("bucket_mib", "verify", "overlap", "share_storage", "delta", "keep_loader_layout", "anchor_every"),
+        (
+            "bucket_mib",
+            "verify",
+            "overlap",
+            "share_storage",
+            "delta",
+            "keep_loader_layout",
+            "anchor_every",
+            "shared_memory",
+        ),
         _never_generates,
         _reason("algorithm.name={name} without `rollout` never syncs"),
     ),

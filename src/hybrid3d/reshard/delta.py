@@ -157,7 +157,7 @@ class DeltaReport(ExecutionReport):
 class DeltaExecutor(Executor):
     """Executes one rank's part of a plan with the elements that changed, any number of times.
 
-    Every rank of the plan calls `run_delta` together. The sink must still have the elements of the last run.
+    Every rank of the plan makes it and calls `run_delta` together. The sink must still have what the last run wrote.
 
     Args:
         sparse: as for `delta_plan`; of these tensors every holder knows the changed elements.
@@ -182,7 +182,7 @@ class DeltaExecutor(Executor):
 
     @property
     def operations(self) -> int:
-        """The number of sends, receives and copies of one run, if something changed in every message."""
+        """The number of sends, receives, loans and copies of one run, if something changed in every message."""
         changed = sum(len(step.outgoing) + len(step.incoming) + len(step.local_runs) for step in self._steps)
         return super().operations + changed
 

@@ -119,13 +119,15 @@ class Step:
 class Executor:
     """Executes one rank's part of a plan any number of times between the same tensors.
 
-    Every rank of the plan calls `run` together, or `begin`, `start_ready_buckets` and `finish`. Bucket k+1 is packed
-    and posted before the executor waits for bucket k, so two are in flight, and local copies run in the meantime.
+    Every rank of the plan makes it together, and calls `run` together, or `begin`, `start_ready_buckets` and `finish`.
+    Bucket k+1 is packed and posted before the executor waits for bucket k, so two are in flight, and local copies run
+    in the meantime. A rank writes to a staging buffer only when all that was lent of it has been returned.
 
     A bucket that hands on what the rank has received starts once the buckets that bring it are finished, which are
     earlier ones in the plan. A layer is finalized after the last bucket that writes it or hands on parts of it. This
-    cannot deadlock: a rank starts a bucket after waiting for earlier ones only, and a bucket is finished once all of
-    its ranks have started it; so by induction over the buckets of the plan all ranks start and finish each of them.
+    cannot deadlock: a rank starts a bucket after waiting for earlier ones only, and for their return; a bucket is
+    finished once all of its ranks have started it, and returned when its receivers finish it. So by induction over the
+    buckets of the plan all ranks start, finish and return each of them.
     """
 
     _step_type: type[Step] = Step
@@ -145,7 +147,6 @@ class Executor:
         self._staging = [make(nbytes) for nbytes in sizes]
         lent = [(m.dst, m.tag, place) for bucket in places for m, place in bucket if place is not None and place.lent]
         self._borrowed = {} if shared is None else shared.exchange(self._staging, lent)
-        self._lent: list[Step | None] = [None, None]  # what was lent last of each staging buffer
         using = [any(t.dst == plan.rank or t.relayed for t in bucket.transfers) for bucket in plan.buckets]
         opening = {bucket.layer: i for i, bucket in reversed(list(enumerate(plan.buckets))) if using[i]}
         closing = {bucket.layer: i for i, bucket in enumerate(plan.buckets) if using[i]}
@@ -213,22 +214,6 @@ class Executor:
     def _bind_local(self, step: Step, transfer: Transfer) -> None:
         step.local.add(self._write(transfer), self._read(transfer))
 
-    def _pack(self, message: Message, staged: torch.Tensor, copies: BatchedCopies) -> torch.Tensor:
-        """Add the copies that pack a message at its sender, or unpack it; return its memory in its dtype.
-
-        Args:
-            staged: [nbytes] the memory of the message, as bytes.
-        """
-        flat = staged.view(getattr(torch, message.dtype))
-        parts = torch.split(flat, [t.box.numel for t in message.transfers])
-        for t, part in zip(message.transfers, parts, strict=True):
-            part = part.view(t.box.size)
-            if message.src == self._rank:
-                copies.add(part, self._read(t))
-            else:
-                copies.add(self._write(t), part)
-        return flat
-
     def _read(self, transfer: Transfer) -> torch.Tensor:
         assert transfer.source is not None, "every rank knows where its own pieces lie"
         return self._sink.write(transfer.source) if transfer.relayed else self._source.read(transfer.source)
@@ -281,7 +266,6 @@ class Executor:
             staging.allocate()
         self._next = 0
         self._in_flight.clear()  # a failed run may have left some
-        self._lent = [None, None]
         if self._shared is not None:
             self._shared.begin()
         self._finishing = None
@@ -304,6 +288,8 @@ class Executor:
                 if never_wait:
                     return
                 self._finish(*self._in_flight.popleft())
+            if step.index >= 2:  # it packs and receives in the same staging buffer
+                self._reclaim(self._steps[step.index - 2])
             self._in_flight.append((step, self._start(step)))
             self._next += 1
 
@@ -313,8 +299,8 @@ class Executor:
         self._start_buckets(len(self._steps), never_wait=False)
         while self._in_flight:
             self._finish(*self._in_flight.popleft())
-        for index in range(2):
-            self._reclaim(index)
+        for step in self._steps[-2:]:
+            self._reclaim(step)
         self._release_staging()
         received = self._transport.received_bytes - self._received_before
         network = self._transport.network_bytes - self._network_before
@@ -334,12 +320,10 @@ class Executor:
         for src, nbytes in step.borrows.items():
             self._lender.count(nbytes, src)
         timer("post")
-        self._reclaim(step.index)
         step.packing.run()
         timer("pack")
         for dst in step.lends:
             self._lender.lend(dst, step.number)
-        self._lent[step.index % 2] = step
         for flat, dst, tag in step.sends:
             self._transport.submit_send(flat, dst, tag)
         pending = self._transport.run()
@@ -377,13 +361,11 @@ class Executor:
             self._sink.close(step.layer)
             timer("finalize")
 
-    def _reclaim(self, index: int) -> None:
-        """Wait until no rank reads the staging memory of a bucket any more."""
-        step, self._lent[index % 2] = self._lent[index % 2], None
+    def _reclaim(self, step: Step) -> None:
+        """Wait until no rank reads a bucket's messages in this rank's staging memory any more."""
         self._finishing = step
-        if step is not None:
-            for dst in step.lends:
-                self._lender.wait_for_return(dst, step.number)
+        for dst in step.lends:
+            self._lender.wait_for_return(dst, step.number)
         self._finishing = None
         self._timer("wait")
 

@@ -10,7 +10,7 @@ import select
 import struct
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,24 +21,19 @@ from hybrid3d.reshard.memory import DeviceBuffer
 from hybrid3d.reshard.staging import Place
 
 NAME = "hybrid3d-staging"
-TIMEOUT = timedelta(minutes=10)  # of a wait, by default
-
 LENT, RETURNED = range(2)
 _NOTE = struct.Struct("<qqq")  # the number of a run, LENT or RETURNED, and the number of a bucket
 
 
 class SharedBuffer(DeviceBuffer):
-    """A CPU buffer that other processes can map until `close`. It has no name, so that nothing outlives its users."""
+    """A CPU buffer that other processes can map while it exists. It has no name, so that nothing outlives its users."""
 
     def __init__(self, nbytes: int):
         super().__init__(0, "cpu")
         self.fd = os.memfd_create(NAME)
+        weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, nbytes)
         self._bytes = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
-
-    def close(self) -> None:
-        """Let no more processes map the buffer; those that have mapped it, and this one, keep it."""
-        os.close(self.fd)
 
 
 def map_buffer(pid: int, fd: int, nbytes: int) -> torch.Tensor:
@@ -84,43 +79,49 @@ class SharedStaging:
             ranks: the plan's rank of each member of the group.
             near: the ranks, this one among them, that may share memory; the same on all of these.
             count: called with the size of each message that this rank borrows, and its sender.
-            timeout: of a wait.
+            timeout: of a wait, by default the group's.
         """
         self.count = count
         self._group, self._ranks, self._rank = group, ranks, ranks[group.rank()]
-        self._timeout = timeout or TIMEOUT
+        self._timeout = timeout or group._get_backend(torch.device("cpu")).options._timeout
         self._run = 0
         self._notes: set[tuple[int, ...]] = set()  # the rank and note of what has arrived and was not waited for yet
         self._waits_for: tuple[str, int] | None = None
-        self._files: dict[int, tuple[int, int]] = {}  # of each peer, what its notes are read from, and written to
-        with contextlib.ExitStack() as probes:
-            self._connect(probes, [rank for rank in near if rank != self._rank])
-        self.peers = frozenset(self._files)
-        weakref.finalize(self, _close, [fd for files in self._files.values() for fd in files])
+        self.peers = self._find_peers(near)
+        self._reads: dict[int, int] = {}  # the file descriptors of the pipes from and to each peer
+        self._writes: dict[int, int] = {}
+        with contextlib.ExitStack() as files:
+            self._connect(files)
+            weakref.finalize(self, files.pop_all().close)
 
-    def _connect(self, probes: contextlib.ExitStack, candidates: Sequence[int]) -> None:
+    def _find_peers(self, near: Sequence[int]) -> frozenset[int]:
         """Find the peers by trying: another rank may be on another machine, in another container, or another user's."""
-        secret, offered, pipes = secrets.token_bytes(16), None, {}
-        if hasattr(os, "memfd_create"):
-            probe = SharedBuffer(len(secret))
-            probes.callback(probe.close)
-            probe.flat_view(0, len(secret), torch.uint8).copy_(torch.tensor(list(secret)))
-            pipes = {rank: os.pipe() for rank in candidates}
-            offered = (os.getpid(), probe.fd, secret, {rank: write for rank, (_, write) in pipes.items()})
-        writing = {}
+        secret, readable = secrets.token_bytes(16), set()
+        probe = _make_probe(secret)
+        offered = None if probe is None else (os.getpid(), probe.fd, secret)
         for rank, other in zip(self._ranks, self._gather(offered), strict=True):
-            if rank in pipes and other is not None:
-                pid, fd, expected, writes = other
+            if rank in near and rank != self._rank and probe is not None and other is not None:
+                pid, fd, expected = other
                 with contextlib.suppress(OSError, ValueError):  # it cannot be mapped, or is too small
                     if bytes(map_buffer(pid, fd, len(expected)).tolist()) == expected:
-                        writing[rank] = os.open(f"/proc/{pid}/fd/{writes[self._rank]}", os.O_WRONLY)
-        reaching = dict(zip(self._ranks, self._gather(set(writing)), strict=True))
-        for rank, (read, write) in pipes.items():
-            os.close(write)  # the peer has its own, so that this end sees when it is gone
-            if rank in writing and self._rank in reaching[rank]:
-                self._files[rank] = read, writing[rank]
-            else:
-                _close([read, *([writing[rank]] if rank in writing else [])])
+                        readable.add(rank)
+        by_rank = dict(zip(self._ranks, self._gather(readable), strict=True))
+        return frozenset(rank for rank in readable if self._rank in by_rank[rank])
+
+    def _connect(self, files: contextlib.ExitStack) -> None:
+        """Open a pipe from each peer, and one to it."""
+        with contextlib.ExitStack() as offered:
+            writes = {}
+            for rank in self.peers:
+                self._reads[rank], writes[rank] = os.pipe()
+                files.callback(os.close, self._reads[rank])
+                offered.callback(os.close, writes[rank])
+            for rank, (pid, of_rank) in zip(self._ranks, self._gather((os.getpid(), writes)), strict=True):
+                if rank in self.peers:
+                    with _expecting(rank):
+                        self._writes[rank] = os.open(f"/proc/{pid}/fd/{of_rank[self._rank]}", os.O_WRONLY)
+                    files.callback(os.close, self._writes[rank])
+            self._gather(None)  # all have opened their ends; a pipe ends when its writer does, without the one here
 
     def _gather(self, value: object) -> list[Any]:
         values: list[Any] = [None] * self._group.size()
@@ -134,7 +135,7 @@ class SharedStaging:
     def exchange(
         self, buffers: Sequence[DeviceBuffer], places: Iterable[tuple[int, int, Place]]
     ) -> Mapping[tuple[int, int], torch.Tensor]:
-        """Tell the peers where this rank's messages to them will lie, and return where theirs will. Once for a buffer.
+        """Tell the peers where this rank's messages to them will lie, and return where theirs will.
 
         Every rank of the group calls this together.
 
@@ -144,6 +145,9 @@ class SharedStaging:
 
         Returns:
             The memory [nbytes] of each message to this rank that lies in another's, by sender and tag.
+
+        Raises:
+            torch.distributed.DistNetworkError: a peer has gone.
         """
         shared = {i: (buffer.fd, buffer.nbytes) for i, buffer in enumerate(buffers) if isinstance(buffer, SharedBuffer)}
         found = {}
@@ -152,12 +156,9 @@ class SharedStaging:
             for receiver, tag, place in told:
                 if receiver == self._rank:
                     if place.buffer not in mapped:
-                        mapped[place.buffer] = map_buffer(pid, *files[place.buffer])
+                        with _expecting(rank):
+                            mapped[place.buffer] = map_buffer(pid, *files[place.buffer])
                     found[rank, tag] = mapped[place.buffer][place.offset : place.offset + place.nbytes]
-        self._gather(None)  # all have mapped what they need
-        for buffer in buffers:
-            if isinstance(buffer, SharedBuffer):
-                buffer.close()
         return found
 
     def begin(self) -> None:
@@ -177,7 +178,7 @@ class SharedStaging:
         """Wait until the messages of a bucket may be read.
 
         Raises:
-            RuntimeError: the other rank has gone, or does not answer.
+            torch.distributed.DistNetworkError: the other rank has gone, or does not answer.
         """
         self._wait("messages that are lent by", sender, LENT, bucket)
 
@@ -185,7 +186,7 @@ class SharedStaging:
         """Wait until the messages of a bucket may be overwritten.
 
         Raises:
-            RuntimeError: as `wait_for_loan`.
+            torch.distributed.DistNetworkError: as `wait_for_loan`.
         """
         self._wait("the return of messages by", receiver, RETURNED, bucket)
 
@@ -195,31 +196,41 @@ class SharedStaging:
         return None if waits_for is None else (f"{waits_for[0]} rank {waits_for[1]}", (waits_for[1],))
 
     def _tell(self, rank: int, kind: int, bucket: int) -> None:
-        try:
-            os.write(self._files[rank][1], _NOTE.pack(self._run, kind, bucket))
-        except BrokenPipeError:
-            raise _gone(rank) from None
+        with _expecting(rank):
+            os.write(self._writes[rank], _NOTE.pack(self._run, kind, bucket))
 
     def _wait(self, what: str, rank: int, kind: int, bucket: int) -> None:
-        awaited, fd = (rank, self._run, kind, bucket), self._files[rank][0]
+        awaited, fd = (rank, self._run, kind, bucket), self._reads[rank]
         self._waits_for = what, rank
         poll = select.poll()
         poll.register(fd, select.POLLIN)
         while awaited not in self._notes:
             if not poll.poll(self._timeout.total_seconds() * 1000):
-                raise RuntimeError(f"waited {self._timeout} for {what} rank {rank}")
+                raise dist.DistNetworkError(f"waited {self._timeout} for {what} rank {rank}")
             told = os.read(fd, 1024 * _NOTE.size)  # notes are written whole
             if not told:
-                raise _gone(rank)
+                raise dist.DistNetworkError(f"rank {rank} has ended")
             self._notes |= {(rank, *note) for note in _NOTE.iter_unpack(told)}
         self._notes.remove(awaited)
         self._waits_for = None
 
 
-def _gone(rank: int) -> RuntimeError:
-    return RuntimeError(f"Connection closed by peer: rank {rank} has ended")
+def _make_probe(content: bytes) -> SharedBuffer | None:
+    """Return a buffer with this content, or None where the operating system has no such memory."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        probe = SharedBuffer(len(content))
+    except OSError:  # forbidden, as in some containers
+        return None
+    probe.flat_view(0, len(content), torch.uint8).copy_(torch.tensor(list(content)))
+    return probe
 
 
-def _close(files: Iterable[int]) -> None:
-    for fd in files:
-        os.close(fd)
+@contextlib.contextmanager
+def _expecting(rank: int) -> Iterator[None]:
+    """Raise that a rank has ended, which may have been lost at any time, if what it has open is not there."""
+    try:
+        yield
+    except OSError:
+        raise dist.DistNetworkError(f"rank {rank} has ended") from None

@@ -38,7 +38,7 @@ class Wait:
 
     Attributes:
         call: a collective, or what is to arrive.
-        ranks: those of the launcher that take part in the collective, or that are to send.
+        ranks: those of the launcher that take part in the collective, or that are to send or to return messages.
         together: all of the ranks make the same call, so that it is waited for those that do not.
     """
 
