@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNS = 5
 # The functions, by the names that the profiler reports, that take time outside of Python
 KINDS = {
-    "wait for bytes": ("wait",),
+    "wait for bytes": ("wait", "poll"),
     "copy (pack, unpack, local)": ("copy_", "_foreach_copy_"),
     "post sends and receives": ("isend", "irecv"),
     "vLLM's finalization": ("process_weights_after_loading",),

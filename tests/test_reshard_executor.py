@@ -463,9 +463,9 @@ def gloo_rank(rank: int, folder: Path, shares_memory: bool) -> None:
     assert plan.staging_bytes == whole.staging_bytes
     transport = make_transport(torch.device("cpu"), dist.new_group(range(4)), 2, shares_memory=shares_memory)
     assert isinstance(transport, GlooTransport)
-    if transport.shared_staging is not None:
-        assert transport.shared_staging.peers == {rank ^ 1}
-    assert (transport.shared_staging is not None) == shares_memory
+    if transport.shared_memory is not None:
+        assert transport.shared_memory.peers == {rank ^ 1}
+    assert (transport.shared_memory is not None) == shares_memory
     held, sink = memories(world.held, rank, 0.0), Layers(world.wanted, rank)
     executor = Executor(plan, NamedTensors(held), sink, transport)
     for step in (1, 2):
@@ -476,10 +476,9 @@ def gloo_rank(rank: int, folder: Path, shares_memory: bool) -> None:
         sink.end()
         far = sum(t.nbytes for t in plan.transfers if t.dst == rank and t.src // 2 != rank // 2)
         assert (report.received_bytes, report.network_bytes) == (world.must_receive(rank), far)
-        if shares_memory:
-            assert sum(plan.staging_bytes) <= report.staging_bytes <= 2 * 300_000
-        else:
-            assert report.staging_bytes == sum(plan.staging_bytes)
+        assert report.staging_bytes == sum(plan.staging_bytes)
+        assert (report.lent_bytes > 0) == shares_memory
+        assert report.lent_bytes <= 2 * 300_000
         assert transport.received_bytes == step * world.must_receive(rank)
         assert transport.network_bytes == step * far
         assert unlike(sink.landed, truth(world, rank, values)) == [], f"step {step}"

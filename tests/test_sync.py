@@ -128,7 +128,7 @@ def layers_of(modules: list[str]) -> list[int]:
 
 
 def test_wrong_bytes_are_seen(results: list[dict]) -> None:
-    """One flipped bit in each message that arrives: every rank that receives must see it, in loader layout."""
+    """One flipped bit in each message that arrives or is lent: all that receive must see it, in loader layout."""
     receiving = [r for r in results if r["report"]["received_bytes"]]
     assert receiving
     for result in receiving:
@@ -154,15 +154,20 @@ def test_network_bytes_are_their_bound(results: list[dict]) -> None:
 def test_nothing_but_the_plan_moves(results: list[dict]) -> None:
     """Every c10d operation of a sync is one of the plan's sends and receives; nothing is gathered or broadcast.
 
+    All else that a rank receives it copies out of the memory of ranks of its node.
     In bfloat16 the ranks also agree, by one number, on whether only changed elements are sent.
     """
     for case in cases_of(results):
         for result in case:
             assert result["c10d"].pop("c10d::allreduce_", 0) <= (8 if result["dtype"] == "bfloat16" else 0)
             assert result["c10d"].keys() <= {"c10d::send", "c10d::recv_"}
-            assert result["c10d"].get("c10d::recv_", 0) == result["report"]["received_bytes"]
+            borrowed = sum(result["borrowed"].values())
+            assert result["c10d"].get("c10d::recv_", 0) + borrowed == result["report"]["received_bytes"]
+            assert set(result["borrowed"]) <= {str(result["rank"] ^ 1)}
         sent = sum(result["c10d"].get("c10d::send", 0) for result in case)
-        assert sent == sum(result["report"]["received_bytes"] for result in case)
+        lent = sum(sum(result["borrowed"].values()) for result in case)
+        assert sent + lent == sum(result["report"]["received_bytes"] for result in case)
+    assert sum(sum(result["borrowed"].values()) for result in results) > 0
 
 
 def test_the_plan_says_what_is_measured(results: list[dict], tmp_path: Path) -> None:
@@ -173,7 +178,9 @@ def test_the_plan_says_what_is_measured(results: list[dict], tmp_path: Path) -> 
         plan = compute_sync_traffic(recipe, query_engines(recipe, read_config(recipe.model.path)), case[0]["slots"])
         by_rank = sorted(case, key=lambda result: result["rank"])
         assert [result["report"]["received_bytes"] for result in by_rank] == plan.traffic.sum(0).tolist()
-        assert [result["c10d"].get("c10d::send", 0) for result in by_rank] == plan.traffic.sum(1).tolist()
+        sent = [result["c10d"].get("c10d::send", 0) for result in by_rank]
+        lent = [sum(other["borrowed"].get(str(result["rank"]), 0) for other in by_rank) for result in by_rank]
+        assert [sum(both) for both in zip(sent, lent, strict=True)] == plan.traffic.sum(1).tolist()
         assert [result["report"]["lower_bound_bytes"] for result in by_rank] == plan.lower_bound.tolist()
         assert sum(result["report"]["network_bytes"] for result in by_rank) == plan.network_bound
         assert max(result["report"]["staging_bytes"] for result in case) == plan.staging
@@ -204,5 +211,6 @@ def test_staging_is_two_small_buckets_and_a_box_is_split(results: list[dict]) ->
     for result in results:
         if result["last"]:
             assert result["report"]["staging_bytes"] <= 2 * result["bucket_bytes"]
+            assert 0 < result["report"]["lent_bytes"] <= 2 * result["bucket_bytes"]
             assert result["report"]["received_bytes"] > 4 * result["bucket_bytes"]
             assert result["split_boxes"] > 0, result["rank"]

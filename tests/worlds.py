@@ -77,7 +77,7 @@ class LocalTransport:
     """The transport of one rank; the ranks of one process share a `mailbox`."""
 
     blocks_host = True
-    shared_staging = None
+    shared_memory = None
 
     def __init__(self, rank: int, mailbox: dict[tuple[int, int, int], torch.Tensor]):
         self.received_bytes = self.network_bytes = 0

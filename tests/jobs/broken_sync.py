@@ -71,7 +71,7 @@ class Flipping:
 
 
 class FlippingLender:
-    """A bit flips in this rank's staging memory before the first loan of a bucket, so many times."""
+    """A bit flips in this rank's memory before the first loan of a bucket, so many times."""
 
     def __init__(self, executor, times):
         self._shared, self._left, self._executor, self._bucket = executor._shared, times, executor, None
@@ -83,7 +83,7 @@ class FlippingLender:
         if self._left and bucket != self._bucket:
             self._left, self._bucket = self._left - 1, bucket
             step = next(step for step in self._executor._steps if step.number == bucket)
-            self._executor._staging[step.index % 2].flat_view(0, 1, torch.uint8)[0] ^= 1
+            self._executor._lent[step.index % 2].flat_view(0, 1, torch.uint8)[0] ^= 1
         self._shared.lend(receiver, bucket)
 
 
@@ -91,12 +91,12 @@ class FlippingLender:
 def flipping(sync: WeightSync, times: int) -> Iterator[object]:
     """Yield the transport of a sync of which bits flip on rank 0."""
     executor = sync._executor
-    if sync.transport.shared_staging is None:
+    if sync.transport.shared_memory is None:
         yield Flipping(sync.transport, times)
     else:
         executor._shared = FlippingLender(executor, times)
         yield sync.transport
-        executor._shared = sync.transport.shared_staging
+        executor._shared = sync.transport.shared_memory
 
 
 def sync_with(sync: WeightSync, transport: object, number: int, overlapped: bool = False) -> str:
@@ -143,7 +143,7 @@ def main() -> None:
     said = {"before": generate(engine)}
     sync = WeightSync(recipe, group, policy.weights, engine)
     sync.run(0, verify=True)
-    said["peers"] = "" if sync.transport.shared_staging is None else str(sorted(sync.transport.shared_staging.peers))
+    said["peers"] = "" if sync.transport.shared_memory is None else str(sorted(sync.transport.shared_memory.peers))
     said["synced"] = generate(engine)
     for what, times in (("once", 1), ("always", 1 << 30)):
         with flipping(sync, times if rank == 0 else 0) as transport:

@@ -4,7 +4,8 @@
 
 For each family, vLLM loads checkpoints B and C itself, once each. Then, for each train layout, a vLLM that was started
 with dummy weights is given A, B and C by three syncs and is compared after the second and the third; in the last layout
-by twelve, and is compared after the last too. In all layouts but the last both engines share what memory they can.
+by twelve, and is compared after the last too. In all layouts but the last both engines share what memory they can. In
+every second layout, the last one among them, the ranks of a node lend each other messages; in the others all are sent.
 """
 
 import dataclasses
@@ -38,6 +39,7 @@ from hybrid3d.config.interval import is_due
 from hybrid3d.families import family_of
 from hybrid3d.reshard.files import load_files
 from hybrid3d.reshard.planner import Transfer
+from hybrid3d.reshard.staging import place_messages
 from hybrid3d.rl.batch import Batch
 from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.rollout import engine as rollout_engine
@@ -57,14 +59,14 @@ def dense_layouts(rollout_tp: int) -> list[Train]:
 
 
 def recipe_for(
-    folder: str, train: Train, rollout_tp: int, dtype: str, bucket_mib: float, shares: bool = False
+    folder: str, train: Train, rollout_tp: int, dtype: str, bucket_mib: float, shares: bool = False, lends: str = "auto"
 ) -> Recipe:
     return Recipe(
         name="sync",
         model=Model(path=folder, dtype=dtype),
         train=dataclasses.replace(train, micro_batch_size=1),
         rollout=Rollout(tp=rollout_tp, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16, sleep=not shares),
-        sync=Sync(bucket_mib=bucket_mib, share_storage=shares),
+        sync=Sync(bucket_mib=bucket_mib, share_storage=shares, shared_memory=lends),
         data=Data(train="-", eval="-"),
         algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),
         optimizer=Optimizer(lr=1e-3),
@@ -191,18 +193,39 @@ class Landed:
 
 
 class CountCollectives(TorchDispatchMode):
-    """Bytes given to every operation of c10d, and calls of vLLM's shared-memory collectives."""
+    """Bytes given to every operation of c10d, and calls of vLLM's shared-memory collectives.
 
-    def __init__(self):
+    Attributes:
+        borrowed: the bytes that were copied out of the memory of other ranks, by rank.
+    """
+
+    def __init__(self, sync: WeightSync):
         super().__init__()
+        self._sync = sync
         self.bytes: dict[str, int] = {}
+        self.borrowed: dict[int, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
         if name.startswith("c10d::") or "shm" in name:
             tensors = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
             self.bytes[name] = self.bytes.get(name, 0) + sum(t.nbytes for t in tensors)
+        if name in ("aten::_foreach_copy_", "aten::copy_"):
+            lenders = self._lenders()
+            for source in args[1] if isinstance(args[1], list) else [args[1]]:
+                lender = lenders.get(source.untyped_storage().data_ptr())
+                if lender is not None:
+                    self.borrowed[lender] = self.borrowed.get(lender, 0) + source.nbytes
         return func(*args, **(kwargs or {}))
+
+    def _lenders(self) -> dict[int, int]:
+        """Whose memory is mapped where."""
+        executors = [one for one in (self._sync._executor, self._sync._delta._executor) if one is not None]
+        return {
+            memory.untyped_storage().data_ptr(): lender
+            for executor in executors
+            for (lender, _), memory in executor._borrowed.items()
+        }
 
 
 class CorruptTransport:
@@ -229,6 +252,24 @@ class CorruptTransport:
                     tensor[0] ^= 1
 
         return Corrupted()
+
+
+class CorruptLender:
+    """Flips the lowest bit of one byte of every message that is lent."""
+
+    def __init__(self, executor):
+        self._shared, self._executor = executor._shared, executor
+        self._places = place_messages(executor._plan, executor._can_share)
+
+    def __getattr__(self, name):
+        return getattr(self._shared, name)
+
+    def lend(self, receiver, bucket):
+        (step,) = (step for step in self._executor._steps if step.number == bucket)
+        for message, place in self._places[step.index]:
+            if place is not None and place.lent and message.dst == receiver:
+                self._executor._lent[place.buffer].flat_view(place.offset, 1, torch.uint8)[0] ^= 1
+        self._shared.lend(receiver, bucket)
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict:
@@ -320,7 +361,8 @@ def prove(
         # in the last of the layouts a bucket that is smaller than some boxes
         small = getattr(torch, dtype).itemsize / 40 / max(2, rollout_tp)
         last = layout is layouts[-1]
-        recipe = recipe_for(folders[0], layout, rollout_tp, dtype, small if last else 64, shares=not last)
+        lends = "auto" if layouts.index(layout) % 2 else "never"
+        recipe = recipe_for(folders[0], layout, rollout_tp, dtype, small if last else 64, shares=not last, lends=lends)
         policy = Policy(config, recipe, rank, trainable=False)
         weights, before = policy.weights, engine.addresses()
         sync = WeightSync(recipe, dist.group.WORLD, weights, engine)
@@ -334,21 +376,23 @@ def prove(
         for number in range(12 if result["last"] else 3):
             load_files(folders[number % 3], weights.demand, weights.tensors, rank)
             landed.tensors.clear()
-            with CountCollectives() as counted:
+            with CountCollectives(sync) as counted:
                 report = sync.run(number, is_due(recipe.sync.verify, number))
             if number == 0 and not last:
                 before = engine.addresses()  # from the first sync on the engines share memory
-            result |= {"report": vars(report), "c10d": counted.bytes}
+            result |= {"report": vars(report), "c10d": counted.bytes, "borrowed": counted.borrowed}
             if number in (1, 2, 11):
                 result[f"sync{number}"] = compare(engine, landed, truths[number % 3 - 1])
         result["mismatch"] = mismatch(policy, recipe, engine)
         after = engine.addresses()
         result["moved"] = sorted(name for name in before if after.get(name) != before[name])
-        transport = sync._executor._transport
+        transport, shared = sync._executor._transport, sync._executor._shared
         sync._executor._transport = CorruptTransport(transport)
+        if shared is not None:
+            sync._executor._shared = CorruptLender(sync._executor)
         sync.run(12, is_due(recipe.sync.verify, 12))
         result["corrupted"] = compare(engine, landed, truths[-1])
-        sync._executor._transport = transport
+        sync._executor._transport, sync._executor._shared = transport, shared
         results.append(result)
         runtime.shutdown()
     return results

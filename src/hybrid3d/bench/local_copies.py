@@ -42,7 +42,7 @@ class NullTransport:
 
     received_bytes = network_bytes = 0
     blocks_host = True
-    shared_staging = None
+    shared_memory = None
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None: ...
 

@@ -100,7 +100,7 @@ def _memory(measured: dict[str, Any]) -> dict[str, int]:
     """Return the memory that a method takes besides the weights, on the fullest rank."""
     bits = measured.get("max_bitmap_bytes", 0)
     buffers = {
-        "hybrid3d": measured["max_staging_bytes"],
+        "hybrid3d": measured["max_staging_bytes"] + measured["max_lent_bytes"],
         "gather": measured.get("max_gather_buffer_bytes", 0),
         "delta": measured.get("max_delta_staging_bytes", 0) + bits,
         "gathered_delta": measured.get("max_gathered_delta_buffer_bytes", 0) + bits,

@@ -238,6 +238,7 @@ class Bench:
             "max_received_bytes": done.received_bytes,
             "max_sent_bytes": plan.sent_bytes,
             "max_staging_bytes": done.staging_bytes,
+            "max_lent_bytes": done.lent_bytes,
             "max_finalize_bytes": self._wanted.finalize_bytes,
             "operations": self._hybrid.operations,
             "wire_operations": self._wire.operations,
@@ -261,7 +262,7 @@ class Bench:
             "delta_bound_bytes": done.bound_bytes,
             "delta_network_bytes": done.network_bytes,
             "sparse_bytes": sum(piece.nbytes for piece in pieces),
-            "max_delta_staging_bytes": done.staging_bytes,
+            "max_delta_staging_bytes": done.staging_bytes + done.lent_bytes,
             "max_bitmap_bytes": (0 if self._changes is None else self._changes.nbytes) + done.scratch_bytes,
             "delta_operations": self._delta.operations,
         }

@@ -188,13 +188,7 @@ UNUSED_RULES = (
     UnusedRule(
         "sync",
         (
-            "bucket_mib",
-            "verify",
-            "overlap",
-            "share_storage",
-            "delta",
-            "keep_loader_layout",
-            "anchor_every",
+            *("bucket_mib", "verify", "overlap", "share_storage", "delta", "keep_loader_layout", "anchor_every"),
             "shared_memory",
         ),
         _never_generates,

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 
@@ -18,8 +18,8 @@ from hybrid3d.reshard.layout import Fill, Piece
 from hybrid3d.reshard.memory import DeviceBuffer, strided_view
 from hybrid3d.reshard.planner import Bucket, Message, RankPlan, Transfer
 from hybrid3d.reshard.protocols import Sink, Source
-from hybrid3d.reshard.shared_staging import SharedStaging
-from hybrid3d.reshard.staging import Place, PlacedMessage, place_messages
+from hybrid3d.reshard.shared_memory import SharedBuffer, SharedMemory
+from hybrid3d.reshard.staging import Place, PlacedMessage, lent_bytes, place_messages
 from hybrid3d.reshard.transport import Pending, Transport, as_bytes
 from hybrid3d.reshard.verify import TransferChecksums
 
@@ -32,6 +32,7 @@ class ExecutionReport:
         corrupted: tensors whose checksums differ between sender and receiver; None without verification.
         seconds: by phase; on a GPU what launching took.
         network_bytes: of those received, the bytes that came from other nodes.
+        lent_bytes: of the memory in which other ranks of the node read messages.
     """
 
     received_bytes: int
@@ -39,6 +40,7 @@ class ExecutionReport:
     corrupted: tuple[str, ...] | None = None
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     network_bytes: int = 0
+    lent_bytes: int = 0
 
 
 class _PhaseTimer:
@@ -97,7 +99,7 @@ class Step:
         awaits: the index of the last bucket that must be finished before this one starts; -1 for none.
         number: of the bucket among those of the plan.
         sends, receives: the memory of each message, the other rank, and the tag.
-        lends: the ranks that read messages of the bucket in this rank's staging memory.
+        lends: the ranks that read messages of the bucket in this rank's memory.
         borrows: the bytes of messages that this rank reads in that of others, by sender.
     """
 
@@ -121,7 +123,7 @@ class Executor:
 
     Every rank of the plan makes it together, and calls `run` together, or `begin`, `start_ready_buckets` and `finish`.
     Bucket k+1 is packed and posted before the executor waits for bucket k, so two are in flight, and local copies run
-    in the meantime. A rank writes to a staging buffer only when all that was lent of it has been returned.
+    in the meantime. Before a rank packs again in memory that it lends, all that was lent of it has been returned.
 
     A bucket that hands on what the rank has received starts once the buckets that bring it are finished, which are
     earlier ones in the plan. A layer is finalized after the last bucket that writes it or hands on parts of it. This
@@ -141,12 +143,15 @@ class Executor:
         self._source = source
         self._sink = sink
         self._transport = transport
-        self._shared = shared = transport.shared_staging
-        make = partial(DeviceBuffer, device=device) if shared is None else shared.buffer
-        sizes, places = place_messages(plan, self._can_share)
-        self._staging = [make(nbytes) for nbytes in sizes]
-        lent = [(m.dst, m.tag, place) for bucket in places for m, place in bucket if place is not None and place.lent]
-        self._borrowed = {} if shared is None else shared.exchange(self._staging, lent)
+        self._shared = shared = transport.shared_memory
+        self._staging = [DeviceBuffer(nbytes, device) for nbytes in plan.staging_bytes]
+        self._lent: list[SharedBuffer] = []
+        self._borrowed: Mapping[tuple[int, int], torch.Tensor] = {}  # by sender and tag
+        places = place_messages(plan, self._can_share)
+        if shared is not None:
+            self._lent = [SharedBuffer(nbytes) for nbytes in lent_bytes(places)]
+            lent = [(m.dst, m.tag, place) for of_bucket in places for m, place in of_bucket if place and place.lent]
+            self._borrowed = shared.exchange(self._lent, lent)
         using = [any(t.dst == plan.rank or t.relayed for t in bucket.transfers) for bucket in plan.buckets]
         opening = {bucket.layer: i for i, bucket in reversed(list(enumerate(plan.buckets))) if using[i]}
         closing = {bucket.layer: i for i, bucket in enumerate(plan.buckets) if using[i]}
@@ -161,12 +166,12 @@ class Executor:
         self._finishing: Step | None = None
 
     def _can_share(self, message: Message) -> bool:
-        """Return whether both ranks of a message can read each other's staging memory."""
+        """Return whether the two ranks of a message share memory."""
         other = message.dst if message.src == self._rank else message.src
         return self._shared is not None and other in self._shared.peers
 
     @property
-    def _lender(self) -> SharedStaging:
+    def _lender(self) -> SharedMemory:
         assert self._shared is not None, "without shared memory nothing is lent"
         return self._shared
 
@@ -195,9 +200,9 @@ class Executor:
             step.receives.append((as_bytes(flat), m.src, m.tag))
 
     def _staged(self, message: Message, place: Place, copies: BatchedCopies) -> torch.Tensor:
-        """Return the staging memory of a message, and add the copies that pack or unpack it."""
-        memory = self._staging[place.buffer].flat_view(place.offset, place.nbytes, torch.uint8)
-        return self._add_copies(message, memory, copies)
+        """Return the memory of a message at its place, and add the copies that pack or unpack it."""
+        buffer = (self._lent if place.lent else self._staging)[place.buffer]
+        return self._add_copies(message, buffer.flat_view(place.offset, place.nbytes, torch.uint8), copies)
 
     def _add_copies(self, message: Message, memory: torch.Tensor, copies: BatchedCopies) -> torch.Tensor:
         """Add the copies that pack or unpack a message that lies in this memory; return it in the message's dtype."""
@@ -288,8 +293,6 @@ class Executor:
                 if never_wait:
                     return
                 self._finish(*self._in_flight.popleft())
-            if step.index >= 2:  # it packs and receives in the same staging buffer
-                self._reclaim(self._steps[step.index - 2])
             self._in_flight.append((step, self._start(step)))
             self._next += 1
 
@@ -307,7 +310,8 @@ class Executor:
         corrupted = tuple(self._verifying.compare()) if self._verifying else None
         self._timer("check")
         staging = sum(s.nbytes for s in self._staging[:2])
-        return ExecutionReport(received, staging, corrupted, self._timer.seconds, network)
+        lent = sum(s.nbytes for s in self._lent)
+        return ExecutionReport(received, staging, corrupted, self._timer.seconds, network, lent)
 
     def _start(self, step: Step) -> Pending:
         """Post the bucket's receives, pack and post its sends, then run its local copies."""
@@ -320,6 +324,8 @@ class Executor:
         for src, nbytes in step.borrows.items():
             self._lender.count(nbytes, src)
         timer("post")
+        if step.index >= 2:  # it packs in the same buffers
+            self._reclaim(self._steps[step.index - 2])
         step.packing.run()
         timer("pack")
         for dst in step.lends:
@@ -362,7 +368,7 @@ class Executor:
             timer("finalize")
 
     def _reclaim(self, step: Step) -> None:
-        """Wait until no rank reads a bucket's messages in this rank's staging memory any more."""
+        """Wait until no rank reads a bucket's messages in this rank's memory any more."""
         self._finishing = step
         for dst in step.lends:
             self._lender.wait_for_return(dst, step.number)

@@ -1,4 +1,4 @@
-"""Where the messages of a rank lie in its two staging buffers, and which of them the receivers read there."""
+"""Where the messages of a rank lie: in its two staging buffers, or in the memory that it lends to other ranks."""
 
 from __future__ import annotations
 
@@ -9,45 +9,53 @@ from hybrid3d.reshard.layout import ITEMSIZE
 from hybrid3d.reshard.planner import Message, RankPlan
 
 CanShare = Callable[[Message], bool]
-"""Returns whether the two ranks of a message can read each other's staging memory."""
+"""Returns whether the two ranks of a message share memory."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a message lies in the staging memory of a rank.
+    """Where a message lies in the memory of a rank.
 
     Attributes:
-        buffer: the index of the staging buffer.
+        buffer: the index of the buffer, 0 or 1.
         offset: in bytes.
-        lent: the receiver reads the message there; otherwise it is sent from there, or received there.
+        lent: it is a buffer of lent memory, in which the receiver reads the message; otherwise it is a staging buffer.
     """
 
     buffer: int
     offset: int
     nbytes: int
-    lent: bool = False
+    lent: bool
 
 
 PlacedMessage = tuple[Message, Place | None]
 """A message, and its place; without one, the tensor's own memory is sent or filled directly, or it is borrowed."""
 
 
-def place_messages(plan: RankPlan, can_share: CanShare) -> tuple[list[int], list[list[PlacedMessage]]]:
-    """Return the size of each staging buffer, and the messages of each bucket of a rank with their places.
+def place_messages(plan: RankPlan, can_share: CanShare) -> list[list[PlacedMessage]]:
+    """Return the messages of each bucket of a rank with their places.
 
-    All messages are lent that can be, also those that could be sent directly; their receivers stage nothing. So a
-    buffer may be larger than planned, but never than a bucket.
+    All messages that can be are lent, also those that could be sent directly. Their receivers copy them from there into
+    their tensors.
     """
-    sizes, placed = list(plan.staging_bytes), []
+    placed = []
     for i, bucket in enumerate(plan.buckets):
         of_bucket: list[PlacedMessage] = []
-        end = 0
+        ends = {False: 0, True: 0}  # of staging memory, and of lent memory
         # widest dtype first, so that every message is aligned without padding
         for m in sorted(bucket.messages, key=lambda m: -ITEMSIZE[m.dtype]):
-            sends, lent = m.src == plan.rank, can_share(m)
-            nbytes = m.staging_bytes_on(plan.rank) if not lent else m.nbytes if sends else 0
-            of_bucket.append((m, Place(i % 2, end, nbytes, lent) if nbytes else None))
-            end += nbytes
+            lent = can_share(m)
+            nbytes = m.staging_bytes_on(plan.rank) if not lent else m.nbytes if m.src == plan.rank else 0
+            of_bucket.append((m, Place(i % 2, ends[lent], nbytes, lent) if nbytes else None))
+            ends[lent] += nbytes
         placed.append(of_bucket)
-        sizes[i % 2] = max(sizes[i % 2], end)
-    return sizes, placed
+    return placed
+
+
+def lent_bytes(placed: list[list[PlacedMessage]]) -> tuple[int, int]:
+    """Return the size of each buffer of lent memory."""
+    places = [place for of_bucket in placed for _, place in of_bucket if place is not None and place.lent]
+    first, second = (
+        max((place.offset + place.nbytes for place in places if place.buffer == buffer), default=0) for buffer in (0, 1)
+    )
+    return first, second

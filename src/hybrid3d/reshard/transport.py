@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from hybrid3d.reshard.shared_staging import SharedStaging
+from hybrid3d.reshard.shared_memory import SharedMemory
 
 
 class Pending(Protocol):
@@ -28,7 +28,7 @@ class Transport(Protocol):
         received_bytes: of all messages that were received, or borrowed, over the life of the transport.
         network_bytes: of those from ranks of other nodes.
         blocks_host: whether `wait` blocks the host thread, rather than a CUDA stream.
-        shared_staging: lends messages to other ranks of the machine; None if all messages are sent.
+        shared_memory: lends messages to other ranks of the machine; None if all messages are sent.
     """
 
     received_bytes: int
@@ -36,7 +36,7 @@ class Transport(Protocol):
     blocks_host: bool
 
     @property
-    def shared_staging(self) -> SharedStaging | None: ...
+    def shared_memory(self) -> SharedMemory | None: ...
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None: ...
 
@@ -116,10 +116,10 @@ class GlooTransport(_CountingTransport):
     ):
         super().__init__(group, ranks_per_node, ranks)
         self._timeout = timeout
-        self.shared_staging: SharedStaging | None = None
+        self.shared_memory: SharedMemory | None = None
         if shares_memory:
             near = [rank for rank in self._members if rank // ranks_per_node == self._node]
-            self.shared_staging = SharedStaging(group, [*self._members], near, self._count, timeout)
+            self.shared_memory = SharedMemory(group, [*self._members], near, self._count, timeout)
         self._works: list[dist.Work | None] = []
         self._messages: list[tuple[str, int]] = []  # of each of these, where it goes or comes from
 
@@ -142,7 +142,7 @@ class NcclTransport(_CountingTransport):
     """Point-to-point over NCCL: each `run` launches one batch as one NCCL group. One GPU has sent to itself."""
 
     blocks_host = False
-    shared_staging = None
+    shared_memory = None
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_node: int, ranks: Sequence[int] | None = None):
         super().__init__(group, ranks_per_node, ranks)

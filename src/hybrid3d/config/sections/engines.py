@@ -278,8 +278,8 @@ class Sync:
         keep_loader_layout: Keep a second copy, as it is loaded, of each tensor that vLLM packs or permutes for its
             kernels, so that `delta` applies to it. Without, these tensors are always sent in full.
         anchor_every: Every N-th sync sends all elements; `null`: only those for which changes are not known.
-        shared_memory: With `auto`, ranks of one node on CPU read messages in the sender's staging memory, where the
-            operating system allows it. With `never`, all messages are sent.
+        shared_memory: With `auto`, ranks of one node on CPU read messages in the sender's memory, where the operating
+            system allows it. With `never`, all messages are sent.
     """
 
     bucket_mib: Mebibytes = 64.0

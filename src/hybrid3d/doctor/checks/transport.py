@@ -37,7 +37,7 @@ class _Copies:
     """Stands in for gloo on one rank: copies each message within memory when it is started."""
 
     blocks_host = False
-    shared_staging = None
+    shared_memory = None
 
     def __init__(self) -> None:
         self.received_bytes = self.network_bytes = 0
@@ -149,7 +149,7 @@ class _End:
     """One executor's transport. `corrupt` is called with what has arrived."""
 
     blocks_host = False
-    shared_staging = None
+    shared_memory = None
 
     def __init__(self, exchange: _Exchange, corrupt: Callable[[dict[int, torch.Tensor]], None]):
         self.received_bytes = self.network_bytes = 0

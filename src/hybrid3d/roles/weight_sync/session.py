@@ -48,6 +48,7 @@ class SyncReport:
         network_bound_bytes: the fewest bytes that all ranks of its node must receive from other nodes, on the node's
             first rank; 0 on the others.
         staging_bytes: of staging buffers.
+        lent_bytes: of the memory in which other ranks of the node read messages.
         finalize_bytes: that finalization took at most.
         shared_bytes: of vLLM's tensors that alias Megatron's memory.
         corrupted: tensors that arrived corrupted on some rank and were sent again.
@@ -65,6 +66,7 @@ class SyncReport:
     network_bytes: int
     network_bound_bytes: int
     staging_bytes: int
+    lent_bytes: int
     finalize_bytes: int
     shared_bytes: int
     corrupted: tuple[str, ...] = ()
@@ -76,7 +78,7 @@ class SyncReport:
     def after(self, before: SyncReport) -> SyncReport:
         """Return the report of a sync of other tensors and of this one as that of one sync."""
         sums = ("seconds", "exposed_seconds", "received_bytes", "lower_bound_bytes", "network_bytes", "shared_bytes")
-        maxima = ("staging_bytes", "finalize_bytes")
+        maxima = ("staging_bytes", "lent_bytes", "finalize_bytes")
         phases = {
             key: before.phases.get(key, 0.0) + self.phases.get(key, 0.0) for key in {*before.phases, *self.phases}
         }
@@ -103,6 +105,7 @@ class SyncReport:
             "sync/seconds": self.seconds,
             "sync/exposed_seconds": self.exposed_seconds,
             "sync/max_staging_bytes": self.staging_bytes,
+            "sync/max_lent_bytes": self.lent_bytes,
             "sync/max_finalize_bytes": self.finalize_bytes,
         }
         changed, elements = self.changed
@@ -309,6 +312,7 @@ class WeightSync:
             network_bytes=done.network_bytes,
             network_bound_bytes=self._plan.network_bound,
             staging_bytes=done.staging_bytes,
+            lent_bytes=done.lent_bytes,
             finalize_bytes=0 if self._plan.sink is None else self._plan.sink.finalize_bytes,
             shared_bytes=self._shared.nbytes,
             corrupted=corrupted,

@@ -1,4 +1,4 @@
-"""Staging memory that the ranks of a machine read in place: who finds whom, what arrives, and what failures say."""
+"""Memory in which the ranks of a machine read messages: who finds whom, what arrives, and what failures say."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybrid3d.reshard.delta import DeltaExecutor
 from hybrid3d.reshard.executor import NamedTensors
 from hybrid3d.reshard.layout import Piece, View
 from hybrid3d.reshard.planner import Bucket, RankPlan, Transfer, group_messages
-from hybrid3d.reshard.shared_staging import SharedBuffer, SharedStaging, map_buffer
+from hybrid3d.reshard.shared_memory import SharedBuffer, SharedMemory, map_buffer
 from hybrid3d.reshard.staging import Place
 from hybrid3d.reshard.transport import make_transport
 
@@ -39,13 +39,13 @@ def test_a_buffer_can_be_mapped_while_it_exists() -> None:
         map_buffer(os.getpid(), fd, 100)
 
 
-def test_nothing_but_staging_memory_is_mapped(tmp_path: Path) -> None:
+def test_nothing_but_memory_of_messages_is_mapped(tmp_path: Path) -> None:
     """The number of a file descriptor in another container may be that of any file here."""
     (tmp_path / "file").write_bytes(bytes(100))
-    with (tmp_path / "file").open("rb") as file, pytest.raises(OSError, match="is no staging memory"):
+    with (tmp_path / "file").open("rb") as file, pytest.raises(OSError, match="is no memory of messages"):
         map_buffer(os.getpid(), file.fileno(), 100)
     read, write = os.pipe()
-    with pytest.raises(OSError, match="is no staging memory"):
+    with pytest.raises(OSError, match="is no memory of messages"):
         map_buffer(os.getpid(), write, 100)  # opening it would wait
     os.close(read)
     os.close(write)
@@ -58,7 +58,7 @@ def job(member: int, folder: Path) -> None:
         del os.memfd_create  # as where there is no Linux
     near = RANKS[:3] if rank in RANKS[:3] else [rank]
     before = os.listdir("/proc/self/fd")
-    shared = SharedStaging(dist.group.WORLD, RANKS, near, lambda *args: counted.append(args), timedelta(seconds=2))
+    shared = SharedMemory(dist.group.WORLD, RANKS, near, lambda *args: counted.append(args), timedelta(seconds=2))
     assert shared.peers == {10: {11}, 11: {10}}.get(rank, set())
     assert len(os.listdir("/proc/self/fd")) == len(before) + 2 * len(shared.peers)
     messages_arrive(rank, shared)
@@ -70,9 +70,8 @@ def job(member: int, folder: Path) -> None:
     os._exit(0)
 
 
-def messages_arrive(rank: int, shared: SharedStaging) -> None:
-    buffers = [shared.buffer(0), shared.buffer(64)]
-    assert isinstance(buffers[1], SharedBuffer) == bool(shared.peers)
+def messages_arrive(rank: int, shared: SharedMemory) -> None:
+    buffers = [SharedBuffer(0), SharedBuffer(64)]
     places = [(11, 5, Place(1, 8, 16, lent=True)), (11, 6, Place(1, 32, 8, lent=True))] if rank == 10 else []
     borrowed = shared.exchange(buffers, places)
     assert sorted(borrowed) == ([(10, 5), (10, 6)] if rank == 11 else [])
@@ -89,7 +88,7 @@ def messages_arrive(rank: int, shared: SharedStaging) -> None:
             shared.give_back(10, 3)
 
 
-def notes_of_a_run_that_others_have_begun(rank: int, shared: SharedStaging) -> None:
+def notes_of_a_run_that_others_have_begun(rank: int, shared: SharedMemory) -> None:
     """What comes early is kept; what is left of a run that failed does not count for the next one."""
     shared.begin()
     if rank == 10:
@@ -110,7 +109,7 @@ def notes_of_a_run_that_others_have_begun(rank: int, shared: SharedStaging) -> N
     shared.give_back(10, 4)
 
 
-def a_peer_that_does_not_answer(rank: int, shared: SharedStaging) -> None:
+def a_peer_that_does_not_answer(rank: int, shared: SharedMemory) -> None:
     shared.begin()
     if rank == 10:
         shared.lend(11, 1)
@@ -126,7 +125,7 @@ def a_peer_that_does_not_answer(rank: int, shared: SharedStaging) -> None:
     shared.begin()
 
 
-def a_peer_that_has_gone(rank: int, shared: SharedStaging, folder: Path) -> None:
+def a_peer_that_has_gone(rank: int, shared: SharedMemory, folder: Path) -> None:
     if rank == 10:
         (folder / "rank10.done").touch()
         os._exit(0)
@@ -150,12 +149,10 @@ def test_ranks_of_a_machine_lend_messages(tmp_path: Path) -> None:
 
 
 LATE = {
-    # (name, sender, receiver) of each bucket's message, ranks per node, and the names of which only changes are sent.
-    # Buckets 0 and 2 are in the same staging buffer of rank 0, which lends the first one to rank 1.
-    "receives": ([("a", 0, 1), ("b", 0, 1), ("c", 2, 0)], 2, ""),
-    "packs": ([("a", 0, 1), ("b", 0, 1), ("c", 0, 1)], 4, ""),
-    "receives changes": ([("a", 0, 1), ("b", 0, 1), ("c", 2, 0)], 2, "c"),
-    "encodes changes": ([("a", 0, 1), ("b", 0, 1), ("c", 0, 1)], 4, "c"),
+    # (name, sender, receiver) of each bucket's message, and the names of which only changes are sent.
+    # Buckets 0 and 2 have the same buffers of rank 0, which lends the first one to rank 1.
+    "packs": ([("a", 0, 1), ("b", 0, 1), ("c", 0, 1)], ""),
+    "encodes changes": ([("a", 0, 1), ("b", 0, 1), ("c", 0, 1)], "c"),
 }
 SIZE = 1000
 
@@ -178,8 +175,8 @@ def plan_of(rank: int, messages: list[tuple[str, int, int]]) -> RankPlan:
 
 def late_reader(rank: int, folder: Path, case: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=3)
-    messages, ranks_per_node, sparse = LATE[case]
-    transport = make_transport(torch.device("cpu"), dist.group.WORLD, ranks_per_node, shares_memory=True)
+    messages, sparse = LATE[case]
+    transport = make_transport(torch.device("cpu"), dist.group.WORLD, 3, shares_memory=True)
     values = {"a": 1.0, "b": 2.0, "c": 3.0}
 
     def tensors(end: int, value: Callable[[str], float]) -> dict[str, torch.Tensor]:

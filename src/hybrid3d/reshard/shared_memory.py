@@ -1,4 +1,4 @@
-"""Staging memory that ranks of one machine read in place, instead of receiving it through a socket."""
+"""Memory in which ranks of one machine read messages, instead of receiving them through a socket."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hybrid3d.reshard.memory import DeviceBuffer
 from hybrid3d.reshard.staging import Place
 
-NAME = "hybrid3d-staging"
+NAME = "hybrid3d-messages"
 LENT, RETURNED = range(2)
 _NOTE = struct.Struct("<qqq")  # the number of a run, LENT or RETURNED, and the number of a bucket
 
@@ -32,8 +32,8 @@ class SharedBuffer(DeviceBuffer):
         super().__init__(0, "cpu")
         self.fd = os.memfd_create(NAME)
         weakref.finalize(self, os.close, self.fd)
-        os.ftruncate(self.fd, nbytes)
-        self._bytes = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
+        os.ftruncate(self.fd, max(nbytes, 1))  # nothing cannot be mapped
+        self._bytes = torch.frombuffer(mmap.mmap(self.fd, 0), dtype=torch.uint8)[:nbytes]
 
 
 def map_buffer(pid: int, fd: int, nbytes: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ def map_buffer(pid: int, fd: int, nbytes: int) -> torch.Tensor:
     """
     path = f"/proc/{pid}/fd/{fd}"
     if not os.readlink(path).startswith(f"/memfd:{NAME}"):
-        raise OSError(f"{path} is no staging memory")
+        raise OSError(f"{path} is no memory of messages")
     own = os.open(path, os.O_RDONLY)
     try:
         mapped = mmap.mmap(own, nbytes, prot=mmap.PROT_READ)
@@ -55,8 +55,8 @@ def map_buffer(pid: int, fd: int, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-class SharedStaging:
-    """Lends messages to ranks of the same machine, which read them in this rank's staging memory.
+class SharedMemory:
+    """Lends messages to ranks of the same machine, which read them in this rank's memory.
 
     For each bucket the sender lends its messages to a receiver, which waits for that, reads them and gives them back.
     The sender waits for that before it writes there again. Both ends number the buckets alike.
@@ -128,20 +128,16 @@ class SharedStaging:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def buffer(self, nbytes: int) -> DeviceBuffer:
-        """Return a staging buffer; it is shared only if there is a peer."""
-        return SharedBuffer(nbytes) if nbytes and self.peers else DeviceBuffer(nbytes, "cpu")
-
     def exchange(
-        self, buffers: Sequence[DeviceBuffer], places: Iterable[tuple[int, int, Place]]
+        self, buffers: Sequence[SharedBuffer], places: Iterable[tuple[int, int, Place]]
     ) -> Mapping[tuple[int, int], torch.Tensor]:
         """Tell the peers where this rank's messages to them will lie, and return where theirs will.
 
         Every rank of the group calls this together.
 
         Args:
-            buffers: from `buffer`.
-            places: (receiver, tag, place) of each message that its receiver will read in place.
+            buffers: that this rank lends.
+            places: (receiver, tag, place) of each message that it lends.
 
         Returns:
             The memory [nbytes] of each message to this rank that lies in another's, by sender and tag.
@@ -149,7 +145,7 @@ class SharedStaging:
         Raises:
             torch.distributed.DistNetworkError: a peer has gone.
         """
-        shared = {i: (buffer.fd, buffer.nbytes) for i, buffer in enumerate(buffers) if isinstance(buffer, SharedBuffer)}
+        shared = [(buffer.fd, buffer.nbytes) for buffer in buffers]
         found = {}
         for rank, (pid, files, told) in zip(self._ranks, self._gather((os.getpid(), shared, [*places])), strict=True):
             mapped: dict[int, torch.Tensor] = {}
