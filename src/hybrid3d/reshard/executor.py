@@ -149,7 +149,7 @@ class Executor:
         self._borrowed: Mapping[tuple[int, int], torch.Tensor] = {}  # by sender and tag
         places = place_messages(plan, self._can_share)
         if shared is not None:
-            self._lent = [SharedBuffer(nbytes) for nbytes in lent_bytes(places)]
+            self._lent = [SharedBuffer(nbytes) for nbytes in lent_bytes(places)] if shared.peers else []
             lent = [(m.dst, m.tag, place) for of_bucket in places for m, place in of_bucket if place and place.lent]
             self._borrowed = shared.exchange(self._lent, lent)
         using = [any(t.dst == plan.rank or t.relayed for t in bucket.transfers) for bucket in plan.buckets]
