@@ -48,8 +48,8 @@ NAMES: dict[str, list[str]] = {
     ],
     **{name: combined(f"name={name}", "minibatches=2") for name in ("opo", "cispo", "sapo", "gmpo")},
     **{name: combined(f"name={name}") for name in ("remax", "gpg")},
-    # Learns from one answer of a prompt, and needs more steps
-    "grpo_passk": [*ONE_RANK[:-1], "run.steps=40", "algorithm.name=grpo_passk", "algorithm.minibatches=2"],
+    # Learns from a prompt only if one answer is better than all others, which is rare in large groups
+    "grpo_passk": combined("name=grpo_passk", "minibatches=2", "samples_per_prompt=2", "prompts_per_step=128"),
     "clip_cov": combined("name=clip_cov", "minibatches=2", "loss={cov_fraction: 0.01, cov_low: 0.1, cov_high: 5}"),
     "kl_cov": combined("name=kl_cov", "minibatches=2", "loss.cov_fraction=0.01"),
     "dppo": combined("name=dppo", "minibatches=2", "correction.bypass=true"),
