@@ -27,7 +27,13 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 # Which depend on the ranks that have weights already
 OF_TRAFFIC = (
     *("sync/received_bytes", "sync/lower_bound_bytes", "sync/network_bytes", "sync/network_bound_bytes"),
-    *("sync/delta_bytes", "sync/delta_bound_bytes", "sync/max_staging_bytes", "sync/max_finalize_bytes"),
+    *(
+        "sync/delta_bytes",
+        "sync/delta_bound_bytes",
+        "sync/max_staging_bytes",
+        "sync/max_finalize_bytes",
+        "sync/max_lent_bytes",
+    ),
 )
 OF_RESUME = (*OF_TRAFFIC, "sync/dense", "sync/changed_fraction")  # what has changed is not known after a start
 REWARDS = """
