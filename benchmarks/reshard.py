@@ -21,6 +21,9 @@ LATENT = (
     "recipes/deepseek-v3-671b.yaml train.tp=1 train.pp=2 train.ep=2 train.dp=2 train.first_stage_layers=null "
     "train.last_stage_layers=null rollout.tp=2 --layers 6 --hidden 896 --experts 16"
 )
+NOTE = """\
+On CPU, hybrid3d's rows read messages in the memory of the other ranks of a node (`sync.shared_memory`). The wire, gather
+and the changed elements use sockets."""
 CHANGED = "--changed 0.02"  # of the elements
 CASES = (
     f"{DENSE} {CHANGED}",
@@ -40,7 +43,7 @@ def bench(case: str) -> str:
 
 
 def main() -> None:
-    print("# The sync, measured\n")
+    print(f"# The sync, measured\n\n{NOTE}\n")
     for case in CASES:
         print(f"    hybrid3d bench {case}\n\n{bench(case)}", flush=True)
 
