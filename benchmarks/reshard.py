@@ -22,8 +22,8 @@ LATENT = (
     "train.last_stage_layers=null rollout.tp=2 --layers 6 --hidden 896 --experts 16"
 )
 NOTE = """\
-On CPU, hybrid3d's rows read messages in the memory of the other ranks of a node (`sync.shared_memory`). The wire, gather
-and the changed elements use sockets."""
+On CPU, hybrid3d's rows read messages in the memory of the other ranks of a node (`sync.shared_memory`). The wire,
+gather and the changed elements use sockets."""
 CHANGED = "--changed 0.02"  # of the elements
 CASES = (
     f"{DENSE} {CHANGED}",
