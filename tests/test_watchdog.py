@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
@@ -177,7 +178,18 @@ def test_the_rank_that_others_wait_for_is_named_and_those_that_wait_for_each_oth
     assert by_ranks.keys() == {(0,), (1, 2)}
     assert "broadcast" in by_ranks[(0,)]
     assert "barrier" in by_ranks[(1, 2)]
-    assert len(reports(hung)) == 2
+    assert len(reports(hung)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+def test_ranks_that_wait_for_each_other_are_ended_and_those_that_wait_for_one_that_works_are_not(hung: Path) -> None:
+    """Their groups have no limit of their own; rank 1 worked for longer than the limit of a deadlock."""
+    ended = reports(hung)[2]
+    assert ended["event"] == "deadlock"
+    waited = re.match(r"all ranks have waited for each other for (\d+) s", str(ended["message"]))
+    assert waited
+    assert 9 <= int(waited[1]) < 30
 
 
 @pytest.mark.slow

@@ -54,10 +54,8 @@ __all__ = [
 
 
 RANKS_PER_POLL_SECOND = 5000  # that ask the store in the same time
-TIMEOUT = timedelta(minutes=10)  # of a collective
 MEETING_TIMEOUT = timedelta(seconds=15)  # of the creation of a group of ranks that are known to be there
-# Of a collective in which a role waits while another one generates or trains; heartbeats find a rank that is lost
-PHASE_TIMEOUT = timedelta(days=1)
+WAIT_TIMEOUT, EXCHANGE_TIMEOUT = patches.WAIT_TIMEOUT, patches.EXCHANGE_TIMEOUT
 
 _spanning: dict[str, tuple[int, ...]] = {}  # the launcher's ranks of groups that are in no default group, by name
 _default_ranks: tuple[int, ...] = ()  # the launcher's ranks of the default group, where they are not all ranks
@@ -105,7 +103,7 @@ def start_roles(store: dist.Store, roles: Mapping[str, range]) -> RoleGroups:
     name, ranks = next((name, ranks) for name, ranks in roles.items() if rank() in ranks)
     own = start_among(ranks, f"role/{name}", store)
     everyone, weights = (
-        spanning_group(range(world_size()), name, store, PHASE_TIMEOUT, meeting=PHASE_TIMEOUT)
+        spanning_group(range(world_size()), name, store, WAIT_TIMEOUT, meeting=WAIT_TIMEOUT)
         for name in ("everyone", "weights")
     )
     return RoleGroups(own, everyone, weights, dist.PrefixStore("roles", store))
@@ -133,18 +131,17 @@ def _start_default(**rendezvous: Any) -> dist.ProcessGroup:
     patches.apply(patches.TORCH)
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
-    dist.init_process_group(_backend(), timeout=TIMEOUT, **rendezvous)
+    dist.init_process_group(_backend(), timeout=WAIT_TIMEOUT, **rendezvous)
     group = dist.group.WORLD
     assert group is not None
+    _set_timeouts(group, WAIT_TIMEOUT)
     return group
 
 
-def patient_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Create another group of the same ranks, of the default group, for waiting that is no failure however long.
-
-    Its members wait in it for ranks with other roles, or for the slowest of a whole step.
-    """
-    return dist.new_group(dist.get_process_group_ranks(group), timeout=PHASE_TIMEOUT, backend="gloo")
+def _set_timeouts(group: dist.ProcessGroup, on_cpus: timedelta) -> None:
+    """Set the timeouts of a group's collectives on CPUs, and on GPUs."""
+    for device in group._device_types:
+        group._get_backend(device)._set_default_timeout(EXCHANGE_TIMEOUT if device.type == "cuda" else on_cpus)
 
 
 def spanning_group(
@@ -157,8 +154,9 @@ def spanning_group(
     Args:
         ranks: those of the launcher, in the order of the group.
         name: different for each such group of the run.
-        timeout: of its collectives; with gloo, that of sends and receives is that of the meeting, unless they are told.
-        meeting: the timeout of its creation; gloo takes up to six times as long to fail.
+        timeout: of its collectives on CPUs.
+        meeting: the timeout of its creation, and with gloo of sends and receives that are not told another one; gloo
+            takes up to six times as long to fail.
     """
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
@@ -171,8 +169,7 @@ def spanning_group(
         group_desc=name,
     )
     distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(len(ranks))}
-    for device in group._device_types:
-        group._get_backend(device)._set_default_timeout(timeout)
+    _set_timeouts(group, timeout)
     _spanning[group.group_name] = tuple(ranks)
     return group
 

@@ -56,6 +56,20 @@ def apply(patches: Iterable[Patch]) -> None:
             setattr(owner, name, patch.replacement(getattr(owner, name, None)))
 
 
+# Of waits for other ranks. They have no limit of their own, as a rank may be late by hours for good reasons: it
+# generates long answers, computes rewards, reads a cold file system, writes a checkpoint. Heartbeats find a rank that
+# is lost, and the watchdog ends a run in which all ranks wait for each other.
+WAIT_TIMEOUT = timedelta(days=1)
+# Of exchanges that ranks begin together, within a phase, where nothing else notices that they hang: collectives on
+# GPUs, and messages of a sync with another node, which may be gone without a word.
+EXCHANGE_TIMEOUT = timedelta(hours=1)
+
+
+def default_timeout(backend: str) -> timedelta:
+    """Return the timeout of a process group whose maker names none: 10 minutes over NCCL, or 30, are torch's."""
+    return EXCHANGE_TIMEOUT if "nccl" in str(backend) else WAIT_TIMEOUT
+
+
 class GlooSharingThreads(dist.ProcessGroupGloo):
     """A gloo group that shares its threads for network events with all others of the process."""
 
@@ -79,5 +93,13 @@ TORCH = (
         "vLLM make thirty groups and more.",
         "tests/test_ranks.py",
         lambda original: GlooSharingThreads,
+    ),
+    Patch(
+        "torch.distributed.distributed_c10d._get_default_timeout",
+        "torch==2.13.0",
+        "Ranks that are late by its 10 or 30 minutes would be taken for lost in the groups of vLLM and of others that "
+        "name no timeout.",
+        "tests/test_group_timeouts.py",
+        lambda original: default_timeout,
     ),
 )

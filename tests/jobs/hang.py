@@ -1,5 +1,7 @@
 """Ranks of which one does not move: in work of its own, and then in a collective that the others do not take part in.
 
+The groups have no limit: the watchdog ends the ranks in which all wait for each other.
+
 torchrun --nproc-per-node 3 hang.py OUT
 """
 
@@ -8,7 +10,6 @@ import os
 import sys
 import time
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 
 os.environ["HYBRID3D_HEARTBEAT_SECONDS"] = "6"
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from hybrid3d.run import watchdog
 from hybrid3d.run.heartbeat import enter_phase
 
-WAIT = timedelta(seconds=14)
+DEADLOCK_SECONDS = 9.0
 
 
 def write_slowly() -> None:
@@ -27,7 +28,7 @@ def write_slowly() -> None:
 
 
 def crossed(group: dist.ProcessGroup, rank: int) -> None:
-    """Rank 0 broadcasts while the others are at a barrier, until all time out."""
+    """Rank 0 broadcasts while the others are at a barrier, until it is ended."""
     with suppress(RuntimeError):
         if rank == 0:
             dist.broadcast(torch.zeros(1), group=group, group_src=1)
@@ -40,14 +41,19 @@ def main(out: Path) -> None:
     os.dup2(os.open(out / f"rank-{rank}.stacks", os.O_CREAT | os.O_WRONLY), 2)
     watchdog.POLL_SECONDS = 1.0
     dist.init_process_group("gloo")
-    group = dist.new_group([0, 1, 2], timeout=WAIT)
+    group = dist.new_group([0, 1, 2])
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
 
     def report(event: str, message: str, fields: dict[str, object]) -> None:
         with (out / "reports.jsonl").open("a") as file:
             file.write(json.dumps({"event": event, "message": message, **fields}) + "\n")
 
-    watching = watchdog.Watchdog(store, rank, 3, report)
+    def end(message: str) -> None:
+        report("deadlock", message, {})
+        os._exit(0)
+
+    watchdog.DEADLOCK_SECONDS = DEADLOCK_SECONDS
+    watching = watchdog.Watchdog(store, rank, 3, report, on_deadlock=end)
     enter_phase("slow-disk" if rank == 1 else "wait")
     if rank == 1:
         write_slowly()

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import gather_objects, patient_group
+from hybrid3d.distributed import gather_objects
 from hybrid3d.generation.agents.rollout import AgentRollout
 from hybrid3d.generation.agents.samples import last_answer, samples_of
 from hybrid3d.generation.agents.sessions import Session
@@ -130,10 +130,8 @@ class EngineReplicas:
         self._agents: AgentRollout | None = None
         assert recipe.rollout is not None, "checked when the recipe was read"
         if recipe.rollout.agents is not None:
-            self._group = patient_group(group)
             self._agents = AgentRollout(recipe, engine, tokenizer)
         if recipe.async_.partial is not None:
-            self._group = patient_group(group)
             self._partial = PartialRollout(engine, self._turns, recipe.async_)
 
     @property

@@ -174,7 +174,7 @@ def connect(members: str) -> dist.Store:
                 f"{problem}, although {member} 0 itself listens: MASTER_ADDR must be an address of its host", 2
             ) from error
         raise RendezvousError(f"{problem}: has {member} 0 started? {CHECKS}", 1) from error
-    store.set_timeout(timedelta(minutes=10))
+    store.set_timeout(distributed.WAIT_TIMEOUT)
     # torchrun's store survives a restart of the ranks, which must not read the keys of the previous start.
     return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 

@@ -83,7 +83,8 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     try:
         on_seen = functools.partial(_report_seen, folder, stderr)
         role_of = recipe.role_of if recipe.has_serving_ranks else lambda rank: ""
-        watchdog = Watchdog(store, rank, distributed.world_size(), on_seen, role_of)
+        on_deadlock = functools.partial(_end_deadlock, folder, launched, stderr)
+        watchdog = Watchdog(store, rank, distributed.world_size(), on_seen, role_of, on_deadlock)
         on_lost = functools.partial(_report_lost_rank, folder, launched, stderr, watchdog.describe_lost)
         heartbeat = _start_heartbeat(recipe, folder, store, on_lost, restarts)
         task(rank, store, console)
@@ -178,6 +179,14 @@ def _report_lost_rank(
     if not reported:
         print_error(stderr, failure_message(folder, lost_rank, reason))
     remove_shared_memory(distributed.run_id(), engines=not is_child())
+
+
+def _end_deadlock(folder: RunFolder, launched: bool, stderr: Console, message: str) -> None:
+    """Report that all ranks wait for each other, and end this process, without which the others end, too."""
+    try:
+        _report_lost_rank(folder, launched, stderr, lambda rank: "", distributed.rank(), message)
+    finally:
+        os._exit(1)
 
 
 def _report_seen(folder: RunFolder, stderr: Console, event: str, message: str, fields: dict[str, object]) -> None:

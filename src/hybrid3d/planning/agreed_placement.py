@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import query_engines
-from hybrid3d.planning.isolated import ENGINE_QUERY_TIMEOUT, EngineQueryFailed, run_in_subprocess
+from hybrid3d.planning.isolated import EngineQueryFailed, run_in_subprocess
 from hybrid3d.reshard.classes import TensorClass, classify_tensors, rank_groups, signature_of
 from hybrid3d.reshard.layout import Demand, Holdings
 from hybrid3d.reshard.placement import MissingBytes, assign_slots, consecutive_slots, count_missing_bytes
@@ -47,7 +46,7 @@ def broadcast_placement(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
             store.set(_STORE_KEY, run_in_subprocess("hybrid3d.planning.agreed_placement", recipe))
         except EngineQueryFailed as error:
             store.set(_STORE_KEY, json.dumps(str(error)))
-    store.wait([_STORE_KEY], ENGINE_QUERY_TIMEOUT + timedelta(minutes=5))
+    store.wait([_STORE_KEY])
     slots_or_error = json.loads(store.get(_STORE_KEY))
     if isinstance(slots_or_error, str):
         raise RuntimeError(f"the placement of ranks could not be computed: {slots_or_error}")

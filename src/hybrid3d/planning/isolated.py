@@ -12,7 +12,7 @@ from pathlib import Path
 from hybrid3d.config import Recipe, recipe_to_yaml
 from hybrid3d.errors import UserMistake
 
-ENGINE_QUERY_TIMEOUT = timedelta(minutes=10)  # the largest models take a minute
+ENGINE_QUERY_TIMEOUT = timedelta(hours=1)  # the largest models take a minute, imports from a cold file system many
 _RANK_VARIABLES = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 
 

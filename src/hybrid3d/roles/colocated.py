@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
-from hybrid3d.distributed import broadcast_object, patient_group
+from hybrid3d.distributed import broadcast_object
 from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.replicas import EngineReplicas, Replicas, ScoredReplicas
 from hybrid3d.generation.rollouts import make_rollouts
@@ -87,7 +87,6 @@ class Colocated:
         self._replicas = EngineReplicas(recipe, self._engine, self.tokenizer, group)
         replicas: Replicas = self._replicas
         if recipe.roles.reward.ranks is not None:
-            self._patient = patient_group(group)
             replicas = ScoredReplicas(replicas, self._score)
         self._rollouts = make_rollouts(recipe, replicas, self.train, self.held_out)
         self.models: Models | None = None
@@ -154,7 +153,7 @@ class Colocated:
         if self._others is not None:
             assert self._others.reward_workers is not None, "only called where there are some"
             found = self._others.reward_workers.score(samples, by_model)
-        scores: Scores = broadcast_object(found, self._patient)
+        scores: Scores = broadcast_object(found, self._group)
         return scores
 
     def _overlap_hook(self, version: int, recipe: Recipe) -> BucketHook | None:

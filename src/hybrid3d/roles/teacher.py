@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import gather_objects, patient_group
+from hybrid3d.distributed import gather_objects
 from hybrid3d.inputs.completions import Completions, EndpointError
 from hybrid3d.rl.batch import Batch
 from hybrid3d.train.policy import Policy
@@ -34,11 +34,7 @@ class ServedTeacher:
         """
         url = recipe.algorithm.kl.endpoint
         assert url is not None, "built where the recipe has one"
-        self._server, self._policy, self._group = (
-            Completions(url, "algorithm.kl.endpoint"),
-            policy,
-            patient_group(group),
-        )
+        self._server, self._policy, self._group = Completions(url, "algorithm.kl.endpoint"), policy, group
         self._model = ""
         self._agree(self._ask_name)
 

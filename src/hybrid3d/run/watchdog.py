@@ -1,4 +1,4 @@
-"""Names ranks that do not move, with phase and function, before a timeout ends the run; and ranks that are slow.
+"""Names ranks that do not move, with phase and function; ends a run in which all wait for each other; names slow ranks.
 
 No code reports its progress. A thread of each rank looks several times a second at the stack of the main thread, which
 stands if the same call of its innermost Python function is still at the same instruction: a collective, a read, a
@@ -37,6 +37,7 @@ MAX_PASSED = 2.0  # seconds that count between two samples; more passes where th
 POLL_SECONDS = 5.0  # between two times that ranks that stand tell so, and that rank 0 looks
 STORE_SECONDS = 5.0  # in which the store has answered, before the run ends without it
 STALE_POLLS = 2  # after which a rank that has told nothing more has moved, or is lost
+DEADLOCK_SECONDS = 600.0  # for which all ranks have waited for each other when the run ends
 NATIVE_STACKS_AFTER = 3  # times that rank 0 was told, so that it has named the rank that is stopped for them
 _TOLD, _ALL_STAND = "standstill/told", "standstill/all"  # keys of the store
 
@@ -91,7 +92,7 @@ class Watchdog:
 
     A rank that stands in work of its own is named, with the stacks of its threads in its log. Ranks that wait are named
     only if none is left that they could wait for. A rank is named once at a place in a run, and not while another one
-    that stands there was named. Nothing is ended: that is left to timeouts and heartbeats.
+    that stands there was named. A wait has no limit while any rank works; heartbeats find ranks that are lost.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Watchdog:
         world_size: int,
         report: Report,
         role_of: Callable[[int], str] = lambda rank: "",
+        on_deadlock: Callable[[str], None] = lambda message: None,
     ):
         """Start the thread, which watches the one that calls this.
 
@@ -109,9 +111,10 @@ class Watchdog:
             world_size: the ranks of all roles.
             report: called in the thread, on rank 0, with an event, a message and the event's fields.
             role_of: returns the role of a rank, for messages; empty if it goes without saying.
+            on_deadlock: called in the thread, on rank 0, with a message when no rank can go on.
         """
         self._store, self._rank, self._world_size, self._report = store.clone(), rank, world_size, report
-        self._role_of = role_of
+        self._role_of, self._on_deadlock = role_of, on_deadlock
         self._told_from = heartbeat_seconds() / 2  # so that whom the others wait for is known when one is named
         self._limit, self._poll_seconds = heartbeat_seconds(), max(POLL_SECONDS, world_size / RANKS_PER_POLL_SECOND)
         self._thread_id = threading.get_ident()
@@ -248,6 +251,8 @@ class Watchdog:
             fields = {"ranks": sorted(named), "places": places(known), "waits": waits(known)}
             fields |= {"step": max(steps)} if steps else {}
             self._report("standstill", standstill_message(named, known, everyone, self._role_of), fields)
+        if everyone and not working and min(place.seconds for place in standing.values()) > DEADLOCK_SECONDS:
+            self._on_deadlock(standstill_message(standing, known, everyone, self._role_of))
 
     def _look_for_slow_ranks(self) -> None:
         """Report ranks that are slow in a phase, once each; look twice a step, as others tell later than this rank."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid3d.config import Train
-from hybrid3d.patches import apply
+from hybrid3d.patches import EXCHANGE_TIMEOUT, WAIT_TIMEOUT, apply
 from hybrid3d.train import cpu, patches
 
 ON_CUDA = torch.cuda.is_available()
@@ -87,6 +87,7 @@ def initialize(layout: Train, seed: int, gloo: bool = True) -> None:
         seed: from which, with the rank's position in the layout, Megatron derives the rank's random states.
         gloo: also build the gloo groups that the distributed optimizer and checkpoints use.
     """
+    timeout = EXCHANGE_TIMEOUT if ON_CUDA else WAIT_TIMEOUT
     with on_device():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
@@ -96,6 +97,7 @@ def initialize(layout: Train, seed: int, gloo: bool = True) -> None:
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
             create_gloo_process_groups=gloo,
+            distributed_timeout_minutes=int(timeout.total_seconds() // 60),
         )
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hybrid3d.distributed import RANKS_PER_POLL_SECOND, TIMEOUT, LostPeer, is_lost_peer, spanning_group
+from hybrid3d.distributed import EXCHANGE_TIMEOUT, RANKS_PER_POLL_SECOND, LostPeer, is_lost_peer, spanning_group
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class ElasticSync:
         if self._sync is None:
             self._meet(members)
             for name in (f"{members.epoch}/everyone", f"{members.epoch}/weights"):
-                self._groups.append(spanning_group(members.ranks, name, self._store, TIMEOUT))
+                self._groups.append(spanning_group(members.ranks, name, self._store, EXCHANGE_TIMEOUT))
             if torch.cuda.is_available():
                 threading.Thread(target=self._abort_when_lost, args=(members,), name="lost", daemon=True).start()
             self._sync = self._make_sync(self._groups[0], self._groups[1], members.ranks)

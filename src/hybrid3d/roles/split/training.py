@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
-from hybrid3d.distributed import all_reduce_min, broadcast_object, patient_group
+from hybrid3d.distributed import all_reduce_min, broadcast_object
 from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.replicas import NoReplicas, ScoredReplicas
 from hybrid3d.generation.rollouts import make_rollouts
@@ -90,7 +90,6 @@ class TrainingRank:
             start: number of this start of the ranks that train.
         """
         self._group = group
-        self._patient = patient_group(group)
         self._others = OtherRoles(recipe, store, record, start) if group.rank() == 0 else None
         self._engines = None if self._others is None else self._others.engines
         config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
@@ -130,7 +129,7 @@ class TrainingRank:
                 members = self._begin_sync(version, recipe)
             report, others = self._sync.finish(), StepMetrics()
             found = others if self._engines is None else self._engines.finish_sync()
-            if all_reduce_min(int(report is not None and found is not None), self._patient):
+            if all_reduce_min(int(report is not None and found is not None), self._group):
                 assert report is not None
                 assert found is not None
                 self._record_start(recipe)
@@ -169,7 +168,7 @@ class TrainingRank:
                 if not getattr(error, "raised_on_all_ranks", False):
                     raise
                 outcome = error
-        outcome = broadcast_object(outcome, self._patient)
+        outcome = broadcast_object(outcome, self._group)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome  # type: ignore[return-value]
@@ -205,7 +204,7 @@ class TrainingRank:
             if recipe.async_.max_staleness and recipe.async_.partial is None:
                 metrics.maxima["rollout/batches_ahead"] = len(self._ahead)
         if recipe.async_.max_staleness:  # the first rank waits for what is being generated, however long it takes
-            all_reduce_min(1, self._patient)
+            all_reduce_min(1, self._group)
         return metrics
 
     def _overlap_hook(self, version: int, recipe: Recipe) -> BucketHook | None:
@@ -247,4 +246,4 @@ class TrainingRank:
         self._sync.leave()
         if self._others is not None:
             self._others.close()
-        dist.barrier(self._patient)
+        dist.barrier(self._group)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import TIMEOUT
+from hybrid3d.distributed import EXCHANGE_TIMEOUT
 from hybrid3d.reshard.delta import DeltaReport
 from hybrid3d.reshard.executor import ExecutionReport, Executor, NamedTensors
 from hybrid3d.reshard.protocols import ChangeSource, Sink
@@ -167,7 +167,7 @@ class WeightSync:
         self.source = NamedTensors(self._trained)
         if transport_group is None:
             transport_group = dist.new_group(dist.get_process_group_ranks(group))
-        timeout = None if ranks is None else TIMEOUT  # such a group's own timeout is that of its creation
+        timeout = None if ranks is None else EXCHANGE_TIMEOUT  # such a group's own timeout is that of its creation
         self.transport = make_transport(
             *(device(), transport_group, recipe.machine.gpus_per_node, ranks, timeout),
             shares_memory=recipe.sync.shared_memory == "auto",
