@@ -6,6 +6,8 @@ import errno
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from hybrid3d.config import load_recipe
 from hybrid3d.run.run_folder import RunFolder
 from hybrid3d.storage.disk import LOW_SPACE_BYTES, CheckpointWriteError, describe_write_error, free_bytes, is_file_error
 
+UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
 FULL = Path("/dev/full")  # Linux: every write to it fails as on a full disk
 
 
@@ -62,6 +65,33 @@ def test_a_lost_peer_is_no_fault_of_files() -> None:
 def test_free_bytes_of_what_is_not_there_yet(tmp_path: Path) -> None:
     stat = os.statvfs(tmp_path)
     assert free_bytes(tmp_path / "not/there") == pytest.approx(stat.f_bavail * stat.f_frsize, rel=0.05)
+
+
+NO_INODES = """
+from pathlib import Path
+from hybrid3d.storage.disk import describe_write_error, free_inodes
+folder = Path("small")
+assert free_inodes(folder / "not/there") == 7
+try:
+    for number in range(8):
+        (folder / f"{number}").write_bytes(b"")
+except OSError as error:
+    print(number, describe_write_error(folder / "step-000004", error))
+"""
+
+
+@pytest.mark.processes
+def test_a_disk_without_inodes(tmp_path: Path) -> None:
+    """Where bytes are free, to free some would not help."""
+    if subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs needs root, or user namespaces")
+    (tmp_path / "small").mkdir()
+    (tmp_path / "script.py").write_text(NO_INODES)
+    script = f"mount -t tmpfs -o size=4m,nr_inodes=8 tmpfs small && {sys.executable} script.py"
+    path = {"PYTHONPATH": str(ROOT / "src"), "PATH": os.environ["PATH"]}
+    done = subprocess.run([*UNSHARE, "sh", "-c", script], cwd=tmp_path, env=path, capture_output=True, text=True)
+    assert done.stdout.startswith("7 no room for small/step-000004: its file system has no inodes left (4"), done
+    assert "remove files, whatever their size, or lower run.keep_last" in done.stdout
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="only Linux has /dev/full")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from hybrid3d import launch_environment
+from hybrid3d.cli.starting import check_origin
 from hybrid3d.cli.terminal import DONE, Commands, make_console, path_argument
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
 from hybrid3d.config.schema import MAX_PORT
@@ -77,7 +79,9 @@ def _find_model(options: argparse.Namespace) -> tuple[Path, str, Recipe | None]:
         from hybrid3d.inputs.checks import check_model
 
         check_model(recipe)
-        return _export(folder, find_checkpoint_step(folder, options.step), recipe), recipe.name, recipe
+        step = find_checkpoint_step(folder, options.step)
+        check_origin(folder, step)
+        return _export(folder, step, recipe), recipe.name, recipe
     if not (path / "config.json").is_file():
         raise RecipeError(str(path), ["neither the folder of a run (no recipe.yaml) nor a checkpoint (no config.json)"])
     if overrides or options.step is not None:
@@ -89,9 +93,15 @@ def _find_model(options: argparse.Namespace) -> tuple[Path, str, Recipe | None]:
 def _export(folder: RunFolder, step: int, recipe: Recipe) -> Path:
     """Return the Hugging Face checkpoint of a step in the run's folder, after exporting it if it is not there.
 
-    It has the adapters of a run in the weights.
+    It has the adapters of a run in the weights. It is found by the checkpoint's content, not by the step alone.
+
+    Raises:
+        RecipeError: the checkpoint has changed meanwhile.
     """
-    out = served_folder(folder, step)
+    from hybrid3d.run.identity import derived_key
+
+    key = derived_key(folder, step, recipe)
+    out = served_folder(folder, step, key)
     if not out.exists():
         out.parent.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "hybrid3d", "export", str(folder.path), str(out), "--step", str(step)]
@@ -99,4 +109,8 @@ def _export(folder: RunFolder, step: int, recipe: Recipe) -> Path:
         code = subprocess.call(command)
         if code != DONE:
             raise SystemExit(code)  # the command has said why
+        if derived_key(folder, step, recipe) != key:
+            shutil.rmtree(out)
+            problem = f"the checkpoint of step {step} was written again while it was exported: call serve again"
+            raise RecipeError(str(folder.path), [problem])
     return out

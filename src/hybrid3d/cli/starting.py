@@ -106,4 +106,20 @@ def load_run(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFold
         from hybrid3d.inputs.checks import check_model
 
         check_model(recipe)
-    return recipe, folder, find_checkpoint_step(folder, options.step)
+    step = find_checkpoint_step(folder, options.step)
+    if CHECKED not in os.environ:
+        check_origin(folder, step)
+    return recipe, folder, step
+
+
+def check_origin(folder: RunFolder, step: int) -> None:
+    """Check that the checkpoint of a step is of this run and step; print a warning if it does not say so.
+
+    Raises:
+        ForeignCheckpoint: it is of another run or step.
+    """
+    from hybrid3d.run.identity import check_step
+
+    warning = check_step(folder, step)
+    if warning and (not launch_environment.under_launcher() or launch_environment.rank() == 0):
+        make_console(stderr=True).print(warning, style="yellow", highlight=False, markup=False, soft_wrap=True)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from hybrid3d.config import RecipeError
 from hybrid3d.families import Config
+from hybrid3d.inputs.files import files_to_copy
 from hybrid3d.reshard.file_index import TensorEntry, read_index
 from hybrid3d.reshard.files import shard_entries
 from hybrid3d.reshard.layout import ITEMSIZE
-from hybrid3d.storage.disk import free_bytes
+from hybrid3d.storage.disk import free_bytes, free_inodes
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 UNFINISHED = "HYBRID3D_UNFINISHED_EXPORT"  # environment variable: the folder in which ranks write
 
 # Buffers that published checkpoints may contain, and that models compute from the config.
@@ -39,16 +39,18 @@ def export_entries(source: str | Path, config: Config) -> dict[str, TensorEntry]
 
 
 def copy_config_and_tokenizer(source: str | Path, out: str | Path) -> None:
-    """Copy the source's config, generation config and tokenizer: every regular file that holds no weights.
+    """Copy the source's config, generation config, tokenizer, license and the like: what `files_to_copy` knows.
 
-    Exports are not quantized, so `quantization_config` is removed from the config.
+    Modes are not copied, because the files of a shared model are often read-only. Exports are not quantized, so
+    `quantization_config` is removed from the config.
     """
-    for path in Path(source).iterdir():
-        if path.is_file() and not path.name.endswith(WEIGHTS):
-            shutil.copy2(path, Path(out) / path.name)
-    config = json.loads((Path(out) / "config.json").read_text())
+    for name in files_to_copy(source):
+        target = Path(out) / name
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(Path(source) / name, target)
+    config = json.loads((Path(out) / "config.json").read_text(encoding="utf-8"))
     if config.pop("quantization_config", None):
-        (Path(out) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (Path(out) / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def check_output_folder(out: Path, source: str | Path, config: Config) -> None:
@@ -71,6 +73,8 @@ def check_output_folder(out: Path, source: str | Path, config: Config) -> None:
         free = free_bytes(out.absolute())
         if needed > free:
             problem = f"the model takes {needed} bytes, and {free} are free there: free some, or choose another folder"
+        elif free_inodes(out.absolute()) == 0:
+            problem = "its file system has no inodes left: remove files, whatever their size, or choose another folder"
     if problem is not None:
         raise RecipeError(f"export to {out}", [problem])
 

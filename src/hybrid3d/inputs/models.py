@@ -15,7 +15,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config, Family, head_dim, query_groups, refuse_unsupported
 from hybrid3d.families.values import abbreviate, config_problems
-from hybrid3d.reshard.file_index import CheckpointError
+from hybrid3d.inputs.files import TOKENIZER_FILES
+from hybrid3d.inputs.tokenizer_files import check_tokenizer_files
+from hybrid3d.reshard.file_index import INDEX_FILE, SINGLE_FILE, CheckpointError
 from hybrid3d.rl.data import PromptData, encode_pair
 from hybrid3d.rl.data_files import DataError
 from hybrid3d.rl.preference_data import Pair, PairData
@@ -32,10 +34,6 @@ REQUIRED = (
     "max_position_embeddings",
 )
 EXPERT_COUNTS = ("n_routed_experts", "num_local_experts", "num_experts")
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("tokenizer.model", "merges.txt", "chat_template.jinja"),
-)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -49,6 +47,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     config = _read_object(path)
     refuse_unsupported(config)
+    named = config.get("transformers_weights")
+    if named not in (None, SINGLE_FILE, INDEX_FILE):
+        problem = f"{path}: transformers reads weights from transformers_weights={abbreviate(named)}"
+        raise CheckpointError(f"{problem}, and training from {INDEX_FILE} or {SINGLE_FILE}: rename the files")
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
         raise CheckpointError(f"{path} lacks {', '.join(missing)}")
@@ -186,6 +188,7 @@ def read_tokenizer(recipe: Recipe) -> Any:
         raise
     except BaseException as error:  # the library's parsers raise many kinds of errors, including Rust panics
         raise CheckpointError(f"{folder} has no tokenizer that loads: {_first_line(error)}") from None
+    check_tokenizer_files(folder, tokenizer)
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer of {folder} has no EOS token: answers would never end")
     if tokenizer.pad_token_id is None:

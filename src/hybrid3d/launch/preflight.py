@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -174,10 +173,14 @@ def check_replay(recipe: Recipe, folder: RunFolder, start: int, step: int) -> No
     check_model(recipe)
     read_index(recipe.model.path)
     read_tokenizer(recipe)
+    from hybrid3d.run.identity import check_origin
+
     if start:
         check_sizes(checkpoint_folder(folder, start))
+        check_origin(folder, checkpoint_folder(folder, start))
     for number in range(start, step + 1):
         read_manifest(recorded_folder(folder, number))
+        check_origin(folder, recorded_folder(folder, number))
     folder.make_logs()
 
 
@@ -260,7 +263,8 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
         raise RecipeError(f"{key} {path}", problems) from None
     entries = read_index(path)
     head = entries.get(VALUE_HEAD)
-    if head is None and key == "reward.model":
+    kind = next(iter(config.get("architectures") or ()), "")
+    if head is None and (key == "reward.model" or kind.endswith("Classification")):
         raise CheckpointError(f"{path} has no {VALUE_HEAD}: a reward model is a sequence classifier with one label")
     if head is not None and head.shape != (1, config["hidden_size"]):
         expected = [1, config["hidden_size"]]
@@ -278,7 +282,9 @@ def check_folder(recipe: Recipe) -> None:
     Raises:
         RecipeError: the folder contains something else than a run, or a run of another recipe: each key that differs,
             with both values.
+        ForeignCheckpoint: its last checkpoint is of another run or step, or of other settings or files.
     """
+    from hybrid3d.run.identity import FREE, check_last, differing_keys, format_setting
     from hybrid3d.run.live_settings import MUTABLE_SETTINGS
 
     folder = RunFolder.for_recipe(recipe)
@@ -286,15 +292,12 @@ def check_folder(recipe: Recipe) -> None:
     if not folder.recipe.exists():
         return
     old, new = (flatten_settings(to_raw(r)) for r in (load_recipe(folder.recipe), recipe))
-    without_effect = re.compile(
-        r"tracking|run\.max_restarts|roles\.generation\.max_restarts|roles\.reward\..*"
-    )  # on results
-    keys = [key for key in _differing_keys(old, new) if not without_effect.fullmatch(key)]
+    keys = [key for key in differing_keys(old, new) if not FREE.fullmatch(key)]
     if not keys:
+        if not distributed.under_launcher() or distributed.rank() == 0:
+            check_last(folder, recipe)
         return
-    lines = [
-        f"  {key} is {_format_setting(new, key)}, the run started with {_format_setting(old, key)}" for key in keys
-    ]
+    lines = [f"  {key} is {format_setting(new, key)}, the run started with {format_setting(old, key)}" for key in keys]
     if len(lines) > MAX_DIFFERENCES:
         lines[MAX_DIFFERENCES:] = [f"  ... {len(lines)} keys differ"]
     mutable = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in MUTABLE_SETTINGS)]
@@ -303,24 +306,6 @@ def check_folder(recipe: Recipe) -> None:
         fix += f" and write those that may change during a run ({', '.join(mutable)}) to {folder.control}"
     problem = f"{folder.path} holds a run of another recipe ({folder.recipe}):"
     raise RecipeError(recipe.name, [problem, *lines, f"{fix}; or choose another name, or remove the folder"])
-
-
-def _differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the keys whose settings differ; for a section that only one has, only the key of the section."""
-    both = {**old, **new}
-    sections = [f"{key}." for key in both if any(other.startswith(f"{key}.") for other in both)]
-    return [
-        key
-        for key in both
-        if (key not in old or key not in new or old[key] != new[key]) and not key.startswith(tuple(sections))
-    ]
-
-
-def _format_setting(settings: Mapping[str, Any], key: str) -> str:
-    """Return a setting as YAML would have it."""
-    if key not in settings:
-        return "a section" if any(other.startswith(f"{key}.") for other in settings) else "absent"
-    return settings[key] if isinstance(settings[key], str) else json.dumps(settings[key], default=str)
 
 
 def check_fit(recipe: Recipe) -> None:

@@ -20,11 +20,14 @@ from hybrid3d.bench.scaling import write_model
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import RoleGroups
 from hybrid3d.families import Config
-from hybrid3d.inputs.models import read_config
+from hybrid3d.inputs.models import read_config, read_tokenizer
+from hybrid3d.inputs.tokenizer_files import tokenizer_assumptions
 from hybrid3d.launch.failures import failure_record, write_failure
 from hybrid3d.launch.restarts import this_process
 from hybrid3d.rewards import sandbox
 from hybrid3d.run.heartbeat import enter_phase
+from hybrid3d.run.identity import RunIdentity
+from hybrid3d.run.identity import begin as begin_run
 from hybrid3d.run.oom_recovery import OomRecovery, find_out_of_memory
 from hybrid3d.run.run_folder import RunFolder, checkpoint_folder, draw_curves
 
@@ -55,6 +58,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
 
     if rank == 0:
         folder.create(recipe)
+        begin_run(folder)
         folder.add_event("kernels", in_use=in_use())
         logger.info("%s", in_use())
     recovery = distributed.broadcast_object(OomRecovery.from_folder(folder), group)
@@ -63,6 +67,9 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
         if recipe.reward.name == "code" and recipe.scoring_role == "generation" and not recipe.is_split:
             confined_by = sandbox.protection() if rank == 0 else ""
             record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
+        if rank == 0:
+            for sentence in tokenizer_assumptions(Path(recipe.model.path), read_tokenizer(recipe)):
+                record.event("tokenizer_assumed", f"{recipe.model.path}: {sentence}", what=sentence)
         live = LiveSettings(recipe, record, recovery.settings, group)
         loop = _train_rl if recipe.algorithm.generates else _train_on_data
         try:
@@ -159,8 +166,9 @@ def _train_rl(
     models = roles.models
     assert models is not None, "with a guard the roles train"
     record.data({"train": roles.train, **roles.held_out})
-    checkpoints = Checkpoints(models.trained, recipe.train.dp * recipe.train.cp, record, group)
-    recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group)
+    identity = _identity(live, record, group)
+    checkpoints = Checkpoints(models.trained, recipe.train.dp * recipe.train.cp, record, group, identity)
+    recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group, identity)
     train_rl(roles, live, guard, checkpoints, recorder, record, group)
 
 
@@ -178,8 +186,14 @@ def _train_on_data(
     policy = Policy(read_config(recipe.model.path), recipe, group.rank())
     pairs = recipe.algorithm.uses_pairs
     updates: DataUpdates = DpoUpdates(recipe, policy, group.rank()) if pairs else SftUpdates(recipe, policy)
-    checkpoints = Checkpoints({"policy": policy}, recipe.train.dp * recipe.train.cp, record, group)
+    replicas, identity = recipe.train.dp * recipe.train.cp, _identity(live, record, group)
+    checkpoints = Checkpoints({"policy": policy}, replicas, record, group, identity)
     train_on_data(updates, policy, live, guard, checkpoints, record, group)
+
+
+def _identity(live: LiveSettings, record: Record, group: dist.ProcessGroup) -> RunIdentity | None:
+    """Return the identity of a run on the first rank, which writes it, and None on the others."""
+    return RunIdentity.of_run(record.folder, live.initial_recipe) if group.rank() == 0 else None
 
 
 def choose_placement(recipe: Recipe, store: dist.Store) -> Sequence[int]:

@@ -158,7 +158,7 @@ def _limits(keys: Sequence[str], runs: Sequence[RunRecords]) -> list[Limit]:
     for number, run in enumerate(runs):
         for bound in BOUNDS:
             setting = f"guard.{bound.setting}"
-            changes = [(e["step"], e.get("new")) for e in run.events if _changes(e, setting)]
+            changes = [(e["step"], e.get("new")) for e in run.current_events if _changes(e, setting)]
             values = [(0.0, run.settings.get(setting)), *changes]
             drawn = [(step, value if is_number(value) else None) for step, value in values]
             if bound.metric in keys and any(value is not None for _, value in drawn):
@@ -173,7 +173,7 @@ def _changes(event: Event, setting: str) -> bool:
 def _marks(keys: Sequence[str], runs: Sequence[RunRecords]) -> list[Mark]:
     found = []
     for number, run in enumerate(runs):
-        for event in run.events:
+        for event in run.current_events:
             where = (event.get("metric"),) if event["event"] == "bound_left" else DRAWN_EVENTS.get(event["event"], ())
             if is_number(event.get("step")) and any(key in where for key in keys):
                 who = "" if len(runs) == 1 else f"{'AB'[number]}: "

@@ -59,9 +59,20 @@ class RunRecords:
     @property
     def steps(self) -> int | None:
         """The number of the run's last step, which `control.yaml` may have changed."""
-        changes = [e.get("new") for e in self.events if e.get("event") == "setting_changed" and e.get("key") == STEPS]
+        events = self.current_events
+        changes = [e.get("new") for e in events if e.get("event") == "setting_changed" and e.get("key") == STEPS]
         steps = [value for value in (self.settings.get(STEPS), *changes) if type(value) is int]
         return steps[-1] if steps else None
+
+    @property
+    def current_events(self) -> Sequence[Event]:
+        """The events without those of steps that were abandoned, because the run went back to an earlier checkpoint."""
+        kept: list[Event] = []
+        for event in self.events:
+            if event["event"] in ("start", "resume") and is_number(event.get("step")):
+                kept = [one for one in kept if not _is_repeated(one, event["step"])]
+            kept.append(event)
+        return kept
 
     @property
     def is_split(self) -> bool:
@@ -75,6 +86,7 @@ class RunRecords:
 
 
 STEPS = "run.steps"
+BEFORE_A_STEP = ("start", "resume", "checkpoint", "disk_low", "end")  # events with the step that comes next
 
 
 def read_run(path: Path) -> RunRecords:
@@ -170,6 +182,12 @@ def _event(parsed: Any) -> Event | None:
         return None
     time = parsed.get("time")
     return {**parsed, "time": time if is_number(time) else None}
+
+
+def _is_repeated(event: Event, step: float) -> bool:
+    """Return whether an event is of a step that a run which goes on at `step` does again."""
+    at = event.get("step")
+    return is_number(at) and (at > step or (at == step and not event["event"].startswith(BEFORE_A_STEP)))
 
 
 def _state(folder: RunFolder, events: Sequence[Event]) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import reprlib
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from hybrid3d.errors import UserMistake
 from hybrid3d.reshard.layout import Shape
-from hybrid3d.storage.user_files import parse_json, read_json_file
+from hybrid3d.storage.user_files import UnreadableFile, parse_json, read_json_file
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -61,33 +62,68 @@ def read_index(folder: str | Path, single_file: str = SINGLE_FILE) -> dict[str, 
         single_file: name of the file of a checkpoint without an index.
 
     Raises:
-        CheckpointError: there is no safetensors file, a file is truncated, or the index names a file or tensor that
-            does not exist.
+        CheckpointError: there is no safetensors file, a file is truncated, the index names a file or tensor that does
+            not exist, or transformers would read other files or tensors.
     """
     folder = Path(folder)
-    weight_map = _weight_map(folder) if os.path.lexists(folder / INDEX_FILE) else None
+    has_index = single_file == SINGLE_FILE and os.path.lexists(folder / INDEX_FILE)
+    weight_map = _weight_map(folder) if has_index else None
     files = [single_file] if weight_map is None else sorted(set(weight_map.values()))
     entries: dict[str, TensorEntry] = {}
+    twice: dict[str, set[str]] = {}
     for file in files:
         _check_regular(folder / file)
         found = _read_header(folder, file)
-        entries |= {name: e for name, e in found.items() if weight_map is None or weight_map.get(name, file) == file}
+        for name in found.keys() & entries.keys():
+            twice.setdefault(name, {entries[name].file}).add(file)
+        entries |= {n: e for n, e in found.items() if weight_map is None or weight_map.get(n, file) == file}
     if weight_map is not None:
         missing = sorted(name for name in weight_map if name not in entries)
         if missing:
             raise CheckpointError(
                 f"{folder / INDEX_FILE} names {len(missing)} tensors that are not in its files: {missing[:20]}"
             )
+        _check_choice(folder, files, twice)
     return _attach_scales(folder, entries)
+
+
+def _check_choice(folder: Path, files: list[str], twice: Mapping[str, set[str]]) -> None:
+    """Check that transformers reads the same tensors of a folder with an index.
+
+    It prefers a single file to the index, and of a tensor in two files takes that of the last one.
+
+    Args:
+        files: those that the index names.
+        twice: tensors that are in several of them.
+    """
+    if files != [SINGLE_FILE] and os.path.isfile(folder / SINGLE_FILE):
+        problem = f"{folder} has {INDEX_FILE} of {len(files)} files, and {SINGLE_FILE}"
+        raise CheckpointError(f"{problem}, which transformers reads instead: remove the one that is not meant")
+    if twice and _is_model(folder):
+        name = min(twice)
+        problem = f"{folder}: {len(twice)} tensors are in several files, {name} in {' and '.join(sorted(twice[name]))}"
+        raise CheckpointError(f"{problem}: transformers reads the last and {INDEX_FILE} names one: remove the others")
+
+
+def _is_model(folder: Path) -> bool:
+    """Return whether transformers can read a folder as a model; others are read as their files are."""
+    return os.path.isfile(folder / "config.json")
 
 
 def _attach_scales(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Attach the block scales to the entries of FP8 weights, and remove the entries of the scales themselves.
 
-    A checkpoint without any scales is returned unchanged: its FP8 weights are read as FP8.
+    Raises:
+        CheckpointError: some or all FP8 weights of a model lack their scales, or there are scales without FP8 weights.
     """
     quantized = {name for name, entry in entries.items() if entry.dtype == FP8}
-    if not quantized or not any(name.endswith(SCALE_SUFFIX) for name in entries):
+    scaled = {name.removesuffix(SCALE_SUFFIX) for name in entries if name.endswith(SCALE_SUFFIX)}
+    if scaled - quantized:
+        without = sorted(scaled - quantized)
+        raise CheckpointError(f"{folder}: {len(without)} {SCALE_SUFFIX} belong to no FP8 tensor: {without[:20]}")
+    if not quantized:
+        _check_not_quantized(folder)
+    if not quantized or not (scaled or _is_model(folder)):
         return entries
     unscaled = sorted(name for name in quantized if name + SCALE_SUFFIX not in entries)
     if unscaled:
@@ -104,9 +140,25 @@ def _attach_scales(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, T
                     f"but a tensor of shape {list(entry.shape)} in blocks of {list(block)} needs {list(grid)}"
                 )
             with_scales[name] = TensorEntry(entry.file, entry.shape, "bfloat16", scales, block)
-        elif name.removesuffix(SCALE_SUFFIX) not in quantized:
+        elif name.removesuffix(SCALE_SUFFIX) not in scaled:
             with_scales[name] = entry
     return with_scales
+
+
+def _check_not_quantized(folder: Path) -> None:
+    """Check that config.json does not say that weights are in FP8, of which there are none.
+
+    Raises:
+        CheckpointError: it does; transformers and vLLM would look for scales.
+    """
+    try:
+        config = read_json_file(folder / "config.json")
+    except UnreadableFile:  # other checks report it
+        return
+    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "fp8":
+        problem = f"{folder}: config.json has quantization_config with quant_method fp8, and no tensor is in FP8"
+        raise CheckpointError(f"{problem}: remove quantization_config if the weights were dequantized")
 
 
 def _read_block_size(folder: Path) -> tuple[int, int]:
@@ -128,6 +180,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
         weight_map = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weight_map, dict):
             raise ValueError(f'it holds {reprlib.repr(content)}, expected {{"weight_map": {{tensor: file}}}}')
+        if not weight_map:
+            raise ValueError("it names no tensor")
         for name, file in weight_map.items():
             if not isinstance(file, str) or not _is_inside_folder(file):
                 raise ValueError(

@@ -139,12 +139,13 @@ class LiveSettings:
     since the last read: nothing is applied twice, and a schedule may change a setting that the file set earlier.
 
     Attributes:
+        initial_recipe: the recipe that the run started with.
         recipe: the recipe with the current settings.
     """
 
     def __init__(self, recipe: Recipe, record: Record, pinned: Settings, group: dist.ProcessGroup):
         """Start with the recipe and the pinned settings, which neither the schedule nor the file can change."""
-        self._initial_recipe, self._record, self._pinned = recipe, record, pinned
+        self.initial_recipe, self._record, self._pinned = recipe, record, pinned
         self._group = group
         self._path = record.folder.control
         self._settings: dict[str, Any] = {}  # all settings changed so far
@@ -172,14 +173,14 @@ class LiveSettings:
     def _apply(self, settings: Settings) -> None:
         if settings:
             self._settings |= settings
-            self.recipe = override_settings(self._initial_recipe, {**self._settings, **self._pinned})
+            self.recipe = override_settings(self.initial_recipe, {**self._settings, **self._pinned})
 
     def _collect_changes(self, step: int) -> dict[str, Any]:
         """Return the changes of the schedule and then of the file; each is applied completely or refused."""
         changes: dict[str, Any] = {}
         current = self.recipe
         sources: dict[str, Callable[[], Settings]] = {
-            "schedule": lambda: self._initial_recipe.schedule.get(step, {}),
+            "schedule": lambda: self.initial_recipe.schedule.get(step, {}),
             self._path.name: self._read_file_changes,
         }
         for source, read_settings in sources.items():

@@ -28,6 +28,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.recipe = path / "recipe.yaml"
+        self.id = path / "run.json"
         self.control = path / "control.yaml"
         self.metrics = path / "metrics.jsonl"
         self.memory = path / "memory.jsonl"
@@ -62,7 +63,7 @@ class RunFolder:
         """
         log_folders = [path for path in (self.logs, *self.logs.parents) if self.path in path.parents]
         records = (self.metrics, self.memory, self.samples, self.events, self.timeline)
-        files = (self.recipe, *records, self.curves, self.timeline_picture, self.path / LOCK)
+        files = (self.recipe, self.id, *records, self.curves, self.timeline_picture, self.path / LOCK)
         kinds: dict[Path, tuple[Callable[[Path], bool], str]] = dict.fromkeys(
             (self.path, self.checkpoints, self.step_records, *log_folders), (os.path.isdir, "a folder")
         )
@@ -139,6 +140,10 @@ class RunFolder:
             complete = "".join(f"{line}\n" for line in _complete_lines(self.events))
             os.truncate(self.events, len(complete.encode()))
 
+    def write_id(self, text: str) -> None:
+        """Write the run's id."""
+        _replace(self.id, text)
+
     def log_path(self, rank: int) -> Path:
         """Return the path of a rank's log."""
         return self.logs / f"rank-{rank}.log"
@@ -184,7 +189,10 @@ class RunFolder:
         return [json.loads(line) for line in _complete_lines(self.metrics)]
 
     def truncate_records(self, step: int) -> None:
-        """Remove metrics, memory, samples and recorded steps from `step` on, which a resumed run records again."""
+        """Remove metrics, memory, samples, recorded steps and their replays from `step` on.
+
+        A resumed run records these steps again, and may do so with other settings.
+        """
         for path in (self.metrics, self.memory, self.samples):
             kept = [line for number, line in enumerate(_complete_lines(path), 1) if _step_of(path, number, line) < step]
             _replace(path, "".join(f"{line}\n" for line in kept))
@@ -192,11 +200,26 @@ class RunFolder:
             number = re.fullmatch(r"step-(\d{6,})", path.name)
             if number is None or int(number[1]) >= step:  # others were being written when the run was killed
                 shutil.rmtree(path)
+        for path in self.replays.glob("step-*.json"):
+            number = re.fullmatch(r"step-(\d{6,})\.json", path.name)
+            if number is not None and int(number[1]) >= step:
+                path.unlink()
+        if (traced := _timeline_step(self.timeline)) is not None and traced >= step:
+            for path in (self.timeline, self.timeline_picture):
+                path.unlink(missing_ok=True)
 
 
 def _complete_lines(path: Path) -> list[str]:
     """Return the lines of a record without a last line that was cut off before its newline."""
     return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+def _timeline_step(path: Path) -> int | None:
+    """Return the step of a timeline, None if there is none that can be read."""
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["otherData"]["step"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def _step_of(path: Path, number: int, line: str) -> int:
@@ -241,9 +264,13 @@ def replay_path(folder: RunFolder, step: int) -> Path:
     return folder.replays / f"step-{step:06d}.json"
 
 
-def served_folder(folder: RunFolder, step: int) -> Path:
-    """Return the folder of the Hugging Face checkpoint that `hybrid3d serve` has written of a step."""
-    return folder.served / f"step-{step:06d}"
+def served_folder(folder: RunFolder, step: int, key: str) -> Path:
+    """Return the folder of the Hugging Face checkpoint that `hybrid3d serve` has written of a step.
+
+    Args:
+        key: of the checkpoint, as a run that goes back may train a step anew (`run.identity.derived_key`).
+    """
+    return folder.served / f"step-{step:06d}-{key}"
 
 
 def _steps_in(folder: Path) -> list[int]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from hybrid3d.config import Recipe
 from hybrid3d.config.schema import flatten_settings, to_raw
+from hybrid3d.run.identity import check_origin
 from hybrid3d.run.replay_plan import NotRecorded
 from hybrid3d.run.run_folder import RunFolder, recorded_folder, recorded_steps
 from hybrid3d.run.step_record import Array, StepRecord, WeightRecord, read_step
@@ -118,6 +119,8 @@ def compare_runs(one: RunFolder, other: RunFolder) -> Comparison:
         raise NotRecorded(f"there is no step that both runs have recorded: {counts}. Set run.record in both")
     notes, difference, compared = [], None, []
     for step in common:
+        for folder in (one, other):
+            check_origin(folder, recorded_folder(folder, step))
         records = [read_step(recorded_folder(folder, step)) for folder in (one, other)]
         if not compared:
             notes = list(_notes(*records))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from hybrid3d.storage.user_files import read_json_file
 FORMAT = 1
 SETTINGS, STEP, SAMPLES = "settings.yaml", "step.json", "samples.safetensors"
 EXPERIENCE, FINGERPRINTS = "experience.safetensors", "fingerprints.safetensors"
+FILES = (SETTINGS, STEP, SAMPLES, EXPERIENCE, FINGERPRINTS)
 PARTIAL = ".partial"  # suffix of a folder that is being written
 METRICS = ("train/", "critic/", "mismatch/")  # the groups that a recorded step keeps
 
@@ -97,8 +99,12 @@ def metrics_of_training(row: Mapping[str, float]) -> dict[str, float | None]:
     return {key: value if math.isfinite(value) else None for key, value in sorted(kept.items())}
 
 
-def write_step(folder: Path, record: StepRecord) -> None:
-    """Write a recorded step to a folder, which gets its name when it is complete. OSError: it cannot be written."""
+def write_step(folder: Path, record: StepRecord, identity: manifest.Identity | None = None) -> None:
+    """Write a recorded step to a folder, which gets its name when it is complete. OSError: it cannot be written.
+
+    Args:
+        identity: which run and step the record is of.
+    """
     unfinished = folder.with_name(folder.name + PARTIAL)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -118,7 +124,7 @@ def write_step(folder: Path, record: StepRecord) -> None:
     models = record.weights.items()
     _save(unfinished / FINGERPRINTS, {f"{model}/{key}": getattr(w, key) for model, w in models for key in ARRAYS})
     names = manifest.list_files(unfinished)
-    manifest.write(unfinished, {name: manifest.fsync_and_crc(unfinished / name) for name in names})
+    manifest.write(unfinished, {name: manifest.fsync_and_crc(unfinished / name) for name in names}, identity)
     manifest.fsync_folder(unfinished)
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(unfinished, folder)
@@ -132,9 +138,15 @@ def read_step(folder: Path) -> StepRecord:
         BrokenCheckpoint: a file is missing or differs from what was written.
         BrokenRecord: its files do not belong together, or are of another version of the format.
     """
+    missing = [name for name in FILES if name not in manifest.read_manifest(folder)]
+    if missing:
+        raise BrokenRecord(f"{folder} does not list {missing[0]}, which every record has")
     manifest.check(folder)
     try:
         told = read_json_file(folder / STEP)
+        number = re.fullmatch(r"step-(\d{6,})", folder.name)
+        if number is not None and told["step"] != int(number[1]):
+            raise BrokenRecord(f"{folder} is the record of step {told['step']}, expected {int(number[1])}")
         if told["format"] != FORMAT:
             raise BrokenRecord(f"{folder} is of format {told['format']}, and this version reads format {FORMAT}")
         experience = load_file(folder / EXPERIENCE)

@@ -31,9 +31,20 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def free_inodes(path: Path) -> int | None:
+    """Return how many files can still be made on the file system of `path`; None if that is not limited."""
+    while not os.path.exists(path):
+        path = path.parent
+    status = os.statvfs(path)
+    return status.f_favail if status.f_files else None  # Btrfs, for example, has no fixed number
+
+
 def describe_write_error(path: Path, error: BaseException) -> str:
     """Return the message of a `CheckpointWriteError`. Call it before the partly written files are removed."""
     free = free_bytes(path)
+    if _is_full(error) and free_inodes(path) == 0:
+        problem = f"no room for {path}: its file system has no inodes left ({free} bytes are free)"
+        return f"{problem}: remove files, whatever their size, or lower run.keep_last"
     if _is_full(error) or free < LOW_SPACE_BYTES:
         return f"no room for {path}: {free} bytes are free on its file system: free some, or lower run.keep_last"
     return f"{path} could not be written ({_first_line(error)}); {free} bytes are free on its file system"

@@ -1,10 +1,11 @@
-"""Writes and checks the manifest of a checkpoint, which detects truncated, damaged and missing files.
+"""Writes and checks the manifest of a checkpoint, which detects truncated, damaged, missing and misplaced files.
 
 Megatron's format unpickles files of a checkpoint. The checks here run before anything is unpickled.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import json
 import os
@@ -12,6 +13,7 @@ import reprlib
 import stat
 import zlib
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -41,11 +43,41 @@ class UnusableCheckpoint(BrokenCheckpoint):
     """A checkpoint cannot be used although nothing shows damage, for example because of a symbolic link."""
 
 
-def write(folder: Path, crcs: Mapping[str, int]) -> None:
-    """Write the manifest: a checkpoint's files, by their path within `folder`, with sizes in bytes and CRC-32."""
+class ForeignCheckpoint(UnusableCheckpoint):
+    """An intact checkpoint of another step or another run than its place says."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which run and step a checkpoint, or the record of a step, is of.
+
+    Attributes:
+        run: id of the run, drawn when its folder is created.
+        folder: name of the folder that was written.
+        updates: number of the policy's updates.
+        recipe_digest: digest of the settings that a resume must not change.
+        recipe: the run's recipe as YAML.
+        inputs: digests of the files that the run has read, by setting and file name.
+    """
+
+    run: str
+    folder: str
+    updates: int
+    recipe_digest: str
+    recipe: str
+    inputs: Mapping[str, str]
+
+
+def write(folder: Path, crcs: Mapping[str, int], identity: Identity | None = None) -> None:
+    """Write the manifest: a checkpoint's files, by their path within `folder`, with sizes in bytes and CRC-32.
+
+    Args:
+        identity: which run and step the files are of, if they are of a run.
+    """
     files = {name: {"bytes": (folder / name).stat().st_size, "crc32": crc} for name, crc in sorted(crcs.items())}
-    with open(folder / MANIFEST, "w") as out:
-        json.dump({"files": files}, out, indent=1)
+    content = {"files": files} if identity is None else {"identity": asdict(identity), "files": files}
+    with open(folder / MANIFEST, "w", encoding="utf-8") as out:
+        json.dump(content, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
 
@@ -96,6 +128,8 @@ def check_sizes(folder: Path) -> None:
     missing = [name for name in REQUIRED if name not in files]
     if missing:
         raise BrokenCheckpoint(f"{folder}: {MANIFEST} does not list {missing[0]}, which every checkpoint has")
+    if not any(name.endswith(SHARDS[0]) for name in files):
+        raise BrokenCheckpoint(f"{folder}: {MANIFEST} lists no *{SHARDS[0]}, of which every checkpoint has some")
     for name, (size, _) in files.items():
         _check_size(folder, name, size)
     try:
@@ -166,19 +200,63 @@ def read_manifest(folder: Path) -> dict[str, tuple[int, int]]:
     Raises:
         BrokenCheckpoint: the manifest is missing or damaged, or has a name that leads out of the folder.
         UnusableCheckpoint: the manifest is a symbolic link.
+        ForeignCheckpoint: the files were written to a folder of another name.
     """
+    content = _read_content(folder)
+    try:
+        files = {_checked_name(name): _size_and_crc(name, entry) for name, entry in content["files"].items()}
+    except ValueError as error:
+        raise BrokenCheckpoint(f"{folder} has no list of its files that can be read: {error}") from None
+    identity = _identity(folder, content)
+    if identity is not None and identity.folder != folder.name:
+        problem = f"{folder} is not what was written there: {MANIFEST} says {identity.folder}, expected {folder.name}"
+        raise ForeignCheckpoint(f"{problem}: rename it to {identity.folder}, or remove it")
+    return files
+
+
+def read_identity(folder: Path) -> Identity | None:
+    """Return which run and step a checkpoint is of; None if the version that wrote it did not say so.
+
+    Raises:
+        BrokenCheckpoint, UnusableCheckpoint: as `read_manifest`.
+    """
+    return _identity(folder, _read_content(folder))
+
+
+def content_digest(folder: Path) -> str:
+    """Return a digest of a checkpoint's content: what has another digest is another checkpoint, whatever its step.
+
+    Raises:
+        BrokenCheckpoint, UnusableCheckpoint: as `read_manifest`.
+    """
+    _read_content(folder)
+    return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:16]
+
+
+def _read_content(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     unreadable = f"{folder} has no list of its files that can be read"
     if path.is_symlink():
         raise UnusableCheckpoint(f"{unreadable}: {path} is a symbolic link to {reprlib.repr(os.readlink(path))}")
     try:
         read = read_json_file(path, "a list of files")
-        files = read.get("files") if isinstance(read, dict) else None
-        if not isinstance(files, dict):
+        if not isinstance(read, dict) or not isinstance(read.get("files"), dict):
             raise ValueError(f'{path} holds {reprlib.repr(read)}, expected {{"files": {{name: ...}}}}')
-        return {_checked_name(name): _size_and_crc(name, entry) for name, entry in files.items()}
+        return read
     except (OSError, UnreadableFile, ValueError) as error:
         raise BrokenCheckpoint(f"{unreadable}: {error}") from None
+
+
+def _identity(folder: Path, content: Mapping[str, Any]) -> Identity | None:
+    if "identity" not in content:
+        return None
+    read = content["identity"]
+    kinds = {"updates": int, "inputs": dict}
+    names = [field.name for field in fields(Identity)]
+    if not isinstance(read, dict) or any(type(read.get(name)) is not kinds.get(name, str) for name in names):
+        expected = f"expected {', '.join(names)}"
+        raise BrokenCheckpoint(f"{folder}: {MANIFEST} has {reprlib.repr(read)} as identity, {expected}")
+    return Identity(**{name: read[name] for name in names})
 
 
 def _checked_name(name: str) -> str:

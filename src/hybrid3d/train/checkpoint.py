@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hybrid3d.distributed import gather_objects
 from hybrid3d.storage import manifest
-from hybrid3d.storage.manifest import PROGRESS, BrokenCheckpoint
+from hybrid3d.storage.manifest import PROGRESS, BrokenCheckpoint, Identity
 from hybrid3d.train.megatron_model import MegatronModel
 from hybrid3d.train.runtime import on_device
 from hybrid3d.train.weights import ADAPTERS, METADATA
@@ -39,7 +39,12 @@ Models = Mapping[str, MegatronModel]
 
 
 def begin(
-    models: Models, folder: Path, progress: Mapping[str, Any], group: dist.ProcessGroup, in_background: bool = False
+    models: Models,
+    folder: Path,
+    progress: Mapping[str, Any],
+    group: dist.ProcessGroup,
+    in_background: bool = False,
+    identity: Identity | None = None,
 ) -> CheckpointWriter:
     """Start writing models, their optimizers and schedules; the returned `CheckpointWriter` finishes the checkpoint.
 
@@ -47,13 +52,14 @@ def begin(
         progress: the rest of the run's state, as JSON.
         group: the ranks that write the checkpoint together.
         in_background: whether training continues while it is written.
+        identity: which run and step it is of; that of the first rank counts.
     """
     with on_device():
         for model in models.values():
             model.onload("parameters", "optimizer")
             _make_optimizer_state(model)
     state = partial(_combine_states, models, partial(_state, is_loading=False))
-    return CheckpointWriter(state, folder, progress, in_background, group)
+    return CheckpointWriter(state, folder, progress, in_background, group, identity)
 
 
 def save(models: Models, folder: Path, progress: Mapping[str, Any], group: dist.ProcessGroup) -> None:

@@ -22,7 +22,7 @@ from hybrid3d.distributed import gather_objects
 from hybrid3d.patches import apply
 from hybrid3d.storage import manifest
 from hybrid3d.storage.disk import CheckpointWriteError, describe_write_error, is_file_error
-from hybrid3d.storage.manifest import PROGRESS
+from hybrid3d.storage.manifest import PROGRESS, Identity
 from hybrid3d.train import patches
 from hybrid3d.train.runtime import on_device
 
@@ -48,6 +48,7 @@ class CheckpointWriter:
         progress: Mapping[str, Any],
         in_background: bool,
         group: dist.ProcessGroup,
+        identity: Identity | None = None,
     ):
         """
         Args:
@@ -56,8 +57,10 @@ class CheckpointWriter:
             progress: the rest of a run's state, as JSON.
             in_background: whether training continues meanwhile, so that copies in host memory are written.
             group: the ranks that write the checkpoint together.
+            identity: which run and step the checkpoint is of; that of the first rank counts.
         """
         self.folder = folder
+        self._identity = identity
         self._group = group
         self._unfinished = folder.with_name(folder.name + PARTIAL)
         self._crcs: dict[str, int] = {}
@@ -138,7 +141,8 @@ class CheckpointWriter:
 
     def _publish(self, shares: list[dict[str, int]]) -> None:
         """Write the manifest, and rename the folder to its final name."""
-        manifest.write(self._unfinished, {name: crc for share in shares for name, crc in share.items()})
+        crcs = {name: crc for share in shares for name, crc in share.items()}
+        manifest.write(self._unfinished, crcs, self._identity)
         manifest.fsync_folder(self._unfinished)
         with suppress(OSError):  # a folder that is removed only in part has another name
             remove(self.folder)

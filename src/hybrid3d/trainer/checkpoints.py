@@ -13,13 +13,22 @@ import torch.distributed as dist
 
 from hybrid3d.config import Run
 from hybrid3d.distributed import broadcast_object
+from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.record import Record
 from hybrid3d.run.run_folder import checkpoint_folder, checkpoint_steps
-from hybrid3d.storage.disk import CheckpointWriteError, free_bytes
-from hybrid3d.storage.manifest import BrokenCheckpoint, UnusableCheckpoint, total_bytes
+from hybrid3d.storage.disk import CheckpointWriteError, free_bytes, free_inodes
+from hybrid3d.storage.manifest import (
+    BrokenCheckpoint,
+    ForeignCheckpoint,
+    UnusableCheckpoint,
+    list_files,
+    total_bytes,
+)
 from hybrid3d.storage.mounts import MOUNTS, file_system_warning
 from hybrid3d.train import checkpoint
 from hybrid3d.train.writing import CheckpointWriter, remove, remove_unfinished
+
+EXTRA_INODES = 2  # of a checkpoint, besides its files: its folder and its manifest
 
 
 class Checkpoints:
@@ -34,12 +43,15 @@ class Checkpoints:
         replicas: int,
         record: Record,
         group: dist.ProcessGroup,
+        identity: RunIdentity | None = None,
     ):
         """
         Args:
             replicas: the ranks that hold the same weights, from which the size of the first checkpoint is estimated.
             group: all ranks that hold shards of the models.
+            identity: of the run, on the first rank; checkpoints of another run are refused, and new ones get it.
         """
+        self._identity = identity
         self._models, self._replicas, self._group = models, replicas, group
         self._record = record
         self._writing: CheckpointWriter | None = None
@@ -75,12 +87,14 @@ class Checkpoints:
 
         Raises:
             BrokenCheckpoint: there are checkpoints, but none is intact.
-            UnusableCheckpoint: the last one cannot be used for a reason that the user can fix.
+            UnusableCheckpoint: the last one cannot be used for a reason that the user can fix, such as that it is of
+                another run.
         """
         folder = self._record.folder
         steps = self._steps()
         for step in reversed(steps):
             path = checkpoint_folder(folder, step)
+            self._check_identity(path, step)
             try:
                 return step, checkpoint.load(self._models, path, self._group)
             except UnusableCheckpoint:  # not renamed, because the user can fix the cause
@@ -102,6 +116,26 @@ class Checkpoints:
             )
         return None
 
+    def _check_identity(self, path: Path, step: int) -> None:
+        """Check on the first rank that a checkpoint is of this run and step, and was written with its settings.
+
+        Raises:
+            ForeignCheckpoint: on every rank, if it is not.
+        """
+        problem, warning = None, ""
+        if self._identity is not None:
+            try:
+                warning = self._identity.check(self._record.folder, path)
+            except ForeignCheckpoint as error:
+                problem = str(error)
+            except BrokenCheckpoint:  # which loading reports
+                pass
+        problem = broadcast_object(problem, self._group)
+        if problem is not None:
+            raise ForeignCheckpoint(problem, raised_on_all_ranks=True)
+        if warning:
+            self._record.event("checkpoint_unidentified", warning, step=step, path=str(path))
+
     def save_if_due(self, updates: int, progress: Mapping[str, Any], run: Run) -> None:
         """Write a checkpoint if one is due after this many updates, and remove those that `run.keep_last` excludes.
 
@@ -119,7 +153,10 @@ class Checkpoints:
             path = checkpoint_folder(self._record.folder, updates)
             self._check_free_space(path, updates)
             with self._recording_failure(path, updates):
-                self._writing = checkpoint.begin(self._models, path, progress, self._group, run.async_checkpoints)
+                identity = self._identity.of_step(path, updates) if self._identity is not None else None
+                self._writing = checkpoint.begin(
+                    self._models, path, progress, self._group, run.async_checkpoints, identity
+                )
             self._updates = updates
             if not run.async_checkpoints:
                 self.close()
@@ -170,12 +207,19 @@ class Checkpoints:
     def _check_free_space(self, path: Path, updates: int) -> None:
         """Warn if the disk has less free space than the checkpoint will probably take."""
         earlier = self._steps()
-        if earlier:
-            required = total_bytes(checkpoint_folder(self._record.folder, earlier[-1]))
-        else:
-            required = checkpoint.bytes_expected(self._models, self._replicas, self._group)
-        free = free_bytes(path)
-        if required > free:
+        expected = 0 if earlier else checkpoint.bytes_expected(self._models, self._replicas, self._group)
+        if not self._first_rank:  # one rank is enough for a file system that all share
+            return
+        last = checkpoint_folder(self._record.folder, earlier[-1]) if earlier else None
+        required = total_bytes(last) if last is not None else expected
+        files = len(list_files(last)) + EXTRA_INODES if last is not None else EXTRA_INODES
+        free, inodes = free_bytes(path), free_inodes(path)
+        if inodes is not None and files > inodes:
+            message = f"{path} will have about {files} files and folders, but only {inodes} inodes are free on its disk"
+            fields = {"wanted_inodes": files, "free_inodes": inodes, "wanted": required, "free": free}
+            fix = "remove files, whatever their size, or lower run.keep_last"
+            self._record.event("disk_low", f"{message}: {fix}", step=updates, path=str(path), **fields)
+        elif required > free:
             message = (
                 f"{path} will take about {required} bytes, but only {free} are free: free some, or lower run.keep_last"
             )

@@ -17,6 +17,7 @@ from hybrid3d.distributed import gather_to_first
 from hybrid3d.generation.samples import Sample
 from hybrid3d.reshard.fingerprint import LocalFingerprints, fingerprint_pieces, whole_fingerprints
 from hybrid3d.roles.experience_maker import Experience
+from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.metrics import PhaseTimer
 from hybrid3d.run.run_folder import RunFolder, recorded_folder
 from hybrid3d.run.step_record import PARTIAL, Array, StepRecord, WeightRecord, metrics_of_training, write_step
@@ -89,8 +90,16 @@ class StepCapture:
 class StepRecorder:
     """Writes a record of each step that `run.record` selects. All ranks call both methods together, in this order."""
 
-    def __init__(self, models: Models, is_reporting: bool, folder: RunFolder, group: dist.ProcessGroup):
-        """Arguments are those of `StepCapture`."""
+    def __init__(
+        self,
+        models: Models,
+        is_reporting: bool,
+        folder: RunFolder,
+        group: dist.ProcessGroup,
+        identity: RunIdentity | None = None,
+    ):
+        """Arguments are those of `StepCapture`, and the run's identity, on the first rank."""
+        self._identity = identity
         self._models, self._is_reporting, self._folder, self._group = models, is_reporting, folder, group
         self._capture: StepCapture | None = None
 
@@ -120,7 +129,8 @@ class StepRecorder:
         with timer("record"):
             record = self._capture.finish(step, recipe, samples, experience, metrics)
             folder = recorded_folder(self._folder, step)
-            write = partial(write_step, folder, record) if record is not None else lambda: None
+            identity = self._identity.of_step(folder, step) if self._identity is not None else None
+            write = partial(write_step, folder, record, identity) if record is not None else lambda: None
             together(folder.with_name(folder.name + PARTIAL), write, self._group)
         self._capture = None
 

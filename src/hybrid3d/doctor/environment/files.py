@@ -13,7 +13,7 @@ from pathlib import Path
 from hybrid3d.config import Recipe, Run
 from hybrid3d.doctor.environment.finding import CANNOT_START, SLOW, Context, Finding
 from hybrid3d.run.run_folder import RunFolder, checkpoint_steps
-from hybrid3d.storage.disk import free_bytes
+from hybrid3d.storage.disk import free_bytes, free_inodes
 from hybrid3d.storage.mounts import MOUNTS, file_system_type, file_system_warning
 
 SECONDS = 20.0  # of another process, on a slow file system
@@ -97,7 +97,10 @@ def check_free_space(context: Context) -> Iterator[Finding]:
     each, folder = needs["checkpoint_bytes"], RunFolder.for_recipe(recipe)
     free, count = free_bytes(Path(os.path.abspath(folder.path))), _new_checkpoints(recipe.run, folder)
     found = f"{_size(free)} are free for checkpoints of about {_size(each)} each"
-    if free < each:
+    if free_inodes(Path(os.path.abspath(folder.path))) == 0:
+        fix = "remove files, whatever their size, or run.dir=FOLDER on another disk"
+        yield Finding(f"{found}, but no inodes: no file can be made", CANNOT_START, fix)
+    elif free < each:
         fix = "free some, or run.dir=FOLDER on a larger disk"
         yield Finding(f"{found}: not one fits, and the run would end when it writes the first", CANNOT_START, fix)
     elif free < count * each:

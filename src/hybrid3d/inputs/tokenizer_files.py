@@ -1,0 +1,170 @@
+"""Compares the tokenizer that transformers makes with the files that it was made from.
+
+Where files are missing, transformers guesses: the class from the model's type, and from the class special tokens and
+how texts are split. A guess that contradicts a file is refused; what no file says is reported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hybrid3d.reshard.file_index import CheckpointError
+from hybrid3d.storage.user_files import UnreadableFile, read_json_file
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+# Texts of which every reading of a tokenizer's files makes the same tokens, and others
+PLAIN_TEXTS = ("a b", "It is 7 + 35, is it not?", "Paul has 73 eggs and finds 13 more. How many now?")
+OTHER_TEXTS = (" b", "a  b", "a\n\n b\t", "naïve 你好", "def f(x):\n    return x")
+
+Encode = Callable[[str], list[int]]
+
+
+def check_tokenizer_files(folder: Path, tokenizer: Any) -> None:
+    """Check that the tokenizer that transformers made of a folder does what the folder's files say.
+
+    Raises:
+        CheckpointError: it begins or ends texts with a token that is in none of them, ends answers with another token
+            than the model's config, numbers tokens otherwise or splits plain texts otherwise; with both values.
+    """
+    declared, vocabulary = _declared_tokens(folder), _vocabulary(folder)
+    for name in ("bos_token", "eos_token"):
+        token = getattr(tokenizer, name, None)
+        if vocabulary is not None and token is not None and name not in declared and token not in vocabulary:
+            raise CheckpointError(
+                f"{folder}: transformers takes {token!r} for the {name}, which is in none of the tokenizer's files: it "
+                f"guesses, because none of them names one: add it to tokenizer_config.json"
+            )
+    ends, end = _end_tokens(folder), getattr(tokenizer, "eos_token_id", None)
+    if "eos_token" not in declared and end is not None and ends and end not in ends:
+        raise CheckpointError(
+            f"{folder}: transformers takes {tokenizer.eos_token!r} ({end}) for the eos_token, because no file of the "
+            f"tokenizer names one, and the model's config has eos_token_id {ends}: name it in tokenizer_config.json"
+        )
+    numbers = tokenizer.get_vocab()
+    for token, number in (vocabulary or {}).items():
+        if numbers.get(token, number) != number:
+            problem = f"token {token!r} is {number} in the tokenizer's files, and transformers reads {numbers[token]}"
+            raise CheckpointError(f"{folder}: {problem}: put the files of one tokenizer there")
+    for file, text, found, expected in _differing_texts(folder, tokenizer, PLAIN_TEXTS):
+        raise CheckpointError(
+            f"{folder}: transformers makes {_pieces(tokenizer, found)} of {text!r}, and {file} itself "
+            f"{_pieces(tokenizer, expected)}: name the tokenizer_class in tokenizer_config.json, or add the "
+            "tokenizer.json that belongs to the model"
+        )
+
+
+def tokenizer_assumptions(folder: Path, tokenizer: Any) -> Iterator[str]:
+    """Yield a sentence for each thing that transformers assumes because no file of the tokenizer says it."""
+    declared = _declared_tokens(folder)
+    guessed = {name: getattr(tokenizer, name, None) for name in SPECIAL_TOKENS if name not in declared}
+    named = ", ".join(f"{name} {token!r}" for name, token in guessed.items() if token is not None)
+    if named:
+        yield f"no file of the tokenizer names {named}: assumed from its class, {type(tokenizer).__name__}"
+    if _read(folder, "tokenizer_config.json").get("tokenizer_class") is None:
+        yield f"no file names the tokenizer's class: {type(tokenizer).__name__} is assumed"
+    ends, end = _end_tokens(folder), getattr(tokenizer, "eos_token_id", None)
+    if ends and end not in ends:
+        yield f"the tokenizer's eos_token is {end}, and the model's config has eos_token_id {ends}: both end answers"
+    elif not ends:
+        yield f"no config names an eos_token_id: answers end with the tokenizer's, {end}"
+    inline, file = _read(folder, "tokenizer_config.json").get("chat_template"), folder / "chat_template.jinja"
+    if isinstance(inline, str) and file.is_file() and file.read_text(encoding="utf-8") != inline:
+        yield "chat_template.jinja is used, and tokenizer_config.json has another chat template"
+    for name, text, found, expected in _differing_texts(folder, tokenizer, OTHER_TEXTS):
+        made = f"{_pieces(tokenizer, found)}, {name} itself {_pieces(tokenizer, expected)}"
+        yield f"of {text!r} transformers makes {made}: both engines use the former"
+        return
+
+
+def _declared_tokens(folder: Path) -> dict[str, Any]:
+    return {
+        name: value
+        for file in ("special_tokens_map.json", "tokenizer_config.json")
+        for name, value in _read(folder, file).items()
+        if name in SPECIAL_TOKENS and value is not None
+    }
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    """Return the tokens that a folder's files number; None if they cannot be read here."""
+    own = _read(folder, "tokenizer.json")
+    added = {name: number for name, number in _read(folder, "added_tokens.json").items() if type(number) is int}
+    decoder = _read(folder, "tokenizer_config.json").get("added_tokens_decoder")
+    for number, entry in decoder.items() if isinstance(decoder, dict) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and str(number).isdigit():
+            added[entry["content"]] = int(number)
+    model = own.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # of Unigram: pairs of a token and its score
+        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+    if isinstance(vocabulary, dict):
+        entries = own.get("added_tokens") or []
+        return vocabulary | {entry["content"]: entry["id"] for entry in entries} | added
+    if (folder / "vocab.json").is_file():
+        return _read(folder, "vocab.json") | added
+    pieces = _sentencepiece(folder)
+    if pieces is not None:
+        return {pieces.id_to_piece(number): number for number in range(pieces.get_piece_size())} | added
+    return None
+
+
+def _end_tokens(folder: Path) -> list[int]:
+    """Return the end tokens of the generation config, or else of the model's config."""
+    for name in ("generation_config.json", "config.json"):
+        ends = _read(folder, name).get("eos_token_id")
+        if ends is not None:
+            return list(ends) if isinstance(ends, list) else [ends]
+    return []
+
+
+def _differing_texts(
+    folder: Path, tokenizer: Any, texts: tuple[str, ...]
+) -> Iterator[tuple[str, str, list[int], list[int]]]:
+    """Yield the file, the text, transformers' tokens and the file's own where these differ."""
+    file, encode = _own_encode(folder)
+    for text in texts if encode is not None else ():
+        found, expected = tokenizer.encode(text, add_special_tokens=False), encode(text)
+        if found != expected:
+            yield file, text, found, expected
+
+
+def _own_encode(folder: Path) -> tuple[str, Encode | None]:
+    """Return the file that says how texts are split, and its own way of doing so; None if it cannot be read here."""
+    if (folder / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        own.no_padding()
+        own.no_truncation()
+        return "tokenizer.json", lambda text: list(own.encode(text, add_special_tokens=False).ids)
+    pieces = None if (folder / "vocab.json").is_file() else _sentencepiece(folder)
+    return "tokenizer.model", None if pieces is None else lambda text: list(pieces.encode(text))
+
+
+def _sentencepiece(folder: Path) -> Any:
+    """Return the SentencePiece model in a folder; None if there is none, or it is of another kind."""
+    path = folder / "tokenizer.model"
+    if not path.is_file() or importlib.util.find_spec("sentencepiece") is None:
+        return None
+    from sentencepiece import SentencePieceProcessor
+
+    with suppress(RuntimeError, OSError):
+        return SentencePieceProcessor(model_file=str(path))
+    return None
+
+
+def _pieces(tokenizer: Any, tokens: list[int]) -> list[str]:
+    return [str(piece) for piece in tokenizer.convert_ids_to_tokens(tokens)[:12]]
+
+
+def _read(folder: Path, name: str) -> Mapping[str, Any]:
+    """Return the object in a JSON file, empty without one; other checks report a file that is damaged."""
+    try:
+        content = read_json_file(folder / name)
+    except UnreadableFile:
+        return {}
+    return content if isinstance(content, dict) else {}
