@@ -33,7 +33,7 @@ class Reward:
 
 REWARDS = {
     "gsm8k": Reward("hybrid3d.rewards.registry:gsm8k", pooled=False),
-    "math": Reward("hybrid3d.rewards.math_answers:math"),
+    "math": Reward("hybrid3d.rewards.math_answers:math", check="hybrid3d.rewards.math_answers:check_reference"),
     "code": Reward("hybrid3d.rewards.code:code", check="hybrid3d.rewards.code_references:check_reference"),
 }
 
