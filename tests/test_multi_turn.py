@@ -49,10 +49,12 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         assert not add_special_tokens
-        return [LETTERS.index(letter) for letter in text]
+        return [LETTERS.find(letter) for letter in text]
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        assert skip_special_tokens
+    def decode(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = True
+    ) -> str:
+        assert not clean_up_tokenization_spaces
         return "".join(LETTERS[token] for token in token_ids if token not in Author.end_tokens)
 
 

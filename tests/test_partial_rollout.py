@@ -89,7 +89,10 @@ def recipe_of(*more: str) -> Any:
 
 def rollouts_on(engine: Engine, group: dist.ProcessGroup, recipe: Any) -> PartialRollouts:
     tokenizer = SimpleNamespace(
-        eos_token_id=END, decode=lambda tokens, skip_special_tokens: "".join(map(chr, tokens)), __len__=lambda: 200
+        eos_token_id=END,
+        decode=lambda tokens, **_: "".join(map(chr, tokens)),
+        encode=lambda text, **_: [*map(ord, text)],
+        __len__=lambda: 200,
     )
 
     def batch(number: int, prompts: int) -> list[Example]:

@@ -28,7 +28,10 @@ MEND = "repair these rows, or raise data.max_invalid_fraction"
 PAD, BOS, EOS, UNK, USER, BOT = range(6)
 WORDS = "how many apples has Ada 3 4 #### 7".split()
 ID = {word: 6 + index for index, word in enumerate(WORDS)}
-CHAT = "<bos>{% for m in messages %}<user>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+CHAT = (
+    "<bos>{% for m in messages %}{{ '<bot>' if m.role == 'assistant' else '<user>' }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
 
 QUESTIONS = ["how many apples has Ada", "how many", "apples", "3 4", "Ada has 3"]
 ANSWERS = ["#### 7", "#### 3", "#### 4", "7", "#### 3"]
@@ -100,9 +103,9 @@ def test_a_plain_prompt_keeps_bos_and_gets_no_eos(template: str, front: list[int
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("<bos> 3", [BOS, BOS, ID["3"]]),
+        ("<bos> 3", [BOS, ID["3"]]),  # as in a rendered chat
         ("3 <eos>", [BOS, ID["3"], EOS]),
-        ("<bos>", [BOS, BOS]),
+        ("<bos>", [BOS]),
         ("", []),
     ],
 )

@@ -154,7 +154,7 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     replicas: Any = object.__new__(EngineReplicas)
     replicas._agents = None
     replicas._engine = SimpleNamespace(replica=0, replicas=1, leads=True)
-    replicas._tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
+    replicas._tokenizer = SimpleNamespace(decode=lambda tokens, **_: "")
     replicas._scorer = SimpleNamespace(score=score)
     replicas._multi_turn, replicas._partial = SimpleNamespace(run=run), None
     replicas._of_all_replicas = lambda value: {0: value}

@@ -22,6 +22,7 @@ from hybrid3d.generation.samples import Sample
 from hybrid3d.generation.turns import Trajectory, Turns
 from hybrid3d.rewards.scorer import Scorer, Scores
 from hybrid3d.rl.data import Example
+from hybrid3d.rl.token_texts import decode_part
 
 T = TypeVar("T")
 
@@ -189,7 +190,7 @@ class EngineReplicas:
     def _scored(self, trajectories: Sequence[Trajectory], by_name: bool) -> Answers:
         """Return answers with their rewards; on the ranks that do not report for their replica none."""
         trajectories = trajectories if self._engine.leads else []
-        answers = [self._tokenizer.decode(trajectory.tokens, skip_special_tokens=True) for trajectory in trajectories]
+        answers = [decode_part(self._tokenizer, one.tokens, one.example.prompt_ids) for one in trajectories]
         queries = [
             (a, trajectory.example.answer, trajectory.example.prompt)
             for a, trajectory in zip(answers, trajectories, strict=True)

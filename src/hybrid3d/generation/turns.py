@@ -6,7 +6,7 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import broadcast_object
 from hybrid3d.generation.engine import Completion, Engine, GenerationRequest, Sampling
+from hybrid3d.generation.stops import Stops, find_stops, pause_tokens
 from hybrid3d.generation.tokens import AnswerTokens
 from hybrid3d.rewards.environment_runner import (
     ConversationItem,
@@ -22,8 +23,9 @@ from hybrid3d.rewards.environment_runner import (
     check_environment,
     completed,
 )
-from hybrid3d.rewards.environments import ends_with_stop, stop_tokens
+from hybrid3d.rewards.environments import ends_with_stop
 from hybrid3d.rl.data import Example
+from hybrid3d.rl.token_texts import decode_part, encode_part
 
 
 @dataclass
@@ -35,7 +37,7 @@ class Trajectory(AnswerTokens):
         turns: texts of the policy and of the environment, alternating, without the policy's current turn.
         turn_start: index in `tokens` of the policy's current turn.
         requests: how many the engine has completed for this answer.
-        stopped: whether a text of `rollout.stop` has ended it.
+        stopped: whether a stop of `rollout.stop` has ended it.
         done: whether it is complete.
         failure: the kind of the environment's failure that ended it; empty if there was none.
         message: what the failure said.
@@ -121,14 +123,14 @@ class Turns:
         self._end_tokens = {self._end_token, *engine.end_tokens}
         self._max_new_tokens, self._max_replies = rollout.max_new_tokens, rollout.max_turns
         self._runner: EnvironmentRunner | None = None
-        self._stops: tuple[str, ...] = ()
+        self._stops = Stops()
         if rollout.environment is not None:
             self._runner = EnvironmentRunner(rollout.environment, reward.workers, reward.timeout_seconds)
             # The stop strings are in a user's module, which no rank imports: a process of its own loads it once.
             stops = check_environment(rollout.environment) if group.rank() == 0 else None
-            self._stops = broadcast_object(stops, group) or ()
-        self._stop_tokens = stop_tokens(tokenizer, self._stops)
-        self._ends = rollout.stop
+            self._stops = find_stops(tokenizer, broadcast_object(stops, group) or ())
+        self._stop_tokens = pause_tokens(tokenizer, self._stops)
+        self._ends = find_stops(tokenizer, rollout.stop)
 
     @property
     def have_environment(self) -> bool:
@@ -140,24 +142,24 @@ class Turns:
         return GenerationRequest(
             prompt_ids=answer.context,
             max_new_tokens=self._max_new_tokens - len(answer.tokens),
-            stop_tokens=[self._end_token, *self._stop_tokens],
+            stop_tokens=[self._end_token, *sorted(self._stop_tokens | self._ends.ids)],
             seed=answer.request_seed(),
-            sampling=sampling,
+            sampling=replace(sampling, stop=self._ends.texts),
         )
 
     def append(self, answer: Trajectory, completion: Completion) -> None:
-        """Append what the policy generated, up to the token in which a text of `rollout.stop` is complete.
+        """Append what the policy generated, up to the token in which a stop of `rollout.stop` is complete.
 
         vLLM looks for these texts in the tokens of one request, and a turn may have several.
         """
         before = len(answer.tokens)
         answer.append_completion(completion)
-        if not self._ends or answer.stopped or before == answer.turn_start:
+        answer.stopped |= bool(completion.tokens) and completion.tokens[-1] in self._ends.ids
+        if not self._ends.texts or answer.stopped or before == answer.turn_start:
             return
 
         def has_stop(length: int) -> bool:
-            text = self._text(answer.tokens[answer.turn_start : length])
-            return any(stop in text for stop in self._ends)
+            return any(stop in self._text(answer, answer.turn_start, length) for stop in self._ends.texts)
 
         if has_stop(len(answer.tokens)):
             lengths = range(before + 1, len(answer.tokens) + 1)
@@ -186,7 +188,7 @@ class Turns:
         room, last = self._max_new_tokens - len(answer.tokens), answer.tokens[-1]
         if reply.text is None:
             return TurnResult(done=True, failure=reply.failure, message=reply.message)
-        tokens = tuple(self._tokenizer.encode(reply.text, add_special_tokens=False)) if reply.text else ()
+        tokens = tuple(encode_part(self._tokenizer, reply.text, answer.context))
         ended = not tokens and (last in self._end_tokens or last not in self._stop_tokens)
         if ended or len(tokens) >= room:
             return TurnResult(done=True)
@@ -199,7 +201,7 @@ class Turns:
 
     def _turn(self, answer: Trajectory) -> str:
         """Return the policy's current turn as text."""
-        return self._text(answer.tokens[answer.turn_start :])
+        return self._text(answer, answer.turn_start, len(answer.tokens))
 
     def _item(self, answer: Trajectory) -> ConversationItem:
         """Return the arguments of the environment."""
@@ -209,8 +211,12 @@ class Turns:
         """Return whether the environment is to reply: not where tokens or turns ran out, or vLLM paused elsewhere."""
         if answer.stopped or answer.replies >= self._max_replies or len(answer.tokens) >= self._max_new_tokens:
             return False
-        last = answer.tokens[-1]
-        return last in self._end_tokens or ends_with_stop(self._turn(answer), self._text([last]), self._stops)
+        count = len(answer.tokens)
+        if answer.tokens[-1] in self._end_tokens | self._stops.ids:
+            return True
+        return ends_with_stop(self._turn(answer), self._text(answer, count - 1, count), self._stops.texts)
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+    def _text(self, answer: Trajectory, start: int, end: int) -> str:
+        """Return the text of these tokens of an answer."""
+        prompt = len(answer.example.prompt_ids)
+        return decode_part(self._tokenizer, answer.tokens[start:end], answer.context[: prompt + start])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid3d.config import Recipe
+from hybrid3d.rl.chats import without_nulls
 from hybrid3d.rl.data_files import DataError, read_columns
 
 ROWS = 4  # of each file, with which the template is tested
@@ -73,7 +74,7 @@ def _problem_of(tokenizer: Any, prompt: Any) -> str:
         return ""
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
-        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(without_nulls(turns), add_generation_prompt=True, tokenize=False)
     except MemoryError:
         raise
     except Exception:

@@ -224,7 +224,10 @@ def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptDat
         return PairData.read_pairs(path, chosen=data.chosen, rejected=data.rejected, max_tokens=longest, **how)
 
     of_data = read_pairs if recipe.algorithm.uses_pairs else read
-    train = of_data(data.train)
+    if recipe.algorithm.name == "sft":
+        train = PromptData.read(data.train, answer=data.answer, trains_answers=True, **how)
+    else:
+        train = of_data(data.train)
     held_out = {"eval": of_data(data.eval)} | {name: read(path) for name, path in recipe.evaluation.data.items()}
     _check_special_tokens(recipe, config, tokenizer)
     for prompts in (train, *held_out.values()):

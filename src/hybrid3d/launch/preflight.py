@@ -19,6 +19,7 @@ from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.errors import UserMistake
 from hybrid3d.families import VALUE_HEAD, Config, family_of
 from hybrid3d.generation.agents.program import find_agent_problems
+from hybrid3d.generation.stops import check_stops
 from hybrid3d.inputs.adapters import check_adapters
 from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.checks import check_model
@@ -29,8 +30,6 @@ from hybrid3d.launch_environment import check_vllm_variables
 from hybrid3d.reshard.file_index import CheckpointError, TensorEntry, read_index
 from hybrid3d.reshard.files import CheckpointReader, file_pieces
 from hybrid3d.reshard.layout import Shape
-from hybrid3d.rewards.environment_runner import check_environment
-from hybrid3d.rewards.environments import stop_tokens
 from hybrid3d.rewards.registry import check_references
 from hybrid3d.rewards.scorer import check_reward
 from hybrid3d.rl.data import MAX_ROWS_IN_MESSAGE, PromptData
@@ -133,15 +132,7 @@ def check_prompts(recipe: Recipe, config: Config) -> None:
             raise RecipeError(recipe.name, problems)
         if tokenizer.chat_template:
             check_chat_template(recipe, tokenizer)
-        try:
-            stop_tokens(tokenizer, recipe.rollout.stop)
-        except ValueError as error:
-            raise RecipeError(recipe.name, [f"rollout.{error}"]) from None
-    if recipe.rollout is not None and recipe.rollout.environment is not None:
-        try:
-            stop_tokens(tokenizer, check_environment(recipe.rollout.environment))
-        except ValueError as error:
-            raise RecipeError(recipe.name, [f"rollout.environment: {error}"]) from None
+    check_stops(recipe, tokenizer)
 
 
 def check_evaluation(recipe: Recipe, folder: RunFolder, step: int) -> None:

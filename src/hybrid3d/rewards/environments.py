@@ -85,10 +85,12 @@ def stop_tokens(vocabulary: Vocabulary, stops: Sequence[str]) -> tuple[int, ...]
         ValueError: no token contains the last character of a stop.
     """
     texts = [vocabulary.decode([token], skip_special_tokens=True) for token in range(len(vocabulary) if stops else 0)]
+    ends = set[str]()
     for stop in stops:
-        if not any(stop[-1] in text for text in texts):
+        last = {stop[-1]} if stop[-1].isascii() else {stop[-1], "\ufffd"}  # which stands for a part of a character
+        if all(last.isdisjoint(text) for text in texts):
             raise ValueError(f"stop {stop!r}: none of the tokenizer's {len(texts)} tokens has {stop[-1]!r} in it")
-    ends = {stop[-1] for stop in stops}
+        ends |= last
     return tuple(token for token, text in enumerate(texts) if not ends.isdisjoint(text))
 
 

@@ -14,9 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import jinja2
-
+from hybrid3d.rl.chats import InvalidRow, encode_answer, render, turns_of
 from hybrid3d.rl.data_files import DataError, Turn, read_columns
+from hybrid3d.rl.token_texts import encode_part
 
 MAX_ROWS_IN_MESSAGE = 3  # broken rows that a message names
 MAX_LEFT_OUT_FRACTION = 0.5  # of a file's rows, broken and overlong together, unless `max_invalid_fraction` allows more
@@ -38,12 +38,16 @@ class Example:
     """Holds a row of the data: its index in the file, its texts and the token ids of the prompt.
 
     If the row has chat turns, `prompt` is the text of the last turn.
+
+    Attributes:
+        answer_ids: of an answer that is trained, with its end token, as the chat template renders it.
     """
 
     row: int
     prompt: str
     answer: str
     prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,11 @@ class PromptData:
         overlong: Literal["error", "drop", "truncate_left"] = "error",
         max_invalid_fraction: float = 0.01,
         seed: int = 1,
+        trains_answers: bool = False,
     ) -> PromptData:
         """Read the columns `prompt` and `answer` and tokenize every prompt; with `chat_template` it may be chat turns.
+
+        With `trains_answers` the template renders them together, as `encode_answer` says.
 
         A row is broken if a text is null or blank, the prompt has no tokens or the template refuses it. Broken rows are
         skipped, up to the fraction `max_invalid_fraction` of all rows. Callers set `max_prompt_tokens` to
@@ -108,10 +115,14 @@ class PromptData:
         broken: dict[int, str] = {}
         for row, (question, reference) in enumerate(zip(questions, references, strict=True)):
             try:
-                texts = text_of(prompt, question), text_of(answer, reference)
-                if not (ids := encode(tokenizer, question)):
+                texts, told = (text_of(prompt, question), text_of(answer, reference)), list[int]()
+                if chat_template and trains_answers:
+                    ids, told = encode_answer(tokenizer, question, texts[1])
+                else:
+                    ids = encode(tokenizer, question)
+                if not ids:
                     raise InvalidRow("the prompt has no tokens")
-                examples.append(Example(row, *texts, tuple(ids)))
+                examples.append(Example(row, *texts, tuple(ids), answer_ids=tuple(told)))
             except InvalidRow as reason:
                 broken[row] = str(reason)
         check_broken(path, broken, len(questions), max_invalid_fraction)
@@ -145,13 +156,17 @@ def epoch_order(rows: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encode a plain prompt with the special tokens that the tokenizer prepends (BOS), not those it appends (EOS)."""
+    """Encode a plain prompt with the special tokens that the tokenizer prepends (BOS), not those it appends (EOS).
+
+    A prompt that begins with them, as a rendered chat does, gets no second ones.
+    """
     bare = tokenizer.encode(text, add_special_tokens=False)
     full = tokenizer.encode(text)
-    # The last match is taken, so that a text which itself begins with BOS keeps the BOS that is prepended.
+    # The last match is taken, so that of a text which itself begins with BOS what is prepended is found.
     starts = range(len(full) - len(bare), -1, -1)
     start = next((start for start in starts if full[start : start + len(bare)] == bare), 0)
-    return [*full[:start], *bare] if bare else []
+    front = full[:start] if bare[:start] != full[:start] else []
+    return [*front, *bare] if bare else []
 
 
 def encode_chat(tokenizer: Tokenizer, prompt: str | list[Turn]) -> list[int]:
@@ -159,24 +174,21 @@ def encode_chat(tokenizer: Tokenizer, prompt: str | list[Turn]) -> list[int]:
 
     The template writes the special tokens itself, so encoding adds none.
     """
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    try:
-        rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # "roles must alternate", or whatever an expression in it raises
-        kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-        raise InvalidRow(f"the chat template refuses the prompt: {kind}{error}") from error
-    return tokenizer.encode(rendered, add_special_tokens=False)
+    return tokenizer.encode(render(tokenizer, turns_of(prompt), reply_follows=True), add_special_tokens=False)
 
 
 def encode_pair(tokenizer: Tokenizer, example: Example, max_tokens: int) -> tuple[tuple[int, ...], int]:
     """Return for `sft` the tokens of prompt, answer and EOS, and the prompt's length, which is excluded from the loss.
 
-    Encodes the answer separately, because generation also begins at a token boundary. DataError: too long, or no EOS.
+    The answer begins at a token boundary, because generation does, too. DataError: too long, or no EOS.
     """
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no EOS token: a model trained on answers without one never stops")
-    answer_ids = tokenizer.encode(example.answer, add_special_tokens=False)
-    tokens = (*example.prompt_ids, *answer_ids, tokenizer.eos_token_id)
+    answer_ids = example.answer_ids or (
+        *encode_part(tokenizer, example.answer, example.prompt_ids),
+        tokenizer.eos_token_id,
+    )
+    tokens = (*example.prompt_ids, *answer_ids)
     if len(tokens) > max_tokens:
         raise DataError(
             f"row {example.row} (from 0): prompt, answer and EOS are {len(tokens)} tokens, the model takes {max_tokens}"
@@ -184,14 +196,10 @@ def encode_pair(tokenizer: Tokenizer, example: Example, max_tokens: int) -> tupl
     return tokens, len(example.prompt_ids)
 
 
-class InvalidRow(DataError):
-    """One row cannot be used; the message says why."""
-
-
 def text_of(column: str, value: str | list[Turn] | None) -> str:
     """Return a text, or that of the last turn. InvalidRow: it is null or blank."""
     if isinstance(value, list):
-        if not all(turn and turn["role"] and turn["content"] is not None for turn in value):
+        if not all(turn and turn.get("role") and turn.get("content") is not None for turn in value):
             raise InvalidRow(f"column {column!r} has a turn without role or content")
         value = value[-1]["content"] if value else ""
     if value is None or not value.strip():

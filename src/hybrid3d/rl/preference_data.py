@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hybrid3d.rl.chats import InvalidRow, encode_answer
 from hybrid3d.rl.data import (
     MAX_LEFT_OUT_FRACTION,
     Example,
-    InvalidRow,
     PromptData,
     Tokenizer,
     check_broken,
-    encode_chat,
     encode_prompt,
     text_of,
 )
 from hybrid3d.rl.data_files import DataError, Turn, read_columns
+from hybrid3d.rl.token_texts import encode_part
 
 Tokens = tuple[int, ...]
 
@@ -108,17 +108,25 @@ def _encode(
     """Return the pair of a row. InvalidRow: it has none."""
     prompt, *answers = columns
     question = values[prompt]
-    text, encode = text_of(prompt, question), encode_chat if chat_template else encode_prompt
-    ids = encode(tokenizer, question)
+    text = text_of(prompt, question)
+    texts = [text_of(column, _answer_turn(column, values[column], question)) for column in answers]
+    if chat_template:
+        (ids, chosen), (other_ids, rejected) = (encode_answer(tokenizer, question, one) for one in texts)
+        if ids != other_ids:
+            raise InvalidRow(f"the chat template ends the prompts of {columns[1]!r} and {columns[2]!r} differently")
+    else:
+        ids = encode_prompt(tokenizer, question)
+        chosen, rejected = ([*encode_part(tokenizer, one, ids), _end(tokenizer)] for one in texts)
     if not ids:
         raise InvalidRow("the prompt has no tokens")
-    texts = [text_of(column, _answer_turn(column, values[column], question)) for column in answers]
-    chosen, rejected = ([*ids, *tokenizer.encode(one, add_special_tokens=False)] for one in texts)
     if chosen == rejected:
         raise InvalidRow(f"columns {columns[1]!r} and {columns[2]!r} have the same answer")
+    return Pair(row, text, texts[0], tuple(ids), (*ids, *chosen), (*ids, *rejected))
+
+
+def _end(tokenizer: Tokenizer) -> int:
     assert tokenizer.eos_token_id is not None, "checked by the caller"
-    end = tokenizer.eos_token_id
-    return Pair(row, text, texts[0], tuple(ids), (*chosen, end), (*rejected, end))
+    return tokenizer.eos_token_id
 
 
 def _answer_turn(column: str, value: str | list[Turn] | None, question: str | list[Turn]) -> str | list[Turn] | None:
@@ -126,7 +134,7 @@ def _answer_turn(column: str, value: str | list[Turn] | None, question: str | li
     if not isinstance(value, list) or not value:
         return value
     *before, last = value
-    if not last or last["role"] != "assistant":
+    if not last or last.get("role") != "assistant":
         raise InvalidRow(f"column {column!r} does not end with a turn of the role assistant")
     turns = [{"role": "user", "content": question}] if isinstance(question, str) else question
     if before and [_said(turn) for turn in before] != [_said(turn) for turn in turns]:
@@ -135,7 +143,7 @@ def _answer_turn(column: str, value: str | list[Turn] | None, question: str | li
 
 
 def _said(turn: Turn | None) -> tuple[str | None, str | None]:
-    return (turn["role"], turn["content"]) if turn else (None, None)
+    return (turn.get("role"), turn.get("content")) if turn else (None, None)
 
 
 def _fit_pairs(

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid3d.generation.tokens import AnswerTokens
+from hybrid3d.rl.chats import without_nulls
+from hybrid3d.rl.data import encode_prompt
+from hybrid3d.rl.token_texts import decode_part, encode_part
 
 Message = Mapping[str, Any]
 Messages = tuple[Message, ...]
@@ -115,8 +118,12 @@ class History:
         """End a call, whose tokens are in the branch; arguments are as in `Turn`."""
         text = prompt.text if isinstance(prompt, PromptText) else None
         first = branch.turns[-1].end if branch.turns else 0
-        generated = [token for token, own in zip(branch.tokens[first:], branch.loss_mask[first:], strict=True) if own]
-        text = self._text(branch.context) if text is None else text + self._text(generated)
+        start = branch.loss_mask.index(True, first)  # after what the agent has added
+        before = branch.context[: len(branch.prompt_ids) + start]
+        generated = decode_part(self._tokenizer, branch.tokens[start:], before, skip_special_tokens=False)
+        if text is None:
+            text = decode_part(self._tokenizer, before, (), skip_special_tokens=False)
+        text += reply if reply.lstrip() == generated.lstrip() else generated  # the agent has the text of its reply
         messages = prompt.messages if isinstance(prompt, PromptText) else None
         if messages is not None:
             messages = (*messages, {"role": "assistant", "content": reply})
@@ -148,7 +155,7 @@ class History:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], add_generation_prompt=not ends, tokenize=False
+                    without_nulls(messages), add_generation_prompt=not ends, tokenize=False
                 )
             )
         except Exception as error:  # a template is a program of the checkpoint's, and raises what it wants to
@@ -178,7 +185,7 @@ class History:
             text = prompt.text[len(turn.text) :]
         elif prompt.messages is not None and turn.messages is not None and not turn.cut:
             text = self._added_messages(branch, turn, turn.messages, prompt)
-        return None if text is None else self._tokenizer.encode(text, add_special_tokens=False)
+        return None if text is None else encode_part(self._tokenizer, text, branch.context_of(turn))
 
     def _added_messages(self, branch: Branch, turn: Turn, history: Messages, prompt: PromptText) -> str | None:
         """Return the text after a turn's tokens in a chat that begins with the turn's messages.
@@ -195,13 +202,11 @@ class History:
             return None
         if not after.startswith(before) or not prompt.text.startswith(after):
             return None
-        rendered = after[len(before) :]
-        for reply in (turn.reply, turn.reply.rstrip(), turn.reply.lstrip(), turn.reply.strip()):
-            if rendered.startswith(reply):
-                closing = rendered[len(reply) :]
-                break
-        else:
+        rendered = after[len(before) :].lstrip()  # a template may write white space before a reply, or strip its own
+        reply = next((text for text in (turn.reply.lstrip(), turn.reply.strip()) if rendered.startswith(text)), None)
+        if reply is None:
             return None
+        closing = rendered[len(reply) :]
         last = self._tokenizer.convert_ids_to_tokens(branch.tokens[turn.end - 1])
         if branch.tokens[turn.end - 1] in self._tokenizer.all_special_ids:
             if not closing.startswith(last):
@@ -211,11 +216,9 @@ class History:
 
     def _encode(self, prompt: PromptText) -> list[int]:
         """Tokenize a whole prompt; the text of a chat has its special tokens already."""
-        ids: list[int] = self._tokenizer.encode(prompt.text, add_special_tokens=prompt.messages is None)
-        return ids
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        if prompt.messages is None:
+            return encode_prompt(self._tokenizer, prompt.text)
+        return list(self._tokenizer.encode(prompt.text, add_special_tokens=False))
 
 
 def _differ(one: Message, other: Message) -> bool:

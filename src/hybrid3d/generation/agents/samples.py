@@ -7,6 +7,7 @@ from typing import Any
 from hybrid3d.generation.agents.sessions import Session
 from hybrid3d.generation.samples import Sample
 from hybrid3d.generation.tokens import AnswerTokens
+from hybrid3d.rl.token_texts import decode_part
 
 
 def samples_of(session: Session, tokenizer: Any) -> list[Sample]:
@@ -20,7 +21,7 @@ def samples_of(session: Session, tokenizer: Any) -> list[Sample]:
         return [nothing.sample(example, example.prompt_ids, "")]
     return [
         branch.sample(
-            example, branch.prompt_ids, tokenizer.decode(branch.tokens, skip_special_tokens=True), branch=number
+            example, branch.prompt_ids, decode_part(tokenizer, branch.tokens, branch.prompt_ids), branch=number
         )
         for number, branch in enumerate(branches)
     ]

@@ -18,9 +18,10 @@ from hybrid3d.config import Rollout
 from hybrid3d.generation.agents.calls import Call, CallResult, NoSession, RefusedCall, RunEnded, no_room
 from hybrid3d.generation.agents.history import Branch, History
 from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
+from hybrid3d.generation.stops import Stops, find_stops, pause_tokens
 from hybrid3d.generation.turns import seed_of_request
-from hybrid3d.rewards.environments import stop_tokens
 from hybrid3d.rl.data import Example
+from hybrid3d.rl.token_texts import decode_part
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,8 @@ class SessionPool:
         self._cancelled: list[int] = []
         self._closed = False
         self._checked = self._reminded = 0.0
-        self._stop_tokens = lru_cache(maxsize=64)(lambda stops: stop_tokens(tokenizer, stops))
+        self._find_stops = lru_cache(maxsize=64)(lambda stops: find_stops(tokenizer, stops))
+        self._pause_tokens = lru_cache(maxsize=64)(lambda stops: pause_tokens(tokenizer, stops))
 
     def open(self, work: Sequence[tuple[Example, int | None]], version: int, sampling: Sampling) -> list[Session]:
         """Offer sessions to agents, one for each example and seed."""
@@ -175,7 +177,7 @@ class SessionPool:
         with self._changed:
             session = self.find(session_id)
             try:
-                self._stop_tokens(self._stops_of(call))
+                self._pause_tokens(self._stops_of(call))
             except ValueError as error:
                 raise RefusedCall(str(error), "invalid_value", "stop") from None
             branch = session.history.begin(call.prompt)
@@ -240,11 +242,12 @@ class SessionPool:
         branch, call = pending.branch, pending.call
         branch.append_generated(completion)
         tokens = tuple(branch.tokens[pending.start :])
-        text = self._text(tokens)
+        context = branch.context
+        text = decode_part(self._tokenizer, tokens, context[: len(context) - len(tokens)])
         stops = self._stops_of(call)
-        found = [(text.find(stop), stop) for stop in stops if stop in text]
-        ended = tokens[-1] in self._end_tokens or bool(found)
-        if stops and not ended and pending.generated < pending.max_new_tokens:
+        found = [(text.find(stop), stop) for stop in stops.texts if stop in text]
+        ended = tokens[-1] in self._end_tokens | stops.ids or bool(found)
+        if stops.texts and not ended and pending.generated < pending.max_new_tokens:
             self._submit(session, pending)  # the engine has paused at a token that may end a stop
             return
         reply = text
@@ -264,7 +267,7 @@ class SessionPool:
         self._new[number] = GenerationRequest(
             prompt_ids=branch.context,
             max_new_tokens=pending.max_new_tokens - pending.generated,
-            stop_tokens=sorted({*self._end_tokens, *self._stop_tokens(self._stops_of(pending.call))}),
+            stop_tokens=sorted(self._end_tokens | self._pause_tokens(self._stops_of(pending.call))),
             seed=seed_of_request(session.seed, session.requests),
             sampling=replace(session.sampling, stop=()),  # which is looked for in the text of all of a call's requests
         )
@@ -272,12 +275,9 @@ class SessionPool:
         session.calls[number] = pending
         self._running[number] = session
 
-    def _stops_of(self, call: Call) -> tuple[str, ...]:
-        """Return the texts that end the reply to a call: its own, and those of the recipe."""
-        return tuple(dict.fromkeys((*call.stops, *self._rollout.stop)))
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def _stops_of(self, call: Call) -> Stops:
+        """Return what ends the reply to a call: its own stops, and those of the recipe."""
+        return self._find_stops(tuple(dict.fromkeys((*call.stops, *self._rollout.stop))))
 
     def _offer(self) -> None:
         """Give sessions that nobody has to agents that wait."""

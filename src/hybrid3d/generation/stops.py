@@ -1,0 +1,76 @@
+"""Stops: texts that end a turn or an answer. A special token is not in decoded text, so it is looked for as a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid3d.config import Recipe, RecipeError
+from hybrid3d.rewards.environment_runner import check_environment
+from hybrid3d.rewards.environments import stop_tokens
+from hybrid3d.rl.token_texts import TokenTexts, encode_part, special_tokens
+
+
+@dataclass(frozen=True)
+class Stops:
+    """Stops, by how they are found.
+
+    Attributes:
+        texts: which are found in decoded text.
+        ids: special tokens.
+    """
+
+    texts: tuple[str, ...] = ()
+    ids: frozenset[int] = frozenset()
+
+
+def find_stops(tokenizer: Any, stops: Sequence[str]) -> Stops:
+    """Return the stops of a recipe, an environment or an agent.
+
+    Raises:
+        ValueError: one is never found: a special token is a part of it, or the tokenizer writes it in another way.
+    """
+    if not stops:
+        return Stops()
+    special, pieces = special_tokens(tokenizer), TokenTexts(tokenizer)
+    texts = tuple(stop for stop in stops if stop not in special)
+    for stop in texts:
+        parts = sorted((token for token in special if token and token in stop), key=len)
+        if parts:
+            raise ValueError(
+                f"stop {stop!r} contains the special token {parts[-1]!r}, which is not in decoded text, so that it "
+                f"never stops: set {parts[-1]!r} alone, or leave the token out of it"
+            )
+        written = pieces.decode(encode_part(tokenizer, stop, ()))
+        if stop not in written:
+            raise ValueError(
+                f"stop {stop!r} is never in decoded text, as the tokenizer writes it {written!r}: set this instead"
+            )
+    return Stops(texts, frozenset(special[stop] for stop in stops if stop in special))
+
+
+def pause_tokens(tokenizer: Any, stops: Stops) -> frozenset[int]:
+    """Return the tokens at which an engine pauses, as a stop may end with them. ValueError: as `stop_tokens`."""
+    return stops.ids.union(stop_tokens(TokenTexts(tokenizer), stops.texts) if stops.texts else ())
+
+
+def check_stops(recipe: Recipe, tokenizer: Any) -> None:
+    """Check that the stops of the recipe and its environment can end something.
+
+    Raises:
+        RecipeError: one cannot, or the environment does not load.
+    """
+    rollout = recipe.rollout
+    if rollout is None:
+        return
+    where = "rollout.stop"
+    try:
+        stops = find_stops(tokenizer, rollout.stop)
+        if rollout.agents is not None:
+            pause_tokens(tokenizer, stops)
+        where = "rollout.environment"
+        if rollout.environment is not None:
+            pause_tokens(tokenizer, find_stops(tokenizer, check_environment(rollout.environment)))
+    except ValueError as error:
+        raise RecipeError(recipe.name, [f"{where}: {error}"]) from None

@@ -1,0 +1,116 @@
+"""Renders chats with a tokenizer's template, and divides conversations into a prompt and the answer that is trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from hybrid3d.rl.data_files import DataError, Turn
+from hybrid3d.rl.token_texts import encode_part, special_tokens
+
+SHOWN_CHARACTERS = 160  # of the end of a rendering, in messages
+
+
+class InvalidRow(DataError):
+    """One row cannot be used; the message says why."""
+
+
+def without_nulls(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return turns without keys that are null: data files and clients add them, and templates ask whether they exist.
+
+    A `content` that is null stays, as templates ask for that.
+    """
+    return [{key: value for key, value in turn.items() if value is not None or key == "content"} for turn in turns]
+
+
+def render(tokenizer: Any, turns: Sequence[Mapping[str, Any]], *, reply_follows: bool) -> str:
+    """Return the text of turns, with the beginning of the assistant's reply or without. InvalidRow: there is none."""
+    try:
+        return str(
+            tokenizer.apply_chat_template(without_nulls(turns), add_generation_prompt=reply_follows, tokenize=False)
+        )
+    except Exception as error:  # "roles must alternate", or whatever an expression in it raises
+        kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+        raise InvalidRow(f"the chat template refuses the prompt: {kind}{error}") from error
+
+
+def turns_of(prompt: str | Sequence[Turn]) -> list[Turn]:
+    """Return the turns of a prompt; a text is one of the user.
+
+    Raises:
+        InvalidRow: the assistant has the last turn, to which no reply of it follows.
+    """
+    turns: list[Turn] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if turns and turns[-1].get("role") == "assistant":
+        raise InvalidRow(
+            "the prompt ends with a turn of the assistant, as if it had the answer: end it before this turn"
+        )
+    return turns
+
+
+def encode_answer(tokenizer: Any, prompt: str | Sequence[Turn], answer: str) -> tuple[list[int], list[int]]:
+    """Return the tokens of a prompt, and of an answer up to its end token, as the template renders the conversation.
+
+    A template may begin the reply that it asks for in another way than one that is there: with a thinking block, which
+    an answer closes or does not have. Then the prompt ends where both are the same.
+
+    Raises:
+        InvalidRow: the template refuses the conversation, or renders another answer; with both renderings.
+    """
+    asked, told = _divide(tokenizer, turns_of(prompt), answer)
+    ids = list(tokenizer.encode(asked, add_special_tokens=False))
+    tokens = encode_part(tokenizer, told, ids)
+    if not tokens or tokens[-1] not in special_tokens(tokenizer).values():
+        tokens.append(tokenizer.eos_token_id)
+    return ids, tokens
+
+
+def _divide(tokenizer: Any, turns: Sequence[Turn], answer: str) -> tuple[str, str]:
+    """Return the text of the prompt, and that of the answer with its end token if the template writes one."""
+    asked = render(tokenizer, turns, reply_follows=True)
+    whole = render(tokenizer, [*turns, {"role": "assistant", "content": answer}], reply_follows=False)
+    start = len(asked)
+    if not whole.startswith(asked):  # history has no open thinking block
+        start = whole.rfind(answer.strip())
+        if start < 0 or not asked.startswith(whole[:start]):
+            return _closed_block(asked, whole, answer)
+    elif _squeezed(answer) not in _squeezed(whole[_history_length(tokenizer, turns, whole) :]):
+        return _closed_block(asked, whole, answer)
+    told = whole[start:]
+    end = told.rfind(answer.split("</think>")[-1].strip()) + len(answer.split("</think>")[-1].strip())
+    return whole[:start], told[:end] + _end_token(tokenizer, told[end:])
+
+
+def _history_length(tokenizer: Any, turns: Sequence[Turn], whole: str) -> int:
+    """Return where the assistant's reply begins in a conversation, whatever the template begins it with."""
+    history = render(tokenizer, turns, reply_follows=False)
+    return len(history) if whole.startswith(history) else 0
+
+
+def _closed_block(asked: str, whole: str, answer: str) -> tuple[str, str]:
+    """Return prompt and answer, if the answer goes on with the thinking block that the prompt has opened."""
+    opened = re.search(r"<(\w+)>\s*\Z", asked)
+    if opened is not None and f"</{opened[1]}>" in answer:
+        return asked, answer
+    raise InvalidRow(
+        "the chat template asks for an answer in another way than it renders one: "
+        f"a prompt ends with {asked[-SHOWN_CHARACTERS:]!r}, and the conversation with {whole[-SHOWN_CHARACTERS:]!r}: "
+        "set data.chat_template to false, and write both columns as the model is to read them"
+    )
+
+
+def _end_token(tokenizer: Any, closing: str) -> str:
+    """Return what a template writes after an answer, up to its end token: the EOS token, or else the first special one.
+
+    Empty if it writes none: EOS follows.
+    """
+    eos, special = tokenizer.eos_token, special_tokens(tokenizer)
+    ends = [closing.find(text) + len(text) for text in ((eos,) if eos in closing else special) if text in closing]
+    return closing[: min(ends)] if ends else ""
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"\s", "", text)
