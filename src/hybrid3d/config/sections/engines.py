@@ -144,7 +144,8 @@ class Rollout:
         min_p: Sample from the tokens with at least this fraction of the most likely token's probability; 0: all.
             `top_p`, `top_k` and `min_p` truncate the distribution that is sampled, not the one that is trained
             (`docs/algorithms.md`), and do not apply to held-out answers.
-        stop: Texts that end an answer, held-out ones too; an answer ends with the token in which one is complete.
+        stop: Texts that end an answer, held-out ones too; an answer ends with the token in which one is complete. A
+            special token may be one by itself; texts that the tokenizer never writes are refused.
         quantization: With `fp8`, vLLM has the weights of linear layers and experts in FP8 (e4m3), with one scale for
             each block of 128 x 128 weights: each rank quantizes the weights that it holds, and half the bytes are sent.
             `null`: vLLM generates with `model.dtype`.
