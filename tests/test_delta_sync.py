@@ -123,3 +123,19 @@ def test_what_can_go_wrong(tiny_checkpoint: Callable[..., Path], tmp_path: Path)
         error, refusal = results[-1]["killed"]
         assert error in ("RuntimeError", "DistBackendError")
         assert refusal.startswith("vLLM's weights are incomplete")
+
+
+def test_a_cpu_whose_ranks_share_memory_sends_all_elements(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Encoding and sockets take longer than copies: measured, 1.7 to 8 times (`benchmarks/results/reshard-cpu.md`)."""
+    results = run(tmp_path / "out.json", 2, 2, "auto", {"qwen2": tiny_checkpoint("qwen2")})["qwen2"]
+    for syncs in zip(*results, strict=True):
+        choices = [{key: value for key, value in r["choice"].items() if key != "exposed_seconds"} for r in syncs]
+        assert choices == choices[:1] * 4  # the ranks agree
+        if syncs[0]["what"] != "first":
+            assert choices[0]["sends"] == "all elements"
+            assert choices[0]["expected_dense_seconds"] < choices[0]["expected_delta_seconds"]
+            assert {r["dense_reason"] for r in syncs} == {"a sync of changed elements is expected to take longer"}
+            for result in syncs:
+                assert_exact(result)

@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "planning": {"errors", "families", "distributed", "reshard", "config", "inputs", "train", "rollout"},
     "roles": {
         *("launch_environment", "process", "distributed", "reshard", "rl", "config", "rewards", "inputs", "generation"),
-        *("train", "rollout", "run"),
+        *("train", "rollout", "run", "planning"),
     },
     "trainer": {
         *("storage", "distributed", "reshard", "rl", "config", "inputs", "generation", "train", "run", "roles"),

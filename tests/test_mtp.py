@@ -310,6 +310,7 @@ def test_syncs_of_changed_elements_leave_it_out(more: list[str], demo: Path, tmp
     start = tensors_in(experts_folder(tmp_path, demo, "deepseek_v3", make=make_mtp_checkpoint))
     settings = [*EXPERTS, "run.checkpoint_every=2", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4"]
     settings += ["model.dtype=bfloat16", "rollout.pack_weights=false", "sync.verify=always", "optimizer.lr=1e-3"]
+    settings += ["sync.delta=always"]
     settings += [f"train.mtp_loss_coef={COEF}", "guard.initial_mismatch=warn", *more]
     settings = [str(ROOT / "recipes/demo-cpu.yaml"), *settings, "run.steps=4"]
     hybrid3d(tmp_path, "train", *settings)

@@ -51,7 +51,7 @@ SPLIT = ["name=split", "sync.verify=always", "roles.generation.ranks=2", "machin
 def settings(*more: str) -> list[str]:
     return [
         str(ROOT / "recipes/demo-cpu.yaml"),
-        *("model.path=build/demo/base", "model.dtype=bfloat16", "rollout.pack_weights=false"),
+        *("model.path=build/demo/base", "model.dtype=bfloat16", "rollout.pack_weights=false", "sync.delta=always"),
         *("guard.initial_mismatch=ignore", "reward.name=rewards:parity"),
         *("train.tp=2", "train.pp=1", "rollout.tp=1"),
         *(

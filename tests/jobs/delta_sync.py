@@ -5,7 +5,8 @@
 Real updates change the weights, two before each sync; every other sync overlaps the last of them. With MODE=faults, the
 last layout goes on with what can go wrong, and at last rank 3 is killed in the middle of a sync: then each of the other
 ranks writes OUT.json.<rank>. With MODE=share, vLLM packs its weights, a copy of these is kept in loader layout, and the
-others lie in Megatron's memory. With MODE=fp8, vLLM's weights are in FP8 with block scales.
+others lie in Megatron's memory. With MODE=fp8, vLLM's weights are in FP8 with block scales. With MODE=auto, the sync
+chooses what it sends.
 """
 
 import dataclasses
@@ -51,7 +52,12 @@ def recipe_for(folder: str, train: Train, rollout_tp: int, mode: str) -> Recipe:
             pack_weights=shares,
             quantization="fp8" if mode == "fp8" else None,
         ),
-        sync=Sync(bucket_mib=0.25, keep_loader_layout=experts or shares, share_storage=shares),
+        sync=Sync(
+            bucket_mib=0.25,
+            delta="auto" if mode == "auto" else "always",
+            keep_loader_layout=experts or shares,
+            share_storage=shares,
+        ),
         data=Data(train="-", eval="-"),
         algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),
         optimizer=Optimizer(lr=2e-5),
@@ -94,7 +100,8 @@ class Case:
         self.landed.tensors.clear()
         begun = self.sync.in_progress is not None
         report = self.sync.finish() if begun else self.sync.run(self.number, verify=True)
-        result = vars(report) | {"what": what, "rank": self.rank, "train": vars(self.recipe.train)}
+        result = vars(report) | {"choice": dict(report.choice), "expected": None}
+        result |= {"what": what, "rank": self.rank, "train": vars(self.recipe.train)}
         if compares:
             got = self.state()
             self.sync.require_dense()

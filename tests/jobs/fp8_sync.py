@@ -28,7 +28,7 @@ def prove(rank: int, case: dict, ident: str, kept: list) -> list[dict]:
     truth = fresh(recipe, rank, case["fp8"], f"{ident}-truth", slots)
     engine, landed, results = Engine(recipe, rank, ident, slots), Landed(), []
     kept += [engine, truth]  # an engine that is dropped takes the default process group with it
-    for delta in ("never", "auto"):
+    for delta in ("never", "always"):
         runtime.initialize(layout, seed=1)
         settings = dataclasses.replace(recipe.sync, delta=delta)
         one = Case(case["bf16"], dataclasses.replace(recipe, sync=settings), rank, engine, landed)

@@ -43,7 +43,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 class NothingSynced:
-    corrupted, dense_reason = (), ""
+    corrupted, dense_reason, choice = (), "", MappingProxyType({})
 
     def metrics(self) -> StepMetrics:
         return StepMetrics()

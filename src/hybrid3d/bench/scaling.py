@@ -64,7 +64,8 @@ def scale_recipe(recipe: Recipe, scale: Scale, changed: float | None = None) -> 
         sleep = rollout.sleep and recipe.is_split  # ranks that only generate never sleep
         rollout = replace(rollout, sleep=sleep, pack_weights=rollout.pack_weights and not cpu)
         keep = recipe.sync.keep_loader_layout or cpu
-        recipe = replace(recipe, sync=replace(recipe.sync, keep_loader_layout=keep, anchor_every=None))
+        sync = replace(recipe.sync, delta="always", keep_loader_layout=keep, anchor_every=None)
+        recipe = replace(recipe, sync=sync)
     name = f"bench-{recipe.name}"
     smaller = replace(
         recipe,

@@ -141,7 +141,7 @@ class Recipe:
         """Return whether, on GPUs, syncs may send only the elements that changed: see `sync.delta`."""
         sleeps = self.rollout is not None and self.rollout.sleep and not self.is_split
         keeps_weights = self.keeps_rollout_weights or (self.rollout is not None and not sleeps)
-        return self.lora is None and self.sync.delta == "auto" and self.model.dtype == "bfloat16" and keeps_weights
+        return self.lora is None and self.sync.delta != "never" and self.model.dtype == "bfloat16" and keeps_weights
 
     @property
     def keeps_rollout_weights(self) -> bool:

@@ -11,19 +11,25 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Hardware:
-    """Memory and bandwidths of one GPU. Bandwidths are in bytes per second; those of links hold for each direction.
+    """Memory and speeds of one GPU. Bandwidths are in bytes per second; those of links hold for each direction.
 
     Attributes:
         memory_bytes: as in its data sheet; what a device has beyond that is left to contexts and NCCL.
         memory_bandwidth: of its own memory; a copy reads and writes each byte.
         nvlink_bandwidth: to all other GPUs of its node together.
         network_bandwidth: to other nodes.
+        launch_seconds: in which the host starts an operation of torch: assumed.
+        wait_seconds: in which the host waits for a result that is ready, and starts again: assumed.
+        serial: whether one processor copies and sends, in turns.
     """
 
     memory_bytes: float
     memory_bandwidth: float
     nvlink_bandwidth: float
     network_bandwidth: float
+    launch_seconds: float = 5e-6
+    wait_seconds: float = 20e-6
+    serial: bool = False
 
 
 # Data sheets of NVIDIA's A100 80GB SXM, H100 SXM and H200 SXM; NVLink is quoted there for both directions together.
@@ -33,6 +39,10 @@ _MACHINES = {
     "h100-8x400g": Hardware(80 * GB, 3350 * GB, 450 * GB, 50 * GB),
     "h200-8x400g": Hardware(141 * GB, 4800 * GB, 450 * GB, 50 * GB),
 }
+
+# A core of a CPU, for the choice between syncs: memory as in the copies of benchmarks/results/reshard-cpu.md, gloo over
+# the loopback device as in its wire, and 10 Gb/s Ethernet. No operation has to be waited for.
+CPU = Hardware(0.0, 10 * GB, 1.5 * GB, 1.25 * GB, launch_seconds=2e-6, wait_seconds=0.0, serial=True)
 
 
 def hardware_of(machine: Machine) -> Hardware:

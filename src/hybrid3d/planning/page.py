@@ -114,12 +114,17 @@ def _changed(report: PlanReport) -> str:
     changed = report.changed
     if changed is None:
         return ""
+    work, kind = changed.work, report.recipe.machine.kind
     return (
         f"\nchanged    {changed.fraction:.3g} of the elements: {gb(changed.delta_bytes)} received, "
         f"{changed.delta_bytes / changed.delta_bound_bytes:.2f} of the entropy, "
-        f"{gb(changed.delta_network_bytes)} of it over the network; "
-        f"{changed.time.seconds:.3f} seconds: {_bottleneck(changed.time)}; "
-        f"bitmaps take {gb(changed.bitmap_bytes)} a rank"
+        f"{gb(changed.delta_network_bytes)} of it over the network; bitmaps take {gb(changed.bitmap_bytes)} a rank\n"
+        f"           {changed.seconds:.3f} seconds on {kind}: {changed.encoding_seconds:.3f} to find, encode, decode "
+        f"and write them ({work.launches:,.0f} launches, {work.host_waits:,.0f} waits and "
+        f"{gb(work.moved_bytes(changed.fraction))} read and written on a rank); "
+        f"{changed.wire.seconds:.3f} of messages\n"
+        f"           sync.delta=auto sends {'the changed' if changed.is_faster else 'all'} elements: sending all takes "
+        f"{changed.dense_seconds:.3f} seconds beside the optimizer's step"
     )
 
 

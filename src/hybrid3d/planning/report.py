@@ -11,7 +11,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.families import Config
 from hybrid3d.inputs.adapters import check_adapted_layers
 from hybrid3d.planning.adapters import AdapterSync, predict_adapter_sync
-from hybrid3d.planning.changed import ChangedSync, predict_changed_sync
+from hybrid3d.planning.changed import ChangedSync, count_work, predict_changed_sync
 from hybrid3d.planning.engine_queries import ProgressCallback, query_engines
 from hybrid3d.planning.fitting import check_memory
 from hybrid3d.planning.hardware import Hardware, hardware_of
@@ -91,7 +91,7 @@ class PlanReport:
                 "nvlink": self.sync.nvlink,
                 "copies": self.sync.copies,
                 "gather": self.gather_traffic.seconds(self.hardware),
-                **({} if changed is None else {"delta": changed.time.seconds}),
+                **({} if changed is None else _changed_seconds(changed)),
                 **({} if adapters is None else {"adapters": adapters.time.seconds}),
             },
             "memory": {
@@ -108,6 +108,15 @@ class PlanReport:
         }
 
 
+def _changed_seconds(changed: ChangedSync) -> dict[str, float]:
+    return {
+        "delta": changed.seconds,
+        "delta_wire": changed.wire.seconds,
+        "delta_encoding": changed.encoding_seconds,
+        "sync_exposed": changed.dense_seconds,
+    }
+
+
 def _changed_numbers(changed: ChangedSync) -> dict[str, Any]:
     return {
         "changed_fraction": changed.fraction,
@@ -115,6 +124,10 @@ def _changed_numbers(changed: ChangedSync) -> dict[str, Any]:
         "delta_bound_bytes": changed.delta_bound_bytes,
         "delta_network_bytes": changed.delta_network_bytes,
         "max_bitmap_bytes": changed.bitmap_bytes,
+        "max_delta_launches": round(changed.work.launches),
+        "max_delta_host_waits": round(changed.work.host_waits),
+        "max_delta_touched_bytes": round(changed.work.moved_bytes(changed.fraction)),
+        "delta_chosen": changed.is_faster,
     }
 
 
@@ -157,8 +170,9 @@ def make_report(
         report = replace(report, adapters=predict_adapter_sync(recipe, config, slots, hardware, on_progress))
     if changed_fraction is None:
         return report
-    network = int(report.per_rank["received_over_network_bytes"].sum())
-    return replace(report, changed=predict_changed_sync(recipe, traffic, network, hardware, changed_fraction))
+    on_progress("counting what a sync of changed elements takes")
+    network, work = int(report.per_rank["received_over_network_bytes"].sum()), count_work(recipe, answers, traffic)
+    return replace(report, changed=predict_changed_sync(recipe, traffic, network, hardware, changed_fraction, work))
 
 
 def _spread(of_ranks: np.ndarray) -> dict[str, float]:

@@ -204,7 +204,7 @@ class DeltaExecutor(Executor):
     def _bind(self, step: Step, bucket: Bucket, places: Iterable[PlacedMessage]) -> None:
         super()._bind(step, bucket, places)
         assert isinstance(step, _DeltaStep)
-        for transfers in _local_runs(t for t in bucket.transfers if t.is_local and t.name in self._sparse):
+        for transfers in local_runs(t for t in bucket.transfers if t.is_local and t.name in self._sparse):
             pieces = [_source_of(t) for t in transfers]
             source, target = Elements([*map(self._read, transfers)]), Elements([*map(self._write, transfers)])
             step.local_runs.append(_LocalRun(pieces, source, target))
@@ -353,7 +353,7 @@ def _source_of(transfer: Transfer) -> Piece:
     return transfer.source
 
 
-def _local_runs(transfers: Iterable[Transfer]) -> Iterator[Sequence[Transfer]]:
+def local_runs(transfers: Iterable[Transfer]) -> Iterator[Sequence[Transfer]]:
     """Yield the transfers within a rank in runs of one target dtype."""
     run: list[Transfer] = []
     elements = 0

@@ -22,6 +22,7 @@ class Synced(Protocol):
     Attributes:
         corrupted: names of tensors that arrived corrupted and were sent again.
         dense_reason: why all elements were sent; empty if only those were that changed.
+        choice: what `sync.delta: auto` chose and why, as fields of an event; empty where it had no choice.
     """
 
     @property
@@ -29,6 +30,9 @@ class Synced(Protocol):
 
     @property
     def dense_reason(self) -> str: ...
+
+    @property
+    def choice(self) -> Mapping[str, Any]: ...
 
     def metrics(self) -> StepMetrics:
         """Return this rank's share of the metrics `sync/*`."""

@@ -35,6 +35,7 @@ class Record:
         self._display = display
         self._data_counts: dict[str, float] = {}
         self._dense_reason: str | None = None
+        self._sync_choice = ""
         self._told_truncated = False
         self._trackers: Trackers | None = None
         self._has_timeline = False
@@ -148,6 +149,12 @@ class Record:
         if reason and reason != self._dense_reason:
             self.event("sync_dense", step=step, reason=reason)
         self._dense_reason = reason
+
+    def sync_choice(self, choice: Mapping[str, Any], step: int) -> None:
+        """Report what `sync.delta: auto` chose and why, where that is not what it chose before; empty: no choice."""
+        if choice and choice["sends"] != self._sync_choice:
+            self._sync_choice = choice["sends"]
+            self.event("sync_choice", step=step, **choice)
 
     def truncated_sampling(self, rollout: Rollout, step: int) -> None:
         """Report, once, that samples are of a part of the tokens only, which training does not know of."""

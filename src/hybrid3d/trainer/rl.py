@@ -42,6 +42,7 @@ def train_rl(
                 synced = roles.sync(step, recipe)
             record.corrupted_sync(synced.corrupted, step)
             record.dense_sync(synced.dense_reason, step)
+            record.sync_choice(synced.choice, step)
             record.truncated_sampling(recipe.rollout, step)
             if step % recipe.run.eval_every == 0 or step == recipe.run.steps:
                 with timer("eval"):

@@ -274,8 +274,10 @@ class Sync:
         overlap: Start the sync as soon as the first weights are updated, overlapping it with the rest of the
             optimizer step.
         share_storage: Let vLLM's tensors use Megatron's memory where layout and dtype are the same.
-        delta: With `auto`, a sync sends only the elements that changed since the last one, where that is known: of
-            bfloat16 weights that vLLM keeps as they are loaded. With `never`, every sync sends all elements.
+        delta: With `always`, a sync sends only the elements that changed since the last one, where that is known: of
+            bfloat16 weights that vLLM keeps as they are loaded. With `auto`, it does so if it is expected to take less
+            time, with finding, encoding and writing these elements, than sending all; the event `sync_choice` says what
+            was chosen and why. With `never`, every sync sends all elements.
         keep_loader_layout: Keep a second copy, as it is loaded, of each tensor that vLLM packs or permutes for its
             kernels, so that `delta` applies to it. Without, these tensors are always sent in full.
         anchor_every: Every N-th sync sends all elements; `null`: only those for which changes are not known.
@@ -287,7 +289,7 @@ class Sync:
     verify: Interval = "never"
     overlap: bool = True
     share_storage: bool = False
-    delta: Literal["auto", "never"] = "auto"
+    delta: Literal["auto", "always", "never"] = "auto"
     keep_loader_layout: bool = False
     anchor_every: Repeats | None = None
     shared_memory: Literal["auto", "never"] = "auto"

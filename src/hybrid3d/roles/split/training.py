@@ -57,6 +57,10 @@ class SplitSyncReport:
     def dense_reason(self) -> str:
         return self.own.dense_reason
 
+    @property
+    def choice(self) -> Mapping[str, Any]:
+        return self.own.choice
+
     def metrics(self) -> StepMetrics:
         metrics = self.own.metrics()
         metrics.add_rank(self.others)

@@ -15,6 +15,8 @@ from hybrid3d.reshard.executor import Executor, NamedTensors
 from hybrid3d.reshard.planner import RankPlan
 from hybrid3d.reshard.protocols import ChangeSource, Sink
 from hybrid3d.reshard.transport import Transport
+from hybrid3d.roles.weight_sync.choice import ExpectedSeconds, SyncEstimate
+from hybrid3d.roles.weight_sync.plan import SyncPlan
 from hybrid3d.train.runtime import device
 from hybrid3d.train.weights import MegatronWeights
 
@@ -26,15 +28,16 @@ class DenseReason(enum.IntEnum):
     """Why a sync sends all elements; where ranks have different reasons, the largest counts."""
 
     NONE = 0
-    ANCHOR = 1
-    OTHER_CHANGES = 2
-    UNFINISHED = 3
-    FIRST = 4
-    KEPT_APART = 5
-    NOT_TRACKED = 6
-    DISCARDED = 7
-    FLOAT32 = 8
-    SETTING = 9
+    SLOWER = 1
+    ANCHOR = 2
+    OTHER_CHANGES = 3
+    UNFINISHED = 4
+    FIRST = 5
+    KEPT_APART = 6
+    NOT_TRACKED = 7
+    DISCARDED = 8
+    FLOAT32 = 9
+    SETTING = 10
 
     def __str__(self) -> str:
         return _REASONS[self]
@@ -42,6 +45,7 @@ class DenseReason(enum.IntEnum):
 
 _REASONS = (
     "",
+    "a sync of changed elements is expected to take longer",
     "sync.anchor_every",
     "weights were changed by something else than the optimizer",
     "vLLM may not have the weights of the last sync: it did not finish, or this one was to send everything",
@@ -62,6 +66,7 @@ class DeltaSync:
 
     Attributes:
         reason: why the sync in progress sends all elements; `NONE` if it does not.
+        expected: the seconds by which `sync.delta: auto` chose for the sync in progress; None where it had no choice.
     """
 
     def __init__(
@@ -73,9 +78,11 @@ class DeltaSync:
         sink: RolloutWeights | None,
         discards_weights: bool,
         names: Iterable[str],
+        estimate: SyncEstimate,
     ):
         """
         Args:
+            estimate: of the seconds of a sync.
             trained: this rank's weights, if it trains; `tracker` tracks their changes.
             sink: vLLM's weights on this rank, if it generates.
             discards_weights: vLLM frees its weights between syncs.
@@ -92,7 +99,9 @@ class DeltaSync:
         self._elements = 0
         self._syncs_since_dense = 0
         self._finished = False
+        self._estimate = estimate
         self.reason = DenseReason.FIRST
+        self.expected: ExpectedSeconds | None = None
 
     @property
     def sparse(self) -> frozenset[str]:
@@ -113,12 +122,15 @@ class DeltaSync:
         """Send all elements in the next sync."""
         self._finished = False
 
-    def begin(self) -> bool:
+    def begin(self, plan: SyncPlan) -> bool:
         """Begin a sync: return whether it sends only changed elements. The ranks agree on it."""
         here = self._reason_here()
         if here not in (DenseReason.FLOAT32, DenseReason.SETTING):  # which all ranks read in the recipe
             here = DenseReason(all_reduce_max([here], self._group)[0])
-        self.reason = here
+        self.reason, self.expected = here, None
+        if not here and self._settings.delta == "auto":
+            self.expected = self._estimate.expect(plan.current, plan.ready, self.sparse, self._trained)
+            self.reason = DenseReason.NONE if self.expected.prefers_delta else DenseReason.SLOWER
         self._finished = False
         if self.reason:
             self._executor = None  # its staging memory is needed by another
@@ -161,7 +173,9 @@ class DeltaSync:
         """
         if self._tracker is None or not self._tracker.complete:
             return None, self._elements
-        return self._tracker.count_changed(), self._elements
+        changed = self._tracker.count_changed()
+        self._estimate.observe(changed, self._tracker.elements)
+        return changed, self._elements
 
     def find_sparse(self, executor: Executor) -> bool:
         """Find the tensors that can be sent sparsely, after a sync that has recorded checksums.

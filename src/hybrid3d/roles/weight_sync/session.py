@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -18,6 +18,7 @@ from hybrid3d.reshard.delta import DeltaReport
 from hybrid3d.reshard.executor import ExecutionReport, Executor, NamedTensors
 from hybrid3d.reshard.protocols import ChangeSource, Sink
 from hybrid3d.reshard.transport import make_transport
+from hybrid3d.roles.weight_sync.choice import ExpectedSeconds, SyncEstimate
 from hybrid3d.roles.weight_sync.delta import DeltaSync
 from hybrid3d.roles.weight_sync.plan import SyncPlan
 from hybrid3d.roles.weight_sync.quantization import SyncQuantization
@@ -54,6 +55,7 @@ class SyncReport:
         corrupted: tensors that arrived corrupted on some rank and were sent again.
         phases: seconds by phase of the execution.
         dense_reason: why all elements were sent; empty if only those were that changed.
+        expected: the seconds by which `sync.delta: auto` chose between both; None where it had no choice.
         delta_bound_bytes: entropy of the changes that this rank sent, in bytes.
         changed: how many of this rank's elements had changed, None where that is not known; and how many elements all
             ranks track.
@@ -72,6 +74,7 @@ class SyncReport:
     corrupted: tuple[str, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
     dense_reason: str = ""
+    expected: ExpectedSeconds | None = None
     delta_bound_bytes: float = 0.0
     changed: tuple[int | None, int] = (None, 0)
 
@@ -89,6 +92,14 @@ class SyncReport:
             corrupted=(*before.corrupted, *self.corrupted),
             phases=phases,
         )
+
+    @property
+    def choice(self) -> Mapping[str, Any]:
+        """What `sync.delta: auto` chose and why, with the measured seconds; empty where it had no choice."""
+        if self.expected is None:
+            return {}
+        sends = "changed elements" if not self.dense_reason else "all elements"
+        return {"sends": sends, **self.expected.fields, "exposed_seconds": self.exposed_seconds}
 
     def metrics(self) -> StepMetrics:
         """Return this rank's share of the metrics `sync/*`."""
@@ -111,8 +122,11 @@ class SyncReport:
         changed, elements = self.changed
         if changed is not None and elements:
             sums["sync/changed_fraction"] = changed / elements
-        dense = {"sync/dense": float(bool(self.dense_reason))}
-        return StepMetrics(sums=dict(sums), maxima=dict(maxima), replicated=dense)
+        of_all = {"sync/dense": float(bool(self.dense_reason))}
+        if self.expected is not None:
+            of_all["sync/expected_dense_seconds"] = self.expected.dense
+            of_all["sync/expected_delta_seconds"] = self.expected.delta
+        return StepMetrics(sums=dict(sums), maxima=dict(maxima), replicated=of_all)
 
 
 class WeightSync:
@@ -156,7 +170,7 @@ class WeightSync:
         self._quantization: SyncQuantization | None = None
         discards = engine is not None and engine.discards_weights
         if recipe.quantizes:
-            keep = recipe.sync.delta == "auto" and not discards
+            keep = recipe.sync.delta != "never" and not discards
             self._quantization = made = SyncQuantization(group, trained, optimizer_buckets or {}, changes, keep)
             trained, optimizer_buckets, changes = made.trained, made.optimizer_buckets, made.changes
         self._plan = SyncPlan(recipe, group, trained, engine, optimizer_buckets or {}, ranks)
@@ -175,7 +189,8 @@ class WeightSync:
         self._shared = SharedStorage()
         self._to_share = recipe.sync.share_storage
         names = {name for _, signature in self.holders for held in signature.values() for name in held}
-        self._delta = DeltaSync(recipe, group, trained, changes, self._plan.sink, discards, names)
+        estimate = SyncEstimate(recipe, group, self.transport, overlaps=bool(optimizer_buckets))
+        self._delta = DeltaSync(recipe, group, trained, changes, self._plan.sink, discards, names, estimate)
         self._stream = SideStream()
         self._executor: Executor | None = None
         self.in_progress: int | None = None
@@ -232,7 +247,7 @@ class WeightSync:
         if self._quantization is not None:
             with self._on_side_stream():
                 self._quantization.begin()
-        if self._delta.begin():
+        if self._delta.begin(self._plan):
             self._executor = None  # its staging memory is needed by another
             return
         with self._on_side_stream():
@@ -318,6 +333,7 @@ class WeightSync:
             corrupted=corrupted,
             phases=done.seconds,
             dense_reason=str(self._delta.reason),
+            expected=self._delta.expected,
             delta_bound_bytes=done.bound_bytes if isinstance(done, DeltaReport) else 0.0,
             changed=changed,
         )
