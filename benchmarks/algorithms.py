@@ -114,9 +114,11 @@ def rows_of(case: str) -> list[dict[str, float]]:
             command = [sys.executable, "-m", "hybrid3d", "train", RECIPE, *overrides]
             done = subprocess.run(command, stdout=output, stderr=output)
             if done.returncode:
-                raise SystemExit(f"{case}: exit code {done.returncode}: {Path(output.name).read_text()[-2000:]}")
+                raise SystemExit(
+                    f"{case}: exit code {done.returncode}: {Path(output.name).read_text(encoding='utf-8')[-2000:]}"
+                )
         print(f"{case}: done", file=sys.stderr)
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def line_of(case: str) -> str:

@@ -78,11 +78,11 @@ def results_of(lr: str) -> dict[str, Any]:
         RUNS.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", "127.0.0.1:0", str(MEASURE), lr, str(out)]
-        with open(RUNS / f"{lr}.log", "w") as log:
+        with open(RUNS / f"{lr}.log", "w", encoding="utf-8") as log:
             done = subprocess.run(command, env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}, stdout=log, stderr=log)
         if done.returncode:
             sys.exit(f"the run at {lr} failed: see {RUNS / lr}.log")
-    found = json.loads(out.read_text())
+    found = json.loads(out.read_text(encoding="utf-8"))
     for row in found["rows"]:
         for key in ("changed", "predicted", "long_run"):
             row[key] = {kind: 100 * value / found["elements"][kind] for kind, value in row[key].items()}

@@ -100,8 +100,16 @@ def run(cp: int, model: str) -> dict[str, float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(cp)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", __file__, "--rank", model, str(cp)]
     settings = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    with tempfile.TemporaryFile("w+") as log:
-        done = subprocess.run(command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=log, text=True)
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
+        done = subprocess.run(
+            command,
+            env=os.environ | settings,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
         if done.returncode:
             log.seek(0)
             sys.exit(log.read())
@@ -114,7 +122,7 @@ def planned(cp: int) -> str:
     settings = [f"train.cp={cp}", f"train.dp={4 // cp}", "train.micro_batch_size=1"]
     settings += [f"rollout.max_model_len={LONG}", f"rollout.max_new_tokens={LONG - 1024}"]
     command = [sys.executable, "-m", "hybrid3d", "plan", "recipes/qwen2.5-7b.yaml", *settings, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
     if done.returncode:
         (problem,) = (line.strip() for line in done.stderr.splitlines() if "phase needs" in line)
         (most,) = (part for part in done.stderr.split(", ") if part.startswith("activations"))

@@ -29,7 +29,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     command = [sys.executable, "-m", "hybrid3d", "train", RECIPE, f"name={RUN.name}", *SETTINGS]
     subprocess.run(command, stdout=sys.stderr, check=True)
-    rows = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     kls = [row["train/answer_kl"] for row in rows]
     accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
     print("# On-policy distillation on the demo\n")

@@ -77,7 +77,7 @@ def measure(lr: str, out: Path) -> None:
         print(rows[-1], file=sys.stderr, flush=True)
     elements = by_kind((name, tensor.numel()) for name, tensor in policy.weights.tensors.items())
     roles.close(recipe)
-    out.write_text(json.dumps({"elements": elements, "rows": rows}))
+    out.write_text(json.dumps({"elements": elements, "rows": rows}), encoding="utf-8")
 
 
 def changed_elements(policy: Any, before: dict[str, Any]) -> ByKind:

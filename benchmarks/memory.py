@@ -101,8 +101,8 @@ def memory_now(peak: bool) -> int:
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
     if not peak:
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM, see proc(5)
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     return int(fields["VmHWM" if peak else "VmRSS"].split()[0]) * 1024
 
 
@@ -120,7 +120,15 @@ def main() -> None:
             # With this malloc threshold freed memory returns to the system, so that it is not counted
             settings = {"RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
             command = [sys.executable, __file__, "--case", folder, case]
-            done = subprocess.run(command, env=os.environ | settings, stdout=subprocess.PIPE, text=True, check=True)
+            done = subprocess.run(
+                command,
+                env=os.environ | settings,
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+                encoding="utf-8",
+                errors="replace",
+            )
             rows.append((case, json.loads(done.stdout.splitlines()[-1])))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     machine = f"{gpu} ({platform.machine()}), {time.strftime('%Y-%m-%d')}"

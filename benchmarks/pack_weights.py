@@ -52,7 +52,7 @@ def rows_of(run: str) -> Rows:
     if not (RUNS / run / "curves.png").exists():
         overrides = [f"name={run}", f"run.dir={RUNS}", f"run.steps={STEPS}", "run.eval_every=1", *CASES[run]]
         subprocess.run([sys.executable, "-m", "hybrid3d", "train", RECIPE, *overrides], stdout=sys.stderr, check=True)
-    return [json.loads(line) for line in (RUNS / run / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (RUNS / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def differences(packed: Rows, unpacked: Rows) -> dict[str, tuple[int, float]]:

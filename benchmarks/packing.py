@@ -121,7 +121,7 @@ def main() -> None:
 def run(world: int, model: str, layouts: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", __file__, "--rank", model, *layouts]
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=log)
         if done.returncode:
             log.seek(0)

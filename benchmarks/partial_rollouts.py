@@ -109,20 +109,27 @@ def prepare(folder: Path) -> None:
     (folder / "model").symlink_to("demo/base")
     (folder / "train.parquet").symlink_to("demo/train.parquet")
     pq.write_table(pq.read_table(folder / "demo/eval.parquet").slice(0, 2), folder / "eval.parquet")
-    (folder / "long_tail.py").write_text(ENVIRONMENT)
+    (folder / "long_tail.py").write_text(ENVIRONMENT, encoding="utf-8")
 
 
 def train(folder: Path, name: str, settings: tuple[str, ...]) -> list[dict[str, Any]]:
     """Train, and return the metrics of the steps in the middle."""
     run(folder, "-m", "hybrid3d", "train", str(ROOT / "recipes/demo-cpu.yaml"), *COMMON, *settings, f"name={name}")
-    rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    written = (folder / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in written.splitlines()]
     return rows[LEFT_OUT : STEPS + 1 - LEFT_OUT]
 
 
 def run(folder: Path, *command: str) -> None:
     path = os.pathsep.join([str(folder), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
     )
     if done.returncode:
         sys.exit(done.stdout + done.stderr)

@@ -50,7 +50,9 @@ CHANGED = "0.005"  # of the elements
 
 def plan(recipe: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "hybrid3d", "plan", str(recipe), "--json", "--changed", CHANGED]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True, encoding="utf-8", errors="replace"
+    )
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -114,7 +116,9 @@ def table(rows: list[dict[str, str]]) -> str:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    recipes = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if "models/" in path.read_text()]
+    recipes = [
+        path for path in sorted((ROOT / "recipes").glob("*.yaml")) if "models/" in path.read_text(encoding="utf-8")
+    ]
     plans = [plan(path) for path in recipes]
     today = datetime.datetime.now(datetime.UTC).date()
     print(

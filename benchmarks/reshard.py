@@ -38,7 +38,7 @@ CASES = (
 
 def bench(case: str) -> str:
     command = [sys.executable, "-m", "hybrid3d", "bench", *shlex.split(case)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, encoding="utf-8", errors="replace")
     return done.stdout[done.stdout.index("bench-") :]
 
 

@@ -94,7 +94,7 @@ def measure(step: Callable[[], None], pairs: int) -> tuple[list[float], list[flo
 
 
 def _cpu_seconds(thread: int | None) -> float:
-    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text(encoding="utf-8").split()[0]) / 1e9
 
 
 def main() -> None:

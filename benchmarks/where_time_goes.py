@@ -47,7 +47,7 @@ def prepare(arguments: list[str], folder: Path) -> tuple[Path, int]:
     smaller, config = scale_recipe(recipe, Scale(options.layers, options.hidden, options.experts))
     write_model(smaller, config)
     path = folder / "recipe.yaml"
-    path.write_text(recipe_to_yaml(smaller))
+    path.write_text(recipe_to_yaml(smaller), encoding="utf-8")
     return path, smaller.world_size
 
 
@@ -121,7 +121,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         recipe, world = prepare(arguments, Path(folder))
         if options.tree != ROOT:  # an earlier commit may not have all of today's settings
-            recipe.write_text("".join(_without_new_settings(recipe.read_text().splitlines(keepends=True))))
+            recipe.write_text(
+                "".join(_without_new_settings(recipe.read_text(encoding="utf-8").splitlines(keepends=True))),
+                encoding="utf-8",
+            )
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", __file__, "--rank", str(recipe)]
         more = {"PYTHONPATH": str(options.tree / "src"), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}

@@ -29,7 +29,7 @@ def link_pages(app: Any, page: str, source: list[str]) -> None:
 def read_readme(app: Any, page: str, source: list[str]) -> None:
     """Begin the first page with the README, whose pictures and pages are those of this folder."""
     if page == "index":
-        readme = (ROOT / "README.md").read_text().replace("](docs/", "](")
+        readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
         source[0] = f"{readme}\n{source[0]}"
 
 

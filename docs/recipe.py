@@ -100,4 +100,4 @@ def format_default(field: dataclasses.Field[Any]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(page(), encoding="utf-8")

@@ -55,7 +55,7 @@ def rooms() -> Graph:
     names = {room_of(path) for path in files.values()} - {"__init__"}
     found: dict[str, set[str]] = {name: set() for name in sorted(names)}
     for file, path in files.items():
-        for _, name in imported(file.read_text(), path):
+        for _, name in imported(file.read_text(encoding="utf-8"), path):
             top, _, rest = name.partition(".")
             target = rest.partition(".")[0]
             if top == "hybrid3d" and room_of(path) in names and target in names - {room_of(path)}:
@@ -71,7 +71,7 @@ def modules() -> Graph:
     known, found = set(names.values()), {}
     for file, module in names.items():
         targets = set()
-        for _, name in imported(file.read_text(), PurePosixPath(file.relative_to(PACKAGE).as_posix())):
+        for _, name in imported(file.read_text(encoding="utf-8"), PurePosixPath(file.relative_to(PACKAGE).as_posix())):
             target = name.removeprefix("hybrid3d.")
             while name.startswith("hybrid3d.") and target and target not in known:
                 target = target.rpartition(".")[0]
@@ -151,7 +151,7 @@ def picture(graph: Graph) -> str:
 
 
 def main() -> None:
-    PICTURE.write_text(picture(rooms()))
+    PICTURE.write_text(picture(rooms()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import unicodedata
 
 
@@ -19,3 +21,14 @@ def escape_control_characters(text: str) -> str:
         char if char in "\n\t" or unicodedata.category(char) not in _ESCAPED_CATEGORIES else ascii(char)[1:-1]
         for char in text
     )
+
+
+def set_stream_errors(encoding: str | None = None) -> None:
+    """Make stdout and stderr replace characters that their encoding lacks, which would raise otherwise.
+
+    Args:
+        encoding: the encoding that they get; None leaves that of the locale.
+    """
+    for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding=encoding, errors=errors)

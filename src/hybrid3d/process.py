@@ -62,7 +62,7 @@ def child_pids(pid: int) -> set[int]:
     children: set[int] = set()
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has exited
-            children |= {int(child) for child in path.read_text().split()}
+            children |= {int(child) for child in path.read_text(encoding="utf-8").split()}
     return children
 
 
@@ -136,7 +136,7 @@ def reap_orphans() -> None:
 def proc_stat(pid: int) -> list[str]:
     """Return the fields of /proc/<pid>/stat from the third on (proc(5)); empty if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return []
 

@@ -61,4 +61,4 @@ def required_bytes(recipe: Recipe) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(required_bytes(load_recipe(sys.argv[1]))))
+    Path(sys.argv[2]).write_text(json.dumps(required_bytes(load_recipe(sys.argv[1]))), encoding="utf-8")

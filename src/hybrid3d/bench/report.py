@@ -209,8 +209,8 @@ def _sides(layout: dict[str, Any]) -> str:
 
 def write_results(folder: RunFolder, found: dict[str, Any]) -> None:
     """Write `bench.json`, `bench.md` and `bench.png` into the folder."""
-    (folder.path / "bench.json").write_text(json.dumps(found, indent=2) + "\n")
-    (folder.path / "bench.md").write_text(format_table(found) + "\n")
+    (folder.path / "bench.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    (folder.path / "bench.md").write_text(format_table(found) + "\n", encoding="utf-8")
     draw(found, folder.path / "bench.png")
 
 

@@ -100,7 +100,7 @@ def write_model(recipe: Recipe, config: Config) -> None:
     """Write the config to `model.path`, where the engines read it."""
     folder = Path(recipe.model.path)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _scaled_config(config: Config, scale: Scale) -> dict[str, Any]:

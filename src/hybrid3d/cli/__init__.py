@@ -16,7 +16,7 @@ from typing import NoReturn
 from hybrid3d import __version__, launch_environment
 from hybrid3d.cli import bench, certify, doctor, evaluate, export, plan, replay, report, serve, train
 from hybrid3d.cli.terminal import DONE, FAILED, MISTAKE, print_mistake
-from hybrid3d.errors import UserMistake, escape_control_characters
+from hybrid3d.errors import UserMistake, escape_control_characters, set_stream_errors
 
 __all__ = ["DONE", "FAILED", "MISTAKE", "main"]
 
@@ -25,6 +25,7 @@ COMMANDS = (train, evaluate, export, plan, bench, doctor, certify, report, repla
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. Each command imports torch and the engines only when it needs them."""
+    set_stream_errors()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _parse(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a recipe's paths are local, so nothing must be downloaded

@@ -92,4 +92,4 @@ def _prepare(options: argparse.Namespace) -> tuple[Recipe, RunFolder, Subject]:
 def _is_proven(folder: RunFolder) -> bool:
     from hybrid3d.doctor.certify.task import RESULT
 
-    return bool(json.loads((folder.path / RESULT).read_text())["proven"])
+    return bool(json.loads((folder.path / RESULT).read_text(encoding="utf-8"))["proven"])

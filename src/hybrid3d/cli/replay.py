@@ -70,7 +70,7 @@ def _run_rank(recipe: Recipe, folder: RunFolder, options: argparse.Namespace, st
 def _as_recorded(folder: RunFolder, step: int) -> bool:
     from hybrid3d.run.run_folder import replay_path
 
-    return bool(json.loads(replay_path(folder, step).read_text())["as_recorded"])
+    return bool(json.loads(replay_path(folder, step).read_text(encoding="utf-8"))["as_recorded"])
 
 
 def _compare(folder: RunFolder, other: RunFolder, as_json: bool) -> int:

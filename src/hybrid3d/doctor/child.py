@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 
 from hybrid3d.doctor.check import CheckFailed, CheckSkipped, Record
+from hybrid3d.errors import set_stream_errors
 
 
 def main(function: str, arguments: str, record_path: str) -> None:
@@ -20,7 +21,7 @@ def main(function: str, arguments: str, record_path: str) -> None:
         arguments: its keyword arguments, as JSON.
     """
     module, _, name = function.partition(":")
-    with Path(record_path).open("a") as file:
+    with Path(record_path).open("a", encoding="utf-8") as file:
         record = Record(file)
         try:
             getattr(importlib.import_module(module), name)(record, **json.loads(arguments))
@@ -40,4 +41,5 @@ def main(function: str, arguments: str, record_path: str) -> None:
 
 
 if __name__ == "__main__":
+    set_stream_errors()
     main(*sys.argv[1:])

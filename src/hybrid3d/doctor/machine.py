@@ -112,7 +112,14 @@ def _gpus(count: int) -> list[dict[str, Any]]:
 def nvidia_smi(arguments: Sequence[str]) -> str:
     """Return the output of nvidia-smi; empty if there is none, or if it fails."""
     try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+        done = subprocess.run(
+            ["nvidia-smi", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_SECONDS,
+            encoding="utf-8",
+            errors="replace",
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
@@ -131,7 +138,15 @@ def in_subprocess(environment: Mapping[str, str], seconds: float) -> Machine:
         RuntimeError: it failed; the message has its last line.
     """
     command = [sys.executable, "-m", "hybrid3d.doctor.machine"]
-    done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(
+        command,
+        env=dict(environment),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        encoding="utf-8",
+        errors="replace",
+    )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise RuntimeError(f"finding out what is installed failed with exit code {done.returncode}: {last}")

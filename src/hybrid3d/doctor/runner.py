@@ -72,7 +72,7 @@ def run_checks(
         report |= {status: counts[status] for status in ("passed", "failed", "skipped")}
         report["seconds"] = round(time.monotonic() - started, 1)
         if out is not None:
-            out.write_text(json.dumps(report, indent=2) + "\n")
+            out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"{report.get('passed', 0)} passed, {report.get('failed', 0)} failed, {report.get('skipped', 0)} skipped")
     _print(report)
     return 1 if report.get("failed") else 0
@@ -118,8 +118,8 @@ def run_check(check: Check, device: str, environment: Mapping[str, str], seconds
                 code: int | None = process.wait(seconds)
             except subprocess.TimeoutExpired:
                 code = None
-        entries = [json.loads(line) for line in record.read_text().splitlines() if line.endswith("}")]
-        tail = log.read_text(errors="replace").splitlines()[-OUTPUT_LINES:]
+        entries = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        tail = log.read_text(errors="replace", encoding="utf-8").splitlines()[-OUTPUT_LINES:]
     numbers: dict[str, Any] = {}
     for entry in entries:
         numbers |= entry.get("numbers", {})

@@ -90,7 +90,7 @@ CONFIGS: Mapping[str, Config] = {
 def write_config(folder: Path, config: Config) -> Path:
     """Write `config.json`; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
     return folder
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid3d.doctor.check import CheckFailed
+from hybrid3d.errors import set_stream_errors
 from hybrid3d.launch_environment import RUN
 from hybrid3d.process import shared_memory_cleanup
 
@@ -34,10 +35,12 @@ def run_on_ranks(count: int, function: str, **arguments: Any) -> dict[str, Any]:
         done = subprocess.run(command, env=os.environ | variables)
         failures = sorted(Path(folder).glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
         if failures:
-            raise CheckFailed(f"rank {failures[0].name.removeprefix('failed-')}: {failures[0].read_text()}")
+            raise CheckFailed(
+                f"rank {failures[0].name.removeprefix('failed-')}: {failures[0].read_text(encoding='utf-8')}"
+            )
         if done.returncode:
             raise CheckFailed(f"{count} ranks ended with exit code {done.returncode}")
-        answer: dict[str, Any] = json.loads((Path(folder) / "answer").read_text())
+        answer: dict[str, Any] = json.loads((Path(folder) / "answer").read_text(encoding="utf-8"))
         return answer
 
 
@@ -48,11 +51,11 @@ def main(function: str, arguments: str, folder: str) -> None:
     try:
         answer: Mapping[str, Any] = getattr(importlib.import_module(module), name)(**json.loads(arguments))
         if rank == "0":
-            (Path(folder) / "answer").write_text(json.dumps(answer))
+            (Path(folder) / "answer").write_text(json.dumps(answer), encoding="utf-8")
     except BaseException as error:  # the boundary of the process
         traceback.print_exc()
         said = str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
-        (Path(folder) / f"failed-{rank}").write_text((said.splitlines() or [""])[0])
+        (Path(folder) / f"failed-{rank}").write_text((said.splitlines() or [""])[0], encoding="utf-8")
         os._exit(1)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -60,4 +63,5 @@ def main(function: str, arguments: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    set_stream_errors()
     main(*sys.argv[1:])

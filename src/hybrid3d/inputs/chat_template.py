@@ -55,7 +55,7 @@ def check_chat_template(recipe: Recipe, tokenizer: Any) -> None:
 
 def _render(connection: Connection, tokenizer: Any, prompts: list[Any]) -> None:
     """Render the prompts under a memory limit, and send the first problem, or an empty text."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     limit = pages * resource.getpagesize() + MEMORY
     with contextlib.suppress(ValueError, OSError):  # a lower limit is already set
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

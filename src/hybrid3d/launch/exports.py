@@ -73,7 +73,7 @@ def write_adapters(policy: Policy, recipe: Recipe, out: Path, group: dist.Proces
     if group.rank() == 0:
         create_files(out, entries)
         config = adapter_config(recipe.lora, recipe.model.path, shapes)
-        (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     dist.barrier(group)
     holdings = dict(enumerate(distributed.gather_objects(policy.adapters.holdings, group)))
     export_files(out, entries, holdings, policy.adapters.tensors, group.rank())

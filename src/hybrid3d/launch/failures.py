@@ -28,7 +28,7 @@ def find_root_cause(
         failures: the launcher's record of each rank that failed: `exitcode`, negative for a signal.
         ranks: those whose errors count; None if those of all do.
     """
-    reasons = [json.loads(path.read_text()) for path in sorted(folder.logs.glob("rank-*.failure"))]
+    reasons = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.logs.glob("rank-*.failure"))]
     reasons = [reason for reason in reasons if ranks is None or reason["rank"] in ranks]
     final = [reason for reason in reasons if reason.get("final")]
     causes = final or sorted((r for r in reasons if not r["peer"]), key=lambda r: r["time"])
@@ -71,7 +71,7 @@ def write_failure(path: Path, reason: Mapping[str, Any], exclusive: bool = False
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        draft.write_text(json.dumps(reason))
+        draft.write_text(json.dumps(reason), encoding="utf-8")
         if exclusive:
             os.link(draft, path)
         else:

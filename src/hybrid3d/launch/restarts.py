@@ -155,7 +155,7 @@ def _run_child(restart_count: int, failure: str) -> tuple[int, bytes, float]:
 def _failure(folder: RunFolder, rank: int, code: int) -> tuple[str, bool]:
     """Return why the child failed, and whether that was only because it had lost another rank."""
     with suppress(OSError, ValueError):
-        written = json.loads(folder.failure_path(rank).read_text())
+        written = json.loads(folder.failure_path(rank).read_text(encoding="utf-8"))
         return written["reason"], written["peer"]
     if code == DISCONNECTED:
         return "its connection to rank 0 ended", True

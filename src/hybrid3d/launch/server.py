@@ -58,7 +58,7 @@ def _cpu_options(checkpoint: Path) -> list[str]:
     """Return what vLLM 0.32 needs on CPU, as in a run (`rollout/engine.py`)."""
     options = ["--enforce-eager", "--no-enable-chunked-prefill"]
     options += ["--compilation-config", json.dumps({"custom_ops": ["-rotary_embedding"]})]
-    config: Config = json.loads((checkpoint / "config.json").read_text())
+    config: Config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     try:
         latents = family_of(config).latents(config)
     except UnsupportedModel:  # vLLM serves more models than can be trained

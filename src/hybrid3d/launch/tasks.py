@@ -367,4 +367,4 @@ def measure_groups(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Sto
     measured = measure(recipe, groups)
     limit.cancel()
     if rank == 0:
-        (folder.path / GROUPS).write_text(json.dumps([asdict(one) for one in measured]))
+        (folder.path / GROUPS).write_text(json.dumps([asdict(one) for one in measured]), encoding="utf-8")

@@ -51,7 +51,7 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
         The exit code.
     """
     become_parent()
-    stderr = terminal.plain_console(file=os.fdopen(os.dup(2), "w"))
+    stderr = terminal.duplicate_console(2)
     child = None if rank() == 0 else start_child(0)
     try:
         store = _connect()

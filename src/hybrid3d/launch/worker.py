@@ -18,6 +18,7 @@ from rich.console import Console
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
+from hybrid3d.errors import set_stream_errors
 from hybrid3d.launch import rendezvous
 from hybrid3d.launch.failures import failure_message, failure_record, print_error, write_failure
 from hybrid3d.launch.restarts import is_child, this_process
@@ -67,7 +68,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     folder.failure_path(rank).unlink(missing_ok=True)
     # Where NCCL's flight recorder writes what each rank was doing when a collective hung; it appends the rank
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.logs / "nccl-rank-"))
-    stderr = terminal.plain_console(file=os.fdopen(os.dup(2), "w"))
+    stderr = terminal.duplicate_console(2)
     console = _redirect(folder.log_path(rank), keep_console=rank == 0)
     _log_as(rank)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # writes Python stacks to the log, whatever the rank is in
@@ -208,14 +209,15 @@ def _log_as(rank: int) -> None:
 
 def _redirect(log: Path, keep_console: bool) -> Console | None:
     """Redirect stdout and stderr, including those of C++ code, to the log; optionally keep a console on stdout."""
-    terminal_file = os.fdopen(os.dup(1), "w") if keep_console else None
+    console = terminal.duplicate_console(1) if keep_console else None
     sys.stdout.flush()
     sys.stderr.flush()
     log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
     os.close(log_fd)
-    return terminal.plain_console(file=terminal_file) if terminal_file else None
+    set_stream_errors("utf-8")  # the log is a text file like others, whatever the locale is
+    return console
 
 
 def _is_lost_peer(error: BaseException) -> bool:

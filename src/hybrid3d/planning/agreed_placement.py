@@ -119,4 +119,4 @@ def compute_placement(
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(compute_slots(load_recipe(sys.argv[1]))))
+    Path(sys.argv[2]).write_text(json.dumps(compute_slots(load_recipe(sys.argv[1]))), encoding="utf-8")

@@ -155,6 +155,6 @@ if __name__ == "__main__":
     recipe = load_recipe(sys.argv[1])
     try:
         check_memory(recipe, read_config(recipe.model.path))
-        Path(sys.argv[2]).write_text(json.dumps(None))
+        Path(sys.argv[2]).write_text(json.dumps(None), encoding="utf-8")
     except RecipeError as misfit:
-        Path(sys.argv[2]).write_text(json.dumps([misfit.subject, misfit.problems]))
+        Path(sys.argv[2]).write_text(json.dumps([misfit.subject, misfit.problems]), encoding="utf-8")

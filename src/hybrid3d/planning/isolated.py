@@ -28,8 +28,9 @@ def run_in_subprocess(module: str, recipe: Recipe) -> str:
     """
     with tempfile.TemporaryDirectory() as folder:
         recipe_file, answer = Path(folder) / "recipe.yaml", Path(folder) / "answer.json"
-        recipe_file.write_text(recipe_to_yaml(recipe))
+        recipe_file.write_text(recipe_to_yaml(recipe), encoding="utf-8")
         environment = {key: value for key, value in os.environ.items() if not key.startswith(_RANK_VARIABLES)}
+        environment["PYTHONIOENCODING"] = "utf-8:backslashreplace"
         command = [sys.executable, "-m", module, str(recipe_file), str(answer)]
         try:
             done = subprocess.run(
@@ -39,6 +40,8 @@ def run_in_subprocess(module: str, recipe: Recipe) -> str:
                 stderr=subprocess.PIPE,
                 text=True,
                 timeout=ENGINE_QUERY_TIMEOUT.total_seconds(),
+                encoding="utf-8",
+                errors="replace",
             )
         except subprocess.TimeoutExpired:
             raise EngineQueryFailed(f"no answer within {ENGINE_QUERY_TIMEOUT}") from None
@@ -46,4 +49,4 @@ def run_in_subprocess(module: str, recipe: Recipe) -> str:
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:]
             raise EngineQueryFailed("".join(last) if done.returncode > 0 else f"killed by signal {-done.returncode}")
-        return answer.read_text()
+        return answer.read_text(encoding="utf-8")

@@ -125,7 +125,7 @@ def create_files(folder: str | Path, entries: Mapping[str, TensorEntry]) -> None
     if len(_by_file(entries)) > 1:
         total = sum(math.prod(e.shape) * ITEMSIZE[e.dtype] for e in entries.values())
         index = {"metadata": {"total_size": total}, "weight_map": {n: e.file for n, e in entries.items()}}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def open_for_writing(folder: str | Path, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from typing import Any, TypeVar, cast
 
 from pebble import ProcessExpired, ProcessPool
 
+from hybrid3d.errors import set_stream_errors
 from hybrid3d.process import (
     adopt_orphans,
     child_pids,
@@ -213,6 +214,7 @@ def check(target: str, return_kind: str, answer: str) -> None:
 
 def main(command: str, *arguments: str) -> None:
     """Run `check TARGET RETURN_KIND DESCRIPTOR`, or `serve DESCRIPTOR TARGET RETURN_KIND WORKERS SECONDS`."""
+    set_stream_errors()
     if command == "check":
         try:
             check(*arguments)

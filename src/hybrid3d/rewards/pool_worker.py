@@ -13,8 +13,13 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, SupportsFloat, cast
 
-from hybrid3d.errors import escape_control_characters
-from hybrid3d.process import adopt_orphans, kill_when_parent_exits, reap_orphans, set_shared_memory_prefix
+from hybrid3d.errors import escape_control_characters, set_stream_errors
+from hybrid3d.process import (
+    adopt_orphans,
+    kill_when_parent_exits,
+    reap_orphans,
+    set_shared_memory_prefix,
+)
 from hybrid3d.rewards.registry import load_function
 
 ReturnKind = Literal["reward", "reply"]
@@ -40,6 +45,7 @@ def initialize(target: str, return_kind: ReturnKind, seconds: float) -> None:
     kill_when_parent_exits(os.getppid())
     adopt_orphans()  # daemons that the function starts become children of this process, and end with it
     set_shared_memory_prefix()
+    set_stream_errors()
     signal.alarm(START_SECONDS)
     try:
         _function = with_limit(load_function(target), seconds)

@@ -108,7 +108,7 @@ def _shapes_of(recipe: Recipe) -> dict[str, Shape]:
 
 
 def _config_of(recipe: Recipe) -> Config:
-    found: Config = json.loads((Path(recipe.model.path) / "config.json").read_text())
+    found: Config = json.loads((Path(recipe.model.path) / "config.json").read_text(encoding="utf-8"))
     return found
 
 

@@ -53,7 +53,7 @@ def _replace_the_rest_of_vllm() -> None:
 
 def _find_loaded_library(name: str) -> str | None:
     """Return the file of a shared library of this process, by the beginning of its name; None if it has none."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         at = line.find("/")
         if at >= 0 and Path(line[at:].strip()).name.startswith((f"{name}.", f"{name}-")):
             return line[at:].strip()

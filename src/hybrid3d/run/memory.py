@@ -64,7 +64,7 @@ class MemoryMeter:
                 torch.cuda.reset_peak_memory_stats()
         elif self._resets:
             try:
-                CLEAR_REFS.write_text(RESET_PEAK)
+                CLEAR_REFS.write_text(RESET_PEAK, encoding="utf-8")
             except OSError:
                 self._resets = False
 
@@ -77,7 +77,7 @@ class MemoryMeter:
 def _resident_bytes(field: str) -> int:
     """Return a field of this process's status, which is in KiB; 0 if there is none."""
     try:
-        found = re.search(rf"^{field}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
+        found = re.search(rf"^{field}:\s+(\d+) kB$", STATUS.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return 0
     return int(found[1]) * 1024 if found else 0

@@ -63,7 +63,7 @@ class OomRecovery:
         count, settings = 0, dict[str, Any]()
         while (path := folder.oom_record_path(count + 1)).exists():
             count += 1
-            settings |= json.loads(path.read_text())["new"]
+            settings |= json.loads(path.read_text(encoding="utf-8"))["new"]
         return cls(count, settings)
 
     def prepare_restart(self, cause: str, recipe: Recipe, folder: RunFolder, rank: int) -> RuntimeError:
@@ -90,7 +90,7 @@ class OomRecovery:
         old = {key: getattr(recipe.train, key.removeprefix("train.")) for key in new}
         fields = {"rank": rank, "count": self.count + 1, "old": old, "new": new, "error": cause}
         draft = folder.path / f"out-of-memory.{rank}.tmp"
-        draft.write_text(json.dumps(fields))
+        draft.write_text(json.dumps(fields), encoding="utf-8")
         try:
             os.link(draft, folder.oom_record_path(self.count + 1))
             folder.add_event("out_of_memory", **fields)

@@ -102,7 +102,7 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / LOCK, "a+")  # noqa: SIM115 (closed below)
+            lock = open(self.path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 (closed below)
         except OSError as error:
             problem = f"{self.path} cannot be written ({error.strerror}): set another run.dir"
             raise RecipeError(self.path.name, [problem]) from error
@@ -134,7 +134,7 @@ class RunFolder:
         """
         self.logs.mkdir(parents=True, exist_ok=True)
         text = recipe_to_yaml(recipe)
-        if not self.recipe.exists() or self.recipe.read_text() != text:
+        if not self.recipe.exists() or self.recipe.read_text(encoding="utf-8") != text:
             _replace(self.recipe, text)
         if self.events.exists():
             complete = "".join(f"{line}\n" for line in _complete_lines(self.events))
@@ -211,7 +211,7 @@ class RunFolder:
 
 def _complete_lines(path: Path) -> list[str]:
     """Return the lines of a record without a last line that was cut off before its newline."""
-    return path.read_text().split("\n")[:-1] if path.exists() else []
+    return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
 
 
 def _timeline_step(path: Path) -> int | None:
@@ -300,7 +300,7 @@ def _replace(path: Path, text: str, lasting: bool = True) -> None:
         lasting: whether it has to be on the disk afterwards, which takes a while, in case that the machine fails.
     """
     replacement = path.with_suffix(".tmp")
-    with open(replacement, "w") as out:
+    with open(replacement, "w", encoding="utf-8") as out:
         out.write(text)
         out.flush()
         if lasting:
@@ -310,7 +310,7 @@ def _replace(path: Path, text: str, lasting: bool = True) -> None:
 
 def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     try:
-        with open(path, "a") as out:
+        with open(path, "a", encoding="utf-8") as out:
             out.writelines(json.dumps(row) + "\n" for row in rows)
     except OSError as error:
         raise CheckpointWriteError(describe_write_error(path, error)) from error

@@ -108,7 +108,7 @@ def write_step(folder: Path, record: StepRecord, identity: manifest.Identity | N
     unfinished = folder.with_name(folder.name + PARTIAL)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    (unfinished / SETTINGS).write_text(recipe_to_yaml(record.settings))
+    (unfinished / SETTINGS).write_text(recipe_to_yaml(record.settings), encoding="utf-8")
     told = {
         "format": FORMAT,
         "step": record.step,
@@ -117,7 +117,7 @@ def write_step(folder: Path, record: StepRecord, identity: manifest.Identity | N
         "metrics": record.metrics,
         "tensors": {model: weights.tensors for model, weights in record.weights.items()},
     }
-    (unfinished / STEP).write_text(json.dumps(told, indent=1))
+    (unfinished / STEP).write_text(json.dumps(told, indent=1), encoding="utf-8")
     _save(unfinished / SAMPLES, _sample_arrays(record.samples))
     experience = {"rewards": record.rewards, "computed_by": record.computed_by, **record.token_values}
     _save(unfinished / EXPERIENCE, experience)

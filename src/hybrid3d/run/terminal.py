@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import sys
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -19,3 +21,9 @@ class _PlainConsole(Console):
 def plain_console(**options: Any) -> Console:
     """Return a `rich` console with these options that prints text literally."""
     return _PlainConsole(**options, emoji=False, markup=False, highlight=False)
+
+
+def duplicate_console(descriptor: Literal[1, 2]) -> Console:
+    """Return a console on what stdout (1) or stderr (2) is now. It replaces characters that it cannot show."""
+    encoding = (sys.stdout if descriptor == 1 else sys.stderr).encoding
+    return plain_console(file=os.fdopen(os.dup(descriptor), "w", encoding=encoding, errors="replace"))

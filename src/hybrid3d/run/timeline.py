@@ -48,7 +48,7 @@ def write_timeline(
 
 def draw_timeline(folder: RunFolder) -> None:
     """Draw `timeline.json` to `timeline.png`."""
-    trace = json.loads(folder.timeline.read_text())
+    trace = json.loads(folder.timeline.read_text(encoding="utf-8"))
     names, spans = dict[int, str](), dict[int, list[Span]]()
     for event in trace["traceEvents"]:
         names[event["tid"]] = event["pid"]

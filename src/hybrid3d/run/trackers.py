@@ -221,11 +221,11 @@ STARTS: Mapping[str, Callable[[Recipe, RunFolder], Tracker]] = {
 def _read_ids(folder: RunFolder) -> dict[str, str]:
     """Return the ids that trackers know the run by."""
     try:
-        found: dict[str, str] = json.loads(folder.trackers.read_text())
+        found: dict[str, str] = json.loads(folder.trackers.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # there is none, or a full disk has cut it off
         return {}
     return found
 
 
 def _write_id(folder: RunFolder, tracker: str, run_id: str) -> None:
-    folder.trackers.write_text(json.dumps({**_read_ids(folder), tracker: run_id}, indent=2) + "\n")
+    folder.trackers.write_text(json.dumps({**_read_ids(folder), tracker: run_id}, indent=2) + "\n", encoding="utf-8")

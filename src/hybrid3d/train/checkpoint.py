@@ -143,7 +143,7 @@ def load(models: Models, folder: Path, group: dist.ProcessGroup) -> dict[str, An
                 optimizer.load_state_dict(full)
             _separate_step_counts(model)
             model.scheduler.load_state_dict(state["scheduler"])
-    progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text())
+    progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
     return progress
 
 

@@ -68,7 +68,9 @@ class CheckpointWriter:
         self._together(self._on_first_rank(self._create_folder))
         self._together(partial(self._begin, state, in_background))
         progress_json = json.dumps(dict(progress))
-        self._together(self._on_first_rank(lambda: (self._unfinished / PROGRESS).write_text(progress_json)))
+        self._together(
+            self._on_first_rank(lambda: (self._unfinished / PROGRESS).write_text(progress_json, encoding="utf-8"))
+        )
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._thread.start()
 

@@ -232,6 +232,6 @@ class Checkpoints:
     def _check_file_system(self) -> None:
         if self._first_rank and MOUNTS.exists():
             path = Path(os.path.realpath(self._record.folder.path))
-            kind, message = file_system_warning(path, MOUNTS.read_text())
+            kind, message = file_system_warning(path, MOUNTS.read_text(encoding="utf-8"))
             if message:
                 self._record.event("file_system", message, type=kind, path=str(path))

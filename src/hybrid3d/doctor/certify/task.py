@@ -66,9 +66,9 @@ def certify(
     certification.run(rounds, print_status)
     found = summarize(recipe, subject.model, subject.tiny is not None, rounds, certification.result())
     if rank == 0:
-        (folder.path / RESULT).write_text(json.dumps(found, indent=2) + "\n")
+        (folder.path / RESULT).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         page = format_page(found)
-        (folder.path / PAGE).write_text(page + "\n")
+        (folder.path / PAGE).write_text(page + "\n", encoding="utf-8")
         if console is not None:
             text = json.dumps(found, indent=2) if as_json else page
             console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -100,7 +100,7 @@ def _command(arguments: list[str], train: dict[str, int], rollout: dict[str, int
             "optimizer": {"lr": 1.0e-4},
             "run": {"steps": 1, "dir": str(folder / "runs")},
         }
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
         command = [
             sys.executable,
             "-m",
@@ -110,10 +110,12 @@ def _command(arguments: list[str], train: dict[str, int], rollout: dict[str, int
             *arguments[1:],
             "--json",
         ]
-        done = subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            command, env=os.environ | variables, stdout=subprocess.PIPE, text=True, encoding="utf-8", errors="replace"
+        )
         if done.returncode:
             for log in sorted(folder.glob("runs/*/logs/*.log")):
-                print(log.name, log.read_text()[-4000:])
+                print(log.name, log.read_text(encoding="utf-8")[-4000:])
         expect(done.returncode == 0, f"`hybrid3d {arguments[0]}` ended with exit code {done.returncode}")
         return json.loads(done.stdout)
 

@@ -39,7 +39,7 @@ def fp8(record: Record, device: str) -> None:
         folder = Path(path)
         save_file({NAME: stored, f"{NAME}_scale_inv": scales}, folder / "model.safetensors")
         quantization = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-        (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+        (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}), encoding="utf-8")
         load_files(str(folder), Demand((piece,)), {"target": target}, 0)
     expect(not one_rank.bits_differ(target.cpu(), expected), "the dequantized weights have other bits")
     record(read_elements=target.numel(), rounding_error=float((expected.float() - weight).abs().max()))

@@ -50,7 +50,12 @@ def training(record: Record, device: str, family: str) -> None:
             record(**{f"{dtype} {variant}": found | {"seconds": seconds}})
             # Transformer Engine multiplies float32 matrices in TF32
             limits = TOLERANCE["bfloat16" if USE_TE else dtype]
-            _compare(found, json.loads(NUMBERS.read_text())["numbers"][family][dtype], limits, f"{dtype}, {variant}")
+            _compare(
+                found,
+                json.loads(NUMBERS.read_text(encoding="utf-8"))["numbers"][family][dtype],
+                limits,
+                f"{dtype}, {variant}",
+            )
     record(peak_bytes=peak_memory())
 
 
@@ -65,7 +70,7 @@ def in_fp8(record: Record, device: str) -> None:
     expect(USE_TE, f"Transformer Engine is installed and not used: {in_use()}")
     one_rank.start()
     for family, fp8 in itertools.product(("dense", "experts"), ("tensorwise", "blockwise")):
-        stored = json.loads(NUMBERS.read_text())["numbers"][family]["bfloat16"]
+        stored = json.loads(NUMBERS.read_text(encoding="utf-8"))["numbers"][family]["bfloat16"]
         with tempfile.TemporaryDirectory() as folder:
             write_checkpoint(Path(folder), CONFIGS[family])
             found, seconds = _steps(CONFIGS[family], one_rank.recipe_for(folder, "bfloat16", fp8=fp8))
@@ -128,7 +133,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "numbers": numbers,
     }
-    NUMBERS.write_text(json.dumps(stored, indent=1) + "\n")
+    NUMBERS.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
 
 
 def _measure(family: str) -> dict[str, dict[str, list[float]]]:

@@ -52,7 +52,11 @@ def cudnn(record: Record, device: str) -> None:
             return torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
 
     record(attention_error=_error(attention, [query, key, value], device))
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudnn" in line}
+    mapped = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        if "libcudnn" in line
+    }
     folders = sorted({str(Path(path).parent) for path in mapped})
     record(cudnn_libraries=len(mapped), cudnn_folders=folders)
     expect(len(folders) <= 1, f"cuDNN's libraries come from {len(folders)} folders: {', '.join(folders)}; expected one")

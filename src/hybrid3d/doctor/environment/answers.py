@@ -18,7 +18,7 @@ from typing import Any
 
 from hybrid3d.config import Recipe, check_layout_early, load_recipe, recipe_to_yaml
 from hybrid3d.doctor.machine import probe
-from hybrid3d.errors import UserMistake
+from hybrid3d.errors import UserMistake, set_stream_errors
 from hybrid3d.launch_environment import under_launcher
 from hybrid3d.process import kill_descendants_on_exit
 
@@ -39,7 +39,7 @@ def ask(recipe: Recipe | None, asked: Collection[str], seconds: float = SECONDS)
         out, recipe_file, log = (Path(folder) / name for name in ("answers.jsonl", "recipe.yaml", "log"))
         command = [sys.executable, "-m", "hybrid3d.doctor.environment.answers", str(out), ",".join(asked)]
         if recipe is not None:
-            recipe_file.write_text(recipe_to_yaml(recipe))
+            recipe_file.write_text(recipe_to_yaml(recipe), encoding="utf-8")
             command.append(str(recipe_file))
         path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(SOURCES)])
         variables = os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
@@ -53,9 +53,9 @@ def ask(recipe: Recipe | None, asked: Collection[str], seconds: float = SECONDS)
             except subprocess.TimeoutExpired:
                 code, why = None, f"no answer within {seconds:g} s"
         if code:
-            last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+            last = (log.read_text(errors="replace", encoding="utf-8").strip().splitlines() or ["no output"])[-1]
             why = f"{why}: {last}"
-        lines = out.read_text().splitlines() if out.exists() else []
+        lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     found: Answers = {}
     for line in lines:
         found |= json.loads(line)
@@ -141,7 +141,7 @@ def _preflight(recipe: Recipe) -> list[str]:
 
 def main(out: str, asked: str, recipe_file: str | None = None) -> None:
     recipe = None if recipe_file is None else load_recipe(recipe_file)
-    with Path(out).open("a") as file:
+    with Path(out).open("a", encoding="utf-8") as file:
         for question, answer in questions(recipe).items():
             if question not in asked.split(","):
                 continue
@@ -158,4 +158,5 @@ def main(out: str, asked: str, recipe_file: str | None = None) -> None:
 
 
 if __name__ == "__main__":
+    set_stream_errors()
     main(*sys.argv[1:])

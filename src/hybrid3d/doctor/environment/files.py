@@ -58,13 +58,13 @@ def _try_folder(folder: Path) -> Iterator[Finding]:
     """Write, rename and lock in an empty folder, and look at it from another process."""
     unfinished, finished, lock = folder / "unfinished", folder / "finished", folder / ".lock"
     unfinished.mkdir()
-    with open(unfinished / "file", "w") as out:
+    with open(unfinished / "file", "w", encoding="utf-8") as out:
         out.write(TEXT)
         out.flush()
         os.fsync(out.fileno())
     os.rename(unfinished, finished)
     fix = "run.dir=FOLDER on a local or parallel file system"
-    with open(lock, "a") as held:
+    with open(lock, "a", encoding="utf-8") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -72,7 +72,9 @@ def _try_folder(folder: Path) -> Iterator[Finding]:
             yield Finding(found, SLOW, f"{fix}; NFS needs its lock manager (rpc.statd)")
         command = [sys.executable, "-I", "-c", OTHER, str(finished / "file"), str(lock)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=SECONDS, encoding="utf-8", errors="replace"
+            )
         except subprocess.TimeoutExpired:
             yield Finding(f"another process could not read the run's folder within {SECONDS:g} s", CANNOT_START, fix)
             return
@@ -86,7 +88,7 @@ def _try_folder(folder: Path) -> Iterator[Finding]:
 
 
 def _mounts() -> str:
-    return MOUNTS.read_text() if MOUNTS.exists() else ""
+    return MOUNTS.read_text(encoding="utf-8") if MOUNTS.exists() else ""
 
 
 def check_free_space(context: Context) -> Iterator[Finding]:

@@ -48,7 +48,7 @@ def _run_ranks(recipe: Recipe, folder: Path) -> tuple[list[dict[str, Any]] | Non
     recipe = replace(recipe, run=replace(recipe.run, dir=str(folder))).without_reward_ranks()
     run, file = RunFolder.for_recipe(recipe), folder / "recipe.yaml"
     run.make_logs()
-    file.write_text(recipe_to_yaml(recipe))
+    file.write_text(recipe_to_yaml(recipe), encoding="utf-8")
     said = io.StringIO()
     quiet = {RENDEZVOUS_SECONDS: str(MEETING_SECONDS), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with mock.patch.dict(os.environ, {CHECKED: "1", **{key: os.environ.get(key, quiet[key]) for key in quiet}}):
@@ -59,7 +59,7 @@ def _run_ranks(recipe: Recipe, folder: Path) -> tuple[list[dict[str, Any]] | Non
     if code:
         lines = (line.strip() for line in said.getvalue().splitlines())
         return None, " ".join(line for line in lines if not line.startswith("its log:"))  # which is removed
-    return json.loads((run.path / GROUPS).read_text()), ""
+    return json.loads((run.path / GROUPS).read_text(encoding="utf-8")), ""
 
 
 def describe(recipe: Recipe, measured: Sequence[dict[str, Any]], on_gpus: bool) -> Iterator[Finding]:

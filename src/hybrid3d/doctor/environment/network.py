@@ -47,7 +47,7 @@ def interfaces() -> dict[str, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
-                if not int((INTERFACES / name / "flags").read_text(), 16) & 1:  # IFF_UP
+                if not int((INTERFACES / name / "flags").read_text(encoding="utf-8"), 16) & 1:  # IFF_UP
                     continue
             try:
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -60,7 +60,7 @@ def interfaces() -> dict[str, str]:
 def _has_ipv6(names: Sequence[str] | None = None) -> bool:
     if not IPV6.exists():
         return False
-    having = {line.split()[-1] for line in IPV6.read_text().splitlines()}
+    having = {line.split()[-1] for line in IPV6.read_text(encoding="utf-8").splitlines()}
     return bool(having if names is None else having & set(names))
 
 

@@ -78,7 +78,7 @@ class NodesExamination:
         from hybrid3d.launch.tasks import GROUPS
 
         machine = Context(self._recipe, ask(self._recipe, ["machine"])).answer("machine")
-        measured = json.loads((folder.path / GROUPS).read_text())
+        measured = json.loads((folder.path / GROUPS).read_text(encoding="utf-8"))
         return tuple(groups.describe(self._recipe, measured, bool(machine and machine["gpus"])))
 
     def _print(self, subjects: Sequence[Subject], console: Console | None) -> None:

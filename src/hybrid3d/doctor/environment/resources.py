@@ -94,7 +94,7 @@ def check_cores(context: Context) -> Iterator[Finding]:
 def _quota() -> float | None:
     """Return the number of cores whose time this container gets; None if there is no limit."""
     try:
-        quota, period = (CGROUP / "cpu.max").read_text().split()
+        quota, period = (CGROUP / "cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         return None
     return None if quota == "max" else int(quota) / int(period)
