@@ -15,7 +15,7 @@ import httpx
 from openai import AsyncOpenAI, BadRequestError
 
 ENDPOINT = os.environ["HYBRID3D_ENDPOINT"]
-KEY = os.environ.get("HYBRID3D_API_KEY", "none")
+KEY = os.environ["HYBRID3D_API_KEY"]
 SESSIONS = 64  # at a time
 MAX_CALCULATIONS = 4
 CALCULATION = re.compile(r"<<(\d{1,9})([-+])(\d{1,9})=$")

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 from openai import BadRequestError, OpenAI
 
-ENDPOINT = os.environ["HYBRID3D_ENDPOINT"]
+ENDPOINT, KEY = os.environ["HYBRID3D_ENDPOINT"], os.environ["HYBRID3D_API_KEY"]
 OUT, TURNS = Path(sys.argv[1]), int(sys.argv[2])
 THREADS = 48
 EDITS = 0.05  # of calls, before which the history is changed
@@ -46,8 +46,9 @@ def chat(policy: OpenAI, session: dict, write) -> None:
 
 def main() -> None:
     calls, lock = (OUT / f"{os.getpid()}.jsonl").open("w"), threading.Lock()
-    http = httpx.Client(base_url=ENDPOINT, timeout=120, limits=httpx.Limits(max_connections=THREADS))
-    policy = OpenAI(base_url=ENDPOINT, api_key="none")
+    headers, limits = {"authorization": f"Bearer {KEY}"}, httpx.Limits(max_connections=THREADS)
+    http = httpx.Client(base_url=ENDPOINT, headers=headers, timeout=120, limits=limits)
+    policy = OpenAI(base_url=ENDPOINT, api_key=KEY)
 
     def write(call: dict) -> None:
         with lock:

@@ -72,7 +72,9 @@ def cut_connection(session: dict) -> None:
     """Ask for many tokens, and go."""
     address = urlsplit(ENDPOINT)
     body = json.dumps({"model": session["model"], "prompt": "Never read.", "max_tokens": 120})
-    head = f"POST /sessions/{session['id']}/v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+    head = (
+        f"POST /sessions/{session['id']}/v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
+    )
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
         time.sleep(0.05)

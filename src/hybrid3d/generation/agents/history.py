@@ -88,31 +88,68 @@ class Branch(AnswerTokens):
         return (*self.prompt_ids, *self.tokens[: turn.end])
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """What a call goes on with.
+
+    Attributes:
+        branch, turn: those that its prompt begins with; None if it begins a branch.
+        added: the tokens that follow them.
+        changes: of the history when this was found.
+    """
+
+    branch: Branch | None
+    turn: Turn | None
+    added: tuple[int, ...]
+    changes: int
+
+
 class History:
     """The branches of a session.
 
     Attributes:
         last: the branch of the call that was answered last; None if none was.
+        changes: how often it has changed.
     """
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, writer: Any = None):
+        """
+        Args:
+            tokenizer: of prompts.
+            writer: another one like it, of replies, which are decoded in another thread; None for the same.
+        """
+        self._tokenizer, self._writer = tokenizer, tokenizer if writer is None else writer
         self.branches: list[Branch] = []
         self.last: Branch | None = None
+        self.changes = 0
 
-    def begin(self, prompt: Prompt) -> Branch:
-        """Begin a call: return the branch to which it generates, whose context is the call's prompt."""
+    def plan(self, prompt: Prompt) -> Continuation:
+        """Find out what a call goes on with, which takes long for long texts; other threads may change the history."""
+        changes = self.changes
         for branch, turn in self._longest_first():
             added = self._added(branch, turn, prompt)
-            if added is None:
-                continue
-            if branch.busy or turn is not branch.turns[-1]:
-                return self._add(Branch(prompt_ids=(*branch.context_of(turn), *added)))
-            branch.append_written(added)
-            branch.busy = True
-            return branch
+            if added is not None:
+                return Continuation(branch, turn, tuple(added), changes)
         ids = prompt.ids if isinstance(prompt, PromptTokens) else self._encode(prompt)
-        return self._add(Branch(prompt_ids=tuple(ids)))
+        return Continuation(None, None, tuple(ids), changes)
+
+    def begin(self, prompt: Prompt, plan: Continuation | None = None) -> Branch:
+        """Begin a call: return the branch to which it generates, whose context is the call's prompt.
+
+        Args:
+            plan: what `plan` has returned; it is made anew if the history has changed since, or without it.
+        """
+        if plan is None or plan.changes != self.changes:
+            plan = self.plan(prompt)
+        self.changes += 1
+        branch, turn = plan.branch, plan.turn
+        if branch is None or turn is None:
+            return self._add(Branch(prompt_ids=plan.added))
+        if branch.busy or turn is not branch.turns[-1]:
+            return self._add(Branch(prompt_ids=(*branch.context_of(turn), *plan.added)))
+        branch.append_written(plan.added)
+        branch.busy = True
+        return branch
 
     def finish(self, branch: Branch, prompt: Prompt, reply: str, cut: bool) -> None:
         """End a call, whose tokens are in the branch; arguments are as in `Turn`."""
@@ -120,9 +157,9 @@ class History:
         first = branch.turns[-1].end if branch.turns else 0
         start = branch.loss_mask.index(True, first)  # after what the agent has added
         before = branch.context[: len(branch.prompt_ids) + start]
-        generated = decode_part(self._tokenizer, branch.tokens[start:], before, skip_special_tokens=False)
+        generated = decode_part(self._writer, branch.tokens[start:], before, skip_special_tokens=False)
         if text is None:
-            text = decode_part(self._tokenizer, before, (), skip_special_tokens=False)
+            text = decode_part(self._writer, before, (), skip_special_tokens=False)
         text += reply if reply.lstrip() == generated.lstrip() else generated  # the agent has the text of its reply
         messages = prompt.messages if isinstance(prompt, PromptText) else None
         if messages is not None:
@@ -130,6 +167,7 @@ class History:
         branch.turns.append(Turn(len(branch.tokens), text, messages, reply, cut))
         branch.busy = False
         self.last = branch
+        self.changes += 1
 
     def drop(self, branch: Branch) -> int:
         """End a call that nobody waits for any more; return how many generated tokens were dropped."""
@@ -137,6 +175,7 @@ class History:
         dropped = sum(branch.loss_mask[end:])
         branch.truncate(end)
         branch.busy = False
+        self.changes += 1
         if not branch.turns:
             self.branches.remove(branch)
         return dropped

@@ -52,11 +52,15 @@ def _search_path() -> str:
 class AgentProgram:
     """A running program. Its output goes to the log of the rank."""
 
-    def __init__(self, command: str, url: str):
+    def __init__(self, command: str, url: str, key: str):
+        """
+        Args:
+            key: of the endpoint; the program finds it in its environment, where only its own user can read it.
+        """
         self._command = command
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, str(os.getpid()), *shlex.split(command)],
-            env=os.environ | {URL_VARIABLE: url, "PATH": _search_path()},
+            env=os.environ | {URL_VARIABLE: url, KEY_VARIABLE: key, "PATH": _search_path()},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # with what it starts itself
         )

@@ -40,6 +40,7 @@ READ = {
     *("stream_options", "logprobs", "return_token_ids", "include_stop_str_in_output"),
 }
 MAX_STOPS = 4  # as OpenAI's API has it
+MAX_STOP_CHARS = 1000
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,11 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
         raise RefusedCall("stop: expected a text, or a list of texts", "invalid_value", "stop")
     if len(stops) > MAX_STOPS:
         raise RefusedCall(f"stop: {len(stops)} texts, at most {MAX_STOPS}", "invalid_value", "stop")
+    for stop in stops:
+        _valid(stop, "stop")
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_CHARS:
+        raise RefusedCall(f"stop: {longest} characters, at most {MAX_STOP_CHARS}", "invalid_value", "stop")
     return tuple(stops)
 
 

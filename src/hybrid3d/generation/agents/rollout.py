@@ -76,7 +76,9 @@ class _Leader:
         self.pool = SessionPool(tokenizer, recipe.rollout, end_tokens)
         self._server = EndpointServer(self.pool, recipe.name, tokenizer, settings, distributed.rank())
         logger.info("agents find sessions at %s/sessions", self._server.url)
-        self._program = None if settings.command is None else AgentProgram(settings.command, self._server.url)
+        self._program = None
+        if settings.command is not None:
+            self._program = AgentProgram(settings.command, self._server.url, self._server.key)
 
     def check_program(self) -> None:
         if self._program is not None:

@@ -19,10 +19,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from hybrid3d import distributed
 from hybrid3d.config import Agents
 from hybrid3d.generation.agents.calls import NoSession, RefusedCall, RunEnded
 from hybrid3d.generation.agents.history import NoChatTemplate
-from hybrid3d.generation.agents.program import KEY_VARIABLE, find_agent_problems
+from hybrid3d.generation.agents.program import KEY_VARIABLE, LOCAL_HOSTS, find_agent_problems
 from hybrid3d.generation.agents.requests import answer, events, read_request
 from hybrid3d.generation.agents.sessions import SessionPool
 
@@ -33,7 +34,16 @@ DISCONNECT_SECONDS = 0.5  # between two looks at whether a client is still there
 KEEP_ALIVE_SECONDS = 3600  # closing an idle connection would fail the request that a client is sending on it
 CLOSE_SECONDS = 2  # within which answers end when the server does
 MAX_BODY_BYTES = 2**23
+MAX_DIGITS = 20  # of the number of a body's bytes
+CLOSED_SECONDS = 0.02  # within which it is known that a client has asked for a session and gone at once
 BACKLOG = 1024  # connections that wait to be accepted
+
+
+class _Json(JSONResponse):
+    """An answer of ASCII characters: a request can have halves of characters, which its answer repeats."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
 class CannotListen(RuntimeError):
@@ -42,6 +52,10 @@ class CannotListen(RuntimeError):
 
 class EndpointServer:
     """Serves the sessions of a pool, in threads of this process.
+
+    Attributes:
+        url: its address.
+        key: which agents need; the user's, or that of this run.
 
     Raises:
         CannotListen: the address cannot be bound, or agents cannot use it.
@@ -55,7 +69,8 @@ class EndpointServer:
         """
         self._pool, self._model, self._tokenizer = pool, model, tokenizer
         self._size = len(tokenizer)
-        self._key = os.environ.get(KEY_VARIABLE, "")
+        self.key = os.environ.get(KEY_VARIABLE) or distributed.derived_key("agents")
+        self._is_local = settings.host in LOCAL_HOSTS
         problems = find_agent_problems(settings)  # on this machine
         if problems:
             raise CannotListen("; ".join(problems))
@@ -109,10 +124,8 @@ class EndpointServer:
 
         async def handle(request: Request) -> Response:
             try:
-                given = request.headers.get("authorization", "").removeprefix("Bearer ")
-                if self._key and not hmac.compare_digest(given.encode(), self._key.encode()):
-                    return _error(401, f"the key is not that of {KEY_VARIABLE}", "invalid_api_key", None)
-                return await handler(request)
+                refused = self._refuse(request)
+                return await handler(request) if refused is None else refused
             except NoSession as error:
                 return _error(404, str(error), error.code, None)
             except RefusedCall as error:
@@ -123,8 +136,26 @@ class EndpointServer:
                 return _error(410, "the run has ended: there are no more sessions", "run_ended", None)
             except ClientDisconnect:
                 return Response(status_code=499)
+            except RecursionError:
+                return _error(400, "the body nests too deep", "invalid_json", None)
 
         return handle
+
+    def _refuse(self, request: Request) -> Response | None:
+        """Return the answer to a request that does not come from an agent of this run; None if it does.
+
+        A page in a browser on this machine can send requests here. It names itself as their origin, or has a name of
+        its own that leads here.
+        """
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if self._is_local and _name_of(host) not in LOCAL_HOSTS:
+            return _error(403, f"this is not {host}, and agents are on this machine only", "wrong_host", None)
+        if origin is not None and origin.partition("://")[2] != host:
+            return _error(403, "agents are programs, and no pages of other hosts", "wrong_origin", None)
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self.key.encode()):
+            return _error(401, f"the key is not that of {KEY_VARIABLE}", "invalid_api_key", None)
+        return None
 
     async def _take(self, request: Request) -> Response:
         """Give the agent a session, or tell it to ask again."""
@@ -133,7 +164,11 @@ class EndpointServer:
         if session is None and taken.cancel():
             return Response(status_code=204)
         session = taken.result()
-        return JSONResponse(
+        await asyncio.sleep(CLOSED_SECONDS)
+        if await request.is_disconnected():
+            self._pool.give_back(session.id)
+            return Response(status_code=499)
+        return _Json(
             {
                 "id": session.id,
                 "base_url": f"{self._base(request)}/sessions/{session.id}/v1",
@@ -149,17 +184,17 @@ class EndpointServer:
     async def _end(self, request: Request) -> Response:
         body = await _json(request)
         reward = body.get("reward")
-        if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
-            raise RefusedCall(f"reward={reward!r}: expected a finite number", "invalid_value", "reward")
+        if reward is not None and (type(reward) not in (int, float) or not _is_finite(reward)):
+            raise RefusedCall(f"reward={str(reward)[:60]!r}: expected a finite number", "invalid_value", "reward")
         unknown = body.keys() - {"reward"}
         if unknown:
             raise RefusedCall(f"unknown parameter: {min(unknown)}", "unknown_parameter", min(unknown))
         self._pool.end(request.path_params["session"], None if reward is None else float(reward))
-        return JSONResponse({"ended": True})
+        return _Json({"ended": True})
 
     async def _models(self, request: Request) -> Response:
         self._pool.find(request.path_params["session"])
-        return JSONResponse(
+        return _Json(
             {"object": "list", "data": [{"id": self._model, "object": "model", "created": 0, "owned_by": "hybrid3d"}]}
         )
 
@@ -174,7 +209,7 @@ class EndpointServer:
             return Response(status_code=499)
         if asked.streams:
             return StreamingResponse(events(asked, found, self._tokenizer), media_type="text/event-stream")
-        return JSONResponse(answer(asked, found, self._tokenizer))
+        return _Json(answer(asked, found, self._tokenizer))
 
     def _base(self, request: Request) -> str:
         """Return the address as the client knows it, which may be that of a proxy."""
@@ -203,7 +238,7 @@ async def _json(request: Request) -> dict[str, Any]:
         RefusedCall: it has none, or is too long.
     """
     size = request.headers.get("content-length", "0")
-    if size.isdigit() and int(size) > MAX_BODY_BYTES:
+    if size.isascii() and size.isdecimal() and len(size) < MAX_DIGITS and int(size) > MAX_BODY_BYTES:
         raise RefusedCall(f"the body has {size} bytes, at most {MAX_BODY_BYTES}", "body_too_long")
     parts, length = [], 0
     async for part in request.stream():
@@ -220,6 +255,20 @@ async def _json(request: Request) -> dict[str, Any]:
     return found
 
 
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
+
+
+def _name_of(host: str) -> str:
+    """Return the name, or the address, of a Host header, which may have a port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
+
+
 async def _health(request: Request) -> Response:
     return Response()
 
@@ -234,7 +283,7 @@ async def _broken(request: Request, error: Exception) -> Response:
 
 def _error(status: int, message: str, code: str, param: str | None) -> Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
+    return _Json({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
 
 
 def _listen(host: str, port: int) -> socket.socket:

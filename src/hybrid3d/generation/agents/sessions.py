@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import secrets
@@ -17,6 +18,7 @@ from typing import Any
 from hybrid3d.config import Rollout
 from hybrid3d.generation.agents.calls import Call, CallResult, NoSession, RefusedCall, RunEnded, no_room
 from hybrid3d.generation.agents.history import Branch, History
+from hybrid3d.generation.agents.limits import check_length
 from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
 from hybrid3d.generation.stops import Stops, find_stops, pause_tokens
 from hybrid3d.generation.turns import seed_of_request
@@ -29,6 +31,7 @@ POLL_SECONDS = 0.05  # while no call is being answered
 CHECK_SECONDS = 1.0  # between two searches for sessions without an agent
 REMIND_SECONDS = 60.0  # between two messages that sessions wait for agents
 MAX_OFFERS = 3  # of a session whose agents have not made a call
+PLANS = 3  # of a call, if others change its session's history meanwhile
 
 
 @dataclass(eq=False)
@@ -38,12 +41,15 @@ class _Pending:
     Attributes:
         start: the number of its branch's tokens before it.
         max_new_tokens: how many tokens it may generate.
+        stops: that end the reply; at `pause_tokens` the engine pauses, as one may end there.
     """
 
     call: Call
     branch: Branch
     start: int
     max_new_tokens: int
+    stops: Stops
+    pause_tokens: frozenset[int]
     result: Future[CallResult] = field(default_factory=Future)
 
     @property
@@ -104,6 +110,7 @@ class SessionPool:
     def __init__(self, tokenizer: Any, rollout: Rollout, end_tokens: Sequence[int]):
         assert rollout.agents is not None, "the recipe has agents"
         self._tokenizer, self._rollout, self._end_tokens = tokenizer, rollout, frozenset(end_tokens)
+        self._reader = copy.deepcopy(tokenizer)  # of prompts, in the server's thread; a tokenizer is for one thread
         self._timeout = rollout.agents.timeout_seconds
         self._changed = threading.Condition()
         self._sessions: list[Session] = []
@@ -116,14 +123,16 @@ class SessionPool:
         self._cancelled: list[int] = []
         self._closed = False
         self._checked = self._reminded = 0.0
-        self._find_stops = lru_cache(maxsize=64)(lambda stops: find_stops(tokenizer, stops))
-        self._pause_tokens = lru_cache(maxsize=64)(lambda stops: pause_tokens(tokenizer, stops))
+        self._longest = max(map(len, tokenizer.get_vocab()))  # characters of a token
+        self._find_stops = lru_cache(maxsize=64)(lambda stops: find_stops(self._reader, stops))
+        self._pause_tokens = lru_cache(maxsize=64)(lambda stops: pause_tokens(self._reader, stops))
 
     def open(self, work: Sequence[tuple[Example, int | None]], version: int, sampling: Sampling) -> list[Session]:
         """Offer sessions to agents, one for each example and seed."""
         with self._changed:
             self._sessions = [
-                Session(example, seed, version, sampling, History(self._tokenizer)) for example, seed in work
+                Session(example, seed, version, sampling, History(self._reader, self._tokenizer))
+                for example, seed in work
             ]
             self._by_id, self._free = {}, deque(self._sessions)
             self._reminded = time.monotonic()
@@ -155,6 +164,16 @@ class SessionPool:
                 self._offer()
         return taken
 
+    def give_back(self, session_id: str) -> None:
+        """Offer a session again whose agent has gone before it got it: as if nobody had taken it."""
+        with self._changed:
+            session = self._by_id.get(session_id)
+            if session is not None and not session.requests:
+                del self._by_id[session.id]
+                session.id, session.offers = "", session.offers - 1
+                self._free.appendleft(session)
+                self._offer()
+
     def find(self, session_id: str) -> Session:
         """Return the session of an agent.
 
@@ -174,19 +193,26 @@ class SessionPool:
             RefusedCall: the prompt leaves no room for a reply, or has no tokens.
             NoChatTemplate: as `History.render`.
         """
+        session = self.find(session_id)
+        check_length(call, self._rollout, self._longest)
+        try:  # what takes long is done before the engine's thread is kept waiting
+            stops = self._stops_of(call)
+            pause_at = self._pause_tokens(stops)
+        except ValueError as error:
+            raise RefusedCall(str(error), "invalid_value", "stop") from None
+        for _ in range(PLANS):
+            plan = session.history.plan(call.prompt)
+            if plan.changes == session.history.changes:
+                break
         with self._changed:
             session = self.find(session_id)
-            try:
-                self._pause_tokens(self._stops_of(call))
-            except ValueError as error:
-                raise RefusedCall(str(error), "invalid_value", "stop") from None
-            branch = session.history.begin(call.prompt)
+            branch = session.history.begin(call.prompt, plan)
             context, start = len(branch.context), len(branch.tokens)
             room = min(self._rollout.max_model_len - context, self._rollout.max_new_tokens - start)
             if room < 1 or not context:
                 session.history.drop(branch)
                 raise no_room(context, start, self._rollout, call.is_chat)
-            pending = _Pending(call, branch, start, min(room, call.max_tokens or room))
+            pending = _Pending(call, branch, start, min(room, call.max_tokens or room), stops, pause_at)
             self._submit(session, pending)
             session.active = time.monotonic()
             self._changed.notify_all()
@@ -244,7 +270,7 @@ class SessionPool:
         tokens = tuple(branch.tokens[pending.start :])
         context = branch.context
         text = decode_part(self._tokenizer, tokens, context[: len(context) - len(tokens)])
-        stops = self._stops_of(call)
+        stops = pending.stops
         found = [(text.find(stop), stop) for stop in stops.texts if stop in text]
         ended = tokens[-1] in self._end_tokens | stops.ids or bool(found)
         if stops.texts and not ended and pending.generated < pending.max_new_tokens:
@@ -267,7 +293,7 @@ class SessionPool:
         self._new[number] = GenerationRequest(
             prompt_ids=branch.context,
             max_new_tokens=pending.max_new_tokens - pending.generated,
-            stop_tokens=sorted(self._end_tokens | self._pause_tokens(self._stops_of(pending.call))),
+            stop_tokens=sorted(self._end_tokens | pending.pause_tokens),
             seed=seed_of_request(session.seed, session.requests),
             sampling=replace(session.sampling, stop=()),  # which is looked for in the text of all of a call's requests
         )
