@@ -17,6 +17,7 @@ def make_store(monkeypatch: pytest.MonkeyPatch, ranks: int) -> dist.Store:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1234")  # of the store; unused here
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     return dist.HashStore()
 
 

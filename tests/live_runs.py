@@ -21,7 +21,8 @@ def started(work: Path, arguments: Sequence[str]) -> Iterator[subprocess.Popen[s
     """Start `hybrid3d train` in a folder, whose output is read later; at the end none of its processes is left."""
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "hybrid3d", "train", *arguments]
-    variables = environment(mark, PYTHONPATH=os.pathsep.join([str(work), str(ROOT / "src")]))
+    paths = [str(work), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    variables = environment(mark, PYTHONPATH=os.pathsep.join(filter(None, paths)))
     process = subprocess.Popen(command, cwd=work, env=variables, stdout=subprocess.PIPE, text=True)
     try:
         yield process

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+import select
+import socket
+import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -395,20 +402,78 @@ def test_the_end_of_the_run_reaches_all(
     assert connect(store, 0, lambda: False) is None
 
 
+class Unpickled:
+    """An object that tells when it is unpickled."""
+
+    seen: ClassVar[list[str]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return note, ("unpickled",)
+
+
+def note(text: str) -> None:
+    Unpickled.seen.append(text)
+
+
+def knock(port: int, *parts: bytes) -> bytes:
+    """Send parts to a server, each after what it sends, and return the last that it sends: nothing if it hangs up."""
+    with socket.create_connection(("127.0.0.1", port), 10) as made:
+        heard = made.recv(1000)
+        for part in parts:
+            heard = b""
+            with suppress(OSError):
+                made.sendall(part)
+                heard = made.recv(1000)
+        return heard
+
+
 def test_who_does_not_know_the_secret_is_not_heard(store: dist.Store) -> None:
     heard: list[Connection] = []
     server = Server(store, 0, heard.append)
-    forged = dist.HashStore()
-    forged.set("roles/address/0", f'[{server.port}, "{"00" * 32}"]')
-    with pytest.raises(Disconnected, match=f"no connection to rank 0 at 127.0.0.1:{server.port}: digest sent was reje"):
-        connect(forged, 0, lambda: False)
+    assert json.loads(store.get("roles/address/0")) == ["127.0.0.1", server.port]  # no secret
+    message = pickle.dumps(Unpickled())
+    message = struct.pack("!i", len(message)) + message
+    for parts in ([message + bytes(64)], [bytes(64), message], [bytes(64) + message]):
+        assert knock(server.port, *parts) == b""
     assert not heard
+    assert not Unpickled.seen
     right = connect(store, 0, lambda: False)
     assert right is not None
-    right.close()
+    right.send(Unpickled())
     while not heard:
         time.sleep(0.01)
+    heard[0].receive()
+    assert Unpickled.seen == ["unpickled"]  # as it is for who knows it
+    right.close()
     server.close()
+
+
+def test_who_stands_between_two_ranks_is_not_heard(store: dist.Store) -> None:
+    """The store can be written by anybody, who could lead ranks to an address of their own and pass proofs on."""
+    heard: list[Connection] = []
+    server = Server(store, 0, heard.append)
+    forged = dist.HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        port = between.getsockname()[1]
+        forged.set("roles/address/0", json.dumps(["127.0.0.1", port]))
+        threading.Thread(target=relay, args=(between, server.port), daemon=True).start()
+        with pytest.raises(Disconnected, match=f"no connection to rank 0 at 127.0.0.1:{port}: the process there has"):
+            connect(forged, 0, lambda: False)
+    assert not heard
+    server.close()
+
+
+def relay(between: socket.socket, port: int) -> None:
+    """Pass on what two ends send to each other, the first of which connects to `between`."""
+    one, _ = between.accept()
+    with one, socket.create_connection(("127.0.0.1", port)) as other:
+        to = {one: other, other: one}
+        while ready := select.select([one, other], [], [])[0]:
+            for end in ready:
+                data = end.recv(1000)
+                if not data:
+                    return
+                to[end].sendall(data)
 
 
 def test_a_rank_that_does_not_train_says_what_to_lower_where_memory_runs_out(

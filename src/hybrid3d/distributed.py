@@ -5,11 +5,18 @@ Every collective takes its process group as an argument, and every rank of that 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import ipaddress
+import os
 import pickle
+import socket
+import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +25,12 @@ from torch.distributed import distributed_c10d
 
 from hybrid3d import patches
 from hybrid3d.launch_environment import (
+    LOOPBACK,
     adopt_slurm,
+    derived_key,
     local_rank,
     local_world_size,
+    on_one_machine,
     rank,
     run_id,
     under_launcher,
@@ -34,6 +44,7 @@ __all__ = [
     "all_reduce_max",
     "all_reduce_min",
     "broadcast_object",
+    "derived_key",
     "gather_objects",
     "gather_to_first",
     "gather_unique",
@@ -53,6 +64,8 @@ __all__ = [
 ]
 
 
+SIOCGIFADDR = 0x8915  # of netdevice(7)
+IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 RANKS_PER_POLL_SECOND = 5000  # that ask the store in the same time
 MEETING_TIMEOUT = timedelta(seconds=15)  # of the creation of a group of ranks that are known to be there
 WAIT_TIMEOUT, EXCHANGE_TIMEOUT = patches.WAIT_TIMEOUT, patches.EXCHANGE_TIMEOUT
@@ -127,8 +140,37 @@ def start_among(ranks: Sequence[int], name: str, store: dist.Store) -> dist.Proc
     return _start_default(store=dist.PrefixStore(name, store), rank=ranks.index(rank()), world_size=len(ranks))
 
 
+def listen_at(address: str) -> None:
+    """Let gloo listen at this address, unless the user has chosen an interface; otherwise it asks for the host's name.
+
+    With all ranks on one machine NCCL listens there, too; otherwise it searches for an interface by itself.
+    """
+    name = interface_of(address)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        if on_one_machine():
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the interface that has an address as its first one; None if there is none."""
+    if ":" in address:
+        wanted = ipaddress.ip_address(address.partition("%")[0]).packed.hex()
+        lines = [line.split() for line in IPV6_ADDRESSES.read_text(encoding="ascii").splitlines()]
+        return next((fields[-1] for fields in lines if fields[0] == wanted), None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
 def _start_default(**rendezvous: Any) -> dist.ProcessGroup:
     patches.apply(patches.TORCH)
+    if on_one_machine():
+        listen_at(LOOPBACK)
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
     dist.init_process_group(_backend(), timeout=WAIT_TIMEOUT, **rendezvous)

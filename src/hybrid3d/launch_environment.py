@@ -7,9 +7,14 @@ standard library.
 from __future__ import annotations
 
 import enum
+import hashlib
+import hmac
+import ipaddress
 import math
 import os
 import re
+import secrets
+import socket
 from typing import NoReturn
 
 from hybrid3d.errors import UserMistake
@@ -19,6 +24,9 @@ CHECKED = "HYBRID3D_CHECKED"  # set by hybrid3d's own launcher, which has run al
 RENDEZVOUS_SECONDS = "HYBRID3D_RENDEZVOUS_SECONDS"
 HEARTBEAT_SECONDS = "HYBRID3D_HEARTBEAT_SECONDS"
 NATIVE_STACKS = "HYBRID3D_NATIVE_STACKS"
+ADDRESS = "HYBRID3D_ADDRESS"  # at which other nodes reach this one, as the ranks found out at their rendezvous
+LOOPBACK = "127.0.0.1"
+NOWHERE = "192.0.2.1"  # of RFC 5737, to which packets leave by the default route
 
 DISCONNECTED = 75  # exit code of a rank that does not train: the run has ended, or its group has lost a rank
 
@@ -130,6 +138,95 @@ def run_id() -> str:
     if not _RUN_NAME.fullmatch(name):
         _refuse(RUN, "not a valid name of a run, expected 1 to 100 letters, digits and . _ -, or unset it")
     return name
+
+
+def on_one_machine() -> bool:
+    """Return whether the launcher has started all ranks on this machine."""
+    return bool(os.environ.get("LOCAL_WORLD_SIZE")) and local_world_size() == world_size()
+
+
+def own_address() -> str:
+    """Return the address at which the other ranks of the run reach this process, where it is to listen.
+
+    Raises:
+        OSError: there is no route to rank 0's host.
+    """
+    if on_one_machine():
+        return LOOPBACK
+    return os.environ.get(ADDRESS) or source_address(master_address()[0])
+
+
+def source_address(host: str) -> str:
+    """Return this machine's address on the way to a host. Nothing is sent.
+
+    Raises:
+        OSError: the name does not resolve, or there is no way.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host's name, or an address, leads to the machine itself."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        return ipaddress.ip_address(str(found).partition("%")[0]).is_loopback
+    except OSError:
+        return False
+
+
+def master_host(members: str = "ranks") -> str:
+    """Return the host at which this process reaches the rendezvous.
+
+    It is MASTER_ADDR, unless that is a name that leads to other machines' loopback: Debian gives a host's own name the
+    address 127.0.1.1, where other nodes do not reach it.
+
+    Raises:
+        UserMistake: that name is all that is known of the host's address.
+    """
+    host, _ = master_address(members)
+    if on_one_machine() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torchrun listens there
+        return LOOPBACK
+    if on_one_machine() or host == "localhost" or _is_address(host) or not is_loopback(host):
+        return host
+    try:
+        return source_address(NOWHERE)
+    except OSError:
+        raise UserMistake(
+            f"MASTER_ADDR={host} leads to loopback on its own host, where other nodes do not reach it, and there is no "
+            f"default route: set MASTER_ADDR to that host's address, the same on all {members}"
+        ) from None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+_secret = b""
+
+
+def set_secret(secret: bytes) -> None:
+    """Set what processes of the run prove to each other that they belong to it."""
+    global _secret
+    _secret = secret
+
+
+def secret() -> bytes:
+    """Return the run's secret; where none was set it is one that no other process knows."""
+    if not _secret:
+        set_secret(secrets.token_bytes(32))
+    return _secret
+
+
+def derived_key(purpose: str) -> str:
+    """Return a key that only processes of this run can know, of which the secret cannot be told."""
+    return hmac.new(secret(), purpose.encode(), hashlib.sha256).hexdigest()
 
 
 def rendezvous_seconds() -> float:

@@ -11,11 +11,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NoReturn
 
 from hybrid3d import __version__, launch_environment
 from hybrid3d.cli import bench, certify, doctor, evaluate, export, plan, replay, report, serve, train
-from hybrid3d.cli.terminal import DONE, FAILED, MISTAKE, print_mistake
+from hybrid3d.cli.signals import Stopped, flush_standard_streams, open_standard_streams, raised_signals
+from hybrid3d.cli.terminal import DONE, FAILED, MISTAKE, print_message
 from hybrid3d.errors import UserMistake, escape_control_characters, set_stream_errors
 
 __all__ = ["DONE", "FAILED", "MISTAKE", "main"]
@@ -25,21 +27,35 @@ COMMANDS = (train, evaluate, export, plan, bench, doctor, certify, report, repla
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. Each command imports torch and the engines only when it needs them."""
+    open_standard_streams()
     set_stream_errors()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        with nullcontext() if "RANK" in os.environ else raised_signals():  # of a rank, its launcher says it
+            return _run(arguments)
+    except Stopped as stopped:
+        print_message(str(stopped))
+        return FAILED
+    except BrokenPipeError:  # nobody reads what is printed
+        return FAILED
+    finally:
+        flush_standard_streams()
+
+
+def _run(arguments: list[str]) -> int:
     options = _parse(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a recipe's paths are local, so nothing must be downloaded
     try:
         launch_environment.validate()
     except UserMistake as error:  # other ranks are unknown too, so each rank prints its own error
-        print_mistake(error)
+        print_message(str(error))
         return MISTAKE
     if launch_environment.under_launcher():
         try:
             launch_environment.master_address()
         except UserMistake as error:  # rank 0 cannot be reached, so each node prints the error
             if launch_environment.local_rank() == 0:
-                print_mistake(error)
+                print_message(str(error))
             return MISTAKE
     try:
         return int(options.run(options, arguments))
@@ -49,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             rendezvous.report(str(error))  # rank 0 prints it once
         else:
-            print_mistake(error)
+            print_message(str(error))
         return MISTAKE
 
 

@@ -15,6 +15,7 @@ from hybrid3d.cli.starting import check_origin
 from hybrid3d.cli.terminal import DONE, Commands, make_console, path_argument
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
 from hybrid3d.config.schema import MAX_PORT
+from hybrid3d.launch_environment import is_loopback
 from hybrid3d.run.run_folder import RunFolder, find_checkpoint_step, served_folder
 
 
@@ -25,7 +26,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--step", type=int, help="of a run: the checkpoint after this many updates (default: the last)")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="the port to listen at (default: 8000)")
-    parser.epilog = "what follows -- is passed to `vllm serve`, such as -- --api-key KEY"
+    parser.epilog = "what follows -- is passed to `vllm serve`, such as -- --max-model-len 4096"
     parser.set_defaults(run=_run, passed_on=[])
 
 
@@ -39,6 +40,9 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     command = [*server_command(checkpoint, name, options.host, options.port, recipe), *options.passed_on]
     console = make_console(stderr=True)
     console.print(f"serving {checkpoint} as {name} at http://{options.host}:{options.port}/v1", soft_wrap=True)
+    if not is_loopback(options.host) and not os.environ.get("VLLM_API_KEY") and "--api-key" not in options.passed_on:
+        text = f"warning: whoever reaches {options.host} is answered: set VLLM_API_KEY to a key that requests need"
+        console.print(text, style="yellow", soft_wrap=True)
     sys.stdout.flush()
     os.execve(command[0], command, {**SERVER_ENVIRONMENT, **os.environ})
 

@@ -31,14 +31,22 @@ def launch_ranks(
     console: Console,
     lock: AbstractContextManager[None] | None = None,
     generates: bool = True,
-    max_restarts: int = 0,
+    restarts: bool = False,
 ) -> int:
-    """Run a command as all ranks on this machine, holding the lock if given, and return the exit code."""
+    """Run a command as all ranks on this machine, holding the lock if given, and return the exit code.
+
+    Args:
+        restarts: whether ranks are started again when they are lost, as often as the recipe says.
+    """
     from hybrid3d.launch.launcher import check_devices, launch
 
     check_devices(recipe, generates)
     with lock or nullcontext(), mock.patch.dict(os.environ, {CHECKED: "1"}):
-        return launch(arguments, recipe.world_size, folder, console, max_restarts)
+        if not restarts:
+            return launch(arguments, recipe.world_size, folder, console)
+        others = range(recipe.train_ranks, recipe.world_size)
+        of_rank = {rank: getattr(recipe.roles, recipe.role_of(rank)).max_restarts for rank in others}
+        return launch(arguments, recipe.world_size, folder, console, recipe.run.max_restarts, of_rank)
 
 
 def run_as_rank(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from hybrid3d.config import RecipeError
 from hybrid3d.config.schema import FilePath, read_value
-from hybrid3d.errors import UserMistake
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,9 +18,9 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 DONE, FAILED, MISTAKE = 0, 1, 2
 
 
-def print_mistake(error: UserMistake) -> None:
-    """Print a message to stderr."""
-    make_console(stderr=True).print(str(error), style="red", soft_wrap=True)
+def print_message(message: str) -> None:
+    """Print why a command ends to stderr."""
+    make_console(stderr=True).print(message, style="red", soft_wrap=True)
 
 
 def make_console(stderr: bool = False) -> Console:

@@ -52,12 +52,14 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         task = functools.partial(tasks.train, recipe, folder)
         return run_as_rank(recipe, folder, task, lock_run(folder) if must_lock else None, restarts=True)
     if options.ray is not None:
-        from hybrid3d.launch.ray_cluster import launch_on_ray
+        from hybrid3d.launch.ray_access import ray_access
 
-        with lock_run(folder):
-            code = launch_on_ray(arguments, recipe, folder, console, options.ray)
+        with lock_run(folder), ray_access(options.ray, folder) as files:
+            from hybrid3d.launch.ray_cluster import launch_on_ray
+
+            code = launch_on_ray(arguments, recipe, folder, console, options.ray, files)
     else:
-        code = launch_ranks(arguments, recipe, folder, console, lock_run(folder), max_restarts=recipe.run.max_restarts)
+        code = launch_ranks(arguments, recipe, folder, console, lock_run(folder), restarts=True)
     if code == DONE:
         _print_results(recipe, folder, console)
     return code

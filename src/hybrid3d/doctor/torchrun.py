@@ -1,11 +1,10 @@
-"""Runs a part of a check as several ranks under torchrun."""
+"""Runs a part of a check as several ranks, as torchrun does."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -13,9 +12,11 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from hybrid3d.doctor.check import CheckFailed
 from hybrid3d.errors import set_stream_errors
+from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch_environment import RUN
 from hybrid3d.process import shared_memory_cleanup
 
@@ -28,18 +29,18 @@ def run_on_ranks(count: int, function: str, **arguments: Any) -> dict[str, Any]:
     """
     run = f"doctor-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     with tempfile.TemporaryDirectory() as folder, shared_memory_cleanup(run):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "hybrid3d.doctor.torchrun"]
-        command += [function, json.dumps(arguments), folder]
+        command = [sys.executable, "-m", "hybrid3d.doctor.torchrun", function, json.dumps(arguments), folder]
         variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), RUN: run}
-        done = subprocess.run(command, env=os.environ | variables)
+        with mock.patch.dict(os.environ, variables):
+            failed = run_ranks(command, count)
         failures = sorted(Path(folder).glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
         if failures:
             raise CheckFailed(
                 f"rank {failures[0].name.removeprefix('failed-')}: {failures[0].read_text(encoding='utf-8')}"
             )
-        if done.returncode:
-            raise CheckFailed(f"{count} ranks ended with exit code {done.returncode}")
+        if failed:
+            rank, failure = next(iter(failed.items()))
+            raise CheckFailed(f"rank {rank} of {count} ended with exit code {failure.exitcode}")
         answer: dict[str, Any] = json.loads((Path(folder) / "answer").read_text(encoding="utf-8"))
         return answer
 

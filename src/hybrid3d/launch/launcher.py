@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import sys
@@ -12,12 +11,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.launch.failures import failure_message, find_root_cause
+from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch_environment import RUN, local_rank, local_world_size, rank
 from hybrid3d.planning.machine_memory import total_memory
 from hybrid3d.process import kill_descendants_on_exit, shared_memory_cleanup
@@ -27,21 +24,27 @@ RANK_PROCESS_BYTES = 450_000_000  # private memory of a rank with both engines i
 MAX_RANKS_PER_CORE = 32
 
 
-def launch(arguments: list[str], world_size: int, folder: RunFolder, console: Console, max_restarts: int = 0) -> int:
+def launch(
+    arguments: list[str],
+    world_size: int,
+    folder: RunFolder,
+    console: Console,
+    max_restarts: int = 0,
+    restarts: Mapping[int, int] | None = None,
+) -> int:
     """Run `hybrid3d ARGUMENTS` as `world_size` ranks on this machine.
 
     If a rank runs out of memory and has saved settings that need less, all ranks are started again.
 
     Args:
         max_restarts: as for `supervise`.
+        restarts: as for `run_ranks`.
 
     Returns:
         The exit code: 0, or 1 if a rank failed.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported below
-    logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
-    return supervise(lambda: _run_once(arguments, world_size, folder), folder, console, max_restarts)
+    return supervise(lambda: _run_once(arguments, world_size, folder, restarts or {}), folder, console, max_restarts)
 
 
 def supervise(run_once: Callable[[], Mapping[int, Any]], folder: RunFolder, console: Console, max_restarts: int) -> int:
@@ -57,11 +60,7 @@ def supervise(run_once: Callable[[], Mapping[int, Any]], folder: RunFolder, cons
     """
     restarts = 0
     while True:
-        try:
-            failures = run_once()
-        except SignalException as interrupted:
-            console.print(f"stopped by {interrupted.sigval.name}", style="red", highlight=False)
-            return 1
+        failures = run_once()
         if not failures:
             return 0
         cause = find_root_cause(folder, failures)
@@ -81,27 +80,16 @@ def supervise(run_once: Callable[[], Mapping[int, Any]], folder: RunFolder, cons
             console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def _run_once(arguments: list[str], world_size: int, folder: RunFolder) -> dict[int, Any]:
+def _run_once(
+    arguments: list[str], world_size: int, folder: RunFolder, restarts: Mapping[int, int]
+) -> Mapping[int, Any]:
     """Run all ranks once and return, of each rank that failed, a record with its `exitcode`, negative for a signal."""
     run_id = f"hybrid3d-{uuid.uuid4().hex[:12]}"
     os.environ[RUN] = run_id
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        run_id=run_id,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0,
-    )
     for old in folder.logs.glob("rank-*.failure"):
         old.unlink()
-    try:
-        with shared_memory_cleanup(run_id), kill_descendants_on_exit():  # ranks that are killed do not clean up
-            elastic_launch(config, sys.executable)("-m", "hybrid3d", *arguments)
-        return {}
-    except ChildFailedError as error:
-        return dict(error.failures)
+    with shared_memory_cleanup(run_id), kill_descendants_on_exit():  # ranks that are killed do not clean up
+        return run_ranks([sys.executable, "-m", "hybrid3d", *arguments], world_size, restarts)
 
 
 def check_devices(recipe: Recipe, generates: bool = True) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sys
+import time
+from contextlib import suppress
+
+import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
+from hybrid3d.launch import rendezvous
 from hybrid3d.launch.failures import failure_message, failure_record, print_error, write_failure
-from hybrid3d.launch.restarts import is_child, run_with_restarts
+from hybrid3d.launch.restarts import RunEnd, is_child, run_with_restarts
 from hybrid3d.launch.training_restarts import run_training_rank
 from hybrid3d.launch.worker import Task, run_process
+from hybrid3d.launch_environment import BEAT_SECONDS
+from hybrid3d.roles.split.connections import has_ended
 from hybrid3d.run import terminal
 from hybrid3d.run.run_folder import RunFolder
 
@@ -35,9 +42,17 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, rest
 
 def _run_serving_rank(recipe: Recipe, folder: RunFolder, rank: int, launched: bool) -> int:
     role = recipe.role_of(rank)
-    code, why, of_peer = run_with_restarts(folder, role, getattr(recipe.roles, role).max_restarts)
+    code, why, of_peer = run_with_restarts(folder, role, getattr(recipe.roles, role).max_restarts, RunEnd(_await_end))
     if why:
         reason = failure_record(rank, why, of_peer)
         if not (write_failure(folder.failure_path(rank), reason) and launched) and not of_peer:
             print_error(terminal.plain_console(file=sys.stderr), failure_message(folder, rank, reason))
     return code
+
+
+def _await_end() -> None:
+    """Wait until the run has ended, or the store of it is gone."""
+    with suppress(dist.DistError, rendezvous.RendezvousError):
+        store = rendezvous.connect("ranks")
+        while not has_ended(store):
+            time.sleep(BEAT_SECONDS)

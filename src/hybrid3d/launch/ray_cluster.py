@@ -1,19 +1,21 @@
 """Starts the ranks of a run on a Ray cluster: an actor for each rank, which runs it in a process of its own.
 
 The ranks of a node are placed together, in the order of ranks, and every node must see the run's folder at the same
-path. A rank is the same process as under `srun`: it knows nothing of Ray.
+path. A rank is the same process as under `srun`: it knows nothing of Ray. `ray_access` is entered before this module,
+which imports Ray, is imported.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import signal
 import socket
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ from rich.console import Console
 
 from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.launch.launcher import supervise
+from hybrid3d.launch.ray_access import MODE, TOKEN, TOKEN_PATH, find_token
 from hybrid3d.launch_environment import CHECKED, RUN
 from hybrid3d.process import remove_shared_memory
 from hybrid3d.run.run_folder import RunFolder
@@ -35,14 +38,22 @@ STOP_SECONDS = 10  # within which actors have killed their ranks and cleaned up
 REPORT_SECONDS = 10  # within which ranks that have lost a peer have written why they failed
 CONNECT_SECONDS = 10
 POLL_SECONDS = 0.3
+FOR_RANKS = (
+    *("NCCL_", "GLOO_", "UCX_", "HF_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "VLLM_", "NVTE_", "TRITON_", "HYBRID3D_"),
+    *("TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "OTEL_"),
+)
+OF_NODES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH")
 STORE_BYTES = 100_000_000  # of a local cluster's objects: no tensor is one
 
 
-def launch_on_ray(arguments: list[str], recipe: Recipe, folder: RunFolder, console: Console, address: str) -> int:
+def launch_on_ray(
+    arguments: list[str], recipe: Recipe, folder: RunFolder, console: Console, address: str, files: Path | None
+) -> int:
     """Run `hybrid3d ARGUMENTS` as the ranks of a recipe on a Ray cluster.
 
     Args:
         address: of the cluster, as `host:port`; `auto` for one that this machine is in, `local` for a new one on it.
+        files: the folder of a local cluster.
 
     Returns:
         The exit code: 0, or 1 if a rank failed.
@@ -50,30 +61,33 @@ def launch_on_ray(arguments: list[str], recipe: Recipe, folder: RunFolder, conso
     Raises:
         RecipeError: there is no cluster at the address, or it has no room for the ranks.
     """
-    _connect(address, recipe)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    _connect(address, recipe, files)
     try:
+        for number, handler in handlers.items():  # Ray sets its own
+            signal.signal(number, handler)
         with _placed(recipe, address) as places:
             run_once = functools.partial(_run_once, arguments, recipe, folder, places)
             return supervise(run_once, folder, console, recipe.run.max_restarts)
-    except KeyboardInterrupt:
-        console.print("stopped by SIGINT", style="red", highlight=False)
-        return 1
     finally:
         ray.shutdown()
 
 
-def _connect(address: str, recipe: Recipe) -> None:
+def _connect(address: str, recipe: Recipe, files: Path | None) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
-        if address == "local":
+        if files is not None:
             local = {"num_cpus": recipe.world_size, "object_store_memory": STORE_BYTES, "include_dashboard": False}
-            ray.init(address="local", **local, **quiet)
+            ray.init(address="local", _temp_dir=str(files), **local, **quiet)
         else:
             _check_listening(address)
             ray.init(address=address, **quiet)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         reason = str(error).strip().splitlines()[0]
         problem = f"--ray {address}: {reason}: start a cluster with `ray start`, or use local"
+        if os.environ.get(MODE) == "token":
+            token = find_token() or f"none is found: set {TOKEN} or {TOKEN_PATH}"
+            problem += f" (Ray's token: {token}; {MODE}=disabled where the cluster was started without one)"
         raise RecipeError(recipe.name, [problem]) from None
 
 
@@ -146,11 +160,12 @@ class _RankProcess:
 
     def location(self) -> tuple[str, int, list[str]]:
         """Return this node's address, a free port, and the GPUs of this actor."""
-        with socket.socket() as free:
-            free.bind(("", 0))
+        host = ray.util.get_node_ip_address()
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+            free.bind((host, 0))
             port = free.getsockname()[1]
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return ray.util.get_node_ip_address(), port, list(gpus)
+        return host, port, list(gpus)
 
     def run(self, arguments: Sequence[str], variables: dict[str, str], folder: str, output: str) -> int:
         """Run the rank, and return its exit code, negative for a signal."""
@@ -191,6 +206,7 @@ def _run_once(arguments: list[str], recipe: Recipe, folder: RunFolder, places: S
             gpus = ",".join(gpu for rank in ranks for gpu in locations[rank][2])
             for local, rank in enumerate(ranks):
                 variables = {
+                    **user_variables(),
                     **{"RANK": str(rank), "WORLD_SIZE": str(recipe.world_size)},
                     **{"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(ranks))},
                     **{"MASTER_ADDR": host, "MASTER_PORT": str(port), CHECKED: "1", RUN: run_id},
@@ -207,6 +223,11 @@ def _run_once(arguments: list[str], recipe: Recipe, folder: RunFolder, places: S
         _wait_for([actors[ranks[0]].clean.remote(run_id) for ranks, *_ in places])
         for actor in actors:
             ray.kill(actor)
+
+
+def user_variables() -> dict[str, str]:
+    """Return the variables that a user sets for libraries of a run, which the nodes' own environments do not have."""
+    return {name: value for name, value in os.environ.items() if name.startswith(FOR_RANKS) and name not in OF_NODES}
 
 
 def _wait_for(calls: list[Any]) -> None:
@@ -230,8 +251,9 @@ def _wait(running: dict[Any, int], output: Path) -> dict[int, Any]:
     with output.open("rb") as printed:
         while running and not failures:
             failures |= _finished(running, POLL_SECONDS)
-            sys.stdout.buffer.write(printed.read())
-            sys.stdout.flush()
+            with suppress(OSError):  # nobody reads it
+                sys.stdout.buffer.write(printed.read())
+                sys.stdout.flush()
         if failures:
             failures |= _finished(running, REPORT_SECONDS, len(running))
     return failures

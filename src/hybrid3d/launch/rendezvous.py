@@ -10,8 +10,10 @@ fails with a traceback.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -83,12 +85,13 @@ def meet(record: RankRecord, members: str = "ranks", again: bool = False) -> dis
     try:
         arrived = again and store.check([f"record/{rank}"])
         if arrived and (rank > 0 or store.check(["answer"])):
-            return store
+            return _with_address(store)
+        store.set(f"address/{rank}", _own_address())
         store.set(f"record/{rank}", json.dumps(record))
         if not arrived:
             store.add("arrived", 1)
         if rank == 0:
-            return _compare_and_answer(store, members)
+            return _with_address(_compare_and_answer(store, members))
         store.wait(["answer"], timedelta(seconds=rendezvous_seconds() + 60))
         message, code = json.loads(store.get("answer"))
         store.add("read", 1)
@@ -97,6 +100,30 @@ def meet(record: RankRecord, members: str = "ranks", again: bool = False) -> dis
         raise RendezvousError(message, 1) from error
     if code:
         raise RendezvousError(message, code, reported_by_rank_0=True)
+    return _with_address(store)
+
+
+def _own_address() -> str:
+    try:
+        return launch_environment.own_address()
+    except OSError:  # the name of rank 0's host is resolved by a proxy
+        return launch_environment.LOOPBACK
+
+
+def _with_address(store: dist.Store) -> dist.Store:
+    """Find out at which address other nodes reach this one, and let gloo listen there; return the store.
+
+    It is the one on the way to rank 0's host. Where that is loopback, as on that host itself, it is the one on the way
+    to a rank that has another.
+    """
+    own = _own_address()
+    if not launch_environment.on_one_machine() and launch_environment.is_loopback(own):
+        keys = [f"address/{rank}" for rank in range(distributed.world_size())]
+        others = [address.decode() for address in store.multi_get(keys)]
+        away = next((address for address in others if not launch_environment.is_loopback(address)), None)
+        own = own if away is None else launch_environment.source_address(away)
+    os.environ[launch_environment.ADDRESS] = own
+    distributed.listen_at(own)
     return store
 
 
@@ -155,18 +182,20 @@ def connect(members: str) -> dist.Store:
     """
     member, rank = members.removesuffix("s"), distributed.rank()
     try:
-        host, port = launch_environment.master_address(members)
+        host, (_, port) = launch_environment.master_host(members), launch_environment.master_address(members)
     except UserMistake as error:
         raise RendezvousError(str(error), 2) from error
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not is_child()
     wait = timedelta(seconds=rendezvous_seconds())
     try:
-        store = dist.TCPStore(host, port, None, hosts, wait, wait_for_workers=False)
+        store = host_store(host, port, wait) if hosts else dist.TCPStore(host, port, None, False, wait)
+    except OSError as error:
+        problem = f"port {port} is in use on {member} 0: set another MASTER_PORT, the same on all {members}"
+        if error.errno != errno.EADDRINUSE:
+            problem = f"{member} 0 cannot listen at {address()} ({why_not(error)}): MASTER_ADDR must be an address of "
+            problem += "its host"
+        raise RendezvousError(problem, 2) from error
     except dist.DistError as error:
-        if "EADDRINUSE" in str(error):
-            raise RendezvousError(
-                f"port {port} is in use on {member} 0: set another MASTER_PORT, the same on all {members}", 2
-            ) from error
         timeout = f"{rendezvous_seconds():g} s ({RENDEZVOUS_SECONDS})"
         problem = f"{member} {rank}: no answer from {address()} within {timeout}"
         if hosts:
@@ -177,6 +206,39 @@ def connect(members: str) -> dist.Store:
     store.set_timeout(distributed.WAIT_TIMEOUT)
     # torchrun's store survives a restart of the ranks, which must not read the keys of the previous start.
     return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def host_store(host: str, port: int = 0, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
+    """Return a store in this process that listens at this address alone; torch's own listens at all of the machine.
+
+    Args:
+        port: 0 for any that is free; `port` of the store says which.
+
+    Raises:
+        OSError: nothing can listen there.
+    """
+    try:
+        listening = _listen(host, port)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL or launch_environment.is_loopback(host):
+            raise
+        listening = _listen(launch_environment.source_address(host), port)  # the host's address is translated
+    with listening:
+        port = listening.getsockname()[1]
+        found = dist.TCPStore(
+            host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=os.dup(listening.fileno())
+        )
+    return found
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(where[:2], family=family, backlog=2048)
+
+
+def why_not(error: OSError) -> str:
+    """Return why nothing can listen at an address, without the address that Python adds."""
+    return str(error.strerror or error).partition(" (while")[0]
 
 
 def _compare_and_answer(store: dist.Store, members: str) -> dist.Store:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from hybrid3d import launch_environment
@@ -27,6 +27,7 @@ from hybrid3d.run.run_folder import RunFolder
 RESTART_COUNT, FAILURE = "HYBRID3D_RESTART_COUNT", "HYBRID3D_RESTART_FAILURE"
 MAX_FAILURE_TEXT = 1000  # characters of a reason that are kept
 MAX_PAUSE_SECONDS = 30.0  # before a restart, when the one before did not become ready
+LATE_SECONDS = 10.0  # without a sign of life after the end of the run
 FORGIVEN_SECONDS = 3600.0  # after it was ready for so long, earlier restarts do not count any more
 
 
@@ -58,6 +59,31 @@ class ChildProcess:
             time.sleep(BEAT_SECONDS)
 
 
+class RunEnd:
+    """Whether the run has ended, as a thread finds out once it is asked to.
+
+    Attributes:
+        has_come: it has ended.
+    """
+
+    def __init__(self, wait: Callable[[], None]):
+        """
+        Args:
+            wait: returns when the run has ended.
+        """
+        self._wait, self._thread = wait, threading.Thread(target=self._watch, name="end of the run", daemon=True)
+        self.has_come = False
+
+    def begin(self) -> None:
+        """Begin to wait for it, the first time."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def _watch(self) -> None:
+        self._wait()
+        self.has_come = True
+
+
 def is_child() -> bool:
     """Return whether this process was started by one that starts its rank again."""
     return RESTART_COUNT in os.environ
@@ -85,10 +111,13 @@ def start_child(
     return subprocess.Popen(command, env=os.environ | told, stdout=stdout)
 
 
-def run_with_restarts(folder: RunFolder, role: str, max_restarts: int) -> tuple[int, str, bool]:
+def run_with_restarts(folder: RunFolder, role: str, max_restarts: int, run_end: RunEnd) -> tuple[int, str, bool]:
     """Run this rank's command as a child process, again each time it is lost, until it ends.
 
     It is not started again if it fails by itself before it was ready, as it would fail again.
+
+    Args:
+        run_end: of which a child that is stopped does not hear.
 
     Returns:
         The exit code, why it failed (empty where the child, or another rank, has reported it), and whether that was
@@ -97,8 +126,10 @@ def run_with_restarts(folder: RunFolder, role: str, max_restarts: int) -> tuple[
     become_parent()
     rank, failure, was_ready, started, restarts, pauses = launch_environment.rank(), "", False, 0, 0, 0
     while True:
-        code, states, ready_seconds = _run_child(started, failure)
+        code, states, ready_seconds = _run_child(started, failure, run_end)
         started += 1
+        if code < 0 and run_end.has_come:
+            return 0, "", False
         if State.LEAVING.value in states:
             was_ready, failure = True, ""
             continue
@@ -125,7 +156,7 @@ def run_with_restarts(folder: RunFolder, role: str, max_restarts: int) -> tuple[
         time.sleep(min(MAX_PAUSE_SECONDS, 2.0**pauses - 1))
 
 
-def _run_child(restart_count: int, failure: str) -> tuple[int, bytes, float]:
+def _run_child(restart_count: int, failure: str, run_end: RunEnd) -> tuple[int, bytes, float]:
     """Run the child once; return its exit code, negative for a signal, its states, and the seconds since `READY`."""
     child = start_child(restart_count, {FAILURE: failure.replace("\0", "")[:MAX_FAILURE_TEXT]}, subprocess.PIPE)
     assert child.stdout is not None
@@ -138,11 +169,14 @@ def _run_child(restart_count: int, failure: str) -> tuple[int, bytes, float]:
             if not data:  # it exits
                 break
             states, silent = states + data.replace(State.ALIVE.value, b""), 0.0
+        if State.CONNECTED.value in states:
+            run_end.begin()
         now = time.monotonic()
         silent, before = silent + min(now - before, 2 * BEAT_SECONDS), now  # not the time in which both were suspended
         if ready_at is None and State.READY.value in states:
             ready_at = now
-        if silent > (heartbeat_seconds() if ready_at is not None else max(heartbeat_seconds(), START_SECONDS)):
+        patience = heartbeat_seconds() if ready_at is not None else max(heartbeat_seconds(), START_SECONDS)
+        if silent > (LATE_SECONDS if run_end.has_come else patience):
             child.send_signal(signal.SIGKILL)
     child.wait()
     kill_descendants()  # which may have the pipe too

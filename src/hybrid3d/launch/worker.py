@@ -22,6 +22,7 @@ from hybrid3d.errors import set_stream_errors
 from hybrid3d.launch import rendezvous
 from hybrid3d.launch.failures import failure_message, failure_record, print_error, write_failure
 from hybrid3d.launch.restarts import is_child, this_process
+from hybrid3d.launch.run_secret import adopt_secret, write_secret
 from hybrid3d.launch_environment import DISCONNECTED
 from hybrid3d.process import (
     adopt_orphans,
@@ -73,7 +74,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     _log_as(rank)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # writes Python stacks to the log, whatever the rank is in
     try:
-        store = rendezvous.meet(rendezvous.describe_rank(recipe), again=child.restart_count > 0)
+        store = _meet(recipe, folder, again=child.restart_count > 0)
     except rendezvous.RendezvousError as error:
         logger.error("%s", error)
         if not error.reported_by_rank_0 and distributed.local_rank() == 0 and not child.restart_count:
@@ -82,6 +83,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     set_shared_memory_prefix(distributed.run_id())
 
     try:
+        adopt_secret(recipe, folder, store, rank)
         on_seen = functools.partial(_report_seen, folder, stderr)
         role_of = recipe.role_of if recipe.has_serving_ranks else lambda rank: ""
         on_deadlock = functools.partial(_end_deadlock, folder, launched, stderr)
@@ -116,6 +118,13 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
             remove_shared_memory(distributed.run_id(), engines=not is_child())
         finally:
             os._exit(1)  # communication threads may be waiting for ranks that have exited
+
+
+def _meet(recipe: Recipe, folder: RunFolder, again: bool) -> dist.Store:
+    """Write the run's secret on rank 0, and meet the other ranks."""
+    if distributed.rank() == 0 and not again:
+        write_secret(folder)
+    return rendezvous.meet(rendezvous.describe_rank(recipe), again=again)
 
 
 def _start_heartbeat(

@@ -1,4 +1,7 @@
-"""Consoles that print text literally: without markup or emoji codes, and with control characters escaped."""
+"""Consoles that print text literally: without markup or emoji codes, and with control characters escaped.
+
+What a console that is closed, or a full disk, does not take is lost: a run does not end for that.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,19 @@ from hybrid3d.errors import escape_control_characters
 
 
 class _PlainConsole(Console):
+    def _write_buffer(self) -> None:
+        try:
+            super()._write_buffer()
+        except OSError:
+            self.quiet = True
+        except ValueError:
+            if not self.file.closed:
+                raise
+            self.quiet = True
+
+    def on_broken_pipe(self) -> None:  # rich's exits
+        self.quiet = True
+
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(
             *(escape_control_characters(each) if isinstance(each, str) else each for each in objects), **options

@@ -1,7 +1,13 @@
-"""Connections between the first rank that trains and the ranks that do not train: messages are pickled objects."""
+"""Connections between the first rank that trains and the ranks that do not train: messages are pickled objects.
+
+Both ends prove that they know the run's secret before either of them reads a message. The secret is handed over in a
+file (`launch/run_secret.py`); the store has only the address, which anybody may read.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import logging
 import os
@@ -13,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import AuthenticationError, connection
+from multiprocessing import connection
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +33,8 @@ _ENDED = "roles/ended"  # key of the store
 CONNECT_TIMEOUT = timedelta(minutes=1)
 ADDRESS_POLL_SECONDS = 0.5
 ACCEPT_PAUSE_SECONDS = 1.0  # after an error, such as too many open files
+AUTHENTICATION_SECONDS = 20.0  # within which the other end has proven that it belongs to the run
+NONCE_BYTES = PROOF_BYTES = 32
 # A node that is lost and does not close its connections is noticed within a minute
 TCP_OPTIONS = (
     (socket.TCP_NODELAY, 1),
@@ -39,6 +47,56 @@ TCP_OPTIONS = (
 
 class Disconnected(LostPeer):
     """The process at the other end has closed the connection, or has exited."""
+
+
+class NotOfThisRun(ConnectionError):
+    """The process at the other end does not know the run's secret."""
+
+
+def authenticate(of_socket: socket.socket, host: str, port: int, as_server: bool) -> None:
+    """Have both ends prove that they know the run's secret, before either reads anything else.
+
+    Each sends a random number, and proves with the run's secret that it has got that of the other one. The proofs name
+    the server's address, so that nobody can pass them on between two ends that were led to another address.
+
+    Args:
+        host, port: the server's, as it has published them.
+
+    Raises:
+        NotOfThisRun: the other end does not know the secret.
+        OSError: it has gone, or is silent.
+    """
+    of_socket.settimeout(AUTHENTICATION_SECONDS)
+    own = secrets.token_bytes(NONCE_BYTES)
+    of_socket.sendall(own)
+    other = _receive_bytes(of_socket, NONCE_BYTES)
+    nonces = own + other if as_server else other + own
+
+    def prove(role: bytes) -> bytes:
+        told = b"\0".join([b"hybrid3d", role, f"{host}:{port}".encode(), nonces])
+        return hmac.new(launch_environment.secret(), told, hashlib.sha256).digest()
+
+    def check(role: bytes) -> None:
+        if not hmac.compare_digest(_receive_bytes(of_socket, PROOF_BYTES), prove(role)):
+            raise NotOfThisRun("the process there does not know the run's secret")
+
+    if as_server:
+        check(b"client")
+        of_socket.sendall(prove(b"server"))
+    else:
+        of_socket.sendall(prove(b"client"))
+        check(b"server")
+    of_socket.settimeout(None)
+
+
+def _receive_bytes(of_socket: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        part = of_socket.recv(count - len(found))
+        if not part:
+            raise NotOfThisRun("the process there has closed the connection: it has another secret, or has ended")
+        found += part
+    return found
 
 
 class Connection:
@@ -56,13 +114,6 @@ class Connection:
             of_socket.setsockopt(socket.IPPROTO_TCP, option, value)
         self._socket = of_socket  # kept, as another thread may disconnect while one receives
         self._messages = connection.Connection(os.dup(of_socket.fileno()))
-
-    def authenticate(self, secret: bytes, as_server: bool) -> None:
-        """Have both ends prove that they know the run's secret, before either unpickles anything."""
-        steps: Sequence[Callable[[connection.Connection, bytes], None]]
-        steps = connection.deliver_challenge, connection.answer_challenge
-        for step in steps if as_server else reversed(steps):
-            step(self._messages, secret)
 
     def send(self, message: Any) -> None:
         """Send a message.
@@ -136,13 +187,13 @@ class Server:
             start: number of the start of the ranks that train.
             on_connection: called in a thread for each.
         """
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        self._socket = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=dual)
-        self._store, self._secret, self._on_connection = store, secrets.token_bytes(32), on_connection
+        host = launch_environment.own_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=1024)
+        self._store, self._host, self._on_connection = store, host, on_connection
         self._closed = False
         self.port: int = self._socket.getsockname()[1]
-        store.set(_address(start), json.dumps([self.port, self._secret.hex()]))
+        store.set(_address(start), json.dumps([host, self.port]))
         threading.Thread(target=self._accept, name="connections", daemon=True).start()
 
     def end_run(self) -> None:
@@ -168,11 +219,12 @@ class Server:
             threading.Thread(target=self._authenticate, args=(accepted,), name="authentication", daemon=True).start()
 
     def _authenticate(self, accepted: socket.socket) -> None:
-        made = Connection(accepted)
         try:
-            made.authenticate(self._secret, as_server=True)
-        except (OSError, EOFError, AuthenticationError):  # not a process of this run
-            made.close()
+            authenticate(accepted, self._host, self.port, as_server=True)
+            made = Connection(accepted)
+        except OSError as error:
+            logger.warning("a connection to the server of this run's ranks was refused: %s", error)
+            accepted.close()
             return
         self._on_connection(made)
 
@@ -199,18 +251,17 @@ def connect(store: dist.Store, start: int, has_failed: Callable[[], bool]) -> Co
     """
     if has_ended(store):
         return None
-    host, _ = launch_environment.master_address()
-    port = 0
+    host, port = "its address", 0
     try:
         while not store.check([_address(start)]):  # it imports its engine first; a heartbeat watches it
             if has_failed():
                 raise Disconnected("a rank that trains was lost")
             time.sleep(ADDRESS_POLL_SECONDS)
-        port, secret = json.loads(store.get(_address(start)))
-        made = Connection(socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds()), peer=0)
-        made.authenticate(bytes.fromhex(secret), as_server=False)
-    except (OSError, EOFError, AuthenticationError, dist.DistError) as error:
+        host, port = json.loads(store.get(_address(start)))
+        made = socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds())
+        authenticate(made, host, port, as_server=False)
+    except (OSError, ValueError, dist.DistError) as error:
         raise Disconnected(
             f"no connection to rank 0 at {host}:{port}: {error}: is it alive, and is the port open between the nodes?"
         ) from error
-    return made
+    return Connection(made, peer=0)

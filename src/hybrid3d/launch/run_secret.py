@@ -1,0 +1,103 @@
+"""The secret of a run, which its processes prove to know before one reads what another one sends.
+
+It is a file that only its owner can read, in the folder of the run's logs, which all nodes see. It never passes through
+the rendezvous store, which answers whoever asks; its digest does, so that no rank uses an older file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hybrid3d.config import Recipe
+from hybrid3d.generation.agents.program import KEY_VARIABLE
+from hybrid3d.launch.rendezvous import RendezvousError
+from hybrid3d.launch_environment import derived_key, secret, set_secret
+from hybrid3d.run.run_folder import RunFolder
+
+SECRET_BYTES = 32
+DIGEST = "secret/digest"  # key of the store
+SEEN_SECONDS = 60.0  # within which all nodes see a file that rank 0 has written: some file systems are slow
+POLL_SECONDS = 0.5
+
+
+class SecretError(RendezvousError):
+    """Raised on a rank that cannot write or read the run's secret, or where others can read it."""
+
+    def __init__(self, message: str):
+        super().__init__(message, 1)
+
+
+def write_secret(folder: RunFolder) -> None:
+    """Write a new secret; rank 0 does, before the ranks meet.
+
+    Raises:
+        SecretError: it cannot be written.
+    """
+    _write(_path(folder), secrets.token_bytes(SECRET_BYTES).hex())
+
+
+def write_agents_key(folder: RunFolder) -> None:
+    """Write the key of the agents' endpoint for agents that the user starts; a run's own have it in their environment.
+
+    Raises:
+        SecretError: it cannot be written.
+    """
+    _write(folder.logs / "agents-key", derived_key("agents"))
+
+
+def _write(path: Path, text: str) -> None:
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.unlink(missing_ok=True)
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(text)
+        draft.replace(path)
+    except OSError as error:
+        raise SecretError(f"{path}, which others must not read, could not be written ({error.strerror})") from error
+
+
+def adopt_secret(recipe: Recipe, folder: RunFolder, store: dist.Store, rank: int) -> None:
+    """Read the secret on every rank, after the ranks have met; write the agents' key on rank 0, if it is needed.
+
+    Raises:
+        SecretError: it is not that of rank 0, or others can read it.
+    """
+    path = _path(folder)
+    if rank == 0:
+        set_secret(_read(path))
+        store.set(DIGEST, hashlib.sha256(secret()).hexdigest())
+        agents = None if recipe.rollout is None else recipe.rollout.agents
+        if agents is not None and agents.command is None and not os.environ.get(KEY_VARIABLE):
+            write_agents_key(folder)
+        return
+    wanted, end = store.get(DIGEST).decode(), time.monotonic() + SEEN_SECONDS
+    while True:
+        try:
+            found = _read(path)
+        except FileNotFoundError:
+            found = b""
+        if hashlib.sha256(found).hexdigest() == wanted:
+            set_secret(found)
+            return
+        if time.monotonic() > end:
+            raise SecretError(f"{path} is not the file that rank 0 has written: do all nodes see the same folder?")
+        time.sleep(POLL_SECONDS)
+
+
+def _read(path: Path) -> bytes:
+    with path.open(encoding="ascii") as file:
+        mode = os.fstat(file.fileno()).st_mode & 0o777
+        if mode & 0o077:
+            fix = "put the run's folder on a file system that keeps modes"
+            raise SecretError(f"{path} has mode {mode:04o}, expected 0600, as others can read the run's secret: {fix}")
+        return bytes.fromhex(file.read())
+
+
+def _path(folder: RunFolder) -> Path:
+    return folder.logs / "secret"

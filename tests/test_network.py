@@ -1,0 +1,159 @@
+"""A run on one machine listens on its loopback interface alone, and whoever reaches its ports there gets no further."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from commands import ROOT, demo_folder
+from live_runs import started
+from run_ranks import MARK, marked
+from sockets import Listening, is_open, listening
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+SETTINGS = [
+    str(ROOT / "recipes/demo-cpu.yaml"),
+    *("model.path=build/demo/base", "model.dtype=bfloat16", "guard.initial_mismatch=ignore"),
+    *("run.steps=2", "run.eval_every=9", "algorithm.prompts_per_step=8", "optimizer.lr=1e-5", "rollout.tp=1"),
+]
+
+
+def watch(work: Path, *settings: str, look: Callable[[set[Listening]], None] = lambda found: None) -> set[Listening]:
+    """Return all sockets at which the processes of a run listen at any time.
+
+    Args:
+        look: called again and again with those that there were up to then.
+    """
+    found: set[Listening] = set()
+    with started(work, [*SETTINGS, *settings]) as process:
+        variables = Path(f"/proc/{process.pid}/environ").read_text().split("\0")
+        mark = next(variable.partition("=")[2] for variable in variables if variable.startswith(f"{MARK}="))
+        while process.poll() is None:
+            found |= listening(marked(mark))
+            look(found)
+            time.sleep(0.2)
+        assert process.returncode == 0
+    return found
+
+
+def test_what_is_open_is_seen() -> None:
+    with socket.create_server(("", 0)) as everywhere, socket.create_server(("127.0.0.1", 0)) as here:
+        found = {one.port: one for one in listening(["self"])}  # type: ignore[list-item]
+        assert is_open(found[everywhere.getsockname()[1]])
+        assert not is_open(found[here.getsockname()[1]])
+
+
+def test_a_run_on_the_same_ranks_listens_on_loopback_alone(demo: Path, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary))
+        found = watch(demo_folder(tmp_path, demo), "name=same", "train.tp=2", "train.pp=1")
+    assert len(found) >= 3  # the store, and gloo of each rank
+    assert {one for one in found if is_open(one)} == set()
+    assert not list(temporary.glob("torchelastic*"))
+
+
+# Reads what the store of a run has, and tries to be heard as one of its ranks, with what it has read as the secret.
+THIEF = """
+import encodings.idna, hashlib, hmac, os, pickle, socket, struct, sys
+from multiprocessing import connection
+from datetime import timedelta
+import torch.distributed as dist
+if os.getuid() == 0:
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+proof, ports = sys.argv[1], list(map(int, sys.argv[2:]))
+told = {b""}
+for port in ports:
+    try:
+        store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=2), wait_for_workers=False)
+        keys = store.list_keys()
+    except Exception:
+        continue
+    told |= {store.get(key) for key in keys if "beat" not in key}
+    print("keys", len(keys))
+for value in list(told):
+    for word in value.decode(errors="replace").replace('"', " ").replace(",", " ").split():
+        try:
+            told.add(bytes.fromhex(word))
+        except ValueError:
+            pass
+
+class Payload:
+    def __reduce__(self):
+        return os.system, (f"id > {proof}",)
+
+payload = pickle.dumps(Payload())
+for port in ports:
+    for secret in sorted(told)[:50]:
+        for authenticates in (True, False):
+            try:
+                made = socket.create_connection(("127.0.0.1", port), 2)
+                made.settimeout(2)
+                if authenticates:
+                    heard = made.recv(256)
+                    made.sendall(os.urandom(32) + hmac.new(secret, heard, "sha256").digest())
+                made.sendall(struct.pack("!i", len(payload)) + payload)
+                made.close()
+            except OSError:
+                pass
+print("tried", len(ports), len(told))
+"""
+
+
+def test_a_run_of_several_roles_listens_on_loopback_alone_and_is_not_robbed(demo: Path, tmp_path: Path) -> None:
+    """Whoever is on the machine can read the store; it has no secret, and nothing that is sent is unpickled."""
+    work, thieves = demo_folder(tmp_path, demo), list[subprocess.CompletedProcess[str]]()
+    proof = tmp_path / "proof"
+    (tmp_path / "thief.py").write_text(THIEF)
+    tmp_path.chmod(0o777)  # so that anybody could write the proof
+
+    def steal(found: set[Listening]) -> None:
+        if thieves or not (work / "runs/apart/metrics.jsonl").exists():
+            return
+        ports = sorted({str(one.port) for one in found if one.protocol.startswith("tcp")})
+        command = [sys.executable, str(tmp_path / "thief.py"), str(proof), *ports]
+        thieves.append(subprocess.run(command, capture_output=True, text=True, timeout=300))
+
+    more = ("train.tp=1", "train.pp=1", "roles.generation.ranks=1", "roles.reward.ranks=1", "run.steps=4")
+    found = watch(work, "name=apart", *more, look=steal)
+    assert {one for one in found if is_open(one)} == set()
+    assert "tried" in thieves[0].stdout, thieves[0].stderr
+    assert not proof.exists()
+    secret = work / "runs/apart/logs/secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert "keys" in thieves[0].stdout
+
+
+def test_ray_on_this_machine_listens_on_loopback_alone_and_leaves_nothing(demo: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    work, home = demo_folder(tmp_path, demo), tmp_path / "home"
+    home.mkdir()
+    modes: dict[str, int] = {}
+
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as temporary, pytest.MonkeyPatch.context() as patch:
+
+        def look(found: set[Listening]) -> None:
+            for path in (work / "runs/on-ray/ray/token", *Path(temporary).glob("ray-*/token")):
+                with suppress(OSError):
+                    modes[str(path)] = path.stat().st_mode & 0o777
+
+        patch.setenv("HOME", str(home))
+        patch.setenv("TMPDIR", temporary)
+        found = watch(work, "name=on-ray", "train.tp=2", "train.pp=1", "--ray", "local", look=look)
+        left = [path.name for path in Path(temporary).iterdir()]
+    assert len(found) >= 8  # of Ray's own processes
+    assert {one for one in found if is_open(one)} == set()
+    assert set(modes.values()) == {0o600}
+    assert not list(home.rglob("*token*"))
+    assert not [name for name in left if name.startswith(("ray", "torchelastic"))]
+    assert not (work / "runs/on-ray/ray").exists()
