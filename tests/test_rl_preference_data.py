@@ -182,10 +182,12 @@ def test_json_lines(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"no column 'question'; the columns there: prompt, chosen, rejected, score"):
         read(path, tokenizer, chat_template=True)
     path.write_text('{"prompt": "apples", "chosen": "7"')
-    with pytest.raises(DataError, match=r"pairs\.jsonl: not a readable file of JSON Lines: JSON parse error"):
+    with pytest.raises(
+        DataError, match=r"pairs\.jsonl: not a readable file of JSON Lines: line 1, column 35: Expecting '"
+    ):
         read(path, tokenizer)
     path.write_text("")
-    with pytest.raises(DataError, match=r"not a readable file of JSON Lines: Empty JSON file"):
+    with pytest.raises(DataError, match=r"pairs\.jsonl: no rows"):
         read(path, tokenizer)
 
 

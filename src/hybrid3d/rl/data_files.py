@@ -1,7 +1,7 @@
 """Reads columns of a data file, parquet or JSON Lines, with strings or chat turns.
 
 Every problem with a file is a `DataError` that names the file and the column. Of parquet `check_columns` reads the
-footer only; JSON Lines (`.jsonl`) are read whole.
+footer only; JSON Lines (`.jsonl`) are read line by line, and only the columns that are asked for.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.json
 import pyarrow.parquet as pq
 
 from hybrid3d.errors import UserMistake
+from hybrid3d.rl.json_lines import NOT_JSON, InvalidLine, read_json_columns
 from hybrid3d.storage.user_files import UnreadableFile, check_regular_file
 
 # Raised by pyarrow for truncated or damaged files; UnicodeDecodeError if a name or a string is not UTF-8.
@@ -23,9 +23,10 @@ _UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
 
 MAX_ROWS, MAX_BYTES = 10_000_000, 8 * 2**30  # of a file's two columns, which every rank keeps in memory
 BATCH_ROWS = 1024  # read at a time
+# Text of a parquet file's columns per byte of the file: repetitions take no room in it, but all of them are tokenized
+MAX_EXPANSION, ALWAYS_ALLOWED = 1_000, 256 * 2**20
 
 _NOT_PARQUET = "not a readable parquet file, or one cut short"
-_NOT_JSON = "not a readable file of JSON Lines"
 JSON_LINES, MAX_JSON_BYTES = ".jsonl", 2**30
 
 Turn = dict[str, str]
@@ -45,6 +46,8 @@ def check_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str]
     Raises:
         DataError: not readable, not parquet, truncated, too large or empty; or a column is missing or not of strings.
     """
+    if _is_json(path):
+        return len(_read_json(path, columns, chats, None)[0])
     try:
         with _open_file(path) as file:
             schema, rows, size = file.schema_arrow, int(file.metadata.num_rows), _uncompressed_bytes(file, columns)
@@ -55,6 +58,7 @@ def check_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str]
             f"{path}: {rows:,} rows of {size:,} bytes in the columns {', '.join(columns)}; every rank keeps them in "
             f"memory, at most {MAX_ROWS:,} rows of {MAX_BYTES:,} bytes: split the file"
         )
+    _check_expansion(path, size)
     for column in columns:
         first = _column_path(schema, column)[0]
         if schema.names.count(first) > 1:
@@ -81,6 +85,8 @@ def read_columns(
     Args:
         first: read only this many rows; None reads all.
     """
+    if _is_json(path):
+        return _read_json(path, columns, chats, first)
     check_columns(path, columns, chats)
     try:
         with _open_file(path) as file:  # `read_table` would add columns for folders named `key=value`
@@ -89,27 +95,55 @@ def read_columns(
         raise DataError(f"{path}: {_reason(path, error)}") from error
 
 
+def _is_json(path: str | Path) -> bool:
+    return Path(path).suffix == JSON_LINES
+
+
+def _read_json(path: str | Path, columns: Sequence[str], chats: Sequence[str], first: int | None) -> list[list[Any]]:
+    """Return columns of a file of JSON Lines. DataError: it cannot be used."""
+    _check_regular(path)
+    try:
+        size = Path(path).stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise DataError(f"{path}: {size:,} bytes of JSON Lines, at most {MAX_JSON_BYTES:,}: write it as parquet")
+        found = read_json_columns(path, columns, chats, first)
+    except InvalidLine as error:
+        raise DataError(f"{path}: {error}") from None
+    except OSError as error:
+        raise DataError(f"{path}: {_reason(path, error)}") from error
+    if not found[0]:
+        raise DataError(f"{path}: no rows")
+    return found
+
+
 def _open_file(path: str | Path) -> pq.ParquetFile:
-    """Open a local regular file: pyarrow itself would fetch an address, and wait for a FIFO. JSON Lines become parquet.
+    """Open a local regular file: pyarrow itself would fetch an address, and wait for a FIFO.
 
     Raises a DataError if it is not a regular file, and one of `_UNREADABLE` if it cannot be read.
     """
+    _check_regular(path)
+    return pq.ParquetFile(pa.OSFile(str(path)))
+
+
+def _check_expansion(path: str | Path, size: int) -> None:
+    """Check that the text of columns is in proportion to the file. DataError: it is not, with both numbers."""
+    if size > _most_text(path):
+        raise DataError(
+            f"{path}: a file of {Path(path).stat().st_size:,} bytes, of which {size:,} bytes of text or more would be "
+            f"read, at most {_most_text(path):,}: it repeats a few rows: remove the repetitions"
+        )
+
+
+def _most_text(path: str | Path) -> int:
+    return min(MAX_BYTES, max(ALWAYS_ALLOWED, MAX_EXPANSION * Path(path).stat().st_size))
+
+
+def _check_regular(path: str | Path) -> None:
     try:
         check_regular_file(path)
     except UnreadableFile as error:
         absent = not Path(path).exists()
         raise DataError(f"{path}: {'' if absent else f'{_unreadable(path)}: '}{error.why}") from None
-    if Path(path).suffix != JSON_LINES:
-        return pq.ParquetFile(pa.OSFile(str(path)))
-    size = Path(path).stat().st_size
-    if size > MAX_JSON_BYTES:
-        raise DataError(f"{path}: {size:,} bytes of JSON Lines, at most {MAX_JSON_BYTES:,}: write it as parquet")
-    # One block, because types of columns are those of the first block, and no row may lie in two
-    one_block = pyarrow.json.ReadOptions(block_size=size + 1, use_threads=False)
-    table = pyarrow.json.read_json(pa.OSFile(str(path)), read_options=one_block)
-    made = pa.BufferOutputStream()
-    pq.write_table(table, made)
-    return pq.ParquetFile(pa.BufferReader(made.getvalue()))
 
 
 def _uncompressed_bytes(file: pq.ParquetFile, columns: Sequence[str]) -> int:
@@ -124,12 +158,11 @@ def _read_batches(path: str | Path, file: pq.ParquetFile, columns: Sequence[str]
     """Return the values of each column; counts their bytes in memory, which may be more than in the file."""
     found: list[list[Any]] = [[] for _ in columns]
     size = 0
-    for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=list(columns)):
-        size += batch.nbytes
-        if size > MAX_BYTES:
-            raise DataError(
-                f"{path}: more than {MAX_BYTES:,} bytes in the columns {', '.join(columns)}: split the file"
-            )
+    longest = max(1, _uncompressed_bytes(file, columns))  # that a text may be
+    rows = max(1, min(BATCH_ROWS, _most_text(path) // 4 // longest))  # arrow doubles what it has allocated
+    for batch in file.iter_batches(batch_size=rows, columns=list(columns)):
+        size += sum(_text_bytes(batch.column(index)) for index in range(batch.num_columns))
+        _check_expansion(path, size)
         table = pa.Table.from_batches([batch])
         for values, column in zip(found, columns, strict=True):
             values += _column_values(table, column).to_pylist()
@@ -138,6 +171,18 @@ def _read_batches(path: str | Path, file: pq.ParquetFile, columns: Sequence[str]
     if len(found[0]) != file.metadata.num_rows:
         raise DataError(f"{path}: {_unreadable(path)}: {len(found[0])} of {file.metadata.num_rows} rows are there")
     return found
+
+
+def _text_bytes(array: pa.Array) -> int:
+    """Return the bytes of an array's texts, those of a dictionary as often as they occur."""
+    if pa.types.is_dictionary(array.type):
+        if not len(array.dictionary):
+            return 0
+        return int(pc.sum(pc.take(pc.binary_length(array.dictionary), array.indices)).as_py() or 0)
+    if pa.types.is_struct(array.type) or pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        parts = array.flatten()
+        return sum(map(_text_bytes, parts if isinstance(parts, list) else [parts]))
+    return int(array.nbytes)
 
 
 def _column_type(schema: pa.Schema, column: str) -> pa.DataType | None:
@@ -185,7 +230,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _unreadable(path: str | Path) -> str:
-    return _NOT_JSON if Path(path).suffix == JSON_LINES else _NOT_PARQUET
+    return NOT_JSON if Path(path).suffix == JSON_LINES else _NOT_PARQUET
 
 
 def _reason(path: str | Path, error: Exception) -> str:
