@@ -88,7 +88,9 @@ class Author:
             )
             self.texts[prompt[2] - 1] = self.texts[prompt[2] - 1][count:]
             logprobs = () if request.seed is None else tuple(-float(token) for token in rest[:count])
-            completions.append(Completion(tuple(rest[:count]), logprobs, version, stopped[count]))
+            ended = rest[count - 1] in (*self.end_tokens, *stops) or stopped[count]  # which vLLM looks at first
+            truncated = count == longest and not ended
+            completions.append(Completion(tuple(rest[:count]), logprobs, version, stopped[count], truncated))
         return completions
 
 
@@ -205,6 +207,39 @@ def test_an_answer_is_never_longer_and_ends_with_the_policys_words(talk: Talk) -
         assert shown(one)[0] == text
         assert shown(one)[1][-1] == "^"
         assert author.asked[-1][0][2] == (longest if len(author.asked) == 1 else longest - 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "longest", "environment", "answer", "truncated"),
+    [
+        ("abc|", 4, "null", "abc|", False),  # the last token that it may have ends it
+        ("abc|", 3, "null", "abc", True),
+        ("mm|", 3, "mine:echo", "mm|", False),  # the environment has nothing to say to it
+        ("ab|", 3, "mine:echo", "ab|", True),  # it has, and no token is left for that
+        ("a!bcd|", 2, "mine:echo", "a!", True),
+        ("a!bcd|", 6, "mine:echo", "a!", True),  # the reply has four tokens, and none would be left for the policy
+        ("a!bcd|", 7, "mine:echo", "a!<a!>b", True),
+        ("a!bcd|", 10, "mine:echo", "a!<a!>bcd|", True),  # to which the environment replies again
+        ("a!bye|", 10, "mine:echo", "a!<a!>bye|", False),
+        ("abye!c", 5, "mine:echo", "abye!", False),  # the environment has ended it
+        ("fail!b", 5, "mine:echo", "fail!", False),  # it has failed, for which it is counted
+    ],
+)
+def test_which_answers_are_truncated(
+    talk: Talk, text: str, longest: int, environment: str, answer: str, truncated: bool
+) -> None:
+    """Those that would go on if there were room, whatever their lengths are."""
+    (one,), _ = talk(text, longest=longest, environment=environment)
+    assert shown(one)[0] == answer
+    sample = one.sample(one.example, one.example.prompt_ids, "")
+    assert (one.truncated, sample.truncated) == (truncated, truncated)
+
+
+def test_a_stop_at_the_last_token_ends_an_answer(talk: Talk) -> None:
+    """Also a stop of the recipe that is complete in a second request: the author pauses at each `~`."""
+    for text, length in (("ab so", 5), ("a~xb", 3)):
+        (one,), _ = talk(text, longest=length, stop=("so", "~x"))
+        assert (len(one.tokens), one.stopped, one.truncated) == (length, True, False)
 
 
 def test_after_its_last_turn_the_policy_writes_alone(talk: Talk) -> None:

@@ -12,7 +12,7 @@ from hybrid3d.config import Agents, Recipe, load_recipe
 from hybrid3d.generation.engine import Sampling
 from hybrid3d.generation.replicas import Answers, EngineReplicas
 from hybrid3d.generation.rollouts import NoReplicas, Rollouts
-from hybrid3d.generation.samples import Sample, answer_numbers, answers_of, filled_up
+from hybrid3d.generation.samples import NO_ANSWER, NO_BRANCH, Sample, answer_numbers, answers_of, filled_up
 from hybrid3d.generation.turns import Trajectory
 from hybrid3d.rewards.scorer import Scores
 from hybrid3d.rl.data import Example
@@ -81,8 +81,8 @@ def test_branches_of_an_answer_stay_together(rollouts: Any) -> None:
     assert metrics["rollout/branches_mean"] == 10 / 8
     filled = filled_up(batch.samples, 8)
     assert filled[:10] == batch.samples
-    assert [(one.branch, one.num_loss_tokens, one.logprobs) for one in filled[10:]] == [(1, 0, ())] * 6
-    assert answer_numbers(filled) == [*answer_numbers(batch.samples), *[7] * 6]
+    assert [(one.branch, one.num_loss_tokens, one.logprobs) for one in filled[10:]] == [(NO_BRANCH, 0, ())] * 6
+    assert answer_numbers(filled) == [*answer_numbers(batch.samples), *[NO_ANSWER] * 6]
     assert filled_up(batch.samples, 5) == batch.samples
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import PolicyObjective, TokenScores
-from hybrid3d.roles.experience_maker import Experience
+from hybrid3d.roles.experience import Experience
 from hybrid3d.roles.learner import Learner
 from hybrid3d.roles.shares import shares_of
 from hybrid3d.run.health import Guard
@@ -124,6 +124,7 @@ def updates_of(layout: str) -> list[dict[int, Tensor]]:
             lengths,
             torch.tensor(shares),
             torch.ones_like(lengths, dtype=torch.bool),
+            batch.response_mask,
             rollout,
             before,
             None,

@@ -82,6 +82,7 @@ class Completion:
         logprobs: of each token in the distribution at the temperature over all tokens; empty for a greedy answer.
         weight_version: of the weights that generated it.
         stopped: whether a text of `Sampling.stop` ended it.
+        truncated: whether it ended because it may have no more tokens (vLLM's finish reason `length`).
         kept: where sampling truncates the distribution, the probability of the tokens that it kept, for each token.
         experts: of the tokens of the request's prompt and of the answer that vLLM has computed so far: all but the
             last. Only with `train.router_replay: rollout`, for sampled answers, on the rank that leads its replica.
@@ -91,6 +92,7 @@ class Completion:
     logprobs: tuple[float, ...]
     weight_version: int
     stopped: bool = False
+    truncated: bool = False
     kept: tuple[float, ...] = ()
     experts: ExpertChoices = NO_CHOICES
 

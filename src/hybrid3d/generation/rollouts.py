@@ -325,12 +325,13 @@ def make_rollouts(recipe: Recipe, *args: Any) -> Rollouts:
 
 
 def _with_baselines(answers: Sequence[list[Sample]], size: int) -> list[list[Sample]]:
-    """Return answers with, as baseline, the reward of the greedy one: the last of each `size` in a row."""
-    return [
-        [replace(sample, baseline=answers[start + size - 1][0].reward) for sample in answer]
-        for start in range(0, len(answers), size)
-        for answer in answers[start : start + size - 1]
-    ]
+    """Return answers with the reward and the length of the greedy one: the last of each `size` in a row."""
+    found = []
+    for start in range(0, len(answers), size):
+        *sampled, (greedy,) = answers[start : start + size]
+        length = len(greedy.tokens)
+        found += [[replace(s, baseline=greedy.reward, baseline_tokens=length) for s in answer] for answer in sampled]
+    return found
 
 
 def _failures(answers: Sequence[Answers]) -> tuple[dict[str, int], dict[str, str]]:

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from hybrid3d.config import Rollout
 from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
 
+NO_BRANCH = -1  # of a row that only fills a batch
+NO_ANSWER = -1  # the number of the answer of such a row
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -22,7 +25,10 @@ class Sample:
         versions: for each token, the version of the weights that generated it (for an environment's, the turn before
             it): the number of updates behind them.
         branch: of an agent's answer, whose branches are samples in a row: 0 is the first. All have its reward.
+            `NO_BRANCH` of what only fills a batch.
+        truncated: whether the answer was cut: the engine ran out of tokens, or an environment's reply did not fit.
         baseline: the reward of a greedy answer to the prompt; 0 unless advantages need it.
+        baseline_tokens: the number of tokens of that answer.
         kept_probability: of the tokens that could be sampled, mean over the policy's tokens.
         experts: that vLLM chose for the first tokens of prompt and answer, usually all but the last.
     """
@@ -37,7 +43,9 @@ class Sample:
     versions: tuple[int, ...]
     reference: str = ""
     branch: int = 0
+    truncated: bool = False
     baseline: float = 0.0
+    baseline_tokens: int = 0
     kept_probability: float = 1.0
     experts: ExpertChoices = NO_CHOICES
 
@@ -58,8 +66,10 @@ class Sample:
 
 
 def answer_numbers(samples: Sequence[Sample]) -> list[int]:
-    """Return the number of the answer that each sample is a branch of, counted from 0."""
-    return [count - 1 for count in itertools.accumulate(int(sample.branch == 0) for sample in samples)]
+    """Return the number of the answer that each sample is a branch of, counted from 0; `NO_ANSWER` of what fills."""
+    counts = itertools.accumulate(int(sample.branch == 0) for sample in samples)
+    pairs = zip(samples, counts, strict=True)
+    return [NO_ANSWER if sample.branch == NO_BRANCH else count - 1 for sample, count in pairs]
 
 
 def answers_of(samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -69,16 +79,11 @@ def answers_of(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def filled_up(samples: Sequence[Sample], multiple: int) -> Sequence[Sample]:
-    """Return samples whose number is a multiple, by adding branches without loss tokens to the last answer."""
+    """Return samples whose number is a multiple, by adding rows of no answer, which have no loss tokens."""
     last = samples[-1]
     empty = replace(last, prompt_ids=last.prompt_ids[:1], tokens=last.tokens[:1], loss_mask=(False,), logprobs=())
-    filling = replace(empty, versions=last.versions[:1], branch=last.branch + 1, experts=last.experts.first(2))
+    filling = replace(empty, versions=last.versions[:1], branch=NO_BRANCH, experts=last.experts.first(2))
     return [*samples, *[filling] * (-len(samples) % multiple)]
-
-
-def is_truncated(sample: Sample, rollout: Rollout) -> bool:
-    """Return whether an answer has as many tokens as it may have, so that it may lack its end."""
-    return len(sample.tokens) >= rollout.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ class RolloutBatch:
         firsts = [sample for sample in samples if not sample.branch]
         staleness = [version - sample.weight_version for sample in samples]
         lengths = [len(sample.tokens) for sample in samples]
-        truncated = sum(is_truncated(sample, rollout) for sample in samples)
+        truncated = sum(sample.truncated for sample in samples)
         found = {
             "reward/mean": sum(sample.reward for sample in firsts) / len(firsts),
             "rollout/response_tokens_mean": sum(lengths) / len(lengths),

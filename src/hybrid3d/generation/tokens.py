@@ -22,6 +22,7 @@ class AnswerTokens:
         kept: for each of them, the probability of the tokens that could be sampled; empty where all could.
         versions: of the weights that generated each token; the tokens of others have those of the token before.
         experts: of the first tokens of the prompt and of these.
+        truncated: whether more would follow if there were room for it.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -30,12 +31,14 @@ class AnswerTokens:
     kept: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     experts: ExpertChoices = NO_CHOICES
+    truncated: bool = False
 
     def append_generated(self, completion: Completion) -> None:
         """Append tokens that the policy generated."""
         self._append(completion.tokens, True, completion.weight_version)
         self.logprobs += completion.logprobs
         self.kept += completion.kept
+        self.truncated = completion.truncated
         self.experts = self.experts.extended(completion.experts)  # where it was computed twice, the first time counts
 
     def append_written(self, tokens: Sequence[int]) -> None:
@@ -63,6 +66,7 @@ class AnswerTokens:
             versions=tuple(self.versions),
             reference=example.answer,
             branch=branch,
+            truncated=self.truncated,
             kept_probability=sum(self.kept) / len(self.kept) if self.kept else 1.0,
             experts=self.experts.first(len(prompt_ids) + len(self.tokens)),  # of what a stop has left
         )

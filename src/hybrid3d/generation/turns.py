@@ -76,6 +76,7 @@ class Trajectory(AnswerTokens):
     def apply(self, result: TurnResult) -> None:
         """Append the environment's reply, if it replied, and begin the policy's next turn; or finish the answer."""
         self.done, self.failure, self.message = result.done, result.failure, result.message
+        self.truncated = result.truncated
         if result.tokens:
             self.turns += [result.turn, result.reply]
             self.append_written(result.tokens)
@@ -98,7 +99,7 @@ class TurnResult:
         turn: the policy's turn, as text.
         reply: the environment's reply to it; empty if the policy goes on within its turn.
         tokens: of the reply.
-        failure, message: as of a `Trajectory`.
+        failure, message, truncated: as of a `Trajectory`.
     """
 
     done: bool
@@ -107,6 +108,7 @@ class TurnResult:
     tokens: tuple[int, ...] = ()
     failure: str = ""
     message: str = ""
+    truncated: bool = False
 
 
 class Turns:
@@ -164,7 +166,7 @@ class Turns:
         if has_stop(len(answer.tokens)):
             lengths = range(before + 1, len(answer.tokens) + 1)
             answer.truncate(lengths[bisect_left(lengths, True, key=has_stop)])
-            answer.stopped = True
+            answer.stopped, answer.truncated = True, False
 
     def results(self, answers: Sequence[Trajectory]) -> list[TurnResult]:
         """Return what follows each answer's current turn, when all replies are there."""
@@ -182,7 +184,10 @@ class Turns:
         return completed(Reply(""))
 
     def result(self, answer: Trajectory, reply: Reply) -> TurnResult:
-        """Return what follows a turn; a reply that leaves no room for one token of the policy is not appended."""
+        """Return what follows a turn; a reply that leaves no room for one token of the policy is not appended.
+
+        The answer is truncated then, and where the policy itself has run out of tokens.
+        """
         if answer.stopped:
             return TurnResult(done=True)
         room, last = self._max_new_tokens - len(answer.tokens), answer.tokens[-1]
@@ -190,8 +195,10 @@ class Turns:
             return TurnResult(done=True, failure=reply.failure, message=reply.message)
         tokens = tuple(encode_part(self._tokenizer, reply.text, answer.context))
         ended = not tokens and (last in self._end_tokens or last not in self._stop_tokens)
-        if ended or len(tokens) >= room:
-            return TurnResult(done=True)
+        if ended:
+            return TurnResult(done=True, truncated=answer.truncated)
+        if len(tokens) >= room:
+            return TurnResult(done=True, truncated=True)
         return TurnResult(done=False, turn=self._turn(answer), reply=reply.text, tokens=tokens)
 
     def close(self) -> None:
@@ -208,8 +215,11 @@ class Turns:
         return (*answer.turns, self._turn(answer)), answer.example.answer, answer.example.prompt
 
     def _has_ended_turn(self, answer: Trajectory) -> bool:
-        """Return whether the environment is to reply: not where tokens or turns ran out, or vLLM paused elsewhere."""
-        if answer.stopped or answer.replies >= self._max_replies or len(answer.tokens) >= self._max_new_tokens:
+        """Return whether the environment is to reply: not where turns ran out, or vLLM paused or was cut elsewhere.
+
+        It is asked also where no token is left: only a reply tells that the conversation would have gone on.
+        """
+        if answer.stopped or answer.replies >= self._max_replies:
             return False
         count = len(answer.tokens)
         if answer.tokens[-1] in self._end_tokens | self._stops.ids:

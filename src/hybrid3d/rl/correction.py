@@ -113,6 +113,7 @@ class OffPolicy:
     Attributes:
         tokens, answers: how many were added.
         weight: sum over tokens of the correction's weights.
+        trained: the number of the tokens that have one.
         ratio, ratio_squared: sums over tokens of train / rollout and of its square.
         answer_ratio_squared: sum over answers of the square of the product of its tokens' ratios.
         train_perplexity, rollout_perplexity: sums over answers of exp(-mean log-probability).
@@ -121,6 +122,7 @@ class OffPolicy:
     tokens: float = 0.0
     answers: float = 0.0
     weight: float = 0.0
+    trained: float = 0.0
     ratio: float = 0.0
     ratio_squared: float = 0.0
     answer_ratio_squared: float = 0.0
@@ -128,8 +130,19 @@ class OffPolicy:
     rollout_perplexity: float = 0.0
 
     @classmethod
-    def of(cls, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, weights: Tensor | None = None) -> OffPolicy:
-        """Return the sums of log-probabilities and weights [B, T]; rows without tokens are not answers."""
+    def of(
+        cls,
+        logprobs: Tensor,
+        rollout_logprobs: Tensor,
+        mask: Tensor,
+        weights: Tensor | None = None,
+        trained: float | None = None,
+    ) -> OffPolicy:
+        """Return the sums of log-probabilities and weights [B, T]; rows without tokens are not answers.
+
+        Args:
+            trained: the number of the tokens that have a weight; None if all in `mask` have one.
+        """
         weight = 0.0 if weights is None else float(weights.sum())
         rows = mask.bool().any(1)
         mask, logprobs, rollout = mask[rows].double(), logprobs[rows].double(), rollout_logprobs[rows].double()
@@ -143,7 +156,9 @@ class OffPolicy:
             (-logprobs.sum(1) / lengths).exp().sum(),
             (-rollout.sum(1) / lengths).exp().sum(),
         )
-        return cls(float(mask.sum()), float(len(mask)), weight, *(float(value) for value in sums))
+        tokens = float(mask.sum())
+        trained = tokens if trained is None else trained
+        return cls(tokens, float(len(mask)), weight, trained, *(float(value) for value in sums))
 
     def __add__(self, other: OffPolicy) -> OffPolicy:
         return OffPolicy(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))

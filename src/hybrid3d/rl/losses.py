@@ -37,12 +37,16 @@ def answer_weights(
             section 3.2).
         lengths: [B], number of loss tokens of each sequence of the update, over all ranks.
         max_tokens: the maximum number of tokens of an answer.
-        answers: [B], a number of the answer that each sequence belongs to; None if each is an answer of its own.
+        answers: [B], a number of the answer that each sequence belongs to, negative where it belongs to none and only
+            fills a batch; None if each is an answer of its own.
         trained: [B], whether each sequence is trained on: the others are not part of the mean; None if all are.
 
     Returns:
         [B]; zero for sequences that are not trained on and, with `sequence`, for an answer without tokens.
     """
+    if answers is not None and bool((answers < 0).any()):
+        of_answers = answers >= 0 if trained is None else trained & (answers >= 0)
+        return answer_weights(loss_agg_mode, lengths, max_tokens, answers.clamp(min=0), of_answers)
     if trained is not None:
         weights = torch.zeros(lengths.shape)
         if int(lengths[trained].sum()):

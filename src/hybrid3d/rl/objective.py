@@ -50,6 +50,8 @@ class PolicyObjective:
     Attributes:
         answer_weights: weight of each answer's losses, [B] (`losses.answer_weights`).
         weights: weight of each token's policy loss (`correction.py`, `selection.high_entropy`), or None.
+        fill: is first called with the log-probabilities of rows, without gradient, if they are those of the policy
+            before the update: it fills in `old_logprobs` and `weights`.
         ref_logprobs: log-probabilities of the reference policy if the KL to it is in the loss, else None.
     """
 
@@ -63,10 +65,13 @@ class PolicyObjective:
     ref_logprobs: Tensor | None = None
     kl: KlSettings | None = None
     entropy_coef: float = 0.0
+    fill: Callable[[Tensor, Rows], None] | None = None
 
     def __call__(self, scored: TokenScores, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute a policy's `TokenLoss`."""
         mask = self.mask[rows]
+        if self.fill is not None:
+            self.fill(scored.logprobs.detach(), rows)
         losses, ratio, sums = policy_loss(
             scored.logprobs,
             self.old_logprobs[rows],

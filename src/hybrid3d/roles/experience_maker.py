@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
@@ -16,64 +17,23 @@ from torch import Tensor
 from hybrid3d.config import Recipe, sequences_multiple
 from hybrid3d.config.algorithms import TOKEN_ADVANTAGES
 from hybrid3d.distributed import gather_objects
-from hybrid3d.generation.samples import Sample, answer_numbers, filled_up, is_truncated
+from hybrid3d.generation.samples import NO_ANSWER, Sample, answer_numbers, filled_up
 from hybrid3d.rewards.registry import overlong_penalty
 from hybrid3d.rl.advantages import Answers, Moments, answer_advantages, gae, returns_to_go, token_rewards, whitened
 from hybrid3d.rl.batch import Batch
-from hybrid3d.rl.correction import OffPolicy, correction_weights, mismatch, mismatch_by_position, tokens_by_position
+from hybrid3d.rl.correction import OffPolicy
 from hybrid3d.rl.kl import token_kl
 from hybrid3d.rl.selection import covariances, high_covariance, high_entropy, within
+from hybrid3d.roles.experience import Experience
 from hybrid3d.roles.expert_choices import expert_metrics, replaying_updates, with_expert_choices
 from hybrid3d.roles.models import Models
+from hybrid3d.roles.old_logprobs import come_from_update, measure_mismatch, off_policy, weights_of
 from hybrid3d.roles.shares import Shares, shares_of, spread_over
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.train.runtime import device
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, eq=False)
-class Experience:
-    """The input of an update: the samples of all ranks, and tensors [b, T] of this data-parallel rank's share.
-
-    Outputs of models are None on ranks without the output layer.
-
-    Attributes:
-        samples: the samples of all ranks, with the rewards that training uses.
-        metrics: this rank's share of the step's metrics so far.
-        rows: the sample of each row of this rank's tensors; rows that only fill the batch have numbers beyond them.
-        lengths: [data-parallel ranks, b], loss tokens of every row.
-        answers: [data-parallel ranks, b], the number of the answer that each row is a branch of.
-        trained: [data-parallel ranks, b], whether each row is trained on: see `algorithm.mask_truncated`.
-        rollout, old, reference: log-probabilities by vLLM, by the policy and by the reference policy.
-        kl_coef: coefficient of the KL to the reference.
-        entropy: of the policy's distributions, where tokens are selected by it.
-        answer_kl: the mean KL of an answer to the reference, nats; None without a reference.
-        values, returns: the critic's values, and the returns that it is trained to predict.
-        correction: weight of each token's policy loss for the mismatch of vLLM's and training's log-probabilities, zero
-            where `algorithm.high_entropy_fraction` excludes the token; None if all are 1.
-        selected: the tokens that a policy loss by covariance treats apart.
-    """
-
-    samples: list[Sample]
-    metrics: StepMetrics
-    rows: list[int]
-    batch: Batch
-    lengths: Tensor
-    answers: Tensor
-    trained: Tensor
-    rollout: Tensor
-    old: Tensor | None
-    reference: Tensor | None
-    kl_coef: float
-    entropy: Tensor | None = None
-    answer_kl: float | None = None
-    values: Tensor | None = None
-    advantages: Tensor | None = None
-    returns: Tensor | None = None
-    correction: Tensor | None = None
-    selected: Tensor | None = None
 
 
 @dataclass
@@ -94,15 +54,21 @@ class ExperienceMaker:
         """
         policy, metrics = self.models.policy, StepMetrics()
         rows = filled_up(samples, sequences_multiple(recipe))
-        answers = answer_numbers(rows)
-        trained = [not (recipe.algorithm.mask_truncated and is_truncated(row, recipe.rollout)) for row in rows]
+        answers, masks_truncated = answer_numbers(rows), recipe.algorithm.mask_truncated
+        trained = [
+            number != NO_ANSWER and not (masks_truncated and row.truncated)
+            for number, row in zip(answers, rows, strict=True)
+        ]
         shares = self._shares = self._divide(rows, len(samples), recipe)
         local = [rows[i] for i in shares[policy.data_parallel_rank]]
         sequences, prompts = [s.prompt_ids + s.tokens for s in local], [len(s.prompt_ids) for s in local]
         batch = Batch.from_sequences(sequences, prompts, loss_mask=[s.loss_mask for s in local], pad_id=self.pad_id)
+        local_trained = torch.tensor([trained[i] for i in shares[policy.data_parallel_rank]])
         samples = self._with_model_scores(samples, batch, recipe)
         batch = with_expert_choices(batch, local, policy, recipe)
-        old, entropy = self._policy_scores(batch, recipe)
+        compares = self.guard.must_compare_engines(recipe) and all(s.weight_version == step for s in samples)
+        old_from_update = come_from_update(step, recipe)
+        old, entropy = self._policy_scores(batch, recipe, needed=compares or not old_from_update)
         metrics.sums |= expert_metrics(rows, policy, recipe)
         reference, critic = self.models.reference, self.models.critic
         experience = Experience(
@@ -113,16 +79,20 @@ class ExperienceMaker:
             lengths=torch.tensor([[rows[i].num_loss_tokens for i in share] for share in shares]),
             trained=torch.tensor([[trained[i] for i in share] for share in shares]),
             answers=torch.tensor([[answers[i] for i in share] for share in shares]),
+            mask=(batch.response_mask * local_trained[:, None]).to(device()),
             rollout=batch.align([sample.logprobs for sample in local]).to(device()),
             old=old,
+            old_from_update=old_from_update,
             entropy=entropy,
             reference=reference.logprobs(batch, recipe) if reference is not None else None,
             kl_coef=kl_coef,
             values=critic.values(batch, recipe) if critic is not None else None,
         )
-        experience = self._with_advantages(experience, answers, step, recipe)
+        experience = self._with_advantages(experience, step, recipe)
         experience = self._with_weights(experience, step, recipe)
-        if self.guard.must_compare_engines(recipe) and all(s.weight_version == step for s in samples):
+        if compares:
+            if old_from_update:  # by a pass that is made for this alone
+                metrics.update(self.measure_update(experience, recipe).metrics)
             self.guard.compare_engines(step, metrics.reduce(self.group), policy.has_experts, recipe)
         return experience
 
@@ -134,8 +104,15 @@ class ExperienceMaker:
         placed = shares_of(recipe, [lengths[row] for row in order], minibatches)
         return [[order[place] for place in share] for share in placed]
 
-    def _policy_scores(self, batch: Batch, recipe: Recipe) -> tuple[Tensor | None, Tensor | None]:
-        """Return the policy's log-probabilities, and its entropies where tokens are selected by them."""
+    def _policy_scores(self, batch: Batch, recipe: Recipe, needed: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Return the policy's log-probabilities, and its entropies where tokens are selected by them.
+
+        Args:
+            needed: without it, the log-probabilities are zeros, which the update is to replace.
+        """
+        if not needed:
+            policy = self.models.policy
+            return torch.zeros_like(batch.response_mask, device=device()) if policy.has_output else None, None
         if recipe.algorithm.high_entropy_fraction is None:
             return self.models.policy.logprobs(batch, recipe), None
         scores = self.models.policy.logprobs_and_entropies(batch, recipe)
@@ -149,54 +126,76 @@ class ExperienceMaker:
         scores = self._gather_rows(None if found is None else found.tolist())
         return [replace(sample, reward=score) for sample, score in zip(samples, scores, strict=True)]
 
-    def _with_advantages(self, experience: Experience, answers: list[int], step: int, recipe: Recipe) -> Experience:
-        """Return experience with advantages, with returns where there is a critic, and with the KL to the reference.
-
-        Args:
-            answers: the number of the answer of each row, of all ranks.
-        """
+    def _with_advantages(self, experience: Experience, step: int, recipe: Recipe) -> Experience:
+        """Return experience with advantages, with returns where there is a critic, and with the KL to the reference."""
         combined, metrics = recipe.algorithm.combination, experience.metrics
         firsts = [sample for sample in experience.samples if not sample.branch]
-        scores = self._scores(firsts, step, recipe, metrics)
-        kl, penalties, mean_kl = _kl_to_reference(experience, recipe), None, None
-        if self.models.reference is not None:
-            row_kl = torch.tensor(self._gather_rows(None if kl is None else kl.sum(1).tolist()))
-            answer_kl = torch.zeros(len(scores)).index_add(0, torch.tensor(answers), row_kl)
-            mean_kl = float(answer_kl.mean())
-            metrics.replicated |= {"train/answer_kl": mean_kl, "train/kl_coef": experience.kl_coef}
+        scores, baselines = self._scores(firsts, step, recipe, metrics)
+        kl, penalties, mean_kl = None, None, None
+        if not experience.old_from_update:
+            kl = _kl_to_reference(experience, recipe)
+            answer_kl = self._answer_kl(experience, kl)
+            mean_kl = None if answer_kl is None else self._mean_kl(answer_kl, experience)
             if recipe.algorithm.kl.where == "reward" and combined.advantage not in TOKEN_ADVANTAGES:
+                assert answer_kl is not None, "there is a reference"
                 penalties = experience.kl_coef * answer_kl
-        lengths = torch.zeros(len(scores)).index_add(
-            0, experience.answers.flatten(), experience.lengths.flatten().float()
+        lengths = torch.zeros(len(scores), dtype=torch.float64).index_add(
+            0, experience.answers.clamp(min=0).flatten(), experience.lengths.flatten().double()
         )
         compared = Answers(
-            scores,
-            recipe.algorithm.samples_per_prompt,
-            penalties,
-            lengths,
-            torch.tensor([sample.baseline for sample in firsts]),
-            recipe.reward.coef,
+            scores, recipe.algorithm.samples_per_prompt, penalties, lengths, baselines, recipe.reward.coef
         )
         found = answer_advantages(combined.advantage, combined.advantage_scale, compared)
         if recipe.algorithm.uses_greedy_answers:
-            metrics.replicated["reward/greedy_mean"] = float(compared.baselines.mean())
-        local = found[experience.answers[self.models.policy.data_parallel_rank]].to(device())
+            metrics.replicated["reward/greedy_mean"] = fmean(sample.baseline for sample in firsts)
+        local = found[experience.answers.clamp(min=0)[self.models.policy.data_parallel_rank]].to(device())
         advantages, returns = self._token_advantages(experience, local, kl, recipe)
         return replace(experience, answer_kl=mean_kl, advantages=advantages, returns=returns)
 
-    def _scores(self, samples: Sequence[Sample], step: int, recipe: Recipe, metrics: StepMetrics) -> Tensor:
-        """Return [B], the rewards as `reward` shapes them. `reward.shuffle`, a control, permutes the rewards."""
+    def _answer_kl(self, experience: Experience, kl: Tensor | None) -> Tensor | None:
+        """Return the KL of each answer to the reference, of all ranks, from that of this rank's tokens.
+
+        None without a reference.
+        """
+        if self.models.reference is None:
+            return None
+        of_rows = torch.tensor(self._gather_rows(None if kl is None else kl.sum(1, dtype=torch.float64).tolist()))
+        numbers = torch.empty(len(of_rows), dtype=torch.long)
+        for share, of_share in zip(self._shares, experience.answers, strict=True):
+            numbers[share] = of_share
+        answers = sum(not sample.branch for sample in experience.samples)
+        found = torch.zeros(answers, dtype=torch.float64)
+        return found.index_add(0, numbers.clamp(min=0), of_rows.double())  # of what only fills the batch it is zero
+
+    def _mean_kl(self, answer_kl: Tensor, experience: Experience) -> float:
+        mean_kl = float(answer_kl.mean())
+        experience.metrics.replicated |= {"train/answer_kl": mean_kl, "train/kl_coef": experience.kl_coef}
+        return mean_kl
+
+    def _scores(
+        self, samples: Sequence[Sample], step: int, recipe: Recipe, metrics: StepMetrics
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rewards as `reward` shapes them, and those of the greedy answers, shaped alike; each [B], float64.
+
+        Where rewards are normalized, it is by the mean and the standard deviation of both together: their difference
+        keeps its sign, and is not scaled up where only one of them varies. `reward.shuffle`, a control, permutes the
+        rewards.
+        """
         reward, rewards = recipe.reward, [sample.reward for sample in samples]
         if reward.shuffle:
             random.Random(f"{recipe.run.seed}/{step}").shuffle(rewards)
-        scores = torch.tensor(rewards)
+        lengths = [len(sample.tokens) for sample in samples]
         if reward.overlong_buffer:
-            max_tokens, buffer = recipe.rollout.max_new_tokens, reward.overlong_buffer
-            penalties = [overlong_penalty(len(sample.tokens), max_tokens, buffer) for sample in samples]
+            penalties = _overlong_penalties(lengths, recipe)
             metrics.replicated["reward/overlong_penalty"] = sum(penalties) / len(penalties)
-            scores = scores + torch.tensor(penalties)
-        scores = scores.clamp(reward.min, reward.max) if (reward.min, reward.max) != (None, None) else scores
-        return whitened(scores) if reward.whiten else scores
+        scores = _bounded_rewards(rewards, lengths, recipe)
+        if not recipe.algorithm.uses_greedy_answers:
+            return whitened(scores) if reward.whiten else scores, torch.zeros_like(scores)
+        greedy_lengths = [sample.baseline_tokens for sample in samples]
+        baselines = _bounded_rewards([sample.baseline for sample in samples], greedy_lengths, recipe)
+        if reward.whiten:
+            scores, baselines = whitened(torch.cat([scores, baselines])).chunk(2)
+        return scores, baselines
 
     def _token_advantages(
         self, experience: Experience, answer_values: Tensor, kl: Tensor | None, recipe: Recipe
@@ -214,7 +213,7 @@ class ExperienceMaker:
         if experience.old is not None and combined.advantage in TOKEN_ADVANTAGES:
             in_reward = kl is not None and algorithm.kl.where == "reward"
             rewards = token_rewards(
-                answer_values, experience.kl_coef * kl if in_reward else torch.zeros_like(mask), mask
+                answer_values, experience.kl_coef * kl if in_reward else torch.zeros_like(mask), mask.double()
             )
             if experience.values is None:
                 advantages = returns_to_go(rewards, mask, algorithm.gamma)
@@ -224,53 +223,63 @@ class ExperienceMaker:
             advantages = answer_values[:, None] * mask
         if combined.advantage_scale == "whiten":
             reports = advantages is not None and self.models.policy.is_reporting_rank
-            local = Moments.from_values(advantages, mask) if reports else Moments(0.0, 0.0, 0.0)
+            local = Moments.from_values(advantages, experience.mask) if reports else Moments(0.0, 0.0, 0.0)
             moments = Moments.merge(gather_objects(local, self.group))
             advantages = None if advantages is None else moments.normalise(advantages, mask)
-        return advantages, returns
+        return _as_float32(advantages), _as_float32(returns)
 
     def _with_weights(self, experience: Experience, step: int, recipe: Recipe) -> Experience:
-        """Measure the mismatch of vLLM and training; return experience with the weights of tokens that it implies."""
-        algorithm, setting, mask = recipe.algorithm, recipe.algorithm.correction, experience.batch.response_mask
-        weights = None
-        if experience.old is not None and setting.kind != "none":
-            weights = correction_weights(
-                setting.kind, experience.old, experience.rollout, mask, setting.low, setting.high
-            )
-        reports = experience.old is not None and self.models.policy.is_reporting_rank
-        local = OffPolicy.of(experience.old, experience.rollout, mask, weights) if reports else OffPolicy()
-        total = sum(gather_objects(local, self.group), OffPolicy())
-        experience.metrics.replicated |= {f"mismatch/{name}": value for name, value in total.metrics.items()}
-        if weights is not None and setting.normalize and total.weight > 0:
-            weights = weights * (total.tokens / total.weight)
-        if reports:
-            self._measure_mismatch(experience, weights, recipe)
+        """Return experience with the weights of tokens that the mismatch of vLLM and training implies, and a selection.
+
+        The mismatch is measured too, unless the update is to tell the log-probabilities.
+        """
+        algorithm, old = recipe.algorithm, experience.old
+        if old is not None and algorithm.correction.kind != "none":
+            weights = weights_of(experience, old, slice(None), recipe)
+            experience = replace(experience, correction=weights)
+        if not experience.old_from_update:
+            total = self._measure_off_policy(experience, experience.metrics)
+            experience = self._with_normalized_weights(experience, total, recipe)
+            if self._reports(experience):
+                experience.metrics.update(measure_mismatch(experience, recipe))
         fraction, kind = algorithm.high_entropy_fraction, algorithm.combination.policy_loss
         if fraction is not None:
             kept = self._select(experience, experience.entropy, lambda values, _: high_entropy(values, fraction))
-            weights = kept if weights is None or kept is None else weights * kept
+            weights = experience.correction
+            experience = replace(experience, correction=kept if weights is None or kept is None else weights * kept)
         selected = None
         if kind in ("clip_cov", "kl_cov"):
             selected = self._select(experience, experience.old, partial(_by_covariance, recipe=recipe, step=step))
-        return replace(experience, correction=weights, selected=selected)
+        return replace(experience, selected=selected)
 
-    def _measure_mismatch(self, experience: Experience, weights: Tensor | None, recipe: Recipe) -> None:
-        """Add this rank's share of the metrics of the mismatch, on a rank that reports."""
-        mask, metrics, tokens = experience.batch.response_mask, experience.metrics, int(experience.lengths.sum())
-        assert experience.old is not None, "on a rank that reports"
-        assert recipe.rollout is not None, "samples were generated"
-        found, divergence = mismatch(experience.old, experience.rollout, mask)
-        metrics.maxima |= {f"mismatch/logprob_abs_{name}": value for name, value in found.items()}
-        gaps = torch.where(mask.bool(), experience.old - experience.rollout, 0.0).abs()
-        metrics.sums["mismatch/kl"] = divergence / tokens
-        metrics.sums["mismatch/logprob_abs_mean"] = float(gaps.sum(dtype=torch.float64)) / tokens
-        longest = recipe.rollout.max_new_tokens
-        by_position = mismatch_by_position(gaps, mask, longest).tolist()
-        for i, in_quarter in enumerate(tokens_by_position(experience.lengths, longest)):
-            if in_quarter:
-                metrics.sums[f"mismatch/logprob_abs_quarter_{i + 1}"] = by_position[i] / in_quarter
-        if weights is not None:
-            metrics.sums["mismatch/weight"] = float(weights.sum()) / tokens
+    def _with_normalized_weights(self, experience: Experience, total: OffPolicy, recipe: Recipe) -> Experience:
+        weights = experience.correction
+        if weights is None or not recipe.algorithm.correction.normalize or total.weight <= 0:
+            return experience
+        return replace(experience, correction=weights * (total.trained / total.weight))
+
+    def _reports(self, experience: Experience) -> bool:
+        return experience.old is not None and self.models.policy.is_reporting_rank
+
+    def _measure_off_policy(self, experience: Experience, metrics: StepMetrics) -> OffPolicy:
+        """Add the metrics of how far the samples of all ranks are from the policy; return the sums."""
+        local = off_policy(experience) if self._reports(experience) else OffPolicy()
+        total = sum(gather_objects(local, self.group), OffPolicy())
+        metrics.replicated |= {f"mismatch/{name}": value for name, value in total.metrics.items()}
+        return total
+
+    def measure_update(self, experience: Experience, recipe: Recipe) -> Experience:
+        """Return experience with the KL of an answer, after the update has filled in `old`, and with its metrics only.
+
+        All ranks call it together.
+        """
+        experience = replace(experience, metrics=StepMetrics())
+        answer_kl = self._answer_kl(experience, _kl_to_reference(experience, recipe))
+        mean_kl = None if answer_kl is None else self._mean_kl(answer_kl, experience)
+        self._measure_off_policy(experience, experience.metrics)
+        if self._reports(experience):
+            experience.metrics.update(measure_mismatch(experience, recipe))
+        return replace(experience, answer_kl=mean_kl)
 
     def _select(
         self, experience: Experience, values: Tensor | None, select: Callable[[Tensor, Tensor], Tensor]
@@ -279,10 +288,10 @@ class ExperienceMaker:
 
         Args:
             values: [b, T].
-            select: called on every rank with the values and the advantages of all tokens, in the order of samples;
-                returns which are selected.
+            select: called on every rank with the values and the advantages of all tokens that are trained, in the order
+                of samples; returns which are selected.
         """
-        mask, rows = experience.batch.response_mask.bool(), None
+        mask, rows = experience.mask.bool(), None
         if values is not None:
             tokens = torch.stack([values, experience.advantages], -1)[mask].cpu().numpy()
             rows = np.split(tokens, mask.sum(1).cumsum(0)[:-1].cpu().numpy())
@@ -321,4 +330,21 @@ def _kl_to_reference(experience: Experience, recipe: Recipe) -> Tensor | None:
     if experience.old is None or experience.reference is None:
         return None
     kl, mask = recipe.algorithm.kl, experience.batch.response_mask
-    return token_kl(kl.effective_estimator, experience.old, experience.reference, mask, kl.clamp)
+    return token_kl(kl.effective_estimator, experience.old, experience.reference, mask, kl.effective_clamp)
+
+
+def _overlong_penalties(lengths: Sequence[int], recipe: Recipe) -> list[float]:
+    buffer, longest = recipe.reward.overlong_buffer, recipe.rollout.max_new_tokens
+    return [overlong_penalty(length, longest, buffer) for length in lengths]
+
+
+def _bounded_rewards(rewards: Sequence[float], lengths: Sequence[int], recipe: Recipe) -> Tensor:
+    """Return [B] float64, the rewards of answers of these lengths with penalties and bounds."""
+    reward, scores = recipe.reward, torch.tensor(rewards, dtype=torch.float64)
+    if reward.overlong_buffer:
+        scores = scores + torch.tensor(_overlong_penalties(lengths, recipe), dtype=torch.float64)
+    return scores.clamp(reward.min, reward.max) if (reward.min, reward.max) != (None, None) else scores
+
+
+def _as_float32(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,10 @@ from hybrid3d.rl.kl import KlController
 from hybrid3d.rl.losses import answer_weights
 from hybrid3d.rl.objective import KlSettings, PolicyObjective, ValueObjective
 from hybrid3d.rl.policy_losses import LossSettings
-from hybrid3d.roles.experience_maker import Experience, ExperienceMaker
+from hybrid3d.roles.experience import Experience
+from hybrid3d.roles.experience_maker import ExperienceMaker
 from hybrid3d.roles.models import Models
+from hybrid3d.roles.old_logprobs import FillOldLogprobs
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.train.megatron_model import StepReport
@@ -31,6 +34,11 @@ class _Updates:
         self._norms: list[float] = []
         self._tokens = 0
         self._lr = 0.0
+
+    @property
+    def count(self) -> int:
+        """How many there were."""
+        return len(self._norms)
 
     def add(self, report: StepReport, tokens: int) -> None:
         """Add an update on this many tokens of all ranks."""
@@ -95,11 +103,13 @@ class Learner:
         algorithm = recipe.algorithm
         updates = algorithm.epochs * algorithm.minibatches
         trains_policy = self._trains_policy(step, recipe)
-        self._update_kl_coef(experience, step, recipe, trains_policy)
+        if not experience.old_from_update:
+            self._update_kl_coef(experience, step, recipe, trains_policy)
         done = {"critic": _Updates(), "train": _Updates()}
         for number in range(updates):
             rows = _minibatch(experience, number % algorithm.minibatches, algorithm.minibatches)
-            batch, tokens = experience.batch[rows], int(experience.lengths[:, rows].sum())
+            batch = replace(experience.batch, response_mask=experience.mask)[rows]
+            tokens = int(experience.trained_lengths[:, rows].sum())
             if self._critic is not None:
                 accepts = partial(self._guard.accepts_grad_norm, recipe=recipe, model="critic")
                 objective = _value_objective(experience, rows, recipe)
@@ -123,7 +133,19 @@ class Learner:
         metrics = StepMetrics()
         for group, group_updates in done.items():
             metrics.update(group_updates.metrics(group, self._policy.is_reporting_rank))
+        if experience.old_from_update:
+            if not done["train"].count:  # as the critic's gradient was not accepted
+                self._fill_by_pass(experience, recipe)
+            experience = self._experience.measure_update(experience, recipe)
+            self._update_kl_coef(experience, step, recipe, trains_policy)
+            metrics.update(experience.metrics)
         return metrics
+
+    def _fill_by_pass(self, experience: Experience, recipe: Recipe) -> None:
+        """Fill in what the update should have, with a policy that it has not changed."""
+        logprobs = self._policy.logprobs(experience.batch, recipe)
+        if logprobs is not None:
+            FillOldLogprobs(experience, recipe)(logprobs, slice(None))
 
     def _update_kl_coef(self, experience: Experience, step: int, recipe: Recipe, trains_policy: bool) -> None:
         kl = recipe.algorithm.kl
@@ -137,16 +159,16 @@ class Learner:
         return self._critic is None or step >= recipe.critic.warmup_steps
 
     def _policy_objective(self, experience: Experience, rows: slice, recipe: Recipe) -> PolicyObjective | None:
-        algorithm, mask = recipe.algorithm, experience.batch.response_mask
+        algorithm, mask = recipe.algorithm, experience.mask
         if experience.old is None or experience.advantages is None:
             return None
-        lengths = experience.lengths[:, rows]
+        lengths = experience.trained_lengths[:, rows]
         weights = answer_weights(
             algorithm.combination.loss_agg_mode,
             lengths.flatten(),
             recipe.rollout.max_new_tokens,
             experience.answers[:, rows].flatten(),
-            experience.trained[:, rows].flatten() if algorithm.mask_truncated else None,
+            None if bool(experience.trained.all()) else experience.trained[:, rows].flatten(),
         ).reshape(lengths.shape)[self._policy.data_parallel_rank]
         old = experience.rollout if algorithm.correction.bypass else experience.old
         in_loss = experience.reference is not None and algorithm.kl.where == "loss"
@@ -161,6 +183,7 @@ class Learner:
             ref_logprobs=experience.reference[rows] if in_loss else None,
             kl=_kl_settings(recipe, experience.kl_coef),
             entropy_coef=algorithm.entropy_coef,
+            fill=FillOldLogprobs(experience, recipe) if experience.old_from_update else None,
         )
 
 
@@ -181,7 +204,7 @@ def _loss_settings(recipe: Recipe) -> LossSettings:
 
 def _kl_settings(recipe: Recipe, coef: float) -> KlSettings:
     kl = recipe.algorithm.kl
-    return KlSettings(coef, kl.effective_estimator, kl.clamp, kl.straight_through, kl.ratio_weighted)
+    return KlSettings(coef, kl.effective_estimator, kl.effective_clamp, kl.straight_through, kl.ratio_weighted)
 
 
 def _minibatch(experience: Experience, number: int, minibatches: int) -> slice:
@@ -193,6 +216,4 @@ def _minibatch(experience: Experience, number: int, minibatches: int) -> slice:
 def _value_objective(experience: Experience, rows: slice, recipe: Recipe) -> ValueObjective | None:
     if experience.returns is None or experience.values is None:
         return None
-    return ValueObjective(
-        experience.values[rows], experience.returns[rows], experience.batch.response_mask[rows], recipe.critic.clip
-    )
+    return ValueObjective(experience.values[rows], experience.returns[rows], experience.mask[rows], recipe.critic.clip)

@@ -261,6 +261,7 @@ class RolloutEngine:
             logprobs=tuple(step[token].logprob for step, token in steps),
             weight_version=version,
             stopped=isinstance(output.stop_reason, str),
+            truncated=output.finish_reason == "length",
             kept=tuple(k for k in kept if k is not None),
             experts=self._experts.of_completion(output) if is_sampled and self._experts is not None else NO_CHOICES,
         )
@@ -395,5 +396,5 @@ def _joined(parts: Sequence[Completion], version: int, experts: ExpertChoices) -
         tuple(itertools.chain.from_iterable(getattr(part, key) for part in parts))
         for key in ("tokens", "logprobs", "kept")
     )
-    stopped = any(part.stopped for part in parts)
-    return Completion(tokens, logprobs, version, stopped, kept, experts)
+    stopped, truncated = any(part.stopped for part in parts), any(part.truncated for part in parts)
+    return Completion(tokens, logprobs, version, stopped, truncated, kept, experts)

@@ -151,12 +151,13 @@ def read_step(folder: Path) -> StepRecord:
             raise BrokenRecord(f"{folder} is of format {told['format']}, and this version reads format {FORMAT}")
         experience = load_file(folder / EXPERIENCE)
         fingerprints = load_file(folder / FINGERPRINTS)
+        settings = load_recipe(folder / SETTINGS)
         return StepRecord(
             step=told["step"],
-            settings=load_recipe(folder / SETTINGS),
+            settings=settings,
             progress=told["progress"],
             environment=told["environment"],
-            samples=_samples(load_file(folder / SAMPLES)),
+            samples=_samples(load_file(folder / SAMPLES), settings),
             rewards=experience.pop("rewards"),
             computed_by=experience.pop("computed_by"),
             token_values=experience,
@@ -188,24 +189,28 @@ def _sample_arrays(samples: Sequence[Sample]) -> dict[str, Array]:
         "logprobs": in_a_row([sample.logprobs for sample in samples], np.float64),
         "rewards": np.array([sample.reward for sample in samples], np.float64),
         "branches": np.array([sample.branch for sample in samples], np.int32),
+        "truncated": np.array([sample.truncated for sample in samples], np.bool_),
         "baselines": np.array([sample.baseline for sample in samples], np.float64),
+        "baseline_tokens": np.array([sample.baseline_tokens for sample in samples], np.int32),
         "expert_lengths": np.array([len(sample.experts) for sample in samples], np.int32),
         "experts": joined([sample.experts for sample in samples]),
     }
 
 
-def _samples(arrays: Mapping[str, Array]) -> list[Sample]:
+def _samples(arrays: Mapping[str, Array], settings: Recipe) -> list[Sample]:
+    assert settings.rollout is not None, "samples were generated"
     prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
     tokens, masks, versions = (_split(arrays[key], arrays["lengths"]) for key in ("tokens", "loss_mask", "versions"))
     logprobs = _split(arrays["logprobs"], np.array([sum(mask) for mask in masks], np.int64))
     rewards = arrays["rewards"].tolist()
     missing = np.zeros(len(rewards), np.int32)  # in older records
-    others = [arrays.get(key, missing).tolist() for key in ("branches", "baselines")]
-    experts = _experts(arrays, len(rewards))
-    fields = zip(prompts, tokens, masks, logprobs, rewards, versions, *others, experts, strict=True)
+    others = [arrays.get(key, missing).tolist() for key in ("branches", "baselines", "baseline_tokens")]
+    by_length = arrays["lengths"] >= settings.rollout.max_new_tokens  # which older versions went by
+    truncated, experts = arrays.get("truncated", by_length).tolist(), _experts(arrays, len(rewards))
+    fields = zip(prompts, tokens, masks, logprobs, rewards, versions, *others, truncated, experts, strict=True)
     return [
-        Sample("", p, t, mask, n, "", r, v, branch=b, baseline=base, experts=e)
-        for p, t, mask, n, r, v, b, base, e in fields
+        Sample("", p, t, m, n, "", r, v, branch=b, truncated=cut, baseline=base, baseline_tokens=length, experts=e)
+        for p, t, m, n, r, v, b, base, length, cut, e in fields
     ]
 
 

@@ -40,6 +40,7 @@ from hybrid3d.config.schema import (
 Url = Annotated[
     str, Rule(lambda s: re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", s) is not None, "http://HOST:PORT/v1")
 ]
+K3_CLAMP = 10.0
 Smoothing = Annotated[float, Rule(lambda x: 0 <= x < 0.5, "at least 0 and less than 0.5")]
 
 
@@ -55,7 +56,8 @@ class Kl:
         estimator: KL estimator; `null`: `k1` in the reward and `k3` in the loss.
         straight_through: In the loss, give the estimator the gradient of `k2`, which is that of the KL (as verl's
             `k3+`).
-        clamp: Bound on the absolute value of a token's estimate, beyond which it has no gradient; `null`: none.
+        clamp: Bound on the absolute value of a token's estimate, beyond which it has no gradient; `null`: 10 for `k3`,
+            as in verl, unless `straight_through` gives it another gradient, and none for the others.
         ratio_weighted: In the loss, multiply `k1` or `k3` by the token's probability ratio, which makes its gradient
             unbiased, also when several updates use the same samples (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
         coef: Coefficient of the KL. Required unless `where` is `none`.
@@ -80,6 +82,12 @@ class Kl:
     def effective_estimator(self) -> str:
         """Return the estimator in use: `estimator`, or the default of `where`."""
         return self.estimator or ("k1" if self.where == "reward" else "k3")
+
+    @property
+    def effective_clamp(self) -> float | None:
+        """Return the bound in use: `clamp`, or the default of the estimator, of which only `k3` grows exponentially."""
+        unbounded = self.effective_estimator != "k3" or self.straight_through
+        return self.clamp if self.clamp is not None or unbounded else K3_CLAMP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +186,8 @@ class Algorithm:
             (`sequence`) or of their sums (`sequence_sum`), or a sum divided by the answers times the maximum answer
             length (`constant`).
         entropy_coef: Coefficient of the entropy bonus.
-        mask_truncated: Do not train on answers that have the maximum length (arXiv 2503.14476, section 3.4); of agents'
-            answers, on branches that have it.
+        mask_truncated: Do not train on answers that were cut, as no token was left for them or for the reply of their
+            environment (arXiv 2503.14476, section 3.4); of agents' answers, on branches that were.
         high_entropy_fraction: Fraction of a step's tokens, those with the highest entropy, that the policy loss is
             computed on (arXiv 2506.01939); `null`: all.
         gamma: Discount factor per token (`returns` and `gae`).

@@ -208,9 +208,10 @@ class SessionPool:
             session = self.find(session_id)
             branch = session.history.begin(call.prompt, plan)
             context, start = len(branch.context), len(branch.tokens)
-            room = min(self._rollout.max_model_len - context, self._rollout.max_new_tokens - start)
+            room = self._room(branch)
             if room < 1 or not context:
                 session.history.drop(branch)
+                branch.truncated = True  # if it has turns: the agent would have gone on with it
                 raise no_room(context, start, self._rollout, call.is_chat)
             pending = _Pending(call, branch, start, min(room, call.max_tokens or room), stops, pause_at)
             self._submit(session, pending)
@@ -280,6 +281,7 @@ class SessionPool:
         if found:
             at, stop = min(found)
             reply = text[: at + len(stop)] if call.include_stop else text[:at]
+        branch.truncated = not ended and self._room(branch) < 1  # not where the agent asked for no more tokens
         session.history.finish(branch, call.prompt, reply, cut=reply != text)
         session.active = time.monotonic()
         count = len(tokens)
@@ -300,6 +302,11 @@ class SessionPool:
         session.requests += 1
         session.calls[number] = pending
         self._running[number] = session
+
+    def _room(self, branch: Branch) -> int:
+        """Return how many tokens may follow those of a branch."""
+        rollout = self._rollout
+        return min(rollout.max_model_len - len(branch.context), rollout.max_new_tokens - len(branch.tokens))
 
     def _stops_of(self, call: Call) -> Stops:
         """Return what ends the reply to a call: its own stops, and those of the recipe."""

@@ -19,7 +19,7 @@ from hybrid3d.generation.rollouts import make_rollouts
 from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.rewards import sandbox
-from hybrid3d.roles.experience_maker import Experience
+from hybrid3d.roles.experience import Experience
 from hybrid3d.roles.learner import Learner
 from hybrid3d.roles.models import Models
 from hybrid3d.roles.split.ahead import GenerationAhead
