@@ -1,5 +1,6 @@
 """The pool against rewards that raise, hang, die and lie; and what is left of it when somebody is killed."""
 
+import math
 import os
 import re
 import signal
@@ -10,11 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 
 import hybrid3d
 from hybrid3d.rewards import pool_client
-from hybrid3d.rewards.scorer import Scorer, Scores, check_reward
+from hybrid3d.rewards.registry import LARGEST_REWARD
+from hybrid3d.rewards.scorer import Scorer, Scores, check_reward, scores_of
 
 pytestmark = pytest.mark.processes
 
@@ -40,6 +43,7 @@ def odd(answer, reference, prompt):
         case "none": return None
         case "text": return "1.0"
         case "many": return numpy.ones(3)
+        case "large": return 1e308
         case "one": return numpy.float32(0.25)
         case "true": return True
         case "who": return float(os.getpid())
@@ -164,6 +168,25 @@ def test_what_goes_wrong_is_counted_by_kind(capfd: pytest.CaptureFixture[str]) -
                 "the worker ended with exit code -11",
             )
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_reward_that_no_float32_can_hold_is_named_with_its_row() -> None:
+    """Sums and means of the largest that is accepted are finite; at 1e308 they raise OverflowError."""
+    asked = items("0.5", "1e30", "large", "-1e31", "nan")
+    with Scorer("mine:odd", workers=1, timeout_seconds=5.0, default=-1.0) as scorer:
+        scores = scorer.score(asked, [3, 1, 4, 1, 5])
+    assert scores.rewards == [0.5, 1e30, -1.0, -1.0, -1.0]
+    assert scores.failures == {"too_large": 2, "not_a_number": 1}
+    assert scores.examples == {
+        "too_large": "row 4: 1e+308 (float): at most 1e+30 in magnitude",
+        "not_a_number": "row 5: nan (float)",
+    }
+    assert numpy.isfinite(numpy.float32(LARGEST_REWARD) * numpy.float32(2**20))
+    of_model = scores_of([0.5, math.nan, -math.inf, 1e31], [None, 7, 8, None], default=0.0)
+    assert of_model.rewards == [0.5, 0.0, 0.0, 0.0]
+    assert of_model.failures == {"not_a_number": 2, "too_large": 1}
+    assert of_model.examples == {"not_a_number": "row 7: nan", "too_large": "1e+31"}
 
 
 @pytest.mark.usefixtures("mine")

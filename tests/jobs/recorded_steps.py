@@ -11,6 +11,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -87,7 +88,8 @@ class TrainsMadeUpSamples:
 def samples_of(step: int, recipe: Recipe) -> list[Sample]:
     """Samples of a step: answers of unlike lengths, with tokens that the policy did not generate."""
     dice = random.Random(step)
-    return [sample_of(dice, step) for _ in range(recipe.sequences_per_step)]
+    found = [sample_of(dice, step) for _ in range(recipe.sequences_per_step)]
+    return [replace(one, truncated=len(one.tokens) >= recipe.rollout.max_new_tokens) for one in found]
 
 
 def sample_of(dice: random.Random, step: int) -> Sample:

@@ -195,7 +195,8 @@ class EngineReplicas:
             (a, trajectory.example.answer, trajectory.example.prompt)
             for a, trajectory in zip(answers, trajectories, strict=True)
         ]
-        scores = self._scorer.score(queries) if by_name else Scores([0.0] * len(queries))
+        rows = [trajectory.example.row for trajectory in trajectories]
+        scores = self._scorer.score(queries, rows) if by_name else Scores([0.0] * len(queries))
         samples = [
             trajectory.sample(trajectory.example, trajectory.example.prompt_ids, answer, reward)
             for trajectory, answer, reward in zip(trajectories, answers, scores.rewards, strict=True)
@@ -214,7 +215,8 @@ class EngineReplicas:
             [
                 (last_answer(sessions[i], answers[i]), sessions[i].example.answer, sessions[i].example.prompt)
                 for i in missing
-            ]
+            ],
+            [sessions[i].example.row for i in missing],
         )
         given = dict(zip(missing, scores.rewards, strict=True))
         samples = [

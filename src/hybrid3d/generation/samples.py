@@ -19,6 +19,7 @@ class Sample:
 
     Attributes:
         reference: the data's answer to the prompt, with which a reward function compares.
+        row: of the prompt in its file; None where it is not known.
         tokens: of the answer, what an environment wrote in it included.
         loss_mask: whether the policy generated each token.
         logprobs: of the policy's tokens, by vLLM: of the distribution at the temperature, over all tokens.
@@ -42,6 +43,7 @@ class Sample:
     reward: float
     versions: tuple[int, ...]
     reference: str = ""
+    row: int | None = None
     branch: int = 0
     truncated: bool = False
     baseline: float = 0.0

@@ -65,6 +65,7 @@ class AnswerTokens:
             reward=reward,
             versions=tuple(self.versions),
             reference=example.answer,
+            row=example.row,
             branch=branch,
             truncated=self.truncated,
             kept_probability=sum(self.kept) / len(self.kept) if self.kept else 1.0,

@@ -20,7 +20,7 @@ from hybrid3d.process import (
     reap_orphans,
     set_shared_memory_prefix,
 )
-from hybrid3d.rewards.registry import load_function
+from hybrid3d.rewards.registry import LARGEST_REWARD, load_function, unusable
 
 ReturnKind = Literal["reward", "reply"]
 Item = tuple[str | tuple[str, ...], str, str]
@@ -107,9 +107,11 @@ def _number_result(value: object) -> CallResult:
         number = float(value) if isinstance(value, SupportsFloat) else math.nan
     except BaseException:  # a tensor of several elements, an integer too large for a float; including SystemExit
         number = math.nan
-    if math.isfinite(number):
+    kind = unusable(number)
+    if not kind:
         return number, "", ""
-    return None, "not_a_number", f"{_shorten(value)} ({type(value).__name__})"
+    limit = f": at most {LARGEST_REWARD:g} in magnitude" if kind == "too_large" else ""
+    return None, kind, f"{_shorten(value)} ({type(value).__name__}){limit}"
 
 
 def _text_result(value: object) -> CallResult:

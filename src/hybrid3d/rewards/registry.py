@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import re
 import sys
@@ -11,6 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid3d.rewards.final_answers import final_number
+
+LARGEST_REWARD = 1e30
+"""The largest magnitude of a reward: training computes in float32, which holds sums of such numbers (up to 3.4e38)."""
 
 _TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
@@ -85,6 +89,13 @@ def gsm8k(answer: str, reference: str, prompt: str = "") -> float:
     marked = reference if len(reference.split()) != 1 else f"#### {reference}"
     number, expected = final_number(answer), final_number(marked)
     return float(number is not None and number == expected)
+
+
+def unusable(value: float) -> str:
+    """Return the kind of failure if a number can be no reward: `not_a_number`, also an infinite one, or `too_large`."""
+    if not math.isfinite(value):
+        return "not_a_number"
+    return "too_large" if abs(value) > LARGEST_REWARD else ""
 
 
 def overlong_penalty(tokens: int, max_tokens: int, buffer: int) -> float:

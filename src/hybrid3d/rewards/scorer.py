@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import cast
 
 from hybrid3d.rewards.pool_client import ProcessPoolClient, load_in_subprocess
 from hybrid3d.rewards.pool_worker import Item
-from hybrid3d.rewards.registry import find_reward, load_function
+from hybrid3d.rewards.registry import find_reward, load_function, unusable
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,8 @@ class Scores:
     Attributes:
         rewards: one per sample; a sample whose reward failed has the default reward.
         failures: number of failed samples by kind: `raised`, `hung` (no reward within the limit), `died` (the process
-            ended, with any exit code), `not_a_number`, and for a batched function `wrong_count` and `wrong_type` (no
-            list, tuple or 1-D array).
+            ended, with any exit code), `not_a_number` (also no finite one), `too_large`, and for a batched function
+            `wrong_count` and `wrong_type` (no list, tuple or 1-D array).
         examples: the first message of each kind.
     """
 
@@ -52,21 +53,41 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def score(self, items: Sequence[Item]) -> Scores:
-        """Return the rewards of items (answer, reference, prompt), in order."""
+    def score(self, items: Sequence[Item], rows: Sequence[int | None] = ()) -> Scores:
+        """Return the rewards of items (answer, reference, prompt), in order.
+
+        Args:
+            rows: of the items' prompts in their file, which messages name.
+        """
         if self._function is not None:
             return Scores([float(self._function(*item)) for item in items])
-        results = self._pool.call(items)
-        failed = [(kind, message) for _, kind, message in results if kind]
-        return Scores(
-            rewards=[self._default if kind else cast(float, reward) for reward, kind, _ in results],
-            failures=dict(Counter(kind for kind, _ in failed)),
-            examples=dict(reversed(failed)),  # the first of each kind
-        )
+        return _scores(cast("list[_Result]", self._pool.call(items)), rows, self._default)
 
     def close(self) -> None:
         """End all processes; the next batch starts them again."""
         self._pool.close()
+
+
+def scores_of(rewards: Sequence[float], rows: Sequence[int | None], default: float) -> Scores:
+    """Return numbers as scores, those of a reward model; those that can be no reward have failed."""
+    return _scores([(reward, unusable(reward), f"{reward:g}") for reward in rewards], rows, default)
+
+
+_Result = tuple[float | None, str, str]
+
+
+def _scores(results: Sequence[_Result], rows: Sequence[int | None], default: float) -> Scores:
+    """Return the scores of rewards, each with the kind of its failure, or "", and a message of it."""
+    failed = [
+        (kind, message if row is None else f"row {row}: {message}")
+        for (_, kind, message), row in zip_longest(results, rows)
+        if kind
+    ]
+    return Scores(
+        rewards=[default if kind else cast(float, reward) for reward, kind, _ in results],
+        failures=dict(Counter(kind for kind, _ in failed)),
+        examples=dict(reversed(failed)),  # the first of each kind
+    )
 
 
 def check_reward(spec: str) -> None:

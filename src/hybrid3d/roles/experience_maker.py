@@ -18,7 +18,7 @@ from hybrid3d.config import Recipe, sequences_multiple
 from hybrid3d.config.algorithms import TOKEN_ADVANTAGES
 from hybrid3d.distributed import gather_objects
 from hybrid3d.generation.samples import NO_ANSWER, Sample, answer_numbers, filled_up
-from hybrid3d.rewards.registry import overlong_penalty
+from hybrid3d.rewards.registry import LARGEST_REWARD, overlong_penalty, unusable
 from hybrid3d.rl.advantages import Answers, Moments, answer_advantages, gae, returns_to_go, token_rewards, whitened
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.correction import OffPolicy
@@ -34,6 +34,12 @@ from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.train.runtime import device
 
 T = TypeVar("T")
+
+
+class UnusableScore(RuntimeError):
+    """The reward model gives an answer a score that is not finite, or so large that training cannot compute with it."""
+
+    raised_on_all_ranks = True  # every rank has all scores
 
 
 @dataclass
@@ -124,6 +130,13 @@ class ExperienceMaker:
             return list(samples)
         found = self.models.reward_model.scores(batch, recipe)
         scores = self._gather_rows(None if found is None else found.tolist())
+        for sample, score in zip(samples, scores, strict=True):
+            if unusable(score):
+                raise UnusableScore(
+                    f"reward.model={recipe.reward.model} gives an answer to row {sample.row} of data.train a reward of "
+                    f"{score:g}: a reward is a number of at most {LARGEST_REWARD:g} in magnitude. Check the checkpoint "
+                    "of the reward model, or try model.dtype=float32"
+                )
         return [replace(sample, reward=score) for sample, score in zip(samples, scores, strict=True)]
 
     def _with_advantages(self, experience: Experience, step: int, recipe: Recipe) -> Experience:

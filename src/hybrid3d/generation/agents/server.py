@@ -26,6 +26,7 @@ from hybrid3d.generation.agents.history import NoChatTemplate
 from hybrid3d.generation.agents.program import KEY_VARIABLE, LOCAL_HOSTS, find_agent_problems
 from hybrid3d.generation.agents.requests import answer, events, read_request
 from hybrid3d.generation.agents.sessions import SessionPool
+from hybrid3d.rewards.registry import LARGEST_REWARD
 
 T = TypeVar("T")
 
@@ -184,8 +185,9 @@ class EndpointServer:
     async def _end(self, request: Request) -> Response:
         body = await _json(request)
         reward = body.get("reward")
-        if reward is not None and (type(reward) not in (int, float) or not _is_finite(reward)):
-            raise RefusedCall(f"reward={str(reward)[:60]!r}: expected a finite number", "invalid_value", "reward")
+        if reward is not None and not _is_reward(reward):
+            expected = f"expected a finite number of at most {LARGEST_REWARD:g} in magnitude"
+            raise RefusedCall(f"reward={str(reward)[:60]!r}: {expected}", "invalid_value", "reward")
         unknown = body.keys() - {"reward"}
         if unknown:
             raise RefusedCall(f"unknown parameter: {min(unknown)}", "unknown_parameter", min(unknown))
@@ -255,13 +257,6 @@ async def _json(request: Request) -> dict[str, Any]:
     return found
 
 
-def _is_finite(number: float) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # an integer of hundreds of digits
-        return False
-
-
 def _name_of(host: str) -> str:
     """Return the name, or the address, of a Host header, which may have a port."""
     if host.startswith("["):
@@ -279,6 +274,10 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 async def _broken(request: Request, error: Exception) -> Response:
     return _error(500, f"{type(error).__name__}: {error}", "internal_error", None)
+
+
+def _is_reward(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) <= LARGEST_REWARD  # type: ignore[arg-type]  # not a bool
 
 
 def _error(status: int, message: str, code: str, param: str | None) -> Response:

@@ -15,7 +15,7 @@ from hybrid3d.distributed import gather_objects
 from hybrid3d.generation.samples import Sample
 from hybrid3d.inputs.models import read_config, read_tokenizer
 from hybrid3d.process import new_engine_name, set_shared_memory_prefix
-from hybrid3d.rewards.scorer import Scorer, Scores
+from hybrid3d.rewards.scorer import Scorer, Scores, scores_of
 from hybrid3d.rl.batch import Batch
 from hybrid3d.roles.split.connections import Connection
 from hybrid3d.roles.split.messages import Call, Reply
@@ -44,6 +44,7 @@ class RewardRank:
         self.start, self.ready = start, False
         self._leads = distributed.rank() == ranks.start
         set_shared_memory_prefix(new_engine_name(distributed.run_id(), ranks.start, start))
+        self._default = reward.default
         self._scorer = Scorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
         self._model: ScoringModel | None = None
         if reward.model is not None:
@@ -69,8 +70,9 @@ class RewardRank:
     def _score(self, samples: Sequence[Sample], by_model: bool) -> Scores:
         if by_model:
             assert self._model is not None, "only asked for where there is one"
-            return Scores(self._model.score(samples))
-        return self._scorer.score([(s.answer, s.reference, s.prompt) for s in samples] if self._leads else [])
+            return scores_of(self._model.score(samples), [sample.row for sample in samples], self._default)
+        asked = samples if self._leads else []
+        return self._scorer.score([(s.answer, s.reference, s.prompt) for s in asked], [s.row for s in asked])
 
     def close(self) -> None:
         """End the processes that compute rewards, and destroy the group."""
