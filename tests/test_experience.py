@@ -22,8 +22,8 @@ from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.losses import Aggregation, masked_sum
 from hybrid3d.rl.objective import PolicyObjective, TokenScores
 from hybrid3d.roles import experience_maker
-from hybrid3d.roles.experience import Experience
 from hybrid3d.roles.learner import Learner
+from hybrid3d.roles.step_experience import Experience
 from hybrid3d.run.health import Guard
 from hybrid3d.train.megatron_model import StepReport
 

@@ -45,8 +45,8 @@ def answer_weights(
         [B]; zero for sequences that are not trained on and, with `sequence`, for an answer without tokens.
     """
     if answers is not None and bool((answers < 0).any()):
-        of_answers = answers >= 0 if trained is None else trained & (answers >= 0)
-        return answer_weights(loss_agg_mode, lengths, max_tokens, answers.clamp(min=0), of_answers)
+        in_an_answer = answers >= 0 if trained is None else trained & (answers >= 0)
+        return answer_weights(loss_agg_mode, lengths, max_tokens, answers.clamp(min=0), in_an_answer)
     if trained is not None:
         weights = torch.zeros(lengths.shape)
         if int(lengths[trained].sum()):

@@ -19,10 +19,10 @@ from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.process import new_engine_name
 from hybrid3d.rewards.scorer import Scores
-from hybrid3d.roles.experience import Experience
 from hybrid3d.roles.learner import Learner
 from hybrid3d.roles.models import Models
 from hybrid3d.roles.split.other_roles import OtherRoles
+from hybrid3d.roles.step_experience import Experience
 from hybrid3d.roles.weight_sync import SyncReport, policy_sync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.health import Guard

@@ -24,11 +24,11 @@ from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.correction import OffPolicy
 from hybrid3d.rl.kl import token_kl
 from hybrid3d.rl.selection import covariances, high_covariance, high_entropy, within
-from hybrid3d.roles.experience import Experience
 from hybrid3d.roles.expert_choices import expert_metrics, replaying_updates, with_expert_choices
 from hybrid3d.roles.models import Models
 from hybrid3d.roles.old_logprobs import come_from_update, measure_mismatch, off_policy, weights_of
 from hybrid3d.roles.shares import Shares, shares_of, spread_over
+from hybrid3d.roles.step_experience import Experience
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.train.runtime import device

@@ -16,10 +16,10 @@ from hybrid3d.rl.kl import KlController
 from hybrid3d.rl.losses import answer_weights
 from hybrid3d.rl.objective import KlSettings, PolicyObjective, ValueObjective
 from hybrid3d.rl.policy_losses import LossSettings
-from hybrid3d.roles.experience import Experience
 from hybrid3d.roles.experience_maker import ExperienceMaker
 from hybrid3d.roles.models import Models
 from hybrid3d.roles.old_logprobs import FillOldLogprobs
+from hybrid3d.roles.step_experience import Experience
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.train.megatron_model import StepReport

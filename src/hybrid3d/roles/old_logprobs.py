@@ -12,7 +12,7 @@ from torch import Tensor
 from hybrid3d.config import Recipe
 from hybrid3d.rl.batch import Rows
 from hybrid3d.rl.correction import OffPolicy, correction_weights, mismatch, mismatch_by_position, tokens_by_position
-from hybrid3d.roles.experience import Experience
+from hybrid3d.roles.step_experience import Experience
 from hybrid3d.run.metrics import StepMetrics
 
 

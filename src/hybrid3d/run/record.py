@@ -37,6 +37,7 @@ class Record:
         self._dense_reason: str | None = None
         self._sync_choice = ""
         self._told_truncated = False
+        self._temperature: float | None = None
         self._trackers: Trackers | None = None
         self._has_timeline = False
 
@@ -166,6 +167,21 @@ class Record:
             )
             self.event("sampling_truncated", message, step=step, **rollout.truncations)
             self._told_truncated = True
+
+    def sampling_temperature(self, recipe: Recipe, step: int) -> None:
+        """Report that the temperature has changed where samples may be older than the step: they were made at another.
+
+        Training has the probabilities of all samples at the step's temperature.
+        """
+        before, now = self._temperature, recipe.rollout.temperature
+        self._temperature = now
+        staleness = recipe.async_.max_staleness
+        if staleness and before not in (None, now):
+            message = (
+                f"step {step}: rollout.temperature is {now:g} and was {before:g}: for up to {staleness} steps samples "
+                "that were generated before are trained with their probabilities at the new one (async.max_staleness)"
+            )
+            self.event("temperature_changed", message, step=step, temperature=now, before=before, steps=staleness)
 
     def corrupted_sync(self, tensors: Sequence[str], step: int) -> None:
         """Report tensors whose checksums were wrong after a sync, which was therefore repeated."""

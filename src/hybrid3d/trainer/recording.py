@@ -16,7 +16,7 @@ from hybrid3d.config.interval import is_due
 from hybrid3d.distributed import gather_to_first
 from hybrid3d.generation.samples import Sample
 from hybrid3d.reshard.fingerprint import LocalFingerprints, fingerprint_pieces, whole_fingerprints
-from hybrid3d.roles.experience import Experience
+from hybrid3d.roles.step_experience import Experience
 from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.metrics import PhaseTimer
 from hybrid3d.run.run_folder import RunFolder, recorded_folder

@@ -44,6 +44,7 @@ def train_rl(
             record.dense_sync(synced.dense_reason, step)
             record.sync_choice(synced.choice, step)
             record.truncated_sampling(recipe.rollout, step)
+            record.sampling_temperature(recipe, step)
             if step % recipe.run.eval_every == 0 or step == recipe.run.steps:
                 with timer("eval"):
                     held_out = roles.evaluate(step, recipe)

@@ -97,10 +97,11 @@ class Correction:
     Attributes:
         kind: Weight the loss by the probability ratio train / rollout, capped at `high` (`truncate`) or set to 0
             outside of `low` to `high` (`mask`); `sequence_*` uses the ratio of the whole answer instead of each
-            token's, and `sequence_mean_mask` the geometric mean of its tokens' ratios.
+            token's, and `sequence_mean_mask` the geometric mean of its tokens' ratios (of agents' answers, of each
+            branch).
         low: Lower bound of the ratio (`mask` only).
         high: Upper bound of the ratio (`truncate` and `mask`).
-        normalize: Divide the weights by their mean over the step's tokens.
+        normalize: Divide the weights by their mean over the step's tokens that are trained.
         bypass: Use vLLM's log-probabilities as those of the policy before the update, so that the ratio of the policy
             loss, and its clip, are relative to the policy that sampled.
     """
@@ -176,8 +177,8 @@ class Algorithm:
             or of all answers of the step (`batch_std`), or by the fraction of groups whose rewards vary
             (`varying_groups`); `whiten` normalizes them over all tokens of the step.
         policy_loss: The loss of a token, given its advantage and the probability ratio.
-        ratio: Probability ratio of each token; or one per answer, its tokens' geometric mean (`sequence`), also with
-            the gradient of each token's own (`sequence_straight_through`).
+        ratio: Probability ratio of each token; or one per answer (of agents' answers: per branch), its tokens'
+            geometric mean (`sequence`), also with the gradient of each token's own (`sequence_straight_through`).
         clip: Clip range of the probability ratio below 1, and above 1 too unless `clip_high` is given. With `gmpo` it
             is that of the logarithm of the ratio, and with `dppo_*` a bound on the divergence.
         clip_high: Clip range of the probability ratio above 1.
@@ -188,8 +189,8 @@ class Algorithm:
         entropy_coef: Coefficient of the entropy bonus.
         mask_truncated: Do not train on answers that were cut, as no token was left for them or for the reply of their
             environment (arXiv 2503.14476, section 3.4); of agents' answers, on branches that were.
-        high_entropy_fraction: Fraction of a step's tokens, those with the highest entropy, that the policy loss is
-            computed on (arXiv 2506.01939); `null`: all.
+        high_entropy_fraction: Fraction of a step's tokens that are trained, those with the highest entropy, that the
+            policy loss is computed on (arXiv 2506.01939); `null`: all.
         gamma: Discount factor per token (`returns` and `gae`).
         lam: Lambda of GAE.
         dynamic_sampling: Maximum number of extra prompt batches that a step generates to replace groups whose rewards

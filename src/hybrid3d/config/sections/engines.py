@@ -253,7 +253,7 @@ class Async:
         batches_in_flight: With `partial`, how many batches of `algorithm.prompts_per_step` prompts are answered at a
             time.
         late_answers: With `partial`, what is done with answers that would exceed `max_staleness` in the next step: the
-            step waits for them, or their prompts are dropped.
+            step waits for them, or their prompts are dropped, which favours short answers.
     """
 
     max_staleness: Staleness = 0

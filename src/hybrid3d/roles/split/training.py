@@ -19,13 +19,13 @@ from hybrid3d.generation.rollouts import make_rollouts
 from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.rewards import sandbox
-from hybrid3d.roles.experience import Experience
 from hybrid3d.roles.learner import Learner
 from hybrid3d.roles.models import Models
 from hybrid3d.roles.split.ahead import GenerationAhead
 from hybrid3d.roles.split.elastic_sync import ElasticSync, Members
 from hybrid3d.roles.split.engines import Engines
 from hybrid3d.roles.split.other_roles import OtherRoles
+from hybrid3d.roles.step_experience import Experience
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync, policy_sync
 from hybrid3d.run.health import Guard
 from hybrid3d.run.memory import Peaks
