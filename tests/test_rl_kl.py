@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybrid3d.config.sections.algorithm import Kl
 from hybrid3d.rl.kl import ESTIMATORS, KlController, token_kl
 
 ONES = torch.ones(1, 1)
@@ -96,6 +97,26 @@ def test_padding_is_zero_in_value_and_gradient_whatever_it_holds(name: str) -> N
     (gradient,) = torch.autograd.grad(values.sum(), logprobs)
     assert gradient[0, 0] != 0
     assert gradient[0, 1:].tolist() == [0.0, 0.0, 0.0]
+
+
+def low_var_kl(logprob: torch.Tensor, ref_logprob: torch.Tensor) -> torch.Tensor:
+    """As verl 0.9.1 computes k3: the log-ratio is clamped to +-20 and the estimate to +-10, by `torch.clamp`."""
+    kl = (ref_logprob - logprob).clamp(-20, 20)
+    return (kl.exp() - kl - 1).clamp(-10, 10)
+
+
+def test_k3_is_bounded_as_in_verl_unless_the_recipe_says_otherwise() -> None:
+    logprobs = torch.tensor([[-9.0, -4.0, -2.0, -1.0, -30.0]], requires_grad=True)
+    reference, mask = torch.tensor([[-1.0, -1.0, -1.5, -6.0, -1.0]]), torch.ones(1, 5)
+    for kl in (Kl(where="loss", coef=0.1), Kl(where="reward", estimator="k3", coef=0.1)):
+        found = token_kl(kl.effective_estimator, logprobs, reference, mask, kl.effective_clamp)
+        wanted = low_var_kl(logprobs, reference)
+        torch.testing.assert_close(found, wanted)
+        assert (found == 10).sum() == 3
+        torch.testing.assert_close(*(torch.autograd.grad(of.sum(), logprobs)[0] for of in (found, wanted)))
+    assert Kl(where="loss", coef=0.1, clamp=3.0).effective_clamp == 3.0
+    others = [Kl(where="reward"), Kl(where="loss", estimator="k2"), Kl(where="loss", straight_through=True)]
+    assert [kl.effective_clamp for kl in others] == [None] * 3
 
 
 def test_only_k3_is_bounded_and_at_20() -> None:

@@ -223,6 +223,18 @@ def test_an_answer_weighs_as_much_in_several_sequences_as_in_one(aggregation: Ag
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))
+@pytest.mark.parametrize("trained", [None, torch.tensor([True, True, True, True, True])])
+def test_rows_of_no_answer_weigh_nothing(aggregation: Aggregation, trained: torch.Tensor | None) -> None:
+    """A minibatch whose rows are filled up has the weights that it has without; of fillings alone it has none."""
+    lengths, answers = torch.tensor([1, 0, 2, 1, 0]), torch.tensor([4, -1, 4, 7, -1])
+    weights = answer_weights(aggregation, lengths, 8, answers, trained)
+    wanted = answer_weights(aggregation, torch.tensor([1, 2, 1]), 8, torch.tensor([4, 4, 7]))
+    assert weights[[0, 2, 3]].tolist() == wanted.tolist()
+    assert weights[[1, 4]].tolist() == [0.0, 0.0]
+    assert answer_weights(aggregation, torch.tensor([0, 0]), 8, torch.tensor([-1, -1])).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
 def test_what_is_not_trained_on_is_not_part_of_the_mean(aggregation: Aggregation) -> None:
     """The sum over the tokens of all sequences, divided by their number, is the mean over those that are trained on."""
     lengths, losses = torch.tensor([3, 1, 2]), torch.tensor([6.0, 50.0, 10.0])  # sums over tokens

@@ -124,6 +124,16 @@ def test_a_stop_ends_an_answer_with_the_token_in_which_it_is_complete(
     assert ended >= 3
 
 
+@pytest.mark.parametrize("how", ["at the last token", "at the last token stepwise"])
+def test_an_answer_is_truncated_if_vllm_says_so(said: dict[str, Any], how: str) -> None:
+    """Of answers of five tokens, the most that they may have, those are complete that end with one that ends them."""
+    truncated = [one["truncated"] for one in said[how]]
+    assert truncated == [reason == "length" for reason in said["finish reasons"]]
+    longest = [one["truncated"] for one in said[how] if len(one["tokens"]) == 5]
+    assert True in longest
+    assert False in longest
+
+
 def test_the_samplers_of_both_model_runners_tell_both_numbers() -> None:
     """The second runner's kernels need a GPU: a function stands for it that samples as it does."""
     from vllm.v1.outputs import LogprobsTensors

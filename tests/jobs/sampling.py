@@ -65,6 +65,18 @@ def alternatives(
     return found
 
 
+def finish_reasons(engine: RolloutEngine, requests: list[GenerationRequest]) -> list[str]:
+    """Return what vLLM itself says."""
+    prompts = [TokensPrompt(prompt_token_ids=[*one.prompt_ids]) for one in requests]
+    params = [
+        SamplingParams(
+            seed=one.seed, max_tokens=one.max_new_tokens, stop_token_ids=[*one.stop_tokens], detokenize=False
+        )
+        for one in requests
+    ]
+    return [output.outputs[0].finish_reason for output in engine.llm.generate(prompts, params, use_tqdm=False)]
+
+
 def as_json(completions: list[Completion]) -> list[dict]:
     return [{key: value for key, value in vars(one).items() if key != "experts"} for one in completions]
 
@@ -102,6 +114,12 @@ def main(folder: str, stop: str, out: Path) -> None:
     said["stopped"] = as_json(engine.generate(ending, 0))
     said["stopped stepwise"] = as_json(stepwise(engine, ending))
     said["stopped greedily"] = as_json(engine.generate([replace(one, seed=None) for one in ending], 0))
+    whole = said["whole"]  # half of them may end with the fifth token, which is also the last that they may have
+    fifth = [[0, whole[n]["tokens"][4]] if n % 2 else [0] for n in range(PROMPTS)]
+    short = [replace(one, seed=n, max_new_tokens=5, stop_tokens=fifth[n]) for n, one in enumerate(greedy)]
+    said["at the last token"] = as_json(engine.generate(short, 0))
+    said["at the last token stepwise"] = as_json(stepwise(engine, short))
+    said["finish reasons"] = finish_reasons(engine, short)
     (out / f"{group.rank()}.json").write_text(json.dumps(said))
     dist.barrier(group)
     engine.close()

@@ -175,7 +175,7 @@ class Algorithm:
             over the second. With `returns` a token's advantage is its reward-to-go, with `gae` that of a critic.
         advantage_scale: Divide advantages by the standard deviation of the rewards of a prompt's answers (`group_std`)
             or of all answers of the step (`batch_std`), or by the fraction of groups whose rewards vary
-            (`varying_groups`); `whiten` normalizes them over all tokens of the step.
+            (`varying_groups`); `whiten` normalizes them over all trained tokens of the step.
         policy_loss: The loss of a token, given its advantage and the probability ratio.
         ratio: Probability ratio of each token; or one per answer (of agents' answers: per branch), its tokens'
             geometric mean (`sequence`), also with the gradient of each token's own (`sequence_straight_through`).
