@@ -21,7 +21,7 @@ SETTINGS = [
 ]
 LAYOUTS = {
     "padded": ["train.tp=2", "train.pp=2"],
-    "packed": ["train.tp=1", "train.pp=2", "train.dp=2", "train.packed=true", "train.max_tokens_per_micro_batch=64"],
+    "packed": ["train.tp=1", "train.pp=2", "train.dp=2", "train.packed=true", "train.max_tokens_per_micro_batch=256"],
     "context": ["train.tp=1", "train.pp=2", "train.cp=2", "train.packed=true"],
 }
 

@@ -175,7 +175,7 @@ def test_a_reward_that_no_float32_can_hold_is_named_with_its_row() -> None:
     """Sums and means of the largest that is accepted are finite; at 1e308 they raise OverflowError."""
     asked = items("0.5", "1e30", "large", "-1e31", "nan")
     with Scorer("mine:odd", workers=1, timeout_seconds=5.0, default=-1.0) as scorer:
-        scores = scorer.score(asked, [3, 1, 4, 1, 5])
+        scores = scorer.score(asked).naming([3, 1, 4, 1, 5])
     assert scores.rewards == [0.5, 1e30, -1.0, -1.0, -1.0]
     assert scores.failures == {"too_large": 2, "not_a_number": 1}
     assert scores.examples == {
@@ -183,7 +183,7 @@ def test_a_reward_that_no_float32_can_hold_is_named_with_its_row() -> None:
         "not_a_number": "row 5: nan (float)",
     }
     assert numpy.isfinite(numpy.float32(LARGEST_REWARD) * numpy.float32(2**20))
-    of_model = scores_of([0.5, math.nan, -math.inf, 1e31], [None, 7, 8, None], default=0.0)
+    of_model = scores_of([0.5, math.nan, -math.inf, 1e31], default=0.0).naming([None, 7, 8, None])
     assert of_model.rewards == [0.5, 0.0, 0.0, 0.0]
     assert of_model.failures == {"not_a_number": 2, "too_large": 1}
     assert of_model.examples == {"not_a_number": "row 7: nan", "too_large": "1e+31"}

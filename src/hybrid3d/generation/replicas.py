@@ -196,7 +196,7 @@ class EngineReplicas:
             for a, trajectory in zip(answers, trajectories, strict=True)
         ]
         rows = [trajectory.example.row for trajectory in trajectories]
-        scores = self._scorer.score(queries, rows) if by_name else Scores([0.0] * len(queries))
+        scores = self._scorer.score(queries).naming(rows) if by_name else Scores([0.0] * len(queries))
         samples = [
             trajectory.sample(trajectory.example, trajectory.example.prompt_ids, answer, reward)
             for trajectory, answer, reward in zip(trajectories, answers, scores.rewards, strict=True)
@@ -215,9 +215,8 @@ class EngineReplicas:
             [
                 (last_answer(sessions[i], answers[i]), sessions[i].example.answer, sessions[i].example.prompt)
                 for i in missing
-            ],
-            [sessions[i].example.row for i in missing],
-        )
+            ]
+        ).naming([sessions[i].example.row for i in missing])
         given = dict(zip(missing, scores.rewards, strict=True))
         samples = [
             replace(sample, reward=given.get(i, rewards[i]))

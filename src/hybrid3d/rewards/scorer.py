@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from hybrid3d.rewards.pool_client import ProcessPoolClient, load_in_subprocess
@@ -23,11 +22,19 @@ class Scores:
             ended, with any exit code), `not_a_number` (also no finite one), `too_large`, and for a batched function
             `wrong_count` and `wrong_type` (no list, tuple or 1-D array).
         examples: the first message of each kind.
+        places: the numbers of the samples that these are of.
     """
 
     rewards: list[float]
     failures: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+
+    def naming(self, rows: Sequence[int | None]) -> Scores:
+        """Return the same with the rows in messages: those of the samples' prompts in their file, where known."""
+        told = {kind: rows[self.places[kind]] if kind in self.places else None for kind in self.examples}
+        named = {kind: f"row {told[kind]}: " if told[kind] is not None else "" for kind in self.examples}
+        return replace(self, examples={kind: f"{named[kind]}{text}" for kind, text in self.examples.items()}, places={})
 
 
 class Scorer:
@@ -53,40 +60,33 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def score(self, items: Sequence[Item], rows: Sequence[int | None] = ()) -> Scores:
-        """Return the rewards of items (answer, reference, prompt), in order.
-
-        Args:
-            rows: of the items' prompts in their file, which messages name.
-        """
+    def score(self, items: Sequence[Item]) -> Scores:
+        """Return the rewards of items (answer, reference, prompt), in order."""
         if self._function is not None:
             return Scores([float(self._function(*item)) for item in items])
-        return _scores(cast("list[_Result]", self._pool.call(items)), rows, self._default)
+        return _scores(cast("list[_Result]", self._pool.call(items)), self._default)
 
     def close(self) -> None:
         """End all processes; the next batch starts them again."""
         self._pool.close()
 
 
-def scores_of(rewards: Sequence[float], rows: Sequence[int | None], default: float) -> Scores:
+def scores_of(rewards: Sequence[float], default: float) -> Scores:
     """Return numbers as scores, those of a reward model; those that can be no reward have failed."""
-    return _scores([(reward, unusable(reward), f"{reward:g}") for reward in rewards], rows, default)
+    return _scores([(reward, unusable(reward), f"{reward:g}") for reward in rewards], default)
 
 
 _Result = tuple[float | None, str, str]
 
 
-def _scores(results: Sequence[_Result], rows: Sequence[int | None], default: float) -> Scores:
+def _scores(results: Sequence[_Result], default: float) -> Scores:
     """Return the scores of rewards, each with the kind of its failure, or "", and a message of it."""
-    failed = [
-        (kind, message if row is None else f"row {row}: {message}")
-        for (_, kind, message), row in zip_longest(results, rows)
-        if kind
-    ]
+    failed = [(kind, message, place) for place, (_, kind, message) in enumerate(results) if kind]
     return Scores(
         rewards=[default if kind else cast(float, reward) for reward, kind, _ in results],
-        failures=dict(Counter(kind for kind, _ in failed)),
-        examples=dict(reversed(failed)),  # the first of each kind
+        failures=dict(Counter(kind for kind, *_ in failed)),
+        examples={kind: message for kind, message, _ in reversed(failed)},  # the first of each kind
+        places={kind: place for kind, _, place in reversed(failed)},
     )
 
 

@@ -70,9 +70,10 @@ class RewardRank:
     def _score(self, samples: Sequence[Sample], by_model: bool) -> Scores:
         if by_model:
             assert self._model is not None, "only asked for where there is one"
-            return scores_of(self._model.score(samples), [sample.row for sample in samples], self._default)
-        asked = samples if self._leads else []
-        return self._scorer.score([(s.answer, s.reference, s.prompt) for s in asked], [s.row for s in asked])
+            found = scores_of(self._model.score(samples), self._default)
+        else:
+            found = self._scorer.score([(s.answer, s.reference, s.prompt) for s in samples] if self._leads else [])
+        return found.naming([sample.row for sample in samples])
 
     def close(self) -> None:
         """End the processes that compute rewards, and destroy the group."""
