@@ -14,7 +14,10 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hybrid3d.generation.agents.calls import CallResult
 from hybrid3d.generation.agents.history import History, PromptText
+from hybrid3d.generation.agents.requests import _logprobs
+from hybrid3d.generation.agents.token_bytes import split_bytes
 from hybrid3d.generation.engine import Completion, Sampling
 from hybrid3d.generation.stops import Stops, find_stops, pause_tokens
 from hybrid3d.generation.turns import Trajectory, Turns
@@ -311,3 +314,78 @@ def test_stops_with_a_blank_at_their_end_pause_at_it(sentencepiece: dict[str, An
     assert clips in pause_tokens(tokenizer, find_stops(tokenizer, ["Observation: "]))
     last = tokenizer.encode("。", add_special_tokens=False)[-1]
     assert last in pause_tokens(tokenizer, find_stops(tokenizer, ["。"]))
+
+
+SPLIT = ["é 😀 7", "日本語が好き。", "naïve — “quotes” 1→2", "👩‍👩‍👧 end", "\N{OGHAM SPACE MARK}x", "plain"]
+
+
+def texts_of_vllm(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """Return the texts that vLLM's server has for tokens: a character is all its last token's."""
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    processor = object.__new__(LogprobsProcessor)
+    processor.tokenizer = tokenizer
+    texts = [tokenizer.decode([token]) for token in tokens]
+    return [
+        processor._correct_decoded_token(token, list(tokens[max(0, place - 4) : place]))
+        if text.endswith("\ufffd")
+        else text
+        for place, (token, text) in enumerate(zip(tokens, texts, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("text", SPLIT)
+@pytest.mark.parametrize("kind", [*FORMS, "bytes", "bytes with a blank"])
+def test_the_bytes_of_tokens_are_those_of_the_text(
+    kind: str, text: str, sentencepiece: dict[str, Any], byte_level: dict[str, Any]
+) -> None:
+    """They are what OpenAI's API has them for."""
+    tokenizer = {**sentencepiece, **byte_level}[kind]
+    before = tokenizer.encode("so: ", add_special_tokens=False)
+    tokens = encode_part(tokenizer, text, before)
+    parts = list(split_bytes(tokenizer, tokens, before))
+    assert b"".join(part.bytes for part in parts) == text.encode()
+    for part in parts:
+        if part.text is not None:
+            assert text[part.offset : part.offset + len(part.text)] == part.text
+            assert part.name == part.text
+        else:
+            assert part.name == "".join(f"\\x{byte:02x}" for byte in part.bytes)
+    assert [part.offset for part in parts] == sorted(part.offset for part in parts)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("text", SPLIT)
+def test_the_texts_of_tokens_with_whole_characters_are_those_of_vllms_server(
+    text: str, byte_level: dict[str, Any]
+) -> None:
+    tokenizer, done = byte_level["bytes"], 0
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    for part, theirs in zip(split_bytes(tokenizer, tokens, ()), texts_of_vllm(tokenizer, tokens), strict=True):
+        done += len(theirs)
+        assert theirs in ("", part.text) or (part.text is None and text[:done].endswith(theirs))
+        assert part.offset <= done
+
+
+def test_the_bytes_of_what_is_no_text_are_the_tokens_own(byte_level: dict[str, Any]) -> None:
+    tokenizer = byte_level["bytes"]
+    whole = tokenizer.encode("😀7", add_special_tokens=False)
+    for tokens in (whole[:2], [whole[0], whole[-1]], [whole[1], whole[1]], [tokenizer.eos_token_id, *whole]):
+        parts = list(split_bytes(tokenizer, tokens, ()))
+        assert len(parts) == len(tokens)
+        assert b"".join(part.bytes for part in parts).decode("utf-8", "replace") == tokenizer.decode(
+            tokens, skip_special_tokens=True
+        )
+    assert parts[0].name == "<|end|>"
+
+
+def test_log_probabilities_in_openais_form(byte_level: dict[str, Any]) -> None:
+    tokenizer, text = byte_level["bytes"], "é 😀 7"
+    tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
+    result = CallResult((1,), tokens, (-1.0,) * len(tokens), text, "stop")
+    chat = _logprobs(SimpleNamespace(logprobs=True, is_chat=True), result, tokenizer)
+    assert bytes(byte for token in chat["content"] for byte in token["bytes"]) == text.encode()
+    assert chat["content"][0] == {"token": "\\xc3", "logprob": -1.0, "bytes": [0xC3], "top_logprobs": []}
+    completion = _logprobs(SimpleNamespace(logprobs=True, is_chat=False), result, tokenizer)
+    assert completion["tokens"][0] == "bytes:\\xc3"
+    assert completion["text_offset"][-1] == len(text) - 1

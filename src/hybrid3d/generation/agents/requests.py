@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 import uuid
@@ -13,6 +12,7 @@ from typing import Any
 from hybrid3d.generation.agents.calls import Call, CallResult, RefusedCall
 from hybrid3d.generation.agents.history import History, Prompt, PromptText, PromptTokens
 from hybrid3d.generation.agents.sessions import Session
+from hybrid3d.generation.agents.token_bytes import split_bytes
 
 # What a request may set to other values than these would make samples of another distribution than the policy's, which
 # training could not learn from, or more than one reply.
@@ -259,18 +259,19 @@ def _usage(result: CallResult) -> dict[str, int]:
 def _logprobs(request: Request, result: CallResult, tokenizer: Any) -> dict[str, Any] | None:
     if not request.logprobs or not result.logprobs:  # a greedy session has none
         return None
-    texts = [tokenizer.decode([token]) for token in result.tokens]
+    tokens = list(split_bytes(tokenizer, result.tokens, result.prompt_ids))
     if not request.is_chat:
-        offsets = [0, *itertools.accumulate(map(len, texts))][:-1]
         return {
-            "tokens": texts,
+            "tokens": [
+                token.name if token.text is not None or token.special else f"bytes:{token.name}" for token in tokens
+            ],
             "token_logprobs": list(result.logprobs),
             "top_logprobs": None,
-            "text_offset": offsets,
+            "text_offset": [token.offset for token in tokens],
         }
     content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(texts, result.logprobs, strict=True)
+        {"token": token.name, "logprob": logprob, "bytes": list(token.bytes), "top_logprobs": []}
+        for token, logprob in zip(tokens, result.logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}
 
