@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,8 +72,8 @@ def _print_results(recipe: Recipe, folder: RunFolder, console: Console) -> None:
 
     last = checkpoint_folder(folder, checkpoint_steps(folder)[-1])
     lines = [f"\ncheckpoint  {last}", f"metrics     {folder.metrics}", f"curves      {folder.curves}"]
-    command = os.path.relpath(Path(sys.executable).with_name("hybrid3d"))
+    command = shlex.quote(os.path.relpath(Path(sys.executable).with_name("hybrid3d")))
     if recipe.rollout is not None:
-        lines.append(f"evaluate    {command} eval {folder.path}")
-    lines.append(f"export      {command} export {folder.path} OUT")
+        lines.append(f"evaluate    {command} eval {shlex.quote(str(folder.path))}")
+    lines.append(f"export      {command} export {shlex.quote(str(folder.path))} OUT")
     console.print("\n".join(lines), soft_wrap=True)

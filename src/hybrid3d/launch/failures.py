@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Container, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hybrid3d.process import SHARED_MEMORY
 from hybrid3d.run.run_folder import RunFolder
 
 
@@ -37,11 +39,24 @@ def find_root_cause(
         return causes[0]
     if killed:
         rank, number = next(iter(killed.items()))
-        return failure_record(rank, f"killed by {signal.Signals(number).name}")
+        return failure_record(rank, f"killed by {describe_signal(number)}")
     if reasons:
         return min(reasons, key=lambda r: r["time"])
     rank, failure = next(iter(failures.items()))
     return failure_record(rank, f"ended with exit code {failure.exitcode}")
+
+
+def describe_signal(number: int) -> str:
+    """Return a signal's name; for SIGBUS with what is left of the shared memory, which is its usual cause."""
+    name = signal.Signals(number).name
+    if number != signal.SIGBUS or not SHARED_MEMORY.is_dir():
+        return name
+    space = shutil.disk_usage(SHARED_MEMORY)
+    return (
+        f"{name}, which is what a full {SHARED_MEMORY} or a full disk does to a process that writes to its memory: "
+        f"{SHARED_MEMORY} has {space.free >> 20:,} MiB free of {space.total >> 20:,} now. Enlarge it (docker run "
+        f"--shm-size=16g; mount -o remount,size=16g {SHARED_MEMORY} as root), or remove what others left there"
+    )
 
 
 def failure_record(rank: int, reason: str, peer: bool = False) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 import uuid
@@ -17,11 +18,12 @@ from hybrid3d.launch.failures import failure_message, find_root_cause
 from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch_environment import RUN, local_rank, local_world_size, rank
 from hybrid3d.planning.machine_memory import total_memory
-from hybrid3d.process import kill_descendants_on_exit, shared_memory_cleanup
+from hybrid3d.process import SHARED_MEMORY, kill_descendants_on_exit, shared_memory_cleanup
 from hybrid3d.run.run_folder import RunFolder
 
 RANK_PROCESS_BYTES = 450_000_000  # private memory of a rank with both engines imported: measured 465 MiB on a CPU
 MAX_RANKS_PER_CORE = 32
+LEAST_SHARED_MIB = 8  # a rank, with which none of the engines starts; `hybrid3d doctor` says how much they should have
 
 
 def launch(
@@ -107,7 +109,7 @@ def check_devices(recipe: Recipe, generates: bool = True) -> None:
         without = "" if recipe.engine_ranks == recipe.world_size else f", {recipe.engine_ranks} of them with an engine,"
         raise RecipeError(recipe.name, [f"{ranks}{without} exceed this machine's {gpus} GPUs: {fix}"])
     if gpus:
-        return
+        return _check_shared_memory(recipe)
     needed, memory, cores = rank_bytes(recipe, generates), total_memory(), os.cpu_count() or 1
     cache = needed - RANK_PROCESS_BYTES
     others = recipe.world_size - recipe.engine_ranks  # without a cache
@@ -118,6 +120,18 @@ def check_devices(recipe: Recipe, generates: bool = True) -> None:
         need = f"a rank needs at least {needed / 1e9:.1f} GB{cache_share}, and a core runs {MAX_RANKS_PER_CORE} ranks"
         problem = f"{ranks} exceed the {max_ranks} that this machine can start with {machine}: {need}"
         raise RecipeError(recipe.name, [f"{problem}: lower train.dp, or {fix}"])
+    return _check_shared_memory(recipe)
+
+
+def _check_shared_memory(recipe: Recipe) -> None:
+    """Check that there is some shared memory: a process that writes to it when it is full is killed by SIGBUS."""
+    if not SHARED_MEMORY.is_dir():
+        return
+    free, needed = shutil.disk_usage(SHARED_MEMORY).free >> 20, LEAST_SHARED_MIB * recipe.world_size
+    if free < needed:
+        problem = f"{SHARED_MEMORY} has {free:,} MiB free, and {recipe.world_size} ranks need at least {needed:,}"
+        fix = f"docker run --shm-size=16g, or mount -o remount,size=16g {SHARED_MEMORY} as root"
+        raise RecipeError(recipe.name, [f"{problem}: remove what others left there, or enlarge it: {fix}"])
 
 
 def rank_bytes(recipe: Recipe, generates: bool = True) -> float:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from hybrid3d import launch_environment
+from hybrid3d.launch.failures import describe_signal
 from hybrid3d.launch_environment import BEAT_SECONDS, CHECKED, DISCONNECTED, State, heartbeat_seconds
 from hybrid3d.process import adopt_orphans, kill_descendants, kill_when_parent_exits
 from hybrid3d.run.heartbeat import START_SECONDS
@@ -193,4 +194,4 @@ def _failure(folder: RunFolder, rank: int, code: int) -> tuple[str, bool]:
         return written["reason"], written["peer"]
     if code == DISCONNECTED:
         return "its connection to rank 0 ended", True
-    return (f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"), False
+    return (f"killed by {describe_signal(-code)}" if code < 0 else f"ended with exit code {code}"), False

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -31,6 +32,22 @@ MAX_HEADER_BYTES = 100_000_000  # the format's limit
 
 class CheckpointError(UserMistake):
     """A checkpoint that cannot be read; the message names the file and the problem."""
+
+
+# How config.json calls methods of quantization whose weights are not read, and what their tensors end in
+_METHODS = {
+    "gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed-tensors",
+    "mxfp4": "MXFP4", "modelopt": "ModelOpt", "torchao": "torchao", "fbgemm_fp8": "FBGEMM FP8",
+}  # fmt: skip
+_READ = (
+    "weights are read in float64, float32, float16, bfloat16 and FP8 in blocks: take the checkpoint of the model that "
+    "is not quantized, or dequantize it"
+)
+_QUANTIZED_TENSORS = {
+    "qweight": "GPTQ or AWQ", "qzeros": "GPTQ or AWQ", "weight_packed": "compressed-tensors", "SCB": "bitsandbytes",
+    "absmax": "bitsandbytes", "quant_map": "bitsandbytes", "bitsandbytes__nf4": "bitsandbytes",
+    "bitsandbytes__fp4": "bitsandbytes", "weight_scale_2": "ModelOpt",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,7 @@ def read_index(folder: str | Path, single_file: str = SINGLE_FILE) -> dict[str, 
             not exist, or transformers would read other files or tensors.
     """
     folder = Path(folder)
+    _check_method(folder)
     has_index = single_file == SINGLE_FILE and os.path.lexists(folder / INDEX_FILE)
     weight_map = _weight_map(folder) if has_index else None
     files = [single_file] if weight_map is None else sorted(set(weight_map.values()))
@@ -145,18 +163,34 @@ def _attach_scales(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, T
     return with_scales
 
 
+def _check_method(folder: Path) -> None:
+    """Check that a model is not quantized by another method than FP8 in blocks.
+
+    Raises:
+        CheckpointError: it is; names the method.
+    """
+    method = str(_quantization_of(folder).get("quant_method", "fp8"))
+    if method != "fp8":
+        raise CheckpointError(f"{folder} is quantized by {_METHODS.get(method, method)}, says config.json: {_READ}")
+
+
+def _quantization_of(folder: Path) -> Mapping[str, Any]:
+    """Return `quantization_config` of config.json; empty if there is none, or it cannot be read."""
+    try:
+        config = read_json_file(folder / "config.json")
+    except UnreadableFile:  # other checks report it
+        return {}
+    found = config.get("quantization_config") if isinstance(config, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
 def _check_not_quantized(folder: Path) -> None:
     """Check that config.json does not say that weights are in FP8, of which there are none.
 
     Raises:
         CheckpointError: it does; transformers and vLLM would look for scales.
     """
-    try:
-        config = read_json_file(folder / "config.json")
-    except UnreadableFile:  # other checks report it
-        return
-    quantization = config.get("quantization_config") if isinstance(config, dict) else None
-    if isinstance(quantization, dict) and quantization.get("quant_method") == "fp8":
+    if _quantization_of(folder).get("quant_method") == "fp8":
         problem = f"{folder}: config.json has quantization_config with quant_method fp8, and no tensor is in FP8"
         raise CheckpointError(f"{problem}: remove quantization_config if the weights were dequantized")
 
@@ -249,5 +283,7 @@ def _expected_size(path: Path) -> int | None:
 
 def _dtype(path: Path, name: str, dtype: str) -> str:
     if dtype not in TORCH_DTYPES:
-        raise CheckpointError(f"{path}: {name} has dtype {dtype}; supported are {', '.join(TORCH_DTYPES)}")
+        method = _QUANTIZED_TENSORS.get(name.rpartition(".")[2])
+        quantized = f": it is quantized by {method}: {_READ}" if method else ""
+        raise CheckpointError(f"{path}: {name} has dtype {dtype}; supported are {', '.join(TORCH_DTYPES)}{quantized}")
     return TORCH_DTYPES[dtype]

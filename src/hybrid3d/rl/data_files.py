@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hybrid3d.errors import UserMistake
+from hybrid3d.rl.data_names import advise
 from hybrid3d.rl.json_lines import NOT_JSON, InvalidLine, read_json_columns
 from hybrid3d.storage.user_files import UnreadableFile, check_regular_file
 
@@ -230,7 +231,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _unreadable(path: str | Path) -> str:
-    return NOT_JSON if Path(path).suffix == JSON_LINES else _NOT_PARQUET
+    return (NOT_JSON if Path(path).suffix == JSON_LINES else _NOT_PARQUET) + advise(path)
 
 
 def _reason(path: str | Path, error: Exception) -> str:

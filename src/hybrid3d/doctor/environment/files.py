@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -137,7 +138,7 @@ def check_model_files(context: Context) -> Iterator[Finding]:
             unreadable.append(f"{file} ({error.strerror})")
     if unreadable:
         found = f"{len(unreadable)} files of the model cannot be read: {', '.join(unreadable[:5])}"
-        yield Finding(found, CANNOT_START, f"chmod -R a+rX {path}")
+        yield Finding(found, CANNOT_START, f"chmod -R a+rX {shlex.quote(str(path))}")
     else:
         kind = file_system_type(path.resolve(), _mounts()) or "an unknown file system"
         yield Finding(f"the files of the model in {path} can be read, from {kind}")
