@@ -73,6 +73,15 @@ def paused_pieces(engine: RolloutEngine, requests: dict[int, GenerationRequest])
     return found, interrupted
 
 
+def sleep_and_wake(engine: RolloutEngine) -> None:
+    """Let vLLM's scheduler be paused and resumed as it is around training; the weights are those of before."""
+    version = engine.weight_version
+    engine.sleep()
+    engine.wake("weights")
+    engine.weight_version = version  # as if they had been synced
+    engine.wake("kv_cache")
+
+
 def joined(one: Completion, other: Completion) -> Completion:
     return Completion(one.tokens + other.tokens, one.logprobs + other.logprobs, other.weight_version)
 
@@ -100,9 +109,12 @@ def main(folder: str, out: Path) -> None:
     except StaleWeights as error:
         said["stale"] = str(error)
     WeightSync(recipe, group, policy.weights, engine).run(3)
+    engine._sleeps = True  # vLLM's own account of it is kept on a CPU, too; only its worker frees nothing there
     lengths = [1, 30, 17, 5, 23, 4, 6, 30]
     prompts = [[5, 7, 11, 13 + engine.replica, 17 + n] for n in range(len(lengths))]
     for kind in ("greedy", "sampled", "paused"):
+        engine.discards_weights = kind == "sampled"
+        sleep_and_wake(engine)
         requests = {
             10 * n: GenerationRequest(prompt, length, [3], None if kind == "greedy" else n, Sampling(0.7))
             for n, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))

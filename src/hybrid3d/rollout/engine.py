@@ -349,21 +349,22 @@ class RolloutEngine:
         self._llm.llm_engine.engine_core.shutdown()
 
     def sleep(self) -> None:
-        """Free the memory of the weights and the KV cache for training. The weights must be synced afterwards."""
+        """Free the memory of the KV cache for training, and of weights that are not kept; a sync must follow.
+
+        vLLM then takes both for asleep, even if weights are kept, and generates only once both are woken.
+        """
         self.weight_version = None
-        if self.discards_weights:
-            self._llm.sleep(level=2)  # level 2 discards the weights: the next sync sends all of them
+        if self._sleeps:  # level 2 discards weights; level 1 saves those on the host that sleep: of kept ones, none
+            self._llm.sleep(level=2 if self.discards_weights else 1)
             self._asleep = set(KINDS_OF_MEMORY)
-        elif self._sleeps:
-            self._llm.sleep(level=1)  # level 1 saves weights on the host: none are in the memory that it frees
-            self._asleep = {"kv_cache"}
 
     def wake(self, memory: EngineMemory) -> None:
         """Reallocate freed memory: that of the weights before a sync, that of the KV cache before generating."""
         if memory in self._asleep:
-            self._asleep.remove(memory)
             torch.cuda.empty_cache()  # return memory cached by torch's allocator, so that vLLM can use it
-            self._llm.wake_up(tags=[memory])
+            if not self._llm.wake_up(tags=[memory]) and self._asleep == {memory}:
+                raise RuntimeError(f"vLLM still sleeps, although its {' and '.join(KINDS_OF_MEMORY)} were woken")
+            self._asleep.remove(memory)
 
     def asleep_bytes(self) -> int:
         """Return the bytes of GPU memory that vLLM has freed until it wakes; torch counts them as allocated still."""

@@ -221,7 +221,7 @@ EVERYWHERE = (
         VLLM,
         "It has the weights freed while vLLM sleeps; with `rollout.keep_weights` they stay, as a sync of changed "
         "elements needs them (`keep_weights_while_asleep`).",
-        "tests/test_patches.py",
+        "tests/test_engine.py",
     ),
     Patch(
         "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
