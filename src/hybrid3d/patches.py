@@ -6,13 +6,21 @@ The tables: `train/patches.py` (Megatron-Core), `rollout/patches.py` (vLLM), and
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch.distributed as dist
+
+
+class MissingTarget(RuntimeError):
+    """The installed version of a dependency does not have what hybrid3d replaces in it, which would have no effect."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +32,10 @@ class Patch:
         package: the distribution that has it, pinned to the version for which the patch was written.
         reason: why it is replaced.
         test: the file of the test that fails without it.
-        replacement: called with the original, it returns what takes its place; None where a context manager named in
-            `reason` replaces it for a while.
+        replacement: called with the original, it returns what takes its place; None where a function named in `reason`
+            replaces it, or a context manager for a while.
+        may_be_undefined: the dependency uses the name but defines it in some installations only; without it the
+            original is None.
     """
 
     target: str
@@ -33,27 +43,87 @@ class Patch:
     reason: str
     test: str
     replacement: Callable[[Any], Any] | None = None
+    may_be_undefined: bool = False
 
     def resolve(self) -> tuple[Any, str]:
-        """Import the module of the target; return the object that has the attribute, and the attribute's name."""
+        """Import the module of the target; return the object that has the attribute, and the attribute's name.
+
+        Raises:
+            MissingTarget: there is no such attribute.
+        """
         *path, name = self.target.split(".")
+        owner: Any = None
         for n in range(len(path), 0, -1):
+            module = ".".join(path[:n])
             try:
-                owner = importlib.import_module(".".join(path[:n]))
-            except ModuleNotFoundError:
+                owner = importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                if not f"{module}.".startswith(f"{error.name}."):
+                    raise  # the module is there, and what it imports is not
                 continue
             for attribute in path[n:]:
-                owner = getattr(owner, attribute)
-            return owner, name
-        raise ModuleNotFoundError(self.target)
+                owner = getattr(owner, attribute, None)
+            break
+        if not (hasattr(owner, name) or (self.may_be_undefined and owner and name in inspect.getsource(owner))):
+            raise MissingTarget(
+                f"{_installed(self.package)} has no {self.target}, which hybrid3d replaces as it is in {self.package}: "
+                f"install {self.package}"
+            )
+        return owner, name
+
+    def original(self) -> Any:
+        """Return what the target is now."""
+        owner, name = self.resolve()
+        return getattr(owner, name, None)
+
+    def replace(self, replacement: Any) -> None:
+        """Replace the target for the rest of the process."""
+        owner, name = self.resolve()
+        setattr(owner, name, replacement)
+
+    @contextmanager
+    def replaced(self, replacement: Any) -> Iterator[None]:
+        """Replace the target for a while."""
+        with mock.patch.object(*self.resolve(), replacement):
+            yield
 
 
 def apply(patches: Iterable[Patch]) -> None:
-    """Replace the targets of these patches for the rest of the process; call it once."""
+    """Replace the targets of these patches for the rest of the process; call it once.
+
+    Raises:
+        MissingTarget: a target is not in the installed version of its package.
+    """
     for patch in patches:
         if patch.replacement is not None:
-            owner, name = patch.resolve()
-            setattr(owner, name, patch.replacement(getattr(owner, name, None)))
+            patch.replace(patch.replacement(patch.original()))
+
+
+def set_existing(package: str, owner: Any, **values: Any) -> None:
+    """Set attributes of an object of a dependency, which has each of them: it would not read another.
+
+    Raises:
+        MissingTarget: it has no such attribute; none has been set then.
+    """
+    for name in values:
+        if not hasattr(owner, name):
+            raise MissingTarget(
+                f"{_installed(package)}: {type(owner).__name__} has no {name}, which hybrid3d sets as it is in "
+                f"{package}: install {package}"
+            )
+    for name, value in values.items():
+        setattr(owner, name, value)
+
+
+def _installed(package: str) -> str:
+    """Return the name and the installed version of a pinned package."""
+    name = package.partition("==")[0]
+    for distribution in (name, f"{name}-cpu"):  # vLLM's build for CPUs has a name of its own
+        try:
+            return f"{distribution} {version(distribution)}"
+        except PackageNotFoundError:
+            continue
+    return f"{name}, of which no version is installed,"
 
 
 # Of waits for other ranks. They have no limit of their own, as a rank may be late by hours for good reasons: it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -95,6 +96,16 @@ class Completion:
     truncated: bool = False
     kept: tuple[float, ...] = ()
     experts: ExpertChoices = NO_CHOICES
+
+
+def join_completions(parts: Sequence[Completion], version: int, experts: ExpertChoices) -> Completion:
+    """Return the completion that consists of these parts, by weights of one version."""
+    tokens, logprobs, kept = (
+        tuple(itertools.chain.from_iterable(getattr(part, key) for part in parts))
+        for key in ("tokens", "logprobs", "kept")
+    )
+    stopped, truncated = any(part.stopped for part in parts), any(part.truncated for part in parts)
+    return Completion(tokens, logprobs, version, stopped, truncated, kept, experts)
 
 
 class Engine(Protocol):

@@ -1,11 +1,13 @@
 """FP8 with block scales: the arithmetic, and which pieces a rank that holds other weights has of it.
 
 A canonical tensor in FP8 (e4m3) has a second one beside it, its scales in float32: one for each block of 128 x 128
-elements, by which the block's FP8 values are multiplied. The last blocks of a dim may be smaller.
+elements, by which the block's FP8 values are multiplied. The last blocks of a dim may be smaller. Kernels that take the
+exponents of scales only (UE8M0) need scales that are powers of two.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,13 +27,43 @@ IsQuantized = Callable[[str], bool]
 """Returns whether a canonical tensor is quantized."""
 
 
-def quantize(blocks: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    blocks: torch.Tensor, amax: torch.Tensor, powers_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the FP8 values of blocks [m, BLOCK, n, BLOCK] and their scales [m, n], from their largest values [m, n].
 
     The operations and their rounding are those of vLLM's `per_block_cast_to_fp8`.
+
+    Args:
+        powers_of_two: round scales up to powers of two (`use_ue8m0` there). The largest value of a block may then round
+            down to half of the largest of e4m3: such a block has half of the scale that vLLM's function gives it, and
+            twice the values. vLLM applies its function to weights in FP8 again, and then changes no bit of these.
     """
+    scales = _scales_of(amax, powers_of_two)
+    values = (blocks * (1.0 / scales)[:, None, :, None]).to(torch.float8_e4m3fn)
+    if not powers_of_two:
+        return values, scales
+    again = _scales_of((amax * (1.0 / scales)).to(torch.float8_e4m3fn).float() * scales, powers_of_two)
+    factors = (scales / again).bfloat16()[:, None, :, None]
+    return (values.bfloat16() * factors).to(torch.float8_e4m3fn), again
+
+
+def _scales_of(amax: torch.Tensor, powers_of_two: bool) -> torch.Tensor:
     scales = amax.float().clamp(SMALLEST_AMAX) / LARGEST
-    return (blocks * (1.0 / scales)[:, None, :, None]).to(torch.float8_e4m3fn), scales
+    return torch.pow(2.0, torch.ceil(torch.log2(scales))) if powers_of_two else scales
+
+
+def kind_of(name: str) -> str:
+    """Return the name of a canonical tensor without the numbers of its layer and expert."""
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
+
+
+def quantized_kinds(holders: Iterable[Signature]) -> list[str]:
+    """Return the kinds of all tensors in FP8, in an order that is the same on every rank; arguments: `split_blocks`."""
+    found = {
+        name for signature in holders for boxes, names in signature.items() if boxes[0][1] == FP8 for name in names
+    }
+    return sorted({kind_of(name) for name in found})
 
 
 def dequantize(quantized: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
@@ -16,6 +16,7 @@ from hybrid3d.reshard.quantization import (
     IsQuantized,
     Region,
     SplitBlocks,
+    kind_of,
     quantize,
     quantized_holdings,
     regions_of,
@@ -67,6 +68,7 @@ class QuantizedWeights:
             if keep
         }
         self._split: Mapping[str, SplitBlocks] = {}
+        self._rounded_scales: Collection[str] = ()
         self._largest: dict[str, torch.Tensor] = {}  # of the blocks of regions with split blocks
         self._pending: list[Region] = []
         if not keep:
@@ -87,9 +89,14 @@ class QuantizedWeights:
     def _bucket_of(region: Region, optimizer_buckets: Mapping[str, int]) -> int:
         return max(optimizer_buckets.get(piece.view.tensor, -1) for piece in region.pieces)
 
-    def share(self, split: Mapping[str, SplitBlocks]) -> None:
-        """Take note of the blocks that other ranks have parts of, too."""
-        self._split = split
+    def share(self, split: Mapping[str, SplitBlocks], rounded_scales: Collection[str] = ()) -> None:
+        """Take note of what all ranks need.
+
+        Args:
+            split: the blocks that other ranks have parts of, too.
+            rounded_scales: the kinds of tensors whose scales are to be powers of two.
+        """
+        self._split, self._rounded_scales = split, rounded_scales
 
     def allocate(self) -> None:
         """Begin a sync, for which all values are to be made."""
@@ -129,7 +136,8 @@ class QuantizedWeights:
                 continue
             blocks = self._blocks(region)
             largest = self._largest.pop(region.local, None)
-            values, scales = quantize(blocks, _largest(blocks) if largest is None else largest)
+            largest = _largest(blocks) if largest is None else largest
+            values, scales = quantize(blocks, largest, kind_of(region.name) in self._rounded_scales)
             inside = tuple(
                 slice(a % BLOCK, a % BLOCK + n) for a, n in zip(region.box.start, region.box.size, strict=True)
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -27,20 +26,22 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 
-from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights
+from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights, join_completions
 from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
-from hybrid3d.patches import apply
+from hybrid3d.patches import apply, set_existing
 from hybrid3d.reshard.file_index import read_shapes
 from hybrid3d.reshard.layout import Shape
 from hybrid3d.rollout import patches
 from hybrid3d.rollout.adapters import ADAPTER, RolloutAdapters, adapter_settings, manager_of, register_adapter
-from hybrid3d.rollout.fp8 import quantization_config
+from hybrid3d.rollout.fp8 import names_of, quantization_config
 from hybrid3d.rollout.patches import (
+    VLLM,
     external_rank,
     groups_over_slots,
     keep_linear_weights,
     keep_weights_while_asleep,
     name_shared_memory,
+    noting_requantization,
 )
 from hybrid3d.rollout.routed_experts import RoutedExperts
 from hybrid3d.rollout.sleep_allocator import load_sleep_allocator
@@ -119,7 +120,7 @@ def _override(config: Any, layers: int | None, quantization: dict[str, Any] | No
     if quantization is not None:
         config.quantization_config = quantization
     if layers is not None:
-        config.num_hidden_layers = layers
+        set_existing(VLLM, config, num_hidden_layers=layers)
     return config
 
 
@@ -164,7 +165,7 @@ class RolloutEngine:
                 keep_linear_weights()
         lora = recipe.lora if recipe.syncs_adapters else None
         returns_experts = recipe.train.router_replay == "rollout"
-        with external_rank(slots[rank], rollout), groups_over_slots(slots):
+        with external_rank(slots[rank], rollout), groups_over_slots(slots), noting_requantization() as noted:
             self._llm = LLM(
                 **engine_settings(recipe),
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -177,6 +178,7 @@ class RolloutEngine:
                 seed=recipe.run.seed,
                 **({} if lora is None else adapter_settings(lora, _shapes_of(recipe))),
             )
+        self._requantized = names_of(noted, self.model_runner.get_model())
         self._lora, self._lora_request = lora, None if lora is None else ADAPTER
         if lora is not None:
             register_adapter(manager_of(self.model_runner), lora)
@@ -186,7 +188,7 @@ class RolloutEngine:
         """Return this rank's demand for the canonical tensors of these shapes, and the sink that receives it."""
         runner = self.model_runner
         with unwrapped_layers(runner.get_model()):
-            return RolloutWeights(runner.get_model(), runner.vllm_config, shapes)
+            return RolloutWeights(runner.get_model(), runner.vllm_config, shapes, self._requantized)
 
     def adapters(self, shapes: Mapping[str, Shape]) -> RolloutAdapters:
         """Return this rank's demand for the adapters' matrices of these shapes, and the sink that receives it."""
@@ -249,7 +251,7 @@ class RolloutEngine:
             self._submitted[number].append(self._completion(output.outputs[0], version))
             if output.finished:
                 parts = self._submitted.pop(number)
-                ended[number] = _joined(parts, version, parts[-1].experts)
+                ended[number] = join_completions(parts, version, parts[-1].experts)
         return ended
 
     def _completion(self, output: Any, version: int) -> Completion:
@@ -275,7 +277,10 @@ class RolloutEngine:
     def interrupt(self) -> dict[int, Completion]:
         """End all requests that were submitted, between two tokens, and return their tokens so far, by number."""
         engine, version = self._llm.llm_engine, self._check_version()
-        found = {number: _joined(parts, version, self._experts_of(number)) for number, parts in self._submitted.items()}
+        found = {
+            number: join_completions(parts, version, self._experts_of(number))
+            for number, parts in self._submitted.items()
+        }
         for number in self._submitted:  # one by one: vLLM ends several in an order that differs between TP ranks
             engine.abort_request([str(number)])
         self._submitted = {}
@@ -300,7 +305,7 @@ class RolloutEngine:
             ended |= self._step()
         core.scheduler.set_pause_state(PauseState.UNPAUSED)
         version = self._check_version()
-        paused = {number: _joined(parts, version, NO_CHOICES) for number, parts in self._submitted.items()}
+        paused = {number: join_completions(parts, version, NO_CHOICES) for number, parts in self._submitted.items()}
         self._submitted = {number: [] for number in paused}
         return ended, paused
 
@@ -389,13 +394,3 @@ def _sampling_params(request: GenerationRequest) -> SamplingParams:
         logprobs=None if is_greedy else LOGPROBS if sampling.truncates else 0,
         detokenize=bool(sampling.stop),
     )
-
-
-def _joined(parts: Sequence[Completion], version: int, experts: ExpertChoices) -> Completion:
-    """Return the completion that consists of these parts, by weights of one version."""
-    tokens, logprobs, kept = (
-        tuple(itertools.chain.from_iterable(getattr(part, key) for part in parts))
-        for key in ("tokens", "logprobs", "kept")
-    )
-    stopped, truncated = any(part.stopped for part in parts), any(part.truncated for part in parts)
-    return Completion(tokens, logprobs, version, stopped, truncated, kept, experts)

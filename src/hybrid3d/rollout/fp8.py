@@ -6,7 +6,7 @@ activations each time that they compute: slow, but what tests and demonstrations
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +27,21 @@ def quantization_config(config: Config) -> dict[str, Any]:
         "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": ["lm_head", *family_of(config).routers(config)],
     }
+
+
+def names_of(weights: Iterable[torch.Tensor], model: torch.nn.Module) -> frozenset[str]:
+    """Return the names of the parameters of a model that have these weights' memory.
+
+    Raises:
+        RuntimeError: some weights are in other memory, so that a sync would not know what vLLM does with them.
+    """
+    addresses = {weight.data_ptr() for weight in weights}
+    found = {name: parameter for name, parameter in model.named_parameters() if parameter.data_ptr() in addresses}
+    if missing := len(addresses) - len({parameter.data_ptr() for parameter in found.values()}):
+        raise RuntimeError(
+            f"vLLM quantized {len(addresses)} weights anew, and {missing} are no parameters of its model"
+        )
+    return frozenset(found)
 
 
 def has_kernels() -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,8 +16,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import custom_all_reduce
 from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
-from vllm.model_executor.layers import utils as layer_utils
-from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from hybrid3d.config import Rollout
@@ -25,6 +23,63 @@ from hybrid3d.patches import Patch
 from hybrid3d.rollout import fp8, routed_experts, truncation
 
 VLLM = "vllm==0.32.0"
+
+DISTRIBUTED_ARGS = Patch(
+    "vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher._distributed_args",
+    VLLM,
+    "CPU workers name shared memory by the suffix of their init method, which is the same for all runs under an "
+    "external launcher: two runs would share segments, and segments left by a crashed run would make the next one "
+    "fail (`name_shared_memory`).",
+    "tests/test_leftovers.py",
+)
+MAKE_GROUP = Patch(
+    "vllm.distributed.parallel_state.init_model_parallel_group",
+    VLLM,
+    "It builds groups from ranks instead of the placement's slots (`groups_over_slots`); for a rank that is only "
+    "queried it would start message queues (`as_rank`).",
+    "tests/test_sync.py",
+)
+IN_SAME_NODE = Patch(
+    "vllm.distributed.parallel_state.in_the_same_node_as",
+    VLLM,
+    "It communicates, which a rank that is only queried cannot do (`as_rank`).",
+    "tests/test_planning.py",
+)
+EXPERT_MAP = Patch(
+    "vllm.model_executor.layers.fused_moe.expert_map_manager.ExpertMapManager.__init__",
+    VLLM,
+    "On meta the expert map has no values, but loaders read from it which experts are local (`as_rank`).",
+    "tests/test_planning.py",
+)
+POOL_CONTEXT = Patch(
+    "vllm.v1.worker.gpu_worker.Worker._maybe_get_memory_pool_context",
+    VLLM,
+    "It has the weights freed while vLLM sleeps; with `rollout.keep_weights` they stay, as a sync of changed "
+    "elements needs them (`keep_weights_while_asleep`).",
+    "tests/test_engine.py",
+)
+PACK_LINEAR = Patch(
+    "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
+    VLLM,
+    "It packs weights for its kernels; with `rollout.pack_weights: false` a sync writes them in place "
+    "(`keep_linear_weights`).",
+    "tests/test_delta_sync.py",
+)
+REQUANTIZE = Patch(
+    "vllm.model_executor.layers.quantization.utils.fp8_utils.requant_weight_ue8m0_inplace",
+    VLLM,
+    "It quantizes weights in FP8 a second time where kernels need scales that are powers of two. At the start it "
+    "is noted which (`noting_requantization`), so that a sync sends such scales and it has nothing to do "
+    "(`without_requantization`).",
+    "tests/test_fp8_scales.py",
+)
+NEW_GROUP = Patch(
+    "torch.distributed.new_group",
+    "torch==2.13.0",
+    "It sorts a group's members by rank, but vLLM numbers them in the order given (`groups_over_slots`); for a "
+    "rank that is only queried the backend is `fake` (`as_rank`).",
+    "tests/test_sync.py",
+)
 
 
 @contextlib.contextmanager
@@ -52,15 +107,15 @@ def groups_over_slots(slots: Sequence[int]) -> Iterator[None]:
     if all(slot == rank for rank, slot in enumerate(slots)):
         yield
         return
-    make_group, new_group = parallel_state.init_model_parallel_group, dist.new_group
+    make_group, new_group = MAKE_GROUP.original(), NEW_GROUP.original()
     rank_by_slot = {slot: rank for rank, slot in enumerate(slots)}
 
     def make_group_of_slots(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         return make_group([[rank_by_slot[slot] for slot in group] for group in group_ranks], *args, **kwargs)
 
     with (
-        mock.patch.object(parallel_state, "init_model_parallel_group", make_group_of_slots),
-        mock.patch.object(dist, "new_group", functools.partial(new_group, sort_ranks=False)),
+        MAKE_GROUP.replaced(make_group_of_slots),
+        NEW_GROUP.replaced(functools.partial(new_group, sort_ranks=False)),
     ):
         yield
 
@@ -68,12 +123,10 @@ def groups_over_slots(slots: Sequence[int]) -> Iterator[None]:
 @contextlib.contextmanager
 def as_rank(rank: int, world: int) -> Iterator[None]:
     """Let vLLM build its groups as one rank of a world that does not exist, over torch's `fake` process group."""
-    new_group, make_group = dist.new_group, parallel_state.init_model_parallel_group
+    new_group, make_group, make_map = NEW_GROUP.original(), MAKE_GROUP.original(), EXPERT_MAP.original()
 
     def group_without_queue(*args: Any, **kwargs: Any) -> Any:
         return make_group(*args, **{**kwargs, "use_message_queue_broadcaster": False, "use_device_communicator": False})
-
-    make_map = ExpertMapManager.__init__
 
     def map_on_cpu(*args: Any, **kwargs: Any) -> None:
         with torch.device("cpu"):  # loaders read the values, which a map on meta does not have
@@ -82,10 +135,10 @@ def as_rank(rank: int, world: int) -> Iterator[None]:
     hook = sys.excepthook  # torch replaces it for each group
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     with (
-        mock.patch.object(dist, "new_group", lambda *a, **k: new_group(*a, **{**k, "backend": "fake"})),
-        mock.patch.object(parallel_state, "init_model_parallel_group", group_without_queue),
-        mock.patch.object(ExpertMapManager, "__init__", map_on_cpu),
-        mock.patch.object(parallel_state, "in_the_same_node_as", return_value=[True] * world),
+        NEW_GROUP.replaced(lambda *a, **k: new_group(*a, **{**k, "backend": "fake"})),
+        MAKE_GROUP.replaced(group_without_queue),
+        EXPERT_MAP.replaced(map_on_cpu),
+        IN_SAME_NODE.replaced(lambda *unused, **more: [True] * world),
     ):
         try:
             yield
@@ -99,13 +152,13 @@ def as_rank(rank: int, world: int) -> Iterator[None]:
 
 def name_shared_memory(run_id: str) -> None:
     """Make vLLM's CPU workers use shared memory that is named after this run."""
-    original = ExecutorWithExternalLauncher._distributed_args
+    original = DISTRIBUTED_ARGS.original()
 
     def distributed_args(self: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
         method, rank, local_rank = original(self)
         return f"{method}:{run_id}", rank, local_rank
 
-    ExecutorWithExternalLauncher._distributed_args = distributed_args
+    DISTRIBUTED_ARGS.replace(distributed_args)
 
 
 def register_graph_buffers(self: CustomAllreduce) -> None:
@@ -143,19 +196,51 @@ def keep_linear_weights() -> None:
     def use_torch(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
-    layer_utils.dispatch_cpu_unquantized_gemm = use_torch
+    PACK_LINEAR.replace(use_torch)
 
 
 def keep_weights_while_asleep() -> None:
     """Make vLLM allocate weights outside of the memory that it frees while it sleeps."""
-    from vllm.v1.worker.gpu_worker import Worker
+    pool_context = POOL_CONTEXT.original()
 
-    pool_context = Worker._maybe_get_memory_pool_context
+    def without_weights(self: Any, tag: str) -> contextlib.AbstractContextManager[Any]:
+        context: contextlib.AbstractContextManager[Any] = pool_context(self, tag)
+        return contextlib.nullcontext() if tag == "weights" else context
 
-    def without_weights(self: Worker, tag: str) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if tag == "weights" else pool_context(self, tag)
+    POOL_CONTEXT.replace(without_weights)
 
-    Worker._maybe_get_memory_pool_context = without_weights
+
+@contextlib.contextmanager
+def noting_requantization() -> Iterator[list[torch.Tensor]]:
+    """Collect the weights that vLLM, while it loads a model, quantizes anew with scales that are powers of two.
+
+    Its DeepGEMM kernels take no other scales on some devices. vLLM selects them by the device, the libraries there are,
+    its environment variables and the shape of each layer; what it does with weights says what it has selected.
+    """
+    requantize, found = REQUANTIZE.original(), list[torch.Tensor]()
+
+    def note(weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        found.append(weight.detach())
+        requantize(weight, *args, **kwargs)
+
+    with REQUANTIZE.replaced(note):
+        yield found
+
+
+@contextlib.contextmanager
+def without_requantization(addresses: Container[int]) -> Iterator[None]:
+    """Let vLLM take the weights at these addresses as they are: quantizing them anew would change no bit of them.
+
+    vLLM does it matrix by matrix, and so for each expert, with some eight kernels each.
+    """
+    requantize = REQUANTIZE.original()
+
+    def requantize_others(weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if weight.data_ptr() not in addresses:
+            requantize(weight, *args, **kwargs)
+
+    with REQUANTIZE.replaced(requantize_others):
+        yield
 
 
 EVERYWHERE = (
@@ -189,47 +274,13 @@ EVERYWHERE = (
         "tests/test_sampling.py",
         abort_one_by_one,
     ),
-    Patch(
-        "vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher._distributed_args",
-        VLLM,
-        "CPU workers name shared memory by the suffix of their init method, which is the same for all runs under an "
-        "external launcher: two runs would share segments, and segments left by a crashed run would make the next one "
-        "fail (`name_shared_memory`).",
-        "tests/test_leftovers.py",
-    ),
-    Patch(
-        "vllm.distributed.parallel_state.init_model_parallel_group",
-        VLLM,
-        "It builds groups from ranks instead of the placement's slots (`groups_over_slots`); for a rank that is only "
-        "queried it would start message queues (`as_rank`).",
-        "tests/test_sync.py",
-    ),
-    Patch(
-        "vllm.distributed.parallel_state.in_the_same_node_as",
-        VLLM,
-        "It communicates, which a rank that is only queried cannot do (`as_rank`).",
-        "tests/test_planning.py",
-    ),
-    Patch(
-        "vllm.model_executor.layers.fused_moe.expert_map_manager.ExpertMapManager.__init__",
-        VLLM,
-        "On meta the expert map has no values, but loaders read from it which experts are local (`as_rank`).",
-        "tests/test_planning.py",
-    ),
-    Patch(
-        "vllm.v1.worker.gpu_worker.Worker._maybe_get_memory_pool_context",
-        VLLM,
-        "It has the weights freed while vLLM sleeps; with `rollout.keep_weights` they stay, as a sync of changed "
-        "elements needs them (`keep_weights_while_asleep`).",
-        "tests/test_engine.py",
-    ),
-    Patch(
-        "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
-        VLLM,
-        "It packs weights for its kernels; with `rollout.pack_weights: false` a sync writes them in place "
-        "(`keep_linear_weights`).",
-        "tests/test_delta_sync.py",
-    ),
+    DISTRIBUTED_ARGS,
+    MAKE_GROUP,
+    IN_SAME_NODE,
+    EXPERT_MAP,
+    POOL_CONTEXT,
+    PACK_LINEAR,
+    REQUANTIZE,
     Patch(
         "vllm.distributed.aux_output_connector.connector.AuxOutputSchedulerConnector.take_output",
         VLLM,
@@ -238,13 +289,7 @@ EVERYWHERE = (
         "tests/test_router_replay.py",
         routed_experts.take_output_of_first_rank,
     ),
-    Patch(
-        "torch.distributed.new_group",
-        "torch==2.13.0",
-        "It sorts a group's members by rank, but vLLM numbers them in the order given (`groups_over_slots`); for a "
-        "rank that is only queried the backend is `fake` (`as_rank`).",
-        "tests/test_sync.py",
-    ),
+    NEW_GROUP,
 )
 
 ON_CPU = (

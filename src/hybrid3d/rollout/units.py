@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -27,9 +28,11 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from hybrid3d.patches import set_existing
 from hybrid3d.reshard.layout import Fill, Shape, View
 from hybrid3d.reshard.memory import DeviceBuffer, align_up, strided_view
 from hybrid3d.reshard.stamp import layer_of
+from hybrid3d.rollout.patches import VLLM, without_requantization
 
 Module = torch.nn.Module
 
@@ -80,10 +83,11 @@ class OpenUnit:
 
     Args:
         apart: the names of tensors that are in extra memory although their layouts are equal.
+        requantized: the names of weights that arrive as vLLM would quantize them anew.
     """
 
-    def __init__(self, unit: Unit, fills: Sequence[Fill], apart: Container[str] = ()):
-        self.unit = unit
+    def __init__(self, unit: Unit, fills: Sequence[Fill], apart: Container[str] = (), requantized: Container[str] = ()):
+        self.unit, self._requantized = unit, requantized
         self._fills = fills
         # By id, a loader tensor that needs extra memory, and its offset there. The reference keeps the id valid.
         self._extra: dict[int, tuple[torch.Tensor, int]] = {}
@@ -158,8 +162,9 @@ class OpenUnit:
         device = vllm_config.device_config.device
         if current_platform.is_cpu():
             for module in self.unit.root.modules():
-                if hasattr(getattr(module, "quant_method", None), "moe_kernel"):
-                    module.quant_method.moe_kernel = None  # otherwise vLLM treats the weights as packed
+                method = getattr(module, "quant_method", None)
+                if isinstance(method, FusedMoEMethodBase):
+                    set_existing(VLLM, method, moe_kernel=None)  # otherwise vLLM treats the weights as packed
         # Not in a context of the device, as in vLLM's own loading: attention keeps scalars on the host, which would be
         # made on the GPU, and the host would wait for each.
         with (
@@ -167,6 +172,7 @@ class OpenUnit:
             set_default_torch_dtype(vllm_config.model_config.dtype),
             torch.no_grad(),
             unwrapped_layers(self.unit.root),  # else vLLM processes layers that it has wrapped for adapters twice
+            without_requantization({t.data_ptr() for name, t in self._tensors.items() if name in self._requantized}),
         ):
             process_weights_after_loading(self.unit.root, vllm_config.model_config, device)
         for module, tensors in self._live.items():

@@ -34,8 +34,19 @@ class RolloutWeights:
         finalize_bytes: memory that open units take in addition to the live tensors.
     """
 
-    def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig, shapes: Mapping[str, Shape]):
-        self._vllm_config = vllm_config
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config: VllmConfig,
+        shapes: Mapping[str, Shape],
+        requantized: frozenset[str] = frozenset(),
+    ):
+        """
+        Args:
+            requantized: the local names of weights in FP8 that arrive as vLLM would quantize them anew, with scales
+                that are powers of two, so that it need not.
+        """
+        self._vllm_config, self._requantized = vllm_config, requantized
         self._device = vllm_config.device_config.device
         self._units = units_of(model)
         self._layer_of = {name: layer for layer, unit in self._units.items() for name in unit.names()}
@@ -98,13 +109,19 @@ class RolloutWeights:
         fills: dict[int | None, list[Fill]] = defaultdict(list)
         for fill in self.demand.fills:
             fills[self._layer_of[fill.view.tensor]].append(fill)
-        open_units = {layer: OpenUnit(self._units[layer], fills[layer], self._apart) for layer in order}
+        open_units = {
+            layer: OpenUnit(self._units[layer], fills[layer], self._apart, self._requantized) for layer in order
+        }
         self._keeps, turns = keep, max(1, len(order)) if keep else MAX_OPEN_UNITS
         sizes = [[open_units[layer].extra_bytes for layer in order[i::turns]] for i in range(turns)]
         self._buffers = [DeviceBuffer(max(unit_sizes, default=0), self._device) for unit_sizes in sizes]
         for i, layer in enumerate(order):
             open_units[layer].place(self._buffers[i % turns])
         self._open_units = open_units
+
+    def rounded_scales(self) -> set[str]:
+        """Return the canonical tensors that vLLM would quantize anew unless their scales are powers of two."""
+        return {piece.name for piece in self.demand.pieces if piece.view.tensor in self._requantized}
 
     def keep_apart(self, names: Iterable[str]) -> None:
         """From the next `prepare` on, write these local tensors in memory of their own, not in that of live tensors.

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hybrid3d.patches import set_existing
+
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
@@ -97,5 +99,4 @@ def current_device_is(device: torch.device) -> Iterator[None]:
 
 def install() -> None:
     """Replace the functions of `torch.cuda` that Megatron-Core calls; call it once before importing Megatron."""
-    for name, replacement in TORCH_CUDA.items():
-        setattr(torch.cuda, name, replacement)
+    set_existing(f"torch=={torch.__version__}", torch.cuda, **TORCH_CUDA)

@@ -34,6 +34,7 @@ from hybrid3d.train.offload import OffloadableMemory
 from hybrid3d.train.router_replay import RouterReplay
 from hybrid3d.train.runtime import device, on_device
 from hybrid3d.train.stepping import BucketedOptimizer, BucketHook, in_buckets, place_of
+from hybrid3d.train.versions import set_in_megatron
 from hybrid3d.train.weights import MegatronWeights, megatron_weights
 
 DDP = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": False}
@@ -316,10 +317,10 @@ class MegatronModel:
     def _connect(self) -> None:
         """Set the functions that Megatron's schedules call: gradient reduction and the scale of the loss."""
         for stage in self.stages:
-            stage.config.finalize_model_grads_func = finalize_model_grads
-            stage.config.grad_scale_func = self.optimizer.scale_loss
+            scale = self.optimizer.scale_loss
+            set_in_megatron(stage.config, finalize_model_grads_func=finalize_model_grads, grad_scale_func=scale)
         no_sync = [module.no_sync for module in self._modules]
-        self.stages[0].config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        set_in_megatron(self.stages[0].config, no_sync_func=no_sync if len(no_sync) > 1 else no_sync[0])
 
 
 def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

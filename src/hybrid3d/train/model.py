@@ -39,6 +39,7 @@ from hybrid3d.train.kernels import FUSE_GRADIENTS, USE_TE, in_use
 from hybrid3d.train.mtp import MtpLayer
 from hybrid3d.train.runtime import ON_CUDA, device, on_device
 from hybrid3d.train.torch_layers import use_torch_layers
+from hybrid3d.train.versions import set_in_megatron
 
 apply(patches.MODEL)
 
@@ -67,10 +68,11 @@ def build_model(
         )
     settings = transformer_config(config, replace(layout, fp8="none") if meta else layout, dtype)
     if adapted:
-        settings.moe_grouped_gemm = False
-    settings.init_model_with_meta_device = meta  # Transformer Engine's layers name their device themselves
-    if meta:
-        settings.context_parallel_size = 1  # the weights are the same, and its attention makes a CUDA stream otherwise
+        set_in_megatron(settings, moe_grouped_gemm=False)
+    # Transformer Engine's layers name their device themselves
+    set_in_megatron(settings, init_model_with_meta_device=meta)
+    if meta:  # the weights are the same, and its attention makes a CUDA stream otherwise
+        set_in_megatron(settings, context_parallel_size=1)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     with on_device(meta), torch.device("meta") if meta else device():
         return [_build_stage(config, settings, stage, adapted, with_mtp) for stage in stages]
@@ -202,7 +204,7 @@ def _build_stage(
     _mark_shards(model)
     if rope.llama3:  # GPTModel takes the factor only, and has Llama 3.1's other constants
         scaled = model.rotary_pos_emb._apply_scaling(model.rotary_pos_emb.inv_freq, **rope.llama3)
-        model.rotary_pos_emb.inv_freq = scaled
+        set_in_megatron(model.rotary_pos_emb, inv_freq=scaled)
     return model
 
 
@@ -239,15 +241,16 @@ def _separate_norms(spec: TransformerBlockSubmodules) -> None:
         attention, mlp = parts.self_attention.submodules, getattr(parts.mlp, "submodules", None)
         names = {}
         if getattr(attention, "linear_qkv", None) is fused:
-            attention.linear_qkv, parts.input_layernorm = TEColumnParallelLinear, TENorm
+            attention.linear_qkv = TEColumnParallelLinear
+            set_in_megatron(parts, input_layernorm=TENorm)
             names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
         for linear, norm in (("linear_q_up_proj", "q_layernorm"), ("linear_kv_up_proj", "kv_layernorm")):
             if getattr(attention, linear, None) is fused:
-                setattr(attention, linear, TEColumnParallelLinear)
-                setattr(attention, norm, TENorm)
+                set_in_megatron(attention, **{linear: TEColumnParallelLinear, norm: TENorm})
                 names[f"self_attention.{norm}."] = f"self_attention.{linear}.layer_norm_"
         if getattr(mlp, "linear_fc1", None) is fused:
-            mlp.linear_fc1, parts.pre_mlp_layernorm = TEColumnParallelLinear, TENorm
+            mlp.linear_fc1 = TEColumnParallelLinear
+            set_in_megatron(parts, pre_mlp_layernorm=TENorm)
             names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         parts.sharded_state_dict_keys_map = {**(parts.sharded_state_dict_keys_map or {}), **names}
 

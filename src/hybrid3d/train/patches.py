@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,8 @@ import torch.distributed as dist
 from hybrid3d.patches import Patch
 from hybrid3d.process import kill_when_parent_exits
 from hybrid3d.train import cpu
+from hybrid3d.train.versions import MEGATRON
 
-MEGATRON = "megatron-core==0.16.1"
 START_SECONDS = 10  # in which a process that writes must have started
 START_TRIES = 6
 
@@ -50,21 +49,6 @@ def gather_uneven(gather: Callable[..., Any]) -> Callable[..., Any]:
         return torch.cat([share[:n] for share, n in zip(shares, output_split_sizes, strict=True)])
 
     return gathered
-
-
-def reduce_scatter_uneven(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace `mappings._reduce_scatter_along_first_dim`: reduce all, and keep this rank's share."""
-
-    def scattered(
-        input_: torch.Tensor, group: dist.ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
-    ) -> torch.Tensor:
-        if input_split_sizes is None or group.size() == 1:
-            return scatter(input_, group, input_split_sizes, use_global_buffer)
-        full = input_.clone()
-        dist.all_reduce(full, group=group)
-        return full.split(input_split_sizes)[group.rank()].contiguous()
-
-    return scattered
 
 
 def keep_adam_steps(set_states: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,9 +148,7 @@ def new_results_queue() -> None:
 
     Megatron's own queue is in a manager process next to each rank, which survives when the rank is killed.
     """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = queue.Queue()
+    RESULTS.replace(queue.Queue())
 
 
 @contextmanager
@@ -176,15 +158,30 @@ def without_streams() -> Iterator[None]:
     A stream makes a context on the current GPU, which before the ranks are bound to theirs is GPU 0 for all of them.
     The dispatcher would also keep that stream in its class, for the model that is trained on another GPU later.
     """
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    with mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", cpu.Stream()):
+    with STREAM.replaced(cpu.Stream()):
         yield
 
 
-def _patch(target: str, reason: str, test: str, replacement: Callable[[Any], Any] | None = None) -> Patch:
-    return Patch(f"megatron.core.{target}", MEGATRON, reason, f"tests/{test}", replacement)
+def _patch(
+    target: str,
+    reason: str,
+    test: str,
+    replacement: Callable[[Any], Any] | None = None,
+    may_be_undefined: bool = False,
+) -> Patch:
+    return Patch(f"megatron.core.{target}", MEGATRON, reason, f"tests/{test}", replacement, may_be_undefined)
 
+
+STREAM = _patch(
+    "transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
+    "It makes a stream, and with it a CUDA context on GPU 0, also where Megatron is only queried (`without_streams`).",
+    "test_queries_on_cuda.py",
+)
+RESULTS = _patch(
+    "dist_checkpointing.strategies.filesystem_async._results_queue",
+    "It is in a manager process next to each rank, which survives when the rank is killed (`new_results_queue`).",
+    "test_checkpoint_writing.py",
+)
 
 MODEL = (
     _patch(
@@ -202,6 +199,7 @@ CHECKPOINT = (
         "test_checkpoint_writing.py",
         write_by_processes,
     ),
+    RESULTS,
     _patch(
         "dist_checkpointing.strategies.filesystem_async._process_memory",
         "It needs psutil, which Megatron-Core does not require, for a number that it only logs.",
@@ -241,12 +239,6 @@ ON_CPU = (
         "test_sparse_train.py",
         gather_uneven,
     ),
-    _patch(
-        "tensor_parallel.mappings._reduce_scatter_along_first_dim",
-        "Experts get different numbers of tokens, and gloo scatters equal shares only.",
-        "test_sparse_train.py",
-        reduce_scatter_uneven,
-    ),
 )
 
 WITHOUT_TRANSFORMER_ENGINE = (
@@ -255,6 +247,7 @@ WITHOUT_TRANSFORMER_ENGINE = (
         "The router compares it with None, and it is not defined without Transformer Engine.",
         "test_sparse_train.py",
         lambda original: original,
+        may_be_undefined=True,
     ),
     _patch(
         "transformer.multi_latent_attention.HAVE_TE",
@@ -270,14 +263,7 @@ WITHOUT_TRANSFORMER_ENGINE = (
     ),
 )
 
-QUERIED = (
-    _patch(
-        "transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
-        "It makes a stream, and with it a CUDA context on GPU 0, also where Megatron is only queried "
-        "(`without_streams`).",
-        "test_queries_on_cuda.py",
-    ),
-)
+QUERIED = (STREAM,)
 
 WITH_TORCH_ADAM = (
     _patch(

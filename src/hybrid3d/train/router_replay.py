@@ -22,6 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from hybrid3d.families import Experts
 from hybrid3d.rl.batch import Batch
 from hybrid3d.train.micro import MicroBatch
+from hybrid3d.train.versions import set_in_megatron
 
 
 class RouterChoices:
@@ -88,7 +89,7 @@ class RouterReplay:
         for stage in stages:
             routers = [module for module in stage.decoder.modules() if isinstance(module, TopKRouter)]
             for router in routers:
-                router.router_replay = RouterChoices()
+                set_in_megatron(router, router_replay=RouterChoices())
             numbered = {sum(experts.sparse[: router.layer_number - 1]): router.router_replay for router in routers}
             self._routers.append(numbered)
         self._splits_sequences = stages[0].config.sequence_parallel

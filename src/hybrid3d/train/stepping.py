@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOp
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from hybrid3d.train.changes import ChangeTracker
+from hybrid3d.train.versions import set_in_megatron
 
 BUCKETS = 8  # approximate number: each bucket has at least 1/8 of a rank's parameters
 
@@ -37,9 +38,9 @@ def in_buckets(modules: Sequence[torch.nn.Module], **settings: Any) -> list[Dist
     parameters = sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=-(-parameters // BUCKETS), **settings)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    groups.pp = _FirstStage()
+    set_in_megatron(groups, pp=_FirstStage())
     wrapped = [DistributedDataParallel(module.config, config, module, pg_collection=groups) for module in modules]
-    config.overlap_grad_reduce = False
+    set_in_megatron(config, overlap_grad_reduce=False)
     return wrapped
 
 

@@ -15,21 +15,21 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybrid3d.train.context_attention import context_attention
+from hybrid3d.train.versions import set_in_megatron
 
 
 def use_torch_layers(spec: TransformerBlockSubmodules) -> None:
     """Replace the norms and attention of Megatron's layer specs by plain PyTorch's, without Transformer Engine."""
-    spec.layer_norm = TorchRMSNorm
+    set_in_megatron(spec, layer_norm=TorchRMSNorm)
     for layer in spec.layer_specs:
-        layer.submodules.input_layernorm = TorchRMSNorm
-        layer.submodules.pre_mlp_layernorm = TorchRMSNorm
+        set_in_megatron(layer.submodules, input_layernorm=TorchRMSNorm, pre_mlp_layernorm=TorchRMSNorm)
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = TorchAttention
+        set_in_megatron(attention, core_attention=TorchAttention)
         for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if getattr(attention, norm, IdentityOp) is not IdentityOp:
                 setattr(attention, norm, TorchRMSNorm)
         if isinstance(attention, multi_latent_attention.MLASelfAttentionSubmodules):
-            attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
+            set_in_megatron(attention, linear_q_down_proj=DuplicatedLinear, linear_kv_down_proj=DuplicatedLinear)
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):

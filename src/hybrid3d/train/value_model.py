@@ -16,6 +16,7 @@ from hybrid3d.train.megatron_model import MegatronModel
 from hybrid3d.train.micro import MicroBatch
 from hybrid3d.train.model import build_model
 from hybrid3d.train.runtime import device, on_device
+from hybrid3d.train.versions import set_in_megatron
 
 
 class ValueModel(MegatronModel):
@@ -53,7 +54,7 @@ class ValueModel(MegatronModel):
         with on_device():
             for stage in stages:
                 if stage.post_process:
-                    stage.output_layer = ValueHead(stage.config).to(device())
+                    set_in_megatron(stage, output_layer=ValueHead(stage.config).to(device()))
         super().__init__(
             config,
             stages,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybrid3d.reshard.classes import Group
 from hybrid3d.reshard.protocols import ChangeSource
-from hybrid3d.reshard.quantization import SplitBlocks, split_blocks
+from hybrid3d.reshard.quantization import SplitBlocks, kind_of, quantized_kinds, split_blocks
 from hybrid3d.reshard.quantized_weights import QuantizedChanges, QuantizedWeights
 from hybrid3d.train.runtime import device
 from hybrid3d.train.weights import MegatronWeights, quantized_weights
@@ -54,11 +54,21 @@ class SyncQuantization:
         if changes is not None:
             self.changes = QuantizedChanges(made, changes)
 
-    def share(self, holders: Sequence[Group]) -> None:
-        """Find the blocks that several ranks have parts of, from what all ranks hold."""
-        self._split = split_blocks(signature for _, signature in holders)
+    def share(self, holders: Sequence[Group], rounded_scales: Collection[str]) -> None:
+        """Find the blocks that several ranks have parts of, and the scales that have to be powers of two.
+
+        Args:
+            holders: what all ranks hold.
+            rounded_scales: the tensors of which the engine of this rank takes such scales only. What one engine needs,
+                all get: any kernel computes with such scales.
+        """
+        signatures = [signature for _, signature in holders]
+        self._split, kinds = split_blocks(signatures), quantized_kinds(signatures)
+        here = {kind_of(name) for name in rounded_scales}
+        needed = torch.tensor([kind in here for kind in kinds], dtype=torch.int32)
+        dist.all_reduce(needed, dist.ReduceOp.MAX, group=self._group)
         if self._made is not None:
-            self._made.share(self._split)
+            self._made.share(self._split, {kind for kind, need in zip(kinds, needed.tolist(), strict=True) if need})
 
     def begin(self) -> None:
         """Begin a sync."""
