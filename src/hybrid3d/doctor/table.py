@@ -164,6 +164,14 @@ GPU_CHECKS = (
         for family, what in (("dense", "a dense model"), ("experts", "experts"), ("latent", "latent attention"))
     ),
     Check(
+        "live_kept",
+        "sleep of a running vLLM that keeps its weights",
+        CHECKS + "engines:live_sync",
+        180,
+        BOTH_ENGINES,
+        {"family": "dense", "keeps": True},
+    ),
+    Check(
         "shared_storage",
         "vLLM's tensors in Megatron's memory",
         CHECKS + "engines:live_sync",

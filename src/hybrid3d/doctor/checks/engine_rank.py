@@ -31,6 +31,7 @@ def sync_and_generate(
     slots: list[int],
     shares: bool,
     quantization: Literal["fp8"] | None,
+    keeps: bool,
 ) -> dict[str, Any]:
     """Load each checkpoint into Megatron, sync it to vLLM, generate, and compare the answers' log-probabilities.
 
@@ -41,7 +42,7 @@ def sync_and_generate(
     group = distributed.start()
     ranks, rank = group.size(), group.rank()
     runtime.initialize(Train(tp=ranks), seed=1)
-    recipe = recipe_of_rank(folders[0], dtype, tp, shares, ranks, quantization)
+    recipe = recipe_of_rank(folders[0], dtype, tp, shares, ranks, quantization, keeps)
     policy = Policy(CONFIGS[family], recipe, rank, trainable=False)
     engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
     sync = WeightSync(recipe, group, policy.weights, engine)

@@ -39,6 +39,7 @@ def live_sync(
     shares: bool = False,
     tp: int = 1,
     quantization: Literal["fp8"] | None = None,
+    keeps: bool = False,
 ) -> None:
     """Sync three checkpoints into a vLLM that runs, verified, and compare both engines' log-probabilities after each.
 
@@ -47,13 +48,21 @@ def live_sync(
         shares: let vLLM's tensors use Megatron's memory.
         tp: of vLLM; its groups are over ranks in descending order, as placement may choose.
         quantization: of vLLM's weights.
+        keeps: let vLLM keep its weights while it sleeps.
     """
     with tempfile.TemporaryDirectory() as path:
         folders = [str(write_checkpoint(Path(path) / str(n), CONFIGS[family], n)) for n in range(VERSIONS)]
         dtype = "bfloat16" if device == "cuda" or quantization else "float32"
         slots = [rank - rank % tp + tp - 1 - rank % tp for rank in range(ranks)]
         settings = dict(
-            family=family, folders=folders, dtype=dtype, tp=tp, slots=slots, shares=shares, quantization=quantization
+            family=family,
+            folders=folders,
+            dtype=dtype,
+            tp=tp,
+            slots=slots,
+            shares=shares,
+            quantization=quantization,
+            keeps=keeps,
         )
         found = run_on_ranks(ranks, RANK, **settings)
     record(**found)
@@ -121,7 +130,13 @@ def _command(arguments: list[str], train: dict[str, int], rollout: dict[str, int
 
 
 def recipe_of_rank(
-    folder: str, dtype: str, tp: int, shares: bool, ranks: int, quantization: Literal["fp8"] | None = None
+    folder: str,
+    dtype: str,
+    tp: int,
+    shares: bool,
+    ranks: int,
+    quantization: Literal["fp8"] | None = None,
+    keeps: bool = False,
 ) -> Recipe:
     """Return the recipe of a check with both engines on each rank."""
     rollout = Rollout(
@@ -131,6 +146,7 @@ def recipe_of_rank(
         kv_cache_gib=1 / 16,
         gpu_memory_utilization=0.3,
         sleep=not shares,
+        keep_weights=keeps,
         quantization=quantization,
     )
     sync = Sync(share_storage=shares, verify="always")
