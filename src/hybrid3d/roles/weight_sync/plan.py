@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -80,6 +80,11 @@ class SyncPlan:
         self.bucket_of = {piece.name: optimizer_buckets.get(piece.view.tensor, -1) for piece in held.pieces}
         self.current, self.ready = self._bind(SharedStorage())
         check_arrivals(self.current, wanted)
+
+    @property
+    def rounded_scales(self) -> Collection[str]:
+        """The tensors in FP8 of which this rank's engine takes only scales that are powers of two."""
+        return () if self.sink is None else self.sink.rounded_scales()
 
     def replan(self, transfers: Sequence[tuple[int, Transfer]], shared: SharedStorage) -> None:
         """Replace the plan by one with these transfers, which exclude shared tensors. All ranks call it together."""

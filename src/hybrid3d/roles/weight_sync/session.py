@@ -175,8 +175,7 @@ class WeightSync:
             trained, optimizer_buckets, changes = made.trained, made.optimizer_buckets, made.changes
         self._plan = SyncPlan(recipe, group, trained, engine, optimizer_buckets or {}, ranks)
         if self._quantization is not None:
-            sink = self._plan.sink
-            self._quantization.share(self._plan.holders, () if sink is None else sink.rounded_scales())
+            self._quantization.share(self._plan.holders, self._plan.rounded_scales)
         self.holders, self.lower_bound = self._plan.holders, self._plan.lower_bound
         self._trained = {} if trained is None else trained.tensors
         self.source = NamedTensors(self._trained)
