@@ -93,6 +93,8 @@ def work(tmp_path: Path) -> Path:
         ("train recipe.yaml model.path=nowhere", 2, "nowhere/config.json cannot be read"),
         ("train recipe.yaml model.path=lists", 2, "lists/config.json is not JSON"),
         ("train recipe.yaml train.tp=3", 2, "nearest valid values of train.tp are 2, 4"),
+        ("train recipe.yaml reward.name=gsm9k", 2, "reward.name: unknown reward 'gsm9k'"),
+        ("train recipe.yaml rollout.environment=calc", 2, "rollout.environment: unknown environment 'calc'"),
         ("plan recipe.yaml train.pp=3", 2, "nearest valid values of train.pp are 2, 4"),
         ("plan recipe.yaml --picture a.txt", 2, "--picture"),
         ("bench recipe.yaml --layers 999999999", 2, "--layers 999999999"),
@@ -107,6 +109,33 @@ def work(tmp_path: Path) -> Path:
     ],
 )
 def test_what_is_answered_at_once(work: Path, line: str, code: int, said: str) -> None:
+    ended, heavy, seconds = answer(work, line, said)
+    assert (ended, heavy) == (code, [])
+    assert seconds < SECONDS
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("", "train.parquet: no such file"),
+        ("data.train=t.jsonl", "eval.parquet: no such file"),
+        (
+            "data.train=t.jsonl data.eval=t.jsonl data.answer=solution",
+            "no column 'solution'; the columns there: question",
+        ),
+        ("data.train=t.jsonl data.eval=t.jsonl evaluation.data.more=u.jsonl", "u.jsonl: no such file"),
+    ],
+)
+def test_a_mistake_in_data_is_found_before_torch_is_imported(work: Path, settings: str, said: str) -> None:
+    (work / "t.jsonl").write_text('{"question": "2+3?", "answer": "5"}')
+    ended, heavy, seconds = answer(work, f"train recipe.yaml {settings}", said)
+    assert ended == 2
+    assert {*heavy} <= {"pyarrow", "numpy"}
+    assert seconds < 2 * SECONDS
+
+
+def answer(work: Path, line: str, said: str) -> tuple[int, list[str], float]:
+    """Run a command, which must print `said`; return its code, the heavy modules that it imported, and CPU seconds."""
     done = subprocess.run(
         [sys.executable, "-c", f"HEAVY = {HEAVY}\n{RUN}", *line.split()],
         cwd=work,
@@ -116,6 +145,4 @@ def test_what_is_answered_at_once(work: Path, line: str, code: int, said: str) -
         check=True,
     )
     assert said in done.stdout + done.stderr
-    ended, heavy, seconds = json.loads(done.stdout.splitlines()[-1])
-    assert (ended, heavy) == (code, [])
-    assert seconds < SECONDS
+    return tuple(json.loads(done.stdout.splitlines()[-1]))

@@ -14,6 +14,7 @@ from hybrid3d import launch_environment
 from hybrid3d.cli.starting import launch_ranks, lock_run, run_as_rank
 from hybrid3d.cli.terminal import DONE, Commands, add_recipe, make_console
 from hybrid3d.config import Recipe, check_layout_early, load_recipe
+from hybrid3d.launch.data_checks import check_data_early
 from hybrid3d.launch.device_connections import set_device_connections
 from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.run_folder import RunFolder
@@ -35,6 +36,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     folder = RunFolder.for_recipe(recipe)
     if CHECKED not in os.environ:
         check_layout_early(recipe)
+        check_data_early(recipe)
         from hybrid3d.launch.launcher import check_devices
         from hybrid3d.launch.preflight import check_ray, check_run
         from hybrid3d.run.live_settings import check_schedule

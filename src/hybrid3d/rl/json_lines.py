@@ -52,8 +52,9 @@ def read_json_columns(
             values.append(value)
         if first is not None and len(found[0]) >= first:
             break
+    is_whole = first is None or len(found[0]) < first
     for column in columns:
-        if found[0] and column not in present:
+        if found[0] and is_whole and column not in present:
             raise InvalidLine(f"no column {column!r}; the columns there: {', '.join(names)}")
     return found
 
