@@ -5,6 +5,8 @@ The templates have the constructs of the published ones that they are named afte
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from hybrid3d.config import Recipe, RecipeError, load_recipe, recipe_to_yaml
 from hybrid3d.generation.agents.history import History
+from hybrid3d.inputs.models import read_tokenizer
 from hybrid3d.rl.chats import InvalidRow, encode_answer
 from hybrid3d.rl.data import DataError, PromptData, encode_chat, encode_pair, encode_prompt
 from hybrid3d.rl.preference_data import PairData
@@ -185,3 +189,35 @@ def test_a_column_that_is_rendered_already_has_one_bos() -> None:
     assert tokenizer.encode(text).count(tokenizer.bos_token_id) == 2
     assert tokenizer.decode(encode_prompt(tokenizer, text)) == text
     assert tokenizer.decode(encode_prompt(tokenizer, "2+3?")) == "<s>2+3?"
+
+
+LLAMA_3_2 = "{{ 'Today Date: ' + strftime_now('%d %b %Y') }}" + QWEN
+
+
+def test_a_run_has_one_date(tmp_path: Path) -> None:
+    make_tokenizer(LLAMA_3_2).save_pretrained(tmp_path / "model")
+    recipe = load_recipe(
+        Path(__file__).parents[1] / "recipes/demo-cpu.yaml",
+        [f"model.path={tmp_path / 'model'}", "data.chat_template=true"],
+    )
+    for day, written in (("2024-07-26", "26 Jul 2024"), ("2031-01-02", "02 Jan 2031")):
+        dated = replace(recipe, data=replace(recipe.data, date=day))
+        tokenizer = read_tokenizer(dated)
+        for one in (tokenizer, copy.deepcopy(tokenizer)):
+            assert one.decode(encode_chat(one, "2+3?")).startswith(f"Today Date: {written}<|im_start|>user")
+            assert History(one).render(({"role": "user", "content": "2+3?"},)).startswith(f"Today Date: {written}<")
+        assert load_recipe_text(recipe_to_yaml(dated), tmp_path).data.date == day
+    assert recipe.data.date == "2024-07-26"
+
+
+def load_recipe_text(text: str, folder: Path) -> Recipe:
+    (folder / "recipe.yaml").write_text(text)
+    return load_recipe(folder / "recipe.yaml")
+
+
+def test_a_date_that_is_none_is_refused() -> None:
+    for day in ("2024-02-30", "26 Jul 2024", "20240726"):
+        with pytest.raises(RecipeError, match=r"data\.date: expected a string, a day as '2024-07-26'"):
+            load_recipe(
+                Path(__file__).parents[1] / "recipes/demo-cpu.yaml", ["data.chat_template=true", f"data.date='{day}'"]
+            )

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
 
 from hybrid3d.config.algorithms import SMOOTHED_LOSSES, TOKEN_ADVANTAGES
+from hybrid3d.config.unused_rule import UnusedRule, reason_of
 
 if TYPE_CHECKING:
     from hybrid3d.config.recipe import Recipe
@@ -20,30 +20,6 @@ if TYPE_CHECKING:
 # Rewards and environments that are computed in the rank's own process, without workers that could fail: see `REWARDS`
 # and `ENVIRONMENTS` in rewards/
 IN_PROCESS = {"gsm8k", "calculator"}
-
-
-@dataclass(frozen=True)
-class UnusedRule:
-    """Settings of a section that have no effect under a condition.
-
-    Attributes:
-        section: dotted name of the section.
-        keys: settings of that section.
-        condition: returns whether the settings are unused in a recipe.
-        reason: returns the condition in words.
-        deciding_settings: settings that decide on the condition and that a schedule may change.
-    """
-
-    section: str
-    keys: tuple[str, ...]
-    condition: Callable[[Recipe], bool]
-    reason: Callable[[Recipe], str]
-    deciding_settings: tuple[str, ...] = ()
-
-
-def _reason(text: str) -> Callable[[Recipe], str]:
-    """Return a function that fills in `{name}`, the algorithm's name, and `{kind}`, the correction's kind."""
-    return lambda recipe: text.format(name=recipe.algorithm.name, kind=recipe.algorithm.correction.kind)
 
 
 def _trains_on_data(recipe: Recipe) -> bool:
@@ -93,41 +69,47 @@ DIVIDED = ("group_std", "batch_std")  # by what normalized rewards have been div
 
 UNUSED_RULES = (
     UnusedRule(
-        "algorithm", _RL_SETTINGS, _trains_on_data, _reason("algorithm.name={name} trains on the answers of the data")
+        "algorithm", _RL_SETTINGS, _trains_on_data, reason_of("algorithm.name={name} trains on the answers of the data")
     ),
-    UnusedRule("algorithm.kl", ("where",), _trains_on_data, _reason("algorithm.name={name} measures no KL")),
+    UnusedRule("algorithm.kl", ("where",), _trains_on_data, reason_of("algorithm.name={name} measures no KL")),
     UnusedRule(
         "algorithm.correction",
         ("kind", "bypass"),
         _trains_on_data,
-        _reason("algorithm.name={name} has no rollout to correct for"),
+        reason_of("algorithm.name={name} has no rollout to correct for"),
     ),
     UnusedRule(
         "train",
         ("router_replay",),
         _trains_on_data,
-        _reason("algorithm.name={name} has no earlier choices"),
+        reason_of("algorithm.name={name} has no earlier choices"),
     ),
     UnusedRule(
         "run",
         ("eval_every",),
         lambda recipe: _trains_on_data(recipe) and not recipe.algorithm.uses_pairs,
-        _reason("algorithm.name={name} does not evaluate during training"),
+        reason_of("algorithm.name={name} does not evaluate during training"),
     ),
     UnusedRule(
-        "data", ("chosen", "rejected"), _has_no_pairs, _reason("algorithm.name={name} reads no preference pairs")
+        "data", ("chosen", "rejected"), _has_no_pairs, reason_of("algorithm.name={name} reads no preference pairs")
     ),
     UnusedRule(
         "data",
         ("answer",),
         lambda recipe: recipe.algorithm.uses_pairs and not recipe.evaluation.data,
-        _reason("algorithm.name={name} takes the chosen answer, data.chosen, as the reference answer"),
+        reason_of("algorithm.name={name} takes the chosen answer, data.chosen, as the reference answer"),
+    ),
+    UnusedRule(
+        "data",
+        ("date",),
+        lambda recipe: not recipe.data.chat_template and (recipe.rollout is None or recipe.rollout.agents is None),
+        reason_of("without data.chat_template no template writes a date"),
     ),
     UnusedRule(
         "algorithm.preference",
         ("loss_type", "beta", "label_smoothing", "simpo_gamma", "sft_coef"),
         _has_no_pairs,
-        _reason("algorithm.name={name} trains on no preference pairs"),
+        reason_of("algorithm.name={name} trains on no preference pairs"),
     ),
     UnusedRule(
         "algorithm.preference",
@@ -145,37 +127,40 @@ UNUSED_RULES = (
         "evaluation",
         ("samples", "temperature", "top_p", "k", "data"),
         _never_generates,
-        _reason("algorithm.name={name} without `rollout` cannot answer held-out problems"),
+        reason_of("algorithm.name={name} without `rollout` cannot answer held-out problems"),
     ),
     UnusedRule(
         "evaluation",
         ("top_p",),
         lambda recipe: not _never_generates(recipe) and recipe.evaluation.temperature == 0,
-        _reason("with evaluation.temperature=0 held-out answers are greedy"),
+        reason_of("with evaluation.temperature=0 held-out answers are greedy"),
         ("evaluation.temperature",),
     ),
     UnusedRule(
         "evaluation",
         ("k",),
         lambda recipe: not _never_generates(recipe) and recipe.evaluation.samples == 1,
-        _reason("with evaluation.samples=1 there is no pass@k beside the accuracy"),
+        reason_of("with evaluation.samples=1 there is no pass@k beside the accuracy"),
         ("evaluation.samples",),
     ),
     UnusedRule(
         "rollout",
         ("top_p", "top_k", "min_p"),
         lambda recipe: _trains_on_data(recipe) and recipe.rollout is not None,
-        _reason("algorithm.name={name} does not sample answers to train on"),
+        reason_of("algorithm.name={name} does not sample answers to train on"),
     ),
-    UnusedRule("run", ("record",), _trains_on_data, _reason("algorithm.name={name} has no samples to record")),
+    UnusedRule("run", ("record",), _trains_on_data, reason_of("algorithm.name={name} has no samples to record")),
     UnusedRule(
         "reward",
         ("name", "model", "shuffle", "workers", "timeout_seconds", "default", "max_failures", "overlong_buffer"),
         _never_generates,
-        _reason("algorithm.name={name} without `rollout` has no answers to score"),
+        reason_of("algorithm.name={name} without `rollout` has no answers to score"),
     ),
     UnusedRule(
-        "reward", ("min", "max", "whiten", "coef"), _trains_on_data, _reason("algorithm.name={name} has no advantages")
+        "reward",
+        ("min", "max", "whiten", "coef"),
+        _trains_on_data,
+        reason_of("algorithm.name={name} has no advantages"),
     ),
     UnusedRule(
         "reward",
@@ -192,82 +177,82 @@ UNUSED_RULES = (
             "shared_memory",
         ),
         _never_generates,
-        _reason("algorithm.name={name} without `rollout` never syncs"),
+        reason_of("algorithm.name={name} without `rollout` never syncs"),
     ),
     UnusedRule(
         "sync",
         ("keep_loader_layout", "anchor_every"),
         lambda recipe: not _never_generates(recipe) and recipe.sync.delta == "never",
-        _reason("with sync.delta=never every sync sends all weights"),
+        reason_of("with sync.delta=never every sync sends all weights"),
     ),
     UnusedRule(
         "sync",
         ("keep_loader_layout", "anchor_every"),
         lambda recipe: not _never_generates(recipe) and recipe.sync.delta != "never" and _is_float32(recipe),
-        _reason("sync.delta applies to bfloat16, and model.dtype is float32"),
+        reason_of("sync.delta applies to bfloat16, and model.dtype is float32"),
     ),
     UnusedRule(
         "roles.generation",
         ("max_restarts", "active_ranks"),
         lambda recipe: not recipe.is_split,
-        _reason("without roles.generation.ranks the ranks that train also generate"),
+        reason_of("without roles.generation.ranks the ranks that train also generate"),
     ),
     UnusedRule(
         "roles.reward",
         ("tp", "pp", "ep", "max_restarts"),
         lambda recipe: recipe.roles.reward.ranks is None,
-        _reason("without roles.reward.ranks no rank only computes rewards"),
+        reason_of("without roles.reward.ranks no rank only computes rewards"),
     ),
     UnusedRule(
         "roles.reward",
         ("tp", "pp", "ep"),
         lambda recipe: recipe.roles.reward.ranks is not None and recipe.reward.model is None,
-        _reason("without reward.model there is no model to distribute"),
+        reason_of("without reward.model there is no model to distribute"),
     ),
     UnusedRule(
         "rollout",
         ("placement", "sleep"),
         lambda recipe: recipe.is_split and recipe.rollout is not None,
-        _reason("with roles.generation.ranks no rank has both engines"),
+        reason_of("with roles.generation.ranks no rank has both engines"),
     ),
     UnusedRule(
-        "async", ("max_staleness", "partial"), _trains_on_data, _reason("algorithm.name={name} does not generate")
+        "async", ("max_staleness", "partial"), _trains_on_data, reason_of("algorithm.name={name} does not generate")
     ),
     UnusedRule(
         "async",
         ("keep_cache",),
         lambda recipe: recipe.async_.partial != "continue",
-        _reason("without async.partial=continue no answer goes on over a sync"),
+        reason_of("without async.partial=continue no answer goes on over a sync"),
     ),
     UnusedRule(
         "async",
         ("batches_in_flight", "late_answers"),
         lambda recipe: recipe.async_.partial is None,
-        _reason("without async.partial a step waits for all of its answers"),
+        reason_of("without async.partial a step waits for all of its answers"),
     ),
     UnusedRule(
         "sync",
         ("overlap",),
         lambda recipe: recipe.is_split and recipe.async_.max_staleness > 0,
-        _reason("with async.max_staleness samples are generated during the update"),
+        reason_of("with async.max_staleness samples are generated during the update"),
     ),
     UnusedRule(
         "rollout",
         ("keep_weights",),
         lambda recipe: recipe.rollout is not None and not recipe.rollout.sleep,
-        _reason("vLLM keeps its weights as rollout.sleep is false"),
+        reason_of("vLLM keeps its weights as rollout.sleep is false"),
     ),
     UnusedRule(
         "algorithm",
         ("gamma",),
         lambda recipe: recipe.algorithm.generates and recipe.algorithm.combination.advantage not in TOKEN_ADVANTAGES,
-        _reason("algorithm.name={name} does not discount, only algorithm.advantage=returns and gae do"),
+        reason_of("algorithm.name={name} does not discount, only algorithm.advantage=returns and gae do"),
     ),
     UnusedRule(
         "algorithm",
         ("lam",),
         lambda recipe: recipe.algorithm.generates and not recipe.algorithm.uses_critic,
-        _reason("algorithm.name={name} estimates no values, only algorithm.advantage=gae does"),
+        reason_of("algorithm.name={name} estimates no values, only algorithm.advantage=gae does"),
     ),
     UnusedRule("algorithm", ("clip", "clip_high"), _loss_is("sapo", "reinforce", "kl_cov"), _by_loss),
     UnusedRule(
@@ -285,7 +270,7 @@ UNUSED_RULES = (
         "algorithm.kl",
         ("estimator", "target", "horizon", "clamp", "straight_through", "ratio_weighted"),
         lambda recipe: recipe.algorithm.kl.where == "none",
-        _reason("algorithm.kl.where=none measures no KL"),
+        reason_of("algorithm.kl.where=none measures no KL"),
     ),
     UnusedRule(
         "algorithm.kl",
@@ -301,46 +286,46 @@ UNUSED_RULES = (
         "algorithm.kl",
         ("straight_through", "ratio_weighted"),
         lambda recipe: recipe.algorithm.kl.where == "reward",
-        _reason("with algorithm.kl.where=reward the KL has no gradient"),
+        reason_of("with algorithm.kl.where=reward the KL has no gradient"),
     ),
     UnusedRule(
         "algorithm.kl",
         ("horizon",),
         lambda recipe: recipe.algorithm.kl.where != "none" and recipe.algorithm.kl.target is None,
-        _reason("without algorithm.kl.target the coefficient is fixed"),
+        reason_of("without algorithm.kl.target the coefficient is fixed"),
         ("algorithm.kl.target",),
     ),
     UnusedRule(
         "algorithm.correction",
         ("low", "high", "normalize"),
         lambda recipe: recipe.algorithm.correction.kind == "none",
-        _reason("algorithm.correction.kind=none corrects nothing"),
+        reason_of("algorithm.correction.kind=none corrects nothing"),
         ("algorithm.correction.kind",),
     ),
     UnusedRule(
         "algorithm.correction",
         ("low",),
         lambda recipe: recipe.algorithm.correction.kind in ("truncate", "sequence_truncate"),
-        _reason("algorithm.correction.kind={kind} bounds ratios only from above, by high"),
+        reason_of("algorithm.correction.kind={kind} bounds ratios only from above, by high"),
         ("algorithm.correction.kind",),
     ),
     UnusedRule(
         "optimizer",
         ("min_lr",),
         lambda recipe: recipe.optimizer.schedule == "constant",
-        _reason("with optimizer.schedule=constant the rate never decays: set linear or cosine"),
+        reason_of("with optimizer.schedule=constant the rate never decays: set linear or cosine"),
     ),
     UnusedRule(
         "critic.optimizer",
         ("min_lr",),
         lambda recipe: recipe.critic.optimizer is not None and recipe.critic.optimizer.schedule == "constant",
-        _reason("with critic.optimizer.schedule=constant the rate never decays: set linear or cosine"),
+        reason_of("with critic.optimizer.schedule=constant the rate never decays: set linear or cosine"),
     ),
     UnusedRule(
         "rollout",
         ("max_turns",),
         lambda recipe: recipe.rollout is not None and recipe.rollout.environment is None,
-        _reason("without rollout.environment an answer has one turn"),
+        reason_of("without rollout.environment an answer has one turn"),
     ),
     UnusedRule(
         "reward",

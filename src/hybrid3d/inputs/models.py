@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,9 @@ def read_tokenizer(recipe: Recipe) -> Any:
         raise DataError(f"the tokenizer of {folder} has no EOS token: answers would never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked, so any token works
+    # Templates that write today's date call this function, which transformers would let say another one tomorrow
+    today = datetime.fromisoformat(recipe.data.date).strftime
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, strftime_now=today)
     return tokenizer
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from hybrid3d.config import schema
 from hybrid3d.config.interval import Interval
@@ -18,6 +19,7 @@ from hybrid3d.config.schema import (
     Positive,
     Processes,
     RepeatsOrZero,
+    Rule,
     Seconds,
     Seed,
     Steps,
@@ -25,6 +27,16 @@ from hybrid3d.config.schema import (
     Text,
     TokensOrZero,
 )
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+Day = Annotated[str, Rule(_is_day, "a day as '2024-07-26', in quotation marks")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +59,8 @@ class Data:
         max_invalid_fraction: Maximum fraction of a file's rows that are skipped because they are null, blank or
             without tokens. The file is refused if these rows and those that `overlong: drop` drops exceed half of it
             (or this fraction, if larger).
+        date: Day that chat templates take for today's, of which some write the date (Llama 3): the same whenever a run
+            starts, resumes, is evaluated or replayed. The default is that of Llama 3.2's template.
     """
 
     train: FilePath
@@ -58,6 +72,7 @@ class Data:
     chat_template: bool = False
     overlong: Literal["error", "drop", "truncate_left"] = "error"
     max_invalid_fraction: ClosedFraction = 0.01
+    date: Day = "2024-07-26"
 
 
 @dataclass(frozen=True, kw_only=True)
