@@ -38,7 +38,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
         check_evaluation(recipe, folder, step)
     if not launch_environment.under_launcher():
-        return launch_ranks(arguments, recipe, folder, make_console(stderr=options.json))
+        return launch_ranks(arguments, recipe, folder, make_console(stderr=options.json), places=True)
     from hybrid3d.launch import tasks
 
     recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, max_restarts=0))

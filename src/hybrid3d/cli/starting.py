@@ -32,16 +32,21 @@ def launch_ranks(
     lock: AbstractContextManager[None] | None = None,
     generates: bool = True,
     restarts: bool = False,
+    places: bool = False,
 ) -> int:
     """Run a command as all ranks on this machine, holding the lock if given, and return the exit code.
 
     Args:
+        generates: whether vLLM is started.
         restarts: whether ranks are started again when they are lost, as often as the recipe says.
+        places: whether the ranks ask for their placement, which is computed while they start.
     """
     from hybrid3d.launch.launcher import check_devices, launch
+    from hybrid3d.planning.kept_placement import computing_placement
 
     check_devices(recipe, generates)
-    with lock or nullcontext(), mock.patch.dict(os.environ, {CHECKED: "1"}):
+    placement = computing_placement(recipe, folder.path) if places else nullcontext()
+    with lock or nullcontext(), placement, mock.patch.dict(os.environ, {CHECKED: "1"}):
         if not restarts:
             return launch(arguments, recipe.world_size, folder, console)
         others = range(recipe.train_ranks, recipe.world_size)

@@ -62,7 +62,8 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
             code = launch_on_ray(arguments, recipe, folder, console, options.ray, files)
     else:
-        code = launch_ranks(arguments, recipe, folder, console, lock_run(folder), restarts=True)
+        lock, places = lock_run(folder), recipe.algorithm.generates
+        code = launch_ranks(arguments, recipe, folder, console, lock, restarts=True, places=places)
     if code == DONE:
         _print_results(recipe, folder, console)
     return code

@@ -50,7 +50,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
 
     if rank not in recipe.role_ranks["train"]:
         return _serve(recipe, store)
-    slots = choose_placement(recipe, store) if recipe.algorithm.generates and not recipe.is_split else ()
+    slots = choose_placement(recipe, store, folder) if recipe.algorithm.generates and not recipe.is_split else ()
     group = _start_training(recipe, store)
     from hybrid3d.run.live_settings import LiveSettings
     from hybrid3d.run.record import Record
@@ -196,11 +196,12 @@ def _identity(live: LiveSettings, record: Record, group: dist.ProcessGroup) -> R
     return RunIdentity.of_run(record.folder, live.initial_recipe) if group.rank() == 0 else None
 
 
-def choose_placement(recipe: Recipe, store: dist.Store) -> Sequence[int]:
+def choose_placement(recipe: Recipe, store: dist.Store, folder: RunFolder) -> Sequence[int]:
     """Return the slot of each rank in the rollout layout; vLLM is imported only by ranks that generate."""
     from hybrid3d.planning.agreed_placement import broadcast_placement
 
-    return broadcast_placement(recipe, dist.PrefixStore(f"start/{this_process().restart_count}", store))
+    store = dist.PrefixStore(f"start/{this_process().restart_count}", store)
+    return broadcast_placement(recipe, store, folder.path)
 
 
 def evaluate(
@@ -212,7 +213,7 @@ def evaluate(
     from hybrid3d.run.display import Display
     from hybrid3d.run.record import Record
 
-    slots = () if recipe.is_split else choose_placement(recipe, store)
+    slots = () if recipe.is_split else choose_placement(recipe, store, folder)
     group = _start_training(recipe, store)
     from hybrid3d.run.evaluation_page import format_files, format_result
 
@@ -333,7 +334,7 @@ def bench(
         write_model(recipe, config)
         store.set("model", "written")
     store.wait(["model"])
-    slots = choose_placement(recipe, store)
+    slots = choose_placement(recipe, store, folder)
     groups = start_groups(recipe, store)
     from hybrid3d.bench.task import measure
 

@@ -1,7 +1,8 @@
 """Computes the placement, the slot of each rank in the rollout layout, once, and makes it known to every rank.
 
-This comes before the engines start, because vLLM builds its process groups from it. Rank 0 queries both engines in a
-process of its own: `python -m hybrid3d.planning.agreed_placement RECIPE.yaml ANSWER` writes the slots as JSON.
+This comes before the engines start, because vLLM builds its process groups from it. Both engines are queried in another
+process, by the launcher while ranks start, or by rank 0: `python -m hybrid3d.planning.agreed_placement RECIPE.yaml
+ANSWER` writes the slots as JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import query_engines
-from hybrid3d.planning.isolated import EngineQueryFailed, run_in_subprocess
+from hybrid3d.planning.isolated import EngineQueryFailed
+from hybrid3d.planning.kept_placement import find_placement, is_computed
 from hybrid3d.reshard.classes import TensorClass, classify_tensors, rank_groups, signature_of
 from hybrid3d.reshard.layout import Demand, Holdings
 from hybrid3d.reshard.placement import MissingBytes, assign_slots, consecutive_slots, count_missing_bytes
@@ -27,23 +29,23 @@ from hybrid3d.reshard.placement import MissingBytes, assign_slots, consecutive_s
 _STORE_KEY = "slots"
 
 
-def broadcast_placement(recipe: Recipe, store: dist.Store) -> tuple[int, ...]:
+def broadcast_placement(recipe: Recipe, store: dist.Store, folder: Path) -> tuple[int, ...]:
     """Return the slot of each rank that generates, which rank 0 computes and shares through the store.
 
     Slots are numbered over all engines: engine e has `rollout.tp` x `rollout.dp` slots, from e times that number on.
 
     Args:
         store: the store of the rendezvous, as the default process group does not exist yet.
+        folder: that of the run, in which the placement is kept: see `kept_placement.py`.
 
     Raises:
         RuntimeError: on every rank, if rank 0 could not query the engines.
     """
-    rollout = recipe.rollout
-    if rollout is None or recipe.is_split or rollout.placement == "consecutive" or rollout.tp * rollout.dp == 1:
+    if not is_computed(recipe):
         return tuple(consecutive_slots(recipe.generation_ranks).tolist())
     if distributed.rank() == 0:
         try:
-            store.set(_STORE_KEY, run_in_subprocess("hybrid3d.planning.agreed_placement", recipe))
+            store.set(_STORE_KEY, json.dumps(find_placement(recipe, folder)))
         except EngineQueryFailed as error:
             store.set(_STORE_KEY, json.dumps(str(error)))
     store.wait([_STORE_KEY])

@@ -55,7 +55,7 @@ def certify(
             write_checkpoint(Path(recipe.model.path), subject.tiny)
         store.set("model", "written")
     store.wait(["model"])
-    slots = tasks.choose_placement(recipe, store)
+    slots = tasks.choose_placement(recipe, store, folder)
     groups = tasks.start_groups(recipe, store)
     from hybrid3d.doctor.certify.rounds import Certification
 

