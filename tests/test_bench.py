@@ -18,6 +18,9 @@ from benchmarks.reshard import CASES, SPARSE
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
 
+OTHERS = ("gather", "packed_broadcast", "trainer_gather")
+
+
 def bench(folder: Path, case: str, *more: str, expect: int = 0) -> str:
     (folder / "recipes").symlink_to(ROOT / "recipes")
     return python(folder, "-m", "hybrid3d", "bench", *case.split(), *more, expect=expect)
@@ -47,6 +50,22 @@ def check_delta(found: dict[str, Any], changed: float) -> None:
         assert 0 < sum(found["phases"][method].values()) <= 1.05 * found["spread"][method][1]
 
 
+def check_other_methods(found: dict[str, Any], config: dict[str, Any]) -> None:
+    """Bytes by hand, of Mixtral in bfloat16: EP4, DP4, so that each rank holds all that is no expert.
+
+    A packed broadcast sends all of that through rank 0 to the three others; of an expert each rank lacks three quarters
+    of the quarter that it wants. A gather of experts on each rank brings three quarters of all.
+    """
+    experts = 2 * 3 * 2 * 8 * config["hidden_size"] * config["intermediate_size"]  # layers, matrices, bytes, experts
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    head = hidden // config["num_attention_heads"]
+    rows = 2 * hidden + 2 * head * config["num_key_value_heads"] + 8 + 2  # attention, the router and both norms
+    dense = 2 * (2 * hidden * rows + 2 * vocab * hidden + hidden)
+    counts = found["packed_broadcast_bytes"] - 3 * dense - 4 * 3 / 16 * experts
+    assert 0 <= counts < 64 * 1024  # how many elements each message has
+    assert found["trainer_gather_bytes"] == 4 * 3 / 4 * experts
+
+
 def foretold(folder: Path, layouts: str) -> int:
     """What `hybrid3d plan` says of the others' way."""
     model = f"model.path={folder / 'runs/bench-mixtral-8x7b/model'}"
@@ -57,9 +76,10 @@ def foretold(folder: Path, layouts: str) -> int:
 def test_every_bit_is_right_and_the_bytes_are_the_lower_bound(tmp_path: Path) -> None:
     arguments = "--json --hidden 512 --layers 2 --repeats 2 --changed 0.02 machine.gpus_per_node=2"
     found = json.loads(bench(tmp_path, SPARSE, *arguments.split()))
-    check(found, "gather", "delta", "gathered_delta")
+    check(found, *OTHERS, "delta", "gathered_delta")
     check_delta(found, 0.02)
     assert found["gather_bytes"] == 4 * found["received_bytes"]
+    check_other_methods(found, config=json.loads((tmp_path / "runs/bench-mixtral-8x7b/model/config.json").read_text()))
     assert found["gather_bytes"] == foretold(tmp_path, "train.tp=1 train.pp=1 train.ep=4 train.dp=4 rollout.tp=4")
     assert found["scaled"] == "layers 32 -> 2, hidden size 4096 -> 512"
     assert {path.name for path in (tmp_path / "runs/bench-mixtral-8x7b").glob("bench.*")} == {
@@ -110,7 +130,7 @@ LEAST = ((0.8 * 3, 0.8), (0.8 * 4, 0.8), (8.0, 0.8), (2.0, 0.65), (0.8 * 2, 0.8)
 @pytest.mark.parametrize(("case", "least", "of_wire"), [(c, *least) for c, least in zip(CASES, LEAST, strict=True)])
 def test_time_is_saved_where_bytes_are(case: str, least: float, of_wire: float, tmp_path: Path) -> None:
     found = json.loads(bench(tmp_path, case, "--json"))
-    check(found, "gather", *(("delta", "gathered_delta") if "--changed" in case else ()))
+    check(found, *OTHERS, *(("delta", "gathered_delta") if "--changed" in case else ()))
     assert found["held_bytes"] >= 300e6
     assert found["ratios"]["seconds_gather"] >= least
     assert found["ratios"]["of_wire"] >= of_wire

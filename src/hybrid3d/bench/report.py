@@ -18,6 +18,8 @@ METHODS = {
     "hybrid3d": "hybrid3d",
     "delta": "hybrid3d, the changed elements only",
     "gather": "gather: PP broadcast, TP and EP all-gather, slice",
+    "packed_broadcast": "packed broadcast through one rank, experts from shard to shard",
+    "trainer_gather": "gather on the ranks that train (TP and EP), from there peer to peer",
     "gathered_delta": "gathered delta: changed elements to one rank, from there to all",
     "wire": "wire of hybrid3d's bytes, and one copy of what stays",
     "gather_wire": "wire of gather's bytes",
@@ -35,11 +37,15 @@ BYTES = {
     "hybrid3d": "received_bytes",
     "delta": "delta_bytes",
     "gather": "gather_bytes",
+    "packed_broadcast": "packed_broadcast_bytes",
+    "trainer_gather": "trainer_gather_bytes",
     "gathered_delta": "gathered_delta_bytes",
     "wire": "wire_bytes",
     "gather_wire": "gather_bytes",
 }
-COLORS = {"hybrid3d": "C0", "delta": "C0", "gather": "C1", "gathered_delta": "C1"}
+COLORS = {"hybrid3d": "C0", "delta": "C0"} | dict.fromkeys(
+    ("gather", "packed_broadcast", "trainer_gather", "gathered_delta"), "C1"
+)
 
 
 def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any], changed: float | None) -> dict[str, Any]:
@@ -80,6 +86,14 @@ def _gather_ratios(measured: dict[str, Any]) -> dict[str, float | None]:
         "bytes_gather": measured["gather_bytes"] / received if received else None,
         "seconds_gather": seconds["gather"] / seconds["hybrid3d"],
         "gather_of_wire": seconds["gather_wire"] / seconds["gather"],
+        **{
+            f"{what}_{name}": value
+            for name in ("packed_broadcast", "trainer_gather")
+            for what, value in (
+                ("bytes", measured[f"{name}_bytes"] / received if received else None),
+                ("seconds", seconds[name] / seconds["hybrid3d"]),
+            )
+        },
     }
 
 
@@ -102,6 +116,7 @@ def _memory(measured: dict[str, Any]) -> dict[str, int]:
     buffers = {
         "hybrid3d": measured["max_staging_bytes"] + measured["max_lent_bytes"],
         "gather": measured.get("max_gather_buffer_bytes", 0),
+        **{name: measured.get(f"max_{name}_buffer_bytes", 0) for name in ("packed_broadcast", "trainer_gather")},
         "delta": measured.get("max_delta_staging_bytes", 0) + bits,
         "gathered_delta": measured.get("max_gathered_delta_buffer_bytes", 0) + bits,
     }
@@ -173,6 +188,9 @@ def _wire_lines(ratios: dict[str, Any]) -> list[str]:
         return [f"{of_wire}."]
     return [
         f"gather / hybrid3d: {_times(ratios['bytes_gather'])} of bytes, {ratios['seconds_gather']:.2f} of seconds.",
+        f"packed broadcast / hybrid3d: {_times(ratios['bytes_packed_broadcast'])} of bytes, "
+        f"{ratios['seconds_packed_broadcast']:.2f} of seconds; gather on the ranks that train / hybrid3d: "
+        f"{_times(ratios['bytes_trainer_gather'])} of bytes, {ratios['seconds_trainer_gather']:.2f} of seconds.",
         f"{of_wire}, gather {ratios['gather_of_wire']:.2f} of its own.",
     ]
 

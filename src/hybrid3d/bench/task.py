@@ -15,6 +15,8 @@ from hybrid3d import distributed
 from hybrid3d.bench.changes import SyntheticChanges
 from hybrid3d.bench.gathered_delta import GatheredDelta
 from hybrid3d.bench.gathering import GatherBaseline, Peers
+from hybrid3d.bench.packed_broadcast import PackedBroadcast
+from hybrid3d.bench.trainer_gather import TrainerGather
 from hybrid3d.bench.values import SyntheticWeights, fill, wrong
 from hybrid3d.bench.wire import Wire, bytes_by_peer
 from hybrid3d.config import Recipe
@@ -34,6 +36,7 @@ from hybrid3d.train.runtime import device, gather_groups, synchronize
 from hybrid3d.train.weights import MegatronWeights, canonical_shapes, megatron_weights
 
 ProgressCallback = Callable[[str], None]
+CHECKED = ("hybrid3d", "gather", "packed_broadcast", "trainer_gather", "delta", "gathered_delta")
 T = TypeVar("T")
 
 
@@ -95,6 +98,7 @@ class Bench:
     ):
         self._groups = groups
         self._group = group = groups.everyone
+        self._per_node = recipe.machine.gpus_per_node
         on_progress("building both engines")
         config, roles = read_config(recipe.model.path), recipe.role_ranks
         self._trained: MegatronWeights | None = None
@@ -160,6 +164,14 @@ class Bench:
         self._gather = GatherBaseline(peers, *ends, bucket_bytes, sync.transport, device())
         self._gather_wire = Wire(*self._gather.bytes_by_peer(), local_bytes, sync.transport, device())
         self.methods |= {"gather": lambda: self._whole(self._gather.run), "gather_wire": self._gather_wire.run}
+        self._broadcast = PackedBroadcast(peers, sync.plan, *ends, sync.transport, device())
+        self._from_trainer = TrainerGather(
+            *(peers, sync.plan, *ends, bucket_bytes, self._per_node, sync.transport, self._group, device())
+        )
+        self.methods |= {
+            "packed_broadcast": lambda: self._whole(self._broadcast.run),
+            "trainer_gather": lambda: self._whole(self._from_trainer.run),
+        }
         if self._changes is not None:
             self._gathered = GatheredDelta(peers, sync.sparse, self._bits, *ends, sync.transport, device())
             self.methods["gathered_delta"] = lambda: self._whole(self._gathered.run)
@@ -249,6 +261,9 @@ class Bench:
                 "max_gather_buffer_bytes": self._gather.nbytes,
                 "gather_operations": self._gather.operations,
             }
+            for name, method in (("packed_broadcast", self._broadcast), ("trainer_gather", self._from_trainer)):
+                found[f"{name}_bytes"] = self._whole(method.run)
+                found[f"max_{name}_buffer_bytes"], found[f"{name}_operations"] = method.nbytes, method.operations
         if "delta" in self.methods:
             found |= self._delta_numbers()
         every = distributed.gather_objects(found, self._group)
@@ -298,7 +313,7 @@ def measure(
     """
     bench, group = Bench(recipe, groups, slots, changed, on_progress), groups.everyone
     exact = {}
-    checked = [name for name in ("hybrid3d", "gather", "delta", "gathered_delta") if name in bench.methods]
+    checked = [name for name in CHECKED if name in bench.methods]
     for number, name in enumerate(checked):
         on_progress(f"checking every bit of {name}")
         by_rank = distributed.gather_objects(bench.wrong(name, 2 * number), group)

@@ -10,10 +10,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config, Family, head_dim, query_groups, refuse_unsupported
 from hybrid3d.families.values import abbreviate, config_problems
@@ -80,6 +76,8 @@ def check_generation_config(folder: str | Path, vocab_size: int) -> None:
             expected = f"expected a token from 0 to {vocab_size - 1}, or a list of tokens"
             problem = f"eos_token_id={abbreviate(end_tokens)}: {expected}"
             raise CheckpointError(f"{path}: {problem}; vocab_size in config.json is {vocab_size}")
+    from transformers import GenerationConfig  # takes seconds, as do tokenizers, which not every command needs
+
     try:
         GenerationConfig.from_dict(copy.deepcopy(config))
     except Exception as error:  # the library raises many kinds of errors
@@ -92,6 +90,9 @@ def check_against_transformers(path: str | Path, config: Config, family: Family)
     Raises:
         CheckpointError: transformers refuses the config, or reads another model; with both values.
     """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     named = config.get("model_type")
     kind = family.model_types.get(str(named), named)
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
@@ -184,6 +185,8 @@ def read_tokenizer(recipe: Recipe) -> Any:
                 _read_object(folder / name)
             else:
                 _check_regular(folder / name)
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):
