@@ -64,8 +64,8 @@ def test_another_config_version_or_code_is_computed_anew(
 ) -> None:
     before = placement_file(tmp_path, recipe)
     assert placement_file(tmp_path, recipe) == before
-    config = json.loads(Path("recipes/models/qwen3-8b/config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    config = json.loads(Path("recipes/models/qwen3-8b/config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}), encoding="utf-8")
     found = {before, placement_file(tmp_path, replace(recipe, model=replace(recipe.model, path=str(tmp_path))))}
     monkeypatch.setattr(kept_placement, "_version", lambda package: "0")
     found.add(placement_file(tmp_path, recipe))
@@ -103,7 +103,7 @@ def test_ranks_wait_for_what_the_launcher_computes(
 ) -> None:
     """Rank 0 asks while the process runs; where that fails, it asks the engines itself."""
 
-    def start(module: str, recipe: Recipe, folder: Path, stderr: int) -> tuple[subprocess.Popen[str], Path]:
+    def start(module: str, recipe: Recipe, folder: Path, *output: int) -> tuple[subprocess.Popen[str], Path]:
         answer = folder / "answer.json"
         script = (
             f"import time; time.sleep(0.5); open({str(answer)!r}, 'w').write('[3, 2, 1, 0]'); raise SystemExit({code})"

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 from hybrid3d.config import Recipe, recipe_to_yaml
 from hybrid3d.errors import UserMistake
@@ -20,12 +21,14 @@ class EngineQueryFailed(UserMistake):
     """Raised if the process failed; the message is its last line of output, or how it exited."""
 
 
-def start_subprocess(module: str, recipe: Recipe, folder: Path, stderr: int) -> tuple[subprocess.Popen[str], Path]:
+def start_subprocess(
+    module: str, recipe: Recipe, folder: Path, stdout: int | TextIO, stderr: int
+) -> tuple[subprocess.Popen[str], Path]:
     """Start `python -m MODULE RECIPE.yaml ANSWER`; return the process, and the file ANSWER that it will write.
 
     Args:
         folder: for both files.
-        stderr: as for `subprocess.Popen`.
+        stdout, stderr: as for `subprocess.Popen`.
     """
     recipe_file, answer = folder / "recipe.yaml", folder / "answer.json"
     recipe_file.write_text(recipe_to_yaml(recipe), encoding="utf-8")
@@ -33,7 +36,7 @@ def start_subprocess(module: str, recipe: Recipe, folder: Path, stderr: int) -> 
     environment["PYTHONIOENCODING"] = "utf-8:backslashreplace"
     command = [sys.executable, "-m", module, str(recipe_file), str(answer)]
     process = subprocess.Popen(
-        command, env=environment, stdout=sys.stderr, stderr=stderr, text=True, encoding="utf-8", errors="replace"
+        command, env=environment, stdout=stdout, stderr=stderr, text=True, encoding="utf-8", errors="replace"
     )
     return process, answer
 
@@ -45,7 +48,7 @@ def run_in_subprocess(module: str, recipe: Recipe) -> str:
         EngineQueryFailed: the process failed or timed out.
     """
     with tempfile.TemporaryDirectory() as folder:
-        process, answer = start_subprocess(module, recipe, Path(folder), subprocess.PIPE)
+        process, answer = start_subprocess(module, recipe, Path(folder), sys.stderr, subprocess.PIPE)
         with process:
             try:
                 _, stderr = process.communicate(timeout=ENGINE_QUERY_TIMEOUT.total_seconds())

@@ -102,7 +102,7 @@ def computing_placement(recipe: Recipe, folder: Path) -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory() as scratch:
-        process, answer = start_subprocess(MODULE, recipe, Path(scratch), subprocess.DEVNULL)
+        process, answer = start_subprocess(MODULE, recipe, Path(scratch), subprocess.DEVNULL, subprocess.DEVNULL)
 
         def keep() -> None:
             if process.wait() == 0:  # what it fails with, rank 0 finds for itself
