@@ -8,17 +8,29 @@ DEMO_STAMP := $(VENV)/.installed-demo
 RAY_STAMP := $(VENV)/.installed-ray
 DOCS_STAMP := $(VENV)/.installed-docs
 TRACKING_STAMP := $(VENV)/.installed-tracking
+SETUP_FILES := requirements/cpu.txt requirements/torch_build.py pyproject.toml
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-agent demo-llm docs gpu-check test test-fast test-all lint format audit-cuda clean
+.PHONY: FORCE install-packages help setup demo demo-agent demo-llm docs gpu-check test test-fast test-all lint format audit-cuda clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP) ## create .venv from requirements/cpu.txt (PYTHON=... chooses the interpreter)
 
-$(STAMP): requirements/cpu.txt requirements/torch_build.py pyproject.toml
+# A stamp holds digests of the files that it was made of, so that a checkout that only sets their times installs nothing
+$(STAMP): FORCE
+	@changed="$$(sh requirements/changed.sh $@ $(SETUP_FILES))"; \
+	case "$$changed" in \
+	"") exit 0 ;; \
+	pyproject.toml) echo "Changed since the last installation: pyproject.toml. Installing hybrid3d alone"; \
+		$(PIP) --no-deps --no-build-isolation -e . ;; \
+	*) test ! -e $@ || echo "Changed since the last installation: $$changed"; \
+		$(MAKE) --no-print-directory install-packages ;; \
+	esac && sha256sum $(SETUP_FILES) > $@
+
+install-packages:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 13) or sys.exit("hybrid3d needs Python 3.11 or 3.12, but $(PYTHON) is %d.%d: run make PYTHON=/path/to/python3.11" % v[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the PyTorch build that pip selects, and its dependencies, into $(VENV)"
@@ -27,7 +39,14 @@ $(STAMP): requirements/cpu.txt requirements/torch_build.py pyproject.toml
 	@echo "Installing $$(grep -c '^[^#].*==' requirements/cpu.txt) pinned packages into $(VENV): some minutes, about 3 GB"
 	@$(PIP) --no-deps -r requirements/cpu.txt
 	@$(PIP) --no-deps --no-build-isolation -e .
-	@touch $@
+
+# $(call install,FILE,WHAT FOR): install the packages of a file, if it is not the one that they were installed from
+define install
+	@test -z "$$(sh requirements/changed.sh $@ $(1))" || { \
+		test ! -e $@ || echo "Changed since the last installation: $(1)"; \
+		echo "Installing $$(grep -c '^[^#].*==' $(1)) pinned packages $(2) into $(VENV)"; \
+		$(PIP) --no-deps -r $(1) && sha256sum $(1) > $@; }
+endef
 
 demo: $(STAMP) ## train a small model on this machine's CPU, from data to curves
 	@$(BIN)/python recipes/demo.py
@@ -38,29 +57,21 @@ demo-agent: $(STAMP) ## train a small model with the answers of an agent that ha
 demo-llm: $(DEMO_STAMP) ## train a real language model of 135 million parameters on this machine's CPU
 	@$(BIN)/python recipes/demo_llm.py
 
-$(DEMO_STAMP): requirements/demo.txt $(STAMP)
-	@echo "Installing $$(grep -c '^[^#].*==' requirements/demo.txt) pinned packages for make demo-llm into $(VENV): 0.1 GB"
-	@$(PIP) --no-deps -r requirements/demo.txt
-	@touch $@
+$(DEMO_STAMP): FORCE | $(STAMP)
+	$(call install,requirements/demo.txt,for make demo-llm (0.1 GB))
 
-$(RAY_STAMP): requirements/ray.txt $(STAMP)
-	@echo "Installing $$(grep -c '^[^#].*==' requirements/ray.txt) pinned packages for the tests on Ray into $(VENV): 0.2 GB"
-	@$(PIP) --no-deps -r requirements/ray.txt
-	@touch $@
+$(RAY_STAMP): FORCE | $(STAMP)
+	$(call install,requirements/ray.txt,for the tests on Ray (0.2 GB))
 
-$(TRACKING_STAMP): requirements/tracking.txt $(STAMP)
-	@echo "Installing $$(grep -c '^[^#].*==' requirements/tracking.txt) pinned packages for the tests of trackers into $(VENV): 0.2 GB"
-	@$(PIP) --no-deps -r requirements/tracking.txt
-	@touch $@
+$(TRACKING_STAMP): FORCE | $(STAMP)
+	$(call install,requirements/tracking.txt,for the tests of trackers (0.2 GB))
 
 docs: $(DOCS_STAMP) ## make the site of docs/ in build/site, with warnings, such as broken links, as errors
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
 	@echo "build/site/index.html"
 
-$(DOCS_STAMP): requirements/docs.txt $(STAMP)
-	@echo "Installing $$(grep -c '^[^#].*==' requirements/docs.txt) pinned packages for the site into $(VENV): 0.1 GB"
-	@$(PIP) --no-deps -r requirements/docs.txt
-	@touch $@
+$(DOCS_STAMP): FORCE | $(STAMP)
+	$(call install,requirements/docs.txt,for the site (0.1 GB))
 
 # With .venv where there is one, else with whatever is installed, from these sources
 gpu-check: ## check what this machine's GPU does: 20 minutes or less (ARGS="--only NAME --json OUT")

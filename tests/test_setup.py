@@ -31,11 +31,16 @@ def clone(tmp_path: Path) -> Path:
 
 def calls_of(clone: Path, *targets: str) -> list[list[str]]:
     """The arguments of each call of .venv/bin/python that `make` with these targets makes, in order."""
+    return calls_and_output_of(clone, *targets)[0]
+
+
+def calls_and_output_of(clone: Path, *targets: str) -> tuple[list[list[str]], str]:
+    """The same calls, and what `make` prints."""
     (clone / "calls").write_text("")
     command = ["make", f"PYTHON={sys.executable}", *targets]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    return [line.split() for line in (clone / "calls").read_text().splitlines()]
+    return [line.split() for line in (clone / "calls").read_text().splitlines()], done.stdout
 
 
 def installs(calls: list[list[str]]) -> list[list[str]]:
@@ -60,6 +65,55 @@ def test_the_build_is_told_once_it_is_installed(clone: Path) -> None:
 def test_a_second_setup_installs_nothing(clone: Path) -> None:
     assert calls_of(clone, "setup") != []
     assert calls_of(clone, "setup") == []
+
+
+def test_files_with_other_times_and_the_same_content_install_nothing(clone: Path) -> None:
+    """As `git pull`, `git checkout` and a copy leave them."""
+    targets = ("setup", ".venv/.installed-demo", ".venv/.installed-ray")
+    assert calls_of(clone, *targets) != []
+    for path in (clone / "pyproject.toml", *(clone / "requirements").iterdir()):
+        path.touch()
+    assert calls_of(clone, *targets) == []
+
+
+@pytest.mark.parametrize("name", ["cpu.txt", "torch_build.py"])
+def test_changed_requirements_are_installed_and_named(clone: Path, name: str) -> None:
+    calls_of(clone, "setup")
+    with (clone / "requirements" / name).open("a") as file:
+        file.write("# another line\n")
+    calls, said = calls_and_output_of(clone, "setup")
+    assert ["-r", "requirements/cpu.txt"] in [one[-2:] for one in installs(calls)]
+    assert f"Changed since the last installation: requirements/{name}\n" in said
+    assert calls_of(clone, "setup") == []
+
+
+def test_a_changed_project_file_installs_no_packages(clone: Path) -> None:
+    calls_of(clone, "setup")
+    with (clone / "pyproject.toml").open("a") as file:
+        file.write("# another line\n")
+    calls, said = calls_and_output_of(clone, "setup")
+    assert [one[-2:] for one in installs(calls)] == [["-e", "."]]
+    assert "pyproject.toml. Installing hybrid3d alone" in said
+    assert calls_of(clone, "setup") == []
+
+
+def test_packages_of_other_files_are_installed_when_that_file_has_changed(clone: Path) -> None:
+    calls_of(clone, ".venv/.installed-demo")
+    with (clone / "requirements/demo.txt").open("a") as file:
+        file.write("# another line\n")
+    calls, said = calls_and_output_of(clone, ".venv/.installed-demo")
+    assert [one[-2:] for one in installs(calls)] == [["-r", "requirements/demo.txt"]]
+    assert "Changed since the last installation: requirements/demo.txt" in said
+
+
+def test_what_failed_to_install_is_tried_again(clone: Path) -> None:
+    python = clone / ".venv/bin/python"
+    works = python.read_text()
+    python.write_text("#!/bin/sh\nexit 1\n")
+    failed = subprocess.run(["make", f"PYTHON={sys.executable}", "setup"], cwd=clone, capture_output=True, timeout=60)
+    assert failed.returncode
+    python.write_text(works)
+    assert calls_of(clone, "setup") != []
 
 
 @pytest.fixture
