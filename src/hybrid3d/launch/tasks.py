@@ -156,6 +156,7 @@ def _make_roles(
 def _train_rl(
     live: LiveSettings, record: Record, store: dist.Store, group: dist.ProcessGroup, slots: Sequence[int]
 ) -> None:
+    from hybrid3d.launch.optimizer_sharding import decide_sharding
     from hybrid3d.run.health import Guard
     from hybrid3d.trainer.checkpoints import Checkpoints
     from hybrid3d.trainer.recording import StepRecorder
@@ -167,7 +168,8 @@ def _train_rl(
     assert models is not None, "with a guard the roles train"
     record.data({"train": roles.train, **roles.held_out})
     identity = _identity(live, record, group)
-    checkpoints = Checkpoints(models.trained, recipe.train.dp * recipe.train.cp, record, group, identity)
+    sharding = decide_sharding(recipe, models.trained, record, group)
+    checkpoints = Checkpoints(models.trained, recipe.train.dp * recipe.train.cp, record, group, identity, sharding)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group, identity)
     train_rl(roles, live, guard, checkpoints, recorder, record, group)
 
@@ -175,6 +177,7 @@ def _train_rl(
 def _train_on_data(
     live: LiveSettings, record: Record, store: dist.Store, group: dist.ProcessGroup, slots: Sequence[int]
 ) -> None:
+    from hybrid3d.launch.optimizer_sharding import decide_sharding
     from hybrid3d.run.health import Guard
     from hybrid3d.train.policy import Policy
     from hybrid3d.trainer.checkpoints import Checkpoints
@@ -187,7 +190,8 @@ def _train_on_data(
     pairs = recipe.algorithm.uses_pairs
     updates: DataUpdates = DpoUpdates(recipe, policy, group.rank()) if pairs else SftUpdates(recipe, policy)
     replicas, identity = recipe.train.dp * recipe.train.cp, _identity(live, record, group)
-    checkpoints = Checkpoints({"policy": policy}, replicas, record, group, identity)
+    sharding = decide_sharding(recipe, {"policy": policy}, record, group)
+    checkpoints = Checkpoints({"policy": policy}, replicas, record, group, identity, sharding)
     train_on_data(updates, policy, live, guard, checkpoints, record, group)
 
 

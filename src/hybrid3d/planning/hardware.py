@@ -21,6 +21,7 @@ class Hardware:
         launch_seconds: in which the host starts an operation of torch: assumed.
         wait_seconds: in which the host waits for a result that is ready, and starts again: assumed.
         serial: whether one processor copies and sends, in turns.
+        host_bytes: memory of a node of eight GPUs: 2 TB in the data sheets of NVIDIA's DGX A100 640GB, H100 and H200.
     """
 
     memory_bytes: float
@@ -30,6 +31,7 @@ class Hardware:
     launch_seconds: float = 5e-6
     wait_seconds: float = 20e-6
     serial: bool = False
+    host_bytes: float = 2000 * GB
 
 
 # Data sheets of NVIDIA's A100 80GB SXM, H100 SXM and H200 SXM; NVLink is quoted there for both directions together.

@@ -165,6 +165,9 @@ def _memory(report: PlanReport) -> Table:
         f"... vLLM {gb(memory.rollout)}: KV cache {gb(memory.kv_cache)}, "
         f"{memory.kv_tokens // memory.max_model_len} sequences of {memory.max_model_len} tokens",
     )
+    checkpoint = report.checkpoint
+    shares = f"of a node's {gb(checkpoint.capacity)} of host memory, {gb(checkpoint.gathered)} if gathered"
+    table.add_row("checkpoint", gb(checkpoint.node), f"{shares}: run.optimizer_sharding={checkpoint.sharding}")
     return table
 
 

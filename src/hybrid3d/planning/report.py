@@ -12,6 +12,7 @@ from hybrid3d.families import Config
 from hybrid3d.inputs.adapters import check_adapted_layers
 from hybrid3d.planning.adapters import AdapterSync, predict_adapter_sync
 from hybrid3d.planning.changed import ChangedSync, count_work, predict_changed_sync
+from hybrid3d.planning.checkpoint_memory import CheckpointMemory, estimate_checkpoint
 from hybrid3d.planning.engine_queries import ProgressCallback, query_engines
 from hybrid3d.planning.fitting import check_memory
 from hybrid3d.planning.hardware import Hardware, hardware_of
@@ -35,6 +36,11 @@ class PlanReport:
     gather_traffic: GatherTraffic
     changed: ChangedSync | None = None
     adapters: AdapterSync | None = None
+
+    @property
+    def checkpoint(self) -> CheckpointMemory:
+        """The host memory of a node that writing a checkpoint takes."""
+        return estimate_checkpoint(self.recipe, self.memory.stages, self.hardware)
 
     @property
     def per_rank(self) -> dict[str, np.ndarray]:
@@ -79,6 +85,7 @@ class PlanReport:
             "max_sent_bytes": int(ranks["sent_bytes"].max()),
             "max_staging_bytes": traffic.staging,
             "max_finalize_bytes": traffic.finalize,
+            "optimizer_sharding": self.checkpoint.sharding,
             "coverage": "exact",
             "buckets": traffic.buckets,
             "per_rank": {key: _spread(of_ranks) for key, of_ranks in ranks.items()},
@@ -100,6 +107,7 @@ class PlanReport:
                 "sync": self.memory.sync,
                 "generate": self.memory.generate,
                 **{f"max_{key}": n for key, n in max_over_stages(self.memory.stages).items()},
+                "max_node_checkpoint": self.checkpoint.node,
                 "kv_cache": self.memory.kv_cache,
                 "kv_cache_tokens": self.memory.kv_tokens,
             },

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint.api import CheckpointException
@@ -27,12 +27,10 @@ from hybrid3d.train.writing import CheckpointWriter
 OPTIMIZER_BYTES = 12  # of an element: Adam's two moments and the main weight, in float32
 EXPERTS = "is_expert_parallel"  # one of the keys by which Megatron distinguishes parameter groups
 
-# The one format of the distributed optimizer that every layout can be loaded from
-OPTIMIZER_METADATA = {
-    **METADATA,
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-}
+# The one format of the distributed optimizer that every layout can be loaded from, and one without gathered copies
+FULLY_RESHARDABLE, DP_RESHARDABLE = "fully_reshardable", "dp_reshardable"
+OPTIMIZER = "optimizer.json"  # in a checkpoint: the format, and the layout that wrote it
+MODEL_AXES = ("tp", "pp", "vpp", "ep", "etp")  # which `dp_reshardable` cannot change
 
 Models = Mapping[str, MegatronModel]
 """The models of a run by name; in a checkpoint all keys of a model begin with its name."""
@@ -45,6 +43,7 @@ def begin(
     group: dist.ProcessGroup,
     in_background: bool = False,
     identity: Identity | None = None,
+    sharding: str = FULLY_RESHARDABLE,
 ) -> CheckpointWriter:
     """Start writing models, their optimizers and schedules; the returned `CheckpointWriter` finishes the checkpoint.
 
@@ -53,18 +52,62 @@ def begin(
         group: the ranks that write the checkpoint together.
         in_background: whether training continues while it is written.
         identity: which run and step it is of; that of the first rank counts.
+        sharding: how optimizers are saved. `fully_reshardable`: any layout can load them, and each rank makes those of
+            its whole data-parallel group in host memory. `dp_reshardable`: each rank writes its own shard.
     """
     with on_device():
         for model in models.values():
             model.onload("parameters", "optimizer")
             _make_optimizer_state(model)
-    state = partial(_combine_states, models, partial(_state, is_loading=False))
-    return CheckpointWriter(state, folder, progress, in_background, group, identity)
+    state = partial(_combine_states, models, partial(_state, is_loading=False, sharding=sharding))
+    documents = {PROGRESS: dict(progress), OPTIMIZER: {"sharding": sharding, "layout": _layout(models)}}
+    return CheckpointWriter(state, folder, documents, in_background, group, identity)
 
 
-def save(models: Models, folder: Path, progress: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+def save(
+    models: Models,
+    folder: Path,
+    progress: Mapping[str, Any],
+    group: dist.ProcessGroup,
+    sharding: str = FULLY_RESHARDABLE,
+) -> None:
     """Write a checkpoint, and wait until it is finished."""
-    begin(models, folder, progress, group).finish()
+    begin(models, folder, progress, group, sharding=sharding).finish()
+
+
+def _layout(models: Models) -> dict[str, int]:
+    """Return the sizes of the train layout's axes."""
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "vpp": max(len(model.stages) for model in models.values()),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "etp": parallel_state.get_expert_tensor_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "dp": parallel_state.get_data_parallel_world_size(),
+    }
+
+
+def can_shard_by_ranks(models: Models, group: dist.ProcessGroup) -> bool:
+    """Return whether each rank has a part of each bucket, as `dp_reshardable` requires; the same on every rank.
+
+    A small bucket on many data-parallel ranks leaves some of them with nothing but padding.
+    """
+    optimizers = [optimizer for model in models.values() for _, optimizer in _optimizers(model)]
+    is_empty = any(
+        not bucket["param_map"]
+        for optimizer in optimizers
+        for buffer in optimizer.gbuf_ranges
+        for buckets in buffer.values()
+        for bucket in buckets
+    )
+    return not any(gather_objects(is_empty, group))
+
+
+def host_bytes(models: Models, sharding: str) -> int:
+    """Return the bytes of optimizer state that saving makes in this rank's host memory, beside what is there."""
+    tensors = [tensor for model in models.values() for tensor in model.trained_weights.tensors.values()]
+    return sum(tensor.numel() for tensor in tensors) * OPTIMIZER_BYTES if sharding == FULLY_RESHARDABLE else 0
 
 
 def bytes_expected(models: Models, replicas: int, group: dist.ProcessGroup) -> int:
@@ -124,11 +167,13 @@ def load(models: Models, folder: Path, group: dist.ProcessGroup) -> dict[str, An
         CheckpointUnloadable: the files are intact, but Megatron cannot load them into these models.
     """
     check(folder, group)
+    sharding = _check_sharding(models, folder)
     with on_device(), _naming_checkpoint(folder):
         for model in models.values():
             model.onload()
             _make_optimizer_state(model)
-        states = dist_checkpointing.load(_combine_states(models, partial(_state, is_loading=True)), str(folder))
+        state_of = partial(_state, is_loading=True, sharding=sharding)
+        states = dist_checkpointing.load(_combine_states(models, state_of), str(folder))
         for name, model in models.items():
             state = states[name]
             _load_model(model, state)
@@ -145,6 +190,25 @@ def load(models: Models, folder: Path, group: dist.ProcessGroup) -> dict[str, An
             model.scheduler.load_state_dict(state["scheduler"])
     progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
     return progress
+
+
+def _check_sharding(models: Models, folder: Path) -> str:
+    """Return how optimizers are saved in a checkpoint.
+
+    Raises:
+        CheckpointUnloadable: they are saved by ranks of another layout.
+    """
+    path = folder / OPTIMIZER
+    if not path.exists():  # of a version that knew one format
+        return FULLY_RESHARDABLE
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    here = _layout(models)
+    differing = [axis for axis in MODEL_AXES if saved["layout"][axis] != here[axis]]
+    if saved["sharding"] == DP_RESHARDABLE and differing:
+        told = ", ".join(f"train.{axis}={here[axis]}, saved was {saved['layout'][axis]}" for axis in differing)
+        fix = "load it in that layout, or write it with run.optimizer_sharding=fully_reshardable"
+        raise CheckpointUnloadable(f"{folder}: optimizers saved as {DP_RESHARDABLE} fit one layout: {told}: {fix}")
+    return str(saved["sharding"])
 
 
 def load_weights(models: Models, folder: Path, group: dist.ProcessGroup) -> None:
@@ -174,13 +238,19 @@ def _weights(model: MegatronModel) -> dict[str, Any]:
     return {f"model{number}": shards for number, shards in enumerate(stages)}
 
 
-def _state(model: MegatronModel, is_loading: bool) -> dict[str, Any]:
+def _state(model: MegatronModel, is_loading: bool, sharding: str) -> dict[str, Any]:
     weights = _weights(model)
     shards = weights["model0"] if len(weights) == 1 else weights
-    settings: dict[str, Any] = dict(is_loading=is_loading, metadata=dict(OPTIMIZER_METADATA))
+    metadata = {**METADATA, "distrib_optim_sharding_type": sharding}
+    metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    settings: dict[str, Any] = dict(is_loading=is_loading, metadata=metadata)
     # Saved separately: together, Megatron names their state after their number, which depends on the layout
     optimizers = {}
     for key, optimizer in _optimizers(model):
+        if sharding == DP_RESHARDABLE:
+            optimizers[key] = optimizer.sharded_state_dict(shards, **settings)
+            add_prefix_for_sharding(optimizers[key], f"{key}.")  # both would be called after their group's number
+            continue
         with _without_padding(optimizer):
             optimizers[key] = optimizer.sharded_state_dict(shards, **settings)
     return {**weights, **optimizers, "scheduler": model.scheduler.state_dict()}

@@ -22,7 +22,7 @@ from hybrid3d.distributed import gather_objects
 from hybrid3d.patches import apply
 from hybrid3d.storage import manifest
 from hybrid3d.storage.disk import CheckpointWriteError, describe_write_error, is_file_error
-from hybrid3d.storage.manifest import PROGRESS, Identity
+from hybrid3d.storage.manifest import Identity
 from hybrid3d.train import patches
 from hybrid3d.train.runtime import on_device
 
@@ -45,7 +45,7 @@ class CheckpointWriter:
         self,
         state: Callable[[], Mapping[str, Any]],
         folder: Path,
-        progress: Mapping[str, Any],
+        documents: Mapping[str, Any],
         in_background: bool,
         group: dist.ProcessGroup,
         identity: Identity | None = None,
@@ -54,7 +54,7 @@ class CheckpointWriter:
         Args:
             state: returns the state dict that Megatron saves.
             folder: the checkpoint's folder, which gets this name when it is complete.
-            progress: the rest of a run's state, as JSON.
+            documents: the rest of the checkpoint: JSON files by name.
             in_background: whether training continues meanwhile, so that copies in host memory are written.
             group: the ranks that write the checkpoint together.
             identity: which run and step the checkpoint is of; that of the first rank counts.
@@ -67,10 +67,8 @@ class CheckpointWriter:
         self._failure: BaseException | None = None
         self._together(self._on_first_rank(self._create_folder))
         self._together(partial(self._begin, state, in_background))
-        progress_json = json.dumps(dict(progress))
-        self._together(
-            self._on_first_rank(lambda: (self._unfinished / PROGRESS).write_text(progress_json, encoding="utf-8"))
-        )
+        self._documents = {name: json.dumps(content) for name, content in documents.items()}
+        self._together(self._on_first_rank(self._write_documents))
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -97,6 +95,10 @@ class CheckpointWriter:
     def _create_folder(self) -> None:
         shutil.rmtree(self._unfinished, ignore_errors=True)
         self._unfinished.mkdir(parents=True)
+
+    def _write_documents(self) -> None:
+        for name, text in self._documents.items():
+            (self._unfinished / name).write_text(text, encoding="utf-8")
 
     def _begin(self, state: Callable[[], Mapping[str, Any]], in_background: bool) -> None:
         """Plan with all ranks which files each writes, write small objects, and copy this rank's shards to the host."""

@@ -44,14 +44,16 @@ class Checkpoints:
         record: Record,
         group: dist.ProcessGroup,
         identity: RunIdentity | None = None,
+        sharding: str = checkpoint.FULLY_RESHARDABLE,
     ):
         """
         Args:
             replicas: the ranks that hold the same weights, from which the size of the first checkpoint is estimated.
             group: all ranks that hold shards of the models.
             identity: of the run, on the first rank; checkpoints of another run are refused, and new ones get it.
+            sharding: how optimizers are saved, as for `checkpoint.begin`.
         """
-        self._identity = identity
+        self._identity, self._sharding = identity, sharding
         self._models, self._replicas, self._group = models, replicas, group
         self._record = record
         self._writing: CheckpointWriter | None = None
@@ -155,7 +157,7 @@ class Checkpoints:
             with self._recording_failure(path, updates):
                 identity = self._identity.of_step(path, updates) if self._identity is not None else None
                 self._writing = checkpoint.begin(
-                    self._models, path, progress, self._group, run.async_checkpoints, identity
+                    self._models, path, progress, self._group, run.async_checkpoints, identity, self._sharding
                 )
             self._updates = updates
             if not run.async_checkpoints:

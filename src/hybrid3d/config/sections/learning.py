@@ -205,6 +205,10 @@ class Run:
         checkpoint_every: Steps between checkpoints; 0: only at the end.
         keep_last: Number of most recent checkpoints to keep; 0: all.
         async_checkpoints: Write checkpoints in the background from a copy in host memory while training continues.
+        optimizer_sharding: How checkpoints save optimizers. `fully_reshardable`: every layout can load them, and each
+            rank makes the state of its data-parallel group in host memory. `dp_reshardable`: each rank writes its own
+            shard, and only `train.dp` can differ where it is loaded. `auto`: the former, if it takes no more than half
+            of a node's memory (`hybrid3d plan` says how much).
         record: Which steps are recorded, so that `hybrid3d replay` can do them again and compare runs: `always`, every
             N-th step from the first one on (`every-N`), or `never`.
         max_restarts: How often ranks are started again from the last checkpoint after one of them has failed or was
@@ -219,6 +223,7 @@ class Run:
     checkpoint_every: StepsOrZero = 0
     keep_last: StepsOrZero = 0
     async_checkpoints: bool = False
+    optimizer_sharding: Literal["auto", "fully_reshardable", "dp_reshardable"] = "auto"
     record: Interval = "never"
     max_restarts: RepeatsOrZero = 0
     seed: Seed = 1
