@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hybrid3d.config import load_recipe
 from hybrid3d.inputs.export import copy_config_and_tokenizer
-from hybrid3d.inputs.models import read_config
+from hybrid3d.inputs.models import read_config, read_tokenizer
 from hybrid3d.inputs.tokenizer_files import check_tokenizer_files, tokenizer_assumptions
 from hybrid3d.reshard.file_index import INDEX_FILE, SINGLE_FILE, CheckpointError, read_index
+from run_ranks import ROOT
 
 KNOWN = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -192,9 +194,8 @@ def byte_tokenizer(folder: Path, model_type: str = "qwen2", **config: Any) -> No
 
 
 def read(folder: Path) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    check_tokenizer_files(folder, tokenizer)
-    return tokenizer
+    """Return the tokenizer as a run reads it."""
+    return read_tokenizer(load_recipe(ROOT / "recipes/demo-cpu.yaml", [f"model.path={folder}"]))
 
 
 def test_a_special_token_that_transformers_invents_is_refused(tmp_path: Path) -> None:

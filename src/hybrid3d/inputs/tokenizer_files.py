@@ -61,6 +61,8 @@ def tokenizer_assumptions(folder: Path, tokenizer: Any) -> Iterator[str]:
     """Yield a sentence for each thing that transformers assumes because no file of the tokenizer says it."""
     declared = _declared_tokens(folder)
     guessed = {name: getattr(tokenizer, name, None) for name in SPECIAL_TOKENS if name not in declared}
+    if guessed.get("pad_token") == getattr(tokenizer, "eos_token", None):  # as `read_tokenizer` sets it
+        guessed["pad_token"] = None
     named = ", ".join(f"{name} {token!r}" for name, token in guessed.items() if token is not None)
     if named:
         yield f"no file of the tokenizer names {named}: assumed from its class, {type(tokenizer).__name__}"
