@@ -282,4 +282,4 @@ def test_train_from_flipped_bits(work: Path, flipped: Path) -> None:
     said = hybrid3d(work, "train", *arguments, expect=1)
     assert "__1_0.distcp has CRC-32 " in said
     assert "renamed to step-000001.broken; there is no earlier checkpoint" in said
-    assert "stopped: none of the 1 checkpoints in flipped/checkpoints is whole" in said
+    assert "stopped: none of the 1 checkpoints in flipped/checkpoints is intact" in said
