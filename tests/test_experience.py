@@ -328,3 +328,34 @@ def test_the_first_mismatch_is_measured_before_the_first_update(
     assert compared == [metrics["mismatch/logprob_abs_mean"]]
     tokens = [token for one in samples for token in one.tokens]
     assert compared[0] == pytest.approx(float(TABLE[tokens].abs().mean()) * 0.1, rel=1e-5)
+
+
+def test_a_critic_that_is_not_updated_leaves_the_old_log_probabilities_to_a_pass(
+    alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy's update is skipped then, and what the step measures is measured all the same."""
+    policy, skipped = Policy(TABLE), list[str]()
+    refuses = StepReport({}, grad_norm=float("nan"), lr=0.1, updated=False)
+    critic = SimpleNamespace(
+        values=lambda batch, recipe: torch.zeros_like(batch.response_mask),
+        train_step=lambda *arguments, **options: refuses,
+        end_step=lambda: None,
+    )
+    models: Any = SimpleNamespace(policy=policy, reference=None, critic=critic, reward_model=None)
+    models.trained = {"policy": policy, "critic": critic}
+    monkeypatch.setattr(Guard, "must_compare_engines", lambda self, recipe: False)
+    monkeypatch.setattr(Guard, "record_skip", lambda self, step, norm, recipe, model: skipped.append(model))
+    settings = ["algorithm.name=ppo", "algorithm.correction={kind: truncate, high: 1.05}"]
+    recipe, samples = recipe_of(*settings), branched((1.0, 0.0, 0.25, 1.0, 0.0, 1.0, 0.75, 0.0))
+    learner = Learner(recipe, models, Guard(None), 0, alone)  # type: ignore[arg-type]
+    experience = learner.make_experience(samples, 1, recipe)
+    assert (policy.passes, experience.old_from_update) == (0, True)
+    row = learner.update(experience, 1, recipe).reduce(alone)
+    assert (policy.passes, policy.gradients, skipped) == (1, [], ["critic"])
+    assert experience.old is not None
+    assert experience.correction is not None
+    mask = experience.mask.bool()
+    assert torch.equal(experience.old[mask], TABLE[experience.batch.tokens][mask])
+    ratios = (experience.old - experience.rollout)[mask].exp()
+    torch.testing.assert_close(experience.correction[mask], ratios.clamp(max=1.05))
+    assert row["mismatch/weight"] == pytest.approx(float(ratios.clamp(max=1.05).mean()))
