@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from hybrid3d.launch.rendezvous import host_store, why_not
 from hybrid3d.launch_environment import LOOPBACK
 
 POLL_SECONDS = 0.1
+CONNECT_SECONDS = 5.0
 END_SECONDS = 30.0  # within which ranks that are told to end have ended
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -47,11 +49,8 @@ def run_ranks(
     Raises:
         UserMistake: this machine has no loopback interface.
     """
-    try:
-        store = host_store(LOOPBACK)
-    except OSError as error:
-        fix = "its ranks meet there: ip link set lo up (as root)"
-        raise UserMistake(f"nothing can listen at {LOOPBACK} of this machine ({why_not(error)}): {fix}") from None
+    _check_loopback()
+    store = host_store(LOOPBACK)
     left = dict(restarts or {})
     processes: dict[int, subprocess.Popen[bytes]] = {}
     try:
@@ -71,6 +70,15 @@ def run_ranks(
         _end(list(processes.values()))
     codes = {rank: process.returncode for rank, process in processes.items()}
     return {rank: RankFailure(codes[rank]) for rank in [*failed, *codes] if codes[rank]}
+
+
+def _check_loopback() -> None:
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), CONNECT_SECONDS).close()
+    except OSError as error:
+        fix = "its ranks meet there: ip link set lo up (as root)"
+        raise UserMistake(f"no connection to {LOOPBACK} of this machine ({why_not(error)}): {fix}") from None
 
 
 def _start(command: Sequence[str], rank: int, world_size: int, port: int) -> subprocess.Popen[bytes]:

@@ -1,0 +1,224 @@
+"""How commands and ranks end: by a signal at any moment, with a broken console, without a network; and who is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from commands import ROOT, demo_folder, read_rows
+from hybrid3d.launch import restarts
+from hybrid3d.launch.local_ranks import run_ranks
+from hybrid3d.launch_environment import State
+from hybrid3d.run import terminal
+from live_runs import ranks_of, started, wait_for_rows
+from run_ranks import environment
+
+pytestmark = pytest.mark.processes
+
+SOON = 60.0  # seconds, on a busy machine
+DEMO = str(ROOT / "recipes/demo-cpu.yaml")
+FULL = Path("/dev/full")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "hybrid3d", *arguments]
+
+
+def catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler of a signal, as the kernel says it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("delay", [0.0, 1.5])
+def test_a_command_that_is_stopped_early_says_so(number: signal.Signals, delay: float, tmp_path: Path) -> None:
+    """While it imports what it needs, long before there are ranks."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command("train", DEMO), cwd=tmp_path, env=environment(""), stdout=pipe, stderr=pipe)
+    end = time.monotonic() + SOON
+    while not catches(process.pid, signal.SIGTERM):
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.001)
+    time.sleep(delay)
+    ended = process.poll() is not None  # there is no model here, which it says by itself
+    process.send_signal(number)
+    printed = process.communicate(timeout=SOON)[1].decode()
+    if not ended:
+        assert (process.returncode, printed) == (1, f"stopped by {number.name}\n")
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    """As nohup starts a command."""
+    script = "import os, signal\nfrom hybrid3d.cli.signals import raised_signals\nwith raised_signals():\n"
+    script += "    os.kill(os.getpid(), signal.SIGHUP)\nprint('went on')"
+    done = subprocess.run(
+        ["sh", "-c", 'trap "" HUP; exec "$@"', "-", sys.executable, "-c", script],
+        env=environment(""),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="only Linux has /dev/full")
+def test_a_console_that_takes_nothing_is_given_up() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    for file in (FULL.open("w"), os.fdopen(writing, "w")):
+        console = terminal.plain_console(file=file)
+        for _ in range(3):
+            console.print("x" * 10_000)
+        try:
+            file.close()
+        except OSError:
+            assert file.closed
+
+
+@pytest.mark.parametrize("redirected", [">/dev/full", ">&-", "| head -c 1", ">&- 2>&-"])
+def test_a_broken_console_does_not_change_how_a_command_ends(redirected: str, tmp_path: Path) -> None:
+    # A command that prints pages, and needs no model: its exit code is kept in a file
+    script = f"({sys.executable} -m hybrid3d --help; echo $? >code) {redirected}"
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment(""), capture_output=True, text=True)
+    assert (tmp_path / "code").read_text() == "0\n"
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+RANK = """
+import os, signal, sys, time
+import torch.distributed as dist
+folder, wanted = sys.argv[1], sys.argv[2]
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+starts = len([name for name in os.listdir(folder) if name.startswith(f"start-{rank}-")])
+open(f"{folder}/start-{rank}-{starts}", "w").write(os.environ["MASTER_ADDR"])
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+if wanted == "killed" and rank == 1 and starts < 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+if wanted == "fails" and rank == 1:
+    sys.exit(3)
+if wanted == "fails":
+    time.sleep(300)
+store.set(f"here/{rank}", "")
+store.wait([f"here/{other}" for other in range(world)])
+"""
+
+
+def test_ranks_on_this_machine_meet_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    for name in ("all", "temporary"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    assert run_ranks([sys.executable, str(tmp_path / "rank.py"), str(tmp_path / "all"), "all"], 3) == {}
+    assert {path.name: path.read_text() for path in (tmp_path / "all").iterdir()} == {
+        f"start-{rank}-0": "127.0.0.1" for rank in range(3)
+    }
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.parametrize(("most", "code"), [(2, 0), (1, -signal.SIGKILL), (0, -signal.SIGKILL)])
+def test_a_rank_that_others_can_do_without_is_started_again(most: int, code: int, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    found = run_ranks([sys.executable, str(tmp_path / "rank.py"), str(tmp_path), "killed"], 2, {1: most})
+    assert (found[1].exitcode if code else found) == (code or {})
+    assert len(list(tmp_path.glob("start-1-*"))) == most + 1
+
+
+def test_a_rank_that_fails_by_itself_ends_the_others(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    begin = time.monotonic()
+    found = run_ranks([sys.executable, str(tmp_path / "rank.py"), str(tmp_path), "fails"], 3, {1: 5})
+    assert next(iter(found)) == 1  # the first
+    assert {rank: one.exitcode for rank, one in found.items()} == {1: 3, 0: -signal.SIGTERM, 2: -signal.SIGTERM}
+    assert time.monotonic() - begin < SOON
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes network namespaces")
+def test_a_machine_without_loopback_is_told_at_once() -> None:
+    """In a namespace whose loopback interface is down."""
+    script = "from hybrid3d.launch.local_ranks import run_ranks\nfrom hybrid3d.errors import UserMistake\n"
+    script += "try:\n    run_ranks(['true'], 2)\nexcept UserMistake as error:\n    print(error)"
+    done = subprocess.run(
+        ["unshare", "--net", sys.executable, "-c", script],
+        env=environment(""),
+        capture_output=True,
+        text=True,
+        timeout=SOON,
+    )
+    if "unshare failed" in done.stderr:
+        pytest.skip("no namespaces can be made here")
+    assert done.stdout.startswith("no connection to 127.0.0.1 of this machine (Network is unreachable)")
+    assert done.stdout.endswith("ip link set lo up (as root)\n")
+    assert done.stderr == ""
+
+
+CHILD = "import os, signal, sys; os.write(1, {state!r}); os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+def test_a_stopped_child_does_not_outlast_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not hear that the run has ended, and has never been ready, for which it would have ten minutes."""
+    ended = threading.Event()
+
+    def start(*unused: object) -> subprocess.Popen[bytes]:
+        code = CHILD.format(state=State.CONNECTED.value)
+        return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+
+    def wait() -> None:
+        ended.wait(SOON)
+
+    monkeypatch.setattr(restarts, "start_child", start)
+    monkeypatch.setattr(restarts, "LATE_SECONDS", 2.0)
+    threading.Timer(4.0, ended.set).start()
+    begin = time.monotonic()
+    code, states, _ = restarts._run_child(0, "", restarts.RunEnd(wait))
+    assert (code, states) == (-signal.SIGKILL, State.CONNECTED.value)
+    assert 4.0 < time.monotonic() - begin < SOON
+
+
+RUN = [
+    DEMO,
+    *("model.path=build/demo/base", "model.dtype=bfloat16", "guard.initial_mismatch=ignore", "train.tp=1"),
+    *("train.pp=1", "rollout.tp=1", "roles.generation.ranks=2", "algorithm.prompts_per_step=8", "optimizer.lr=1e-5"),
+    *("run.eval_every=99", "machine.gpus_per_node=4"),
+]
+
+
+def parent_of(run: Path, rank: int) -> int:
+    (found,) = set(ranks_of(run, rank)) - set(ranks_of(run, rank, children=True))
+    return found
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(900)
+def test_training_goes_on_where_the_parent_of_a_rank_that_generates_is_killed(demo: Path, tmp_path: Path) -> None:
+    work = demo_folder(tmp_path, demo)
+    run = work / "runs/orphaned"
+    with started(work, [*RUN, "name=orphaned", "run.steps=12"]) as process:
+        wait_for_rows(run, 2, process)
+        os.kill(parent_of(run, 1), signal.SIGKILL)
+        assert process.wait(600) == 0
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["ranks"] for event in events if event["event"] == "engine_lost"] == [[1]]
+    assert len(read_rows(run)) == 13
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(900)
+def test_training_goes_on_where_its_console_takes_nothing(demo: Path, tmp_path: Path) -> None:
+    work = demo_folder(tmp_path, demo)
+    settings = [*RUN, "roles.generation.ranks=null", "run.steps=2"]
+    for name, redirected in (("full", ">/dev/full"), ("closed", ">&-"), ("cut", "| head -n 1")):
+        script = f'("$@" name={name}; echo $? >{name}) {redirected}'
+        subprocess.run(["sh", "-c", script, "-", *command("train", *settings)], cwd=work, env=environment(""))
+        assert (work / name).read_text() == "0\n"
+        assert len(read_rows(work / "runs" / name)) == 3
