@@ -11,11 +11,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 from commands import ROOT, demo_folder
 from live_runs import started
 from run_ranks import MARK, marked
+from servers import free_port
 from sockets import Listening, is_open, listening
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -132,6 +134,40 @@ def test_a_run_of_several_roles_listens_on_loopback_alone_and_is_not_robbed(demo
     secret = work / "runs/apart/logs/secret"
     assert secret.stat().st_mode & 0o777 == 0o600
     assert "keys" in thieves[0].stdout
+
+
+AGENT = """
+import os, httpx
+assert len(os.environ["HYBRID3D_API_KEY"]) >= 32
+headers = {"authorization": "Bearer " + os.environ["HYBRID3D_API_KEY"]}
+http = httpx.Client(base_url=os.environ["HYBRID3D_ENDPOINT"], headers=headers, timeout=120)
+while (response := http.post("/sessions")).status_code != 410:
+    if response.status_code == 200:
+        session = response.json()
+        asked = {"model": session["model"], "prompt": session["prompt"], "max_tokens": 4}
+        http.post(f"/sessions/{session['id']}/v1/completions", json=asked).raise_for_status()
+        http.post(f"/sessions/{session['id']}/end", json={"reward": 0.5}).raise_for_status()
+"""
+
+
+def test_agents_find_the_key_and_their_endpoint_on_loopback_alone(demo: Path, tmp_path: Path) -> None:
+    """Without a key in the environment one is made; a stranger on the machine gets no session."""
+    work, strangers = demo_folder(tmp_path, demo), set[int]()
+    (work / "agent.py").write_text(AGENT)
+    port = free_port()
+
+    def look(found: set[Listening]) -> None:
+        if any(one.port == port for one in found):
+            with suppress(httpx.HTTPError):  # the run has just ended
+                strangers.add(httpx.post(f"http://127.0.0.1:{port}/sessions", timeout=10).status_code)
+
+    settings = ("train.tp=1", "train.pp=1", "algorithm.samples_per_prompt=2", "algorithm.prompts_per_step=4")
+    agents = (f"rollout.agents.command={sys.executable} agent.py", f"rollout.agents.port={port}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("HYBRID3D_API_KEY", raising=False)
+        found = watch(work, "name=agents", *settings, *agents, look=look)
+    assert {one for one in found if is_open(one)} == set()
+    assert strangers == {401}
 
 
 def test_ray_on_this_machine_listens_on_loopback_alone_and_leaves_nothing(demo: Path, tmp_path: Path) -> None:
