@@ -21,6 +21,7 @@ from hybrid3d.reshard.classes import signature_of
 from hybrid3d.reshard.executor import NamedTensors
 from hybrid3d.reshard.layout import Demand, Holdings, Piece, View, contiguous_stride
 from hybrid3d.reshard.planner import make_plan
+from hybrid3d.reshard.stamp import layer_of
 
 RANKS = range(4)  # TP2 x PP2, or EP2 of experts; the engines are two of TP2
 STAGES = ((0, 1), (2, 3))
@@ -57,12 +58,12 @@ class Threads:
 
     shared_memory, blocks_host, network_bytes = None, True, 0
 
-    def __init__(self, rank: int, boxes: dict[tuple[int, int], queue.Queue]):
+    def __init__(self, rank: int, boxes: dict[tuple[int, int, int], queue.Queue]):
         self._rank, self._boxes, self.received_bytes = rank, boxes, 0
         self._receives: list[tuple[torch.Tensor, int]] = []
 
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        self._boxes.setdefault((self._rank, dst), queue.Queue()).put((tag, tensor.clone()))
+        self._boxes.setdefault((self._rank, dst, tag), queue.Queue()).put(tensor.clone())
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
         self._receives.append((tensor, src, tag))
@@ -72,8 +73,7 @@ class Threads:
 
         def wait() -> None:
             for tensor, src, tag in receives:
-                sent_tag, data = self._boxes.setdefault((src, self._rank), queue.Queue()).get(timeout=30)
-                assert sent_tag == tag
+                data = self._boxes.setdefault((src, self._rank, tag), queue.Queue()).get(timeout=30)
                 tensor.view(torch.uint8).view(-1).copy_(data.view(torch.uint8).view(-1))
                 self.received_bytes += data.nbytes
 
@@ -81,21 +81,29 @@ class Threads:
 
 
 class Closing(NamedTensors):
-    """A sink that notes its layers."""
+    """A sink all of whose layers share one memory, as vLLM's do in loader layout: it keeps what is there at `close`."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]):
+    def __init__(self, pieces: tuple[Piece, ...]):
+        memory, used = torch.zeros(16 * 16 * len(pieces), dtype=torch.bfloat16), dict[int | None, int]()
+        tensors = {}
+        for p in pieces:
+            at = used.get(layer_of(p.name), 0)
+            tensors[p.name] = memory[at : at + p.box.numel].view(p.box.size)
+            used[layer_of(p.name)] = at + p.box.numel
         super().__init__(tensors)
         self.closed: list[int | None] = []
+        self.kept: dict[str, torch.Tensor] = {}
 
     def close(self, layer: int | None) -> None:
         self.closed.append(layer)
+        self.kept |= {name: t.clone() for name, t in self._tensors.items() if layer_of(name) == layer}
 
 
 def run(make: Callable[..., Any]) -> tuple[list[dict[str, torch.Tensor]], list[int], list[list[int | None]]]:
     """Run a method on all ranks, twice; return what each has, received the second time, and which layers it closed."""
     signatures = [signature_of(held_by(rank)) for rank in RANKS]
     plan = make_plan({r: held_by(r) for r in RANKS}, {r: wanted_by(r) for r in RANKS}, BUCKET)
-    boxes: dict[tuple[int, int], queue.Queue] = {}
+    boxes: dict[tuple[int, int, int], queue.Queue] = {}
 
     def of_rank(rank: int) -> tuple[dict[str, torch.Tensor], int, list[int | None]]:
         stage = rank // 2
@@ -106,16 +114,13 @@ def run(make: Callable[..., Any]) -> tuple[list[dict[str, torch.Tensor]], list[i
             for p in held_by(rank).pieces
         }
         source = {name: tensor.contiguous() for name, tensor in source.items()}
-        target = {p.name: torch.zeros(p.box.size, dtype=torch.bfloat16) for p in wanted_by(rank).pieces}
-        sink, transport = Closing(target), Threads(rank, boxes)
+        sink, transport = Closing(wanted_by(rank).pieces), Threads(rank, boxes)
         ends = (held_by(rank), NamedTensors(source)), (wanted_by(rank), sink)
         method = make(peers, plan[rank], ends, transport)
         method.run()
-        for tensor in target.values():
-            tensor.zero_()
-        received, sink.closed = method.run(), []
-        method.run()
-        return target, received, sink.closed
+        sink.closed, sink.kept = [], {}
+        received = method.run()
+        return sink.kept, received, sink.closed
 
     with ThreadPoolExecutor(4) as pool:
         targets, received, closed = zip(*pool.map(of_rank, RANKS), strict=True)
@@ -124,6 +129,7 @@ def run(make: Callable[..., Any]) -> tuple[list[dict[str, torch.Tensor]], list[i
 
 def check(targets: list[dict[str, torch.Tensor]], closed: list[list[int | None]]) -> None:
     for rank, target in enumerate(targets):
+        assert target.keys() == {*DENSE, *EXPERTS}
         for name, tensor in target.items():
             assert tensor.equal(value(name)[:, 16 * (rank % 2) : 16 * (rank % 2) + 16]), (rank, name)
         assert sorted(closed[rank], key=str) == [0, 1, None]

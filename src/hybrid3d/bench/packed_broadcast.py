@@ -1,15 +1,17 @@
 """A packed broadcast of what is no expert, and experts from shard to shard, as newer trainers do it (NeMo-RL's way).
 
 Rank 0 receives every tensor that is no expert, layer by layer in packed buffers, and sends it to every rank, which
-copies what its engine wants: `gathered_delta.py`, with all elements. Experts move as in hybrid3d's own plan. Both are
-staged as there, and a rank closes its layers when it has both.
+copies what its engine wants: `gathered_delta.py`, with all elements. Experts move as in hybrid3d's own plan, those of a
+layer when the rest of it has been written, while the next layers are broadcast.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,7 +23,10 @@ from hybrid3d.reshard.executor import Executor
 from hybrid3d.reshard.layout import Demand, Holdings
 from hybrid3d.reshard.planner import RankPlan, group_messages
 from hybrid3d.reshard.protocols import Sink, Source
+from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import Transport
+
+TAGS = 1 << 18  # from here on are those of experts, whose messages are in flight beside those of the broadcast
 
 
 class OpenSink:
@@ -35,7 +40,7 @@ class OpenSink:
     def close(self, layer: int | None) -> None: ...
 
 
-class PackedBroadcast:
+class PackedBroadcast(GatheredDelta):
     """Broadcasts what is no expert, and sends experts by a plan. Every rank calls `run` together.
 
     Attributes:
@@ -52,31 +57,51 @@ class PackedBroadcast:
         transport: Transport,
         device: torch.device,
     ):
-        self._plan, self._sink, self._transport = plan, wanted[1], transport
-        apart = OpenSink(wanted[1])
         dense = replace(peers, signatures=[_without_experts(signature) for signature in peers.signatures])
-        ends = (held[0], held[1]), (wanted[0], apart)
-        self._broadcast = GatheredDelta(dense, frozenset(), {}, *ends, transport, device)
-        self._experts = Executor(plan_of(plan, is_expert), held[1], apart, transport, device)
-        self.nbytes = self._broadcast.nbytes
-        self.operations = 0
+        apart = OpenSink(wanted[1])
+        super().__init__(dense, frozenset(), {}, held, (wanted[0], apart), transport, device)
+        self._closes, self._wanted_layers = wanted[1], frozenset(plan.layers)
+        beside = _OtherTags(transport)
+        self._experts = [
+            Executor(plan_of(plan, partial(_is_expert_of, layer)), held[1], apart, beside, device)
+            for layer, _ in self._layers
+        ]
+        self._buffers = self.nbytes
 
-    def run(self) -> int:
-        """Run once, and return the received bytes."""
-        before = self._transport.received_bytes
-        self._broadcast.run()
-        done = self._experts.run()
-        self.nbytes = max(self.nbytes, self._broadcast.nbytes + done.staging_bytes + done.lent_bytes)
-        self.operations = self._broadcast.operations + self._experts.operations
-        close_layers(self._plan, self._sink)
-        return self._transport.received_bytes - before
+    def _write(self, number: int) -> None:
+        """Write what this rank wants of a layer, first what is no expert, and close it."""
+        super()._write(number)
+        done = self._experts[number].run()
+        self.operations += self._experts[number].operations
+        self.nbytes = max(self.nbytes, self._buffers + done.staging_bytes + done.lent_bytes)
+        close_layer(self._layers[number][0], self._wanted_layers, self._closes)
 
 
-def close_layers(plan: RankPlan, sink: Sink) -> None:
-    """Open and close every layer of a plan that has been written."""
-    for layer in plan.layers:
+def close_layer(layer: int | None, wanted: Container[int | None], sink: Sink) -> None:
+    """Open and close a layer that has been written, if this rank wants any of it."""
+    if layer in wanted:
         sink.open(layer)
         sink.close(layer)
+
+
+def _is_expert_of(layer: int | None, name: str) -> bool:
+    return is_expert(name) and layer_of(name) == layer
+
+
+class _OtherTags:
+    """A transport of messages that have other tags than those of the transport that it uses."""
+
+    def __init__(self, transport: Transport):
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        self._transport.submit_send(tensor, dst, tag + TAGS)
+
+    def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
+        self._transport.submit_recv(tensor, src, tag + TAGS)
 
 
 def plan_of(plan: RankPlan, selects: Callable[[str], bool]) -> RankPlan:

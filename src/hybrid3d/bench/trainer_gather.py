@@ -2,8 +2,8 @@
 
 Each training rank all-gathers the tensors of its own stage over its TP group, and experts over its EP x ETP group. The
 engines then receive what they want, and nothing else, from a rank that has the whole tensor. Both steps are plans that
-hybrid3d's executor runs, so that they are staged, pipelined and sent exactly as its own sync; they alternate over parts
-of the model, whose whole tensors share one buffer.
+hybrid3d's executor runs, so that they are staged, pipelined and sent exactly as its own sync. They alternate over
+layers, whose whole tensors share one buffer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from hybrid3d.bench.gathering import Peers
-from hybrid3d.bench.packed_broadcast import OpenSink, close_layers
+from hybrid3d.bench.packed_broadcast import OpenSink, close_layer
 from hybrid3d.distributed import all_reduce_min, gather_unique
 from hybrid3d.families import is_expert
 from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import natural_sort_key, signature_of
+from hybrid3d.reshard.classes import signature_of
 from hybrid3d.reshard.executor import Executor, NamedTensors
 from hybrid3d.reshard.layout import (
     ITEMSIZE,
@@ -34,9 +34,10 @@ from hybrid3d.reshard.layout import (
 from hybrid3d.reshard.memory import align_up
 from hybrid3d.reshard.planner import RankPlan, Routes
 from hybrid3d.reshard.protocols import Sink, Source
+from hybrid3d.reshard.stamp import layer_of
 from hybrid3d.reshard.transport import Transport
 
-PART_BUCKETS = 4  # whole tensors of a part of the model, on all stages together, fill so many buckets
+PART_BUCKETS = 4  # whole tensors that are gathered at a time fill so many buckets, if a layer is larger
 BUFFER = "gathered"
 
 
@@ -65,7 +66,7 @@ class TrainerGather:
             plan: hybrid3d's, whose layers are closed at the end.
             per_node: ranks that share a node.
         """
-        self._plan, self._sink, self._transport = plan, wanted[1], transport
+        self._wanted_layers, self._sink, self._transport = frozenset(plan.layers), wanted[1], transport
         holds, wants = pieces_by_name(held[0].pieces), pieces_by_name(wanted[0].pieces)
         own = _names_of_own_groups(peers)
         parts = list(_parts(peers, PART_BUCKETS * bucket_bytes))
@@ -76,6 +77,7 @@ class TrainerGather:
             {f"{BUFFER}.{dtype}": _as_dtype(self._memory, dtype) for dtype in {p.dtype for g in gathered for p in g}}
         )
         self._steps: list[tuple[Executor, Executor]] = []
+        self._layers = [layer_of(names[0]) for names in parts]
         for names, whole in zip(parts, gathered, strict=True):
             here = Holdings(tuple(piece for name in names for piece in holds.get(name, ())))
             there = Demand(tuple(piece for name in names for piece in wants.get(name, ())))
@@ -97,12 +99,13 @@ class TrainerGather:
     def run(self) -> int:
         """Run once, and return the received bytes."""
         before, most = self._transport.received_bytes, 0
-        for gather, send in self._steps:
-            for executor in (gather, send):
+        for layer, following, steps in zip(self._layers, [*self._layers[1:], ...], self._steps, strict=True):
+            for executor in steps:
                 done = executor.run()
                 most = max(most, done.staging_bytes + done.lent_bytes)
+            if layer != following:
+                close_layer(layer, self._wanted_layers, self._sink)
         self.nbytes = self._memory.nbytes + most
-        close_layers(self._plan, self._sink)
         return self._transport.received_bytes - before
 
 
@@ -127,12 +130,12 @@ def _names_of_own_groups(peers: Peers) -> set[str]:
 
 
 def _parts(peers: Peers, limit: int) -> Iterable[Sequence[str]]:
-    """Yield all tensors in parts of so many bytes, the same ones on every rank."""
+    """Yield all tensors, layer by layer, in parts of so many bytes, the same ones on every rank."""
     part: list[str] = []
     nbytes = 0
-    for name in sorted(peers.shapes, key=natural_sort_key):
+    for name in sorted(peers.shapes, key=lambda name: (layer_of(name) is None, layer_of(name) or 0, name)):
         size = Box.full(peers.shapes[name]).numel * 2
-        if part and nbytes + size > limit:
+        if part and (nbytes + size > limit or layer_of(name) != layer_of(part[0])):
             yield part
             part, nbytes = [], 0
         part.append(name)
