@@ -126,6 +126,7 @@ def test_defaults(load: Any) -> None:
             "chat_template": False,
             "overlong": "error",
             "max_invalid_fraction": 0.01,
+            "date": "2024-07-26",
         },
         "evaluation": {"samples": 1, "temperature": 0.0, "top_p": 1.0, "k": [], "data": {}},
         "reward": {
@@ -301,7 +302,7 @@ def test_every_problem_in_one_message(load: Any, tmp_path: Path) -> None:
             "offload_gradients, offload_optimizer",
             "train.pp: expected an integer, 1 to 65,536, got 0 (an integer)",
             "data.columns: unknown key; known keys of data: train, eval, prompt, answer, chosen, rejected, "
-            "chat_template, overlong, max_invalid_fraction",
+            "chat_template, overlong, max_invalid_fraction, date",
             "reward.name: expected a string, not empty, of at most 1,000 printable characters, got ' ' (a string)",
             "optimizer.lr: expected a number, 0 to 100, got 'fast' (a string)",
             "run.seed: expected an integer, 0 to 4,294,967,295, got True (a boolean)",

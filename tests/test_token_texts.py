@@ -14,12 +14,14 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hybrid3d.generation.agents.calls import CallResult
+from hybrid3d.config import RecipeError, load_recipe
+from hybrid3d.generation.agents.calls import Call, CallResult
 from hybrid3d.generation.agents.history import History, PromptText
 from hybrid3d.generation.agents.requests import _logprobs
+from hybrid3d.generation.agents.sessions import SessionPool
 from hybrid3d.generation.agents.token_bytes import split_bytes
 from hybrid3d.generation.engine import Completion, Sampling
-from hybrid3d.generation.stops import Stops, find_stops, pause_tokens
+from hybrid3d.generation.stops import Stops, check_stops, find_stops, pause_tokens
 from hybrid3d.generation.turns import Trajectory, Turns
 from hybrid3d.rewards.environment_runner import Reply
 from hybrid3d.rl.data import Example, encode_pair, encode_prompt
@@ -389,3 +391,33 @@ def test_log_probabilities_in_openais_form(byte_level: dict[str, Any]) -> None:
     completion = _logprobs(SimpleNamespace(logprobs=True, is_chat=False), result, tokenizer)
     assert completion["tokens"][0] == "bytes:\\xc3"
     assert completion["text_offset"][-1] == len(text) - 1
+
+
+def test_stops_of_a_recipe_that_have_no_effect_are_refused(byte_level: dict[str, Any]) -> None:
+    recipe = Path(__file__).parents[1] / "recipes/demo-cpu.yaml"
+    check_stops(
+        load_recipe(recipe, ["rollout.stop=['<|im_end|>', x]", "rollout.environment=calculator"]), byte_level["bytes"]
+    )
+    for settings, message in (
+        (["rollout.stop=['<|im_end|>x']"], "rollout.stop: stop '<|im_end|>x' contains the special token"),
+        (["rollout.stop=['=']", "rollout.environment=calculator"], "its stop '=' ends the answer by rollout.stop='='"),
+    ):
+        with pytest.raises(RecipeError) as refused:
+            check_stops(load_recipe(recipe, settings), byte_level["bytes"])
+        assert message in str(refused.value)
+
+
+def test_an_agents_stop_that_is_a_special_token_ends_its_reply(byte_level: dict[str, Any]) -> None:
+    tokenizer = byte_level["bytes"]
+    end, said = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.encode("She sold 48")
+    rollout = load_recipe(Path(__file__).parents[1] / "recipes/demo-cpu.yaml", ["rollout.agents={port: 9000}"]).rollout
+    assert rollout is not None
+    pool = SessionPool(tokenizer, rollout, [tokenizer.eos_token_id])
+    pool.open([(Example(0, "q", "a", (5,)), 1)], 0, Sampling())
+    session = pool.take().result(1)
+    call = Call(PromptText("How many?"), stops=("<|im_end|>",))
+    result = pool.begin(session.id, call)
+    ((number, request),) = pool.exchange({}, False).requests.items()
+    assert end in request.stop_tokens
+    pool.exchange({number: Completion((*said, end), (), 0)}, False)
+    assert (result.result(1).text, result.result(1).finish_reason) == ("She sold 48", "stop")

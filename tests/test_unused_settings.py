@@ -233,3 +233,12 @@ def test_where_no_experts_can_be_replayed(tmp_path: Path) -> None:
         "train.router_replay=rollout: vLLM 0.32.0 returns experts only with its prefix cache, which "
         "async.keep_cache=true turns off: leave async.keep_cache out, or set train.router_replay=old"
     ]
+
+
+def test_a_date_without_a_template_is_refused(tmp_path: Path) -> None:
+    day = "data.date='2031-01-02'"
+    assert problems(tmp_path, RL, day, "data.chat_template=true") == []
+    assert problems(tmp_path, RL, day, "rollout.agents={port: 9000}") == []
+    for recipe in (RL, SFT):
+        (problem,) = problems(tmp_path, recipe, day)
+        assert problem.startswith("data.date=2031-01-02 has no effect: without data.chat_template no template writes")

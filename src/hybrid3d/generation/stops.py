@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,10 @@ def check_stops(recipe: Recipe, tokenizer: Any) -> None:
             pause_tokens(tokenizer, stops)
         where = "rollout.environment"
         if rollout.environment is not None:
-            pause_tokens(tokenizer, find_stops(tokenizer, check_environment(rollout.environment)))
+            replied = check_environment(rollout.environment)
+            pause_tokens(tokenizer, find_stops(tokenizer, replied))
+            for end, stop in itertools.product(rollout.stop, replied):
+                if end in stop:
+                    raise ValueError(f"its stop {stop!r} ends the answer by rollout.stop={end!r}: it would never reply")
     except ValueError as error:
         raise RecipeError(recipe.name, [f"{where}: {error}"]) from None
