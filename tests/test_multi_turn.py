@@ -68,6 +68,9 @@ class Author:
         self.texts = list(texts)
         self.asked: list[list[tuple[str, int | None, int]]] = []
 
+    def broadcast(self, value: Any) -> Any:
+        return value
+
     def generate(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
         self.asked.append([])
         completions = []
@@ -256,8 +259,8 @@ def test_a_failure_ends_its_conversation_only(talk: Talk) -> None:
 def test_a_replica_that_is_done_goes_on_stepping_with_the_others(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [[TurnResult(done=False)], [TurnResult(done=False)], [TurnResult(done=True)]]
     monkeypatch.setattr(turns_module, "check_environment", lambda spec: ("=",))
-    gathered = lambda value, group: [value, None, (1, others.pop(0))]  # noqa: E731
-    monkeypatch.setattr(multi_turn, "gather_objects", gathered)
+    with_another = lambda numbers, group: [max(*numbers, not others.pop(0)[0].done)]  # noqa: E731
+    monkeypatch.setattr(multi_turn, "all_reduce_max", with_another)
     (one,), author = talk("a|", environment="calculator")
     assert shown(one) == ("a|", "^^")
     assert [len(of_round) for of_round in author.asked] == [1, 0, 0]

@@ -152,7 +152,7 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
         return Scores([1.0] * len(items))
 
     replicas: Any = object.__new__(EngineReplicas)
-    replicas._agents = None
+    replicas._agents = replicas._holder = None
     replicas._engine = SimpleNamespace(replica=0, replicas=1, leads=True)
     replicas._tokenizer = SimpleNamespace(decode=lambda tokens, **_: "")
     replicas._scorer = SimpleNamespace(score=score)

@@ -11,6 +11,7 @@ import array
 import gc
 import importlib
 import importlib.machinery
+import io
 import json
 import os
 import runpy
@@ -138,8 +139,10 @@ def run(job: dict[str, Any]) -> None:
     os.environ.update(job["environment"])
     sys.executable = job["executable"]
     sys.orig_argv = [sys.executable, *job["arguments"]]
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    # New streams: the server's know of their file that they may seek in it, which fails in a pipe
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(open(fd, "wb", buffering=0, closefd=False), write_through=True) for fd in (1, 2)
+    )
     first, *arguments = job["arguments"]
     searched = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     known = [path for path in sys.path[1:] if path not in searched]

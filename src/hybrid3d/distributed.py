@@ -45,6 +45,7 @@ __all__ = [
     "all_reduce_min",
     "broadcast_object",
     "derived_key",
+    "gather_numbers",
     "gather_objects",
     "gather_to_first",
     "gather_unique",
@@ -52,6 +53,7 @@ __all__ = [
     "launcher_ranks",
     "local_rank",
     "local_world_size",
+    "pickled",
     "rank",
     "run_id",
     "spanning_group",
@@ -59,7 +61,9 @@ __all__ = [
     "start_among",
     "start_roles",
     "under_launcher",
+    "unpickled",
     "wait_for_all",
+    "weights_group",
     "world_size",
 ]
 
@@ -186,6 +190,17 @@ def _set_timeouts(group: dist.ProcessGroup, on_cpus: timedelta) -> None:
         group._get_backend(device)._set_default_timeout(EXCHANGE_TIMEOUT if device.type == "cuda" else on_cpus)
 
 
+def weights_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Create a group of the same ranks, of the default group, for weights alone, with the memory that NCCL takes.
+
+    NCCL requires all ranks in the first operation of a group, and a bucket may involve only some of them.
+    """
+    made = dist.new_group(dist.get_process_group_ranks(group), group_desc="weights")
+    assert made is not None, "this rank is one of them"
+    dist.all_reduce(torch.zeros(1, device=device), group=made)
+    return made
+
+
 def spanning_group(
     ranks: Sequence[int], name: str, store: dist.Store, timeout: timedelta, meeting: timedelta = MEETING_TIMEOUT
 ) -> dist.ProcessGroup:
@@ -257,17 +272,55 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's value, by rank in the group, on every rank. For records, not for tensors."""
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
+    """Return every rank's value, by rank in the group, on every rank. For records, not for tensors.
+
+    A rank receives at most three times the bytes of all values, and a KiB for each: those that are much larger than the
+    others are sent by themselves, and the others padded to one size.
+    """
+    data = pickled(value)
+    sizes = gather_numbers(len(data), group)
+    usual = 2 * sum(sizes) // len(sizes) + 1024
+    width = max(size for size in sizes if size <= usual)
+    padded = torch.zeros(width, dtype=torch.uint8)
+    padded[: min(len(data), width)] = data[:width]
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded, group=group)
+    for src, size in enumerate(sizes):
+        if size > usual:
+            found[src] = data if src == group.rank() else torch.empty(size, dtype=torch.uint8)
+            dist.broadcast(found[src], group=group, group_src=src)
+    return [unpickled(each[:size]) for each, size in zip(found, sizes, strict=True)]
 
 
 def gather_to_first(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
     """Return every rank's value, by rank in the group, on the group's first rank; None on the others."""
-    values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(value, values, group=group, group_dst=0)
-    return values
+    data = pickled(value)
+    sizes = gather_numbers(len(data), group)
+    if group.rank() > 0:
+        dist.send(data, group=group, group_dst=0)
+        return None
+    found = [data, *(torch.empty(size, dtype=torch.uint8) for size in sizes[1:])]
+    works = [dist.irecv(found[src], group=group, group_src=src) for src in range(1, group.size())]
+    for work in works:
+        work.wait()
+    return [unpickled(each) for each in found]
+
+
+def gather_numbers(number: int, group: dist.ProcessGroup) -> list[int]:
+    """Return every rank's number, by rank in the group, on every rank."""
+    found = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(found, torch.tensor([number]), group=group)
+    return [int(each) for each in found]
+
+
+def pickled(value: Any) -> torch.Tensor:
+    """Return a value as bytes, for another rank of this run."""
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def unpickled(data: torch.Tensor) -> Any:
+    """Return the value of bytes that another rank of this run has made of it."""
+    return pickle.loads(data.numpy())
 
 
 def gather_unique(value: Any, group: dist.ProcessGroup) -> list[tuple[list[int], Any]]:

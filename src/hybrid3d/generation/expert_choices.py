@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,17 +20,32 @@ class ExpertChoices:
         layers, per_token: number of layers with experts, and k; both are 0 if there are no choices.
         dtype: of the numbers of experts: `uint8`, or `uint16` where there are more than 256 experts.
         data: the numbers, [tokens, layers, k], as contiguous bytes.
+        held_by: the rank of the ranks that train that has the numbers, where it is not every rank that has the object:
+            they are large, and only the ranks that train the sequence need them. Another rank gets the object without.
+        tokens: where the numbers are not here, for how many tokens there are any.
     """
 
     layers: int = 0
     per_token: int = 0
     dtype: str = "uint8"
     data: bytes = b""
+    held_by: int | None = field(default=None, compare=False)
+    tokens: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, array: Array) -> ExpertChoices:
         """Return the choices in an array [tokens, layers, k] of unsigned integers."""
         return cls(array.shape[1], array.shape[2], array.dtype.name, np.ascontiguousarray(array).tobytes())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what another process gets: of what a rank holds, no numbers."""
+        data, tokens = (self.data, self.tokens) if self.held_by is None else (b"", len(self))
+        return ExpertChoices, (self.layers, self.per_token, self.dtype, data, self.held_by, tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the numbers, wherever they are."""
+        return len(self) * self.layers * self.per_token * np.dtype(self.dtype).itemsize
 
     @functools.cached_property
     def array(self) -> Array:
@@ -41,7 +56,7 @@ class ExpertChoices:
 
     def __len__(self) -> int:
         """Return the number of tokens."""
-        return len(self.array)
+        return self.tokens or len(self.array)
 
     def __getitem__(self, token: int) -> list[list[int]]:
         """Return the experts of a token, by layer."""
@@ -50,7 +65,9 @@ class ExpertChoices:
 
     def first(self, tokens: int) -> ExpertChoices:
         """Return the choices of the first tokens."""
-        return self if tokens >= len(self) else replace(self, data=self.array[:tokens].tobytes())
+        if tokens >= len(self):
+            return self
+        return replace(self, tokens=tokens) if self.tokens else replace(self, data=self.array[:tokens].tobytes())
 
     def extended(self, longer: ExpertChoices) -> ExpertChoices:
         """Return these choices, and after them those of another computation of the same sequence for later tokens."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from hybrid3d.distributed import gather_objects
+from hybrid3d.distributed import all_reduce_max
 from hybrid3d.generation.engine import Engine, Sampling
 from hybrid3d.generation.turns import Trajectory, Turns
 from hybrid3d.rl.data import Example
@@ -43,8 +43,7 @@ class MultiTurnRollout:
 
     def _take_turns(self, active: Sequence[Trajectory]) -> bool:
         """Let the environment reply to each answer; return whether any answer of any replica goes on."""
-        local = (self._engine.replica, self._turns.results(active)) if self._engine.leads else None
-        by_replica = dict(filter(None, gather_objects(local, self._group)))
-        for answer, result in zip(active, by_replica[self._engine.replica], strict=True):
+        results = self._engine.broadcast(self._turns.results(active) if self._engine.leads else None)
+        for answer, result in zip(active, results, strict=True):
             answer.apply(result)
-        return any(not result.done for results in by_replica.values() for result in results)
+        return bool(all_reduce_max([int(any(not result.done for result in results))], self._group)[0])

@@ -10,15 +10,15 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import gather_objects
 from hybrid3d.generation.agents.rollout import AgentRollout
 from hybrid3d.generation.agents.samples import last_answer, samples_of
 from hybrid3d.generation.agents.sessions import Session
 from hybrid3d.generation.engine import Engine, Sampling
+from hybrid3d.generation.exchange import AnswerExchange
 from hybrid3d.generation.expert_choices import NO_CHOICES
 from hybrid3d.generation.multi_turn import MultiTurnRollout
 from hybrid3d.generation.partial_rollout import PartialRollout, Place, Prompt
-from hybrid3d.generation.samples import Sample
+from hybrid3d.generation.samples import Sample, held_samples
 from hybrid3d.generation.turns import Trajectory, Turns
 from hybrid3d.rewards.scorer import Scorer, Scores
 from hybrid3d.rl.data import Example
@@ -115,12 +115,23 @@ class Replicas(Protocol):
 class EngineReplicas:
     """Implements `Replicas` for the replicas of one engine. Every rank of it calls every method together."""
 
-    def __init__(self, recipe: Recipe, engine: Engine, tokenizer: Any, group: dist.ProcessGroup):
+    def __init__(
+        self,
+        recipe: Recipe,
+        engine: Engine,
+        tokenizer: Any,
+        group: dist.ProcessGroup,
+        receivers: Sequence[int] | None = None,
+    ):
         """
         Args:
-            group: all ranks of the engine; the results are the same on each.
+            group: all ranks of the engine.
+            receivers: ranks of the group for which results are, which are the same on each; on others they are
+                incomplete. By default all, which then train: experts that vLLM chose stay with the rank that has them.
         """
-        self._engine, self._tokenizer, self._group = engine, tokenizer, group
+        self._engine, self._tokenizer = engine, tokenizer
+        self._exchange = AnswerExchange(group, recipe.machine.gpus_per_node, receivers)
+        self._holder = group.rank() if receivers is None else None  # of the choices of experts
         self._turns = Turns(recipe, engine, tokenizer, group)
         self._multi_turn = MultiTurnRollout(self._turns, engine, group)
         reward = recipe.reward
@@ -202,7 +213,7 @@ class EngineReplicas:
             for trajectory, answer, reward in zip(trajectories, answers, scores.rewards, strict=True)
         ]
         failed = [(f"{OF_ENVIRONMENT}{one.failure}", one.message) for one in trajectories if one.failure]
-        return _answers(samples, failed, scores)
+        return self._answers(samples, failed, scores)
 
     def _scored_sessions(self, sessions: Sequence[Session]) -> Answers:
         """Return the answers of agents, with the rewards that these have given, or else those of the function."""
@@ -224,18 +235,17 @@ class EngineReplicas:
             for sample in branches
         ]
         failed = [(f"{OF_AGENT}{session.failure}", session.message) for session in sessions if session.failure]
-        return _answers(samples, failed, scores)
+        return self._answers(samples, failed, scores)
+
+    def _answers(self, samples: list[Sample], failed: Sequence[tuple[str, str]], scores: Scores) -> Answers:
+        """Return samples with the failures of their conversations (kind and message) and of their rewards."""
+        failures = Counter(kind for kind, _ in failed)
+        samples = samples if self._holder is None else held_samples(samples, self._holder)
+        return Answers(samples, dict(failures | scores.failures), dict(reversed(failed)) | scores.examples)
 
     def _of_all_replicas(self, value: T) -> dict[int, T]:
         """Return the values of all replicas, by number; each replica's is that of its leading rank."""
-        values = gather_objects((self._engine.replica, value) if self._engine.leads else None, self._group)
-        return dict(sorted(filter(None, values), key=lambda pair: pair[0]))
-
-
-def _answers(samples: list[Sample], failed: Sequence[tuple[str, str]], scores: Scores) -> Answers:
-    """Return samples with the failures of their conversations (kind and message) and of their rewards."""
-    failures = Counter(kind for kind, _ in failed)
-    return Answers(samples, dict(failures | scores.failures), dict(reversed(failed)) | scores.examples)
+        return self._exchange.gather(self._engine.replica, value if self._engine.leads else None)
 
 
 Score = Callable[[Sequence[Sample], bool], Scores]

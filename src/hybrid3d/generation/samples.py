@@ -88,6 +88,14 @@ def filled_up(samples: Sequence[Sample], multiple: int) -> Sequence[Sample]:
     return [*samples, *[filling] * (-len(samples) % multiple)]
 
 
+def held_samples(samples: Sequence[Sample], rank: int) -> list[Sample]:
+    """Return samples whose choices of experts stay with this rank of the ranks that train, where they have any."""
+    return [
+        replace(sample, experts=replace(sample.experts, held_by=rank)) if len(sample.experts) else sample
+        for sample in samples
+    ]
+
+
 @dataclass(frozen=True)
 class RolloutBatch:
     """The samples of a step, on every rank.

@@ -81,9 +81,22 @@ def _sentences(report: PlanReport) -> Text:
         f"network    {network:,} bytes between nodes; the lower bound is {traffic.network_bound:,}\n"
         f"{_quantized(report)}{_placement(report)}"
         f"staging    {traffic.staging / 2**20:.0f} MiB a rank; finalization {gb(traffic.finalize)} at most\n"
+        f"{_samples(report)}"
         f"seconds    {sync.seconds:.3f} on {report.recipe.machine.kind}: {_bottleneck(sync)}; "
         f"gathered: {report.gather_traffic.seconds(report.hardware):.3f}"
         f"{_changed(report)}{_adapters(report)}"
+    )
+
+
+def _samples(report: PlanReport) -> str:
+    """Return what samples take; nothing where none are generated."""
+    samples = report.samples
+    if not samples.answers:
+        return ""
+    choices = f", {gb(samples.choice_bytes)} of chosen experts" if samples.choice_bytes else ""
+    return (
+        f"samples    {gb(samples.received.max())} a rank and step at most: {samples.answers} answers of "
+        f"{gb(samples.answer_bytes)}{choices}, if all are as long as they may be\n"
     )
 
 
@@ -156,6 +169,13 @@ def _memory(report: PlanReport) -> Table:
         f"{key} {gb(most[key])}" for key in ("weights", "gradients", "optimizer", "reference", "changes") if most[key]
     ]
     table.add_row("train", gb(memory.train), ", ".join([*stays, f"activations {gb(most['activations'])}"]))
+    reserve = memory.reserve
+    communicators = reserve.training_communicators + reserve.rollout_communicators
+    table.add_row(
+        "all",
+        gb(reserve.total),
+        f"contexts {gb(reserve.contexts)}, NCCL {gb(communicators)}, graphs {gb(reserve.graphs)}",
+    )
     table.add_row(
         "sync", gb(memory.sync), f"... rollout weights {gb(most['rollout_weights'])}, staging and finalization"
     )

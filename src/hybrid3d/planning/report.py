@@ -18,6 +18,7 @@ from hybrid3d.planning.fitting import check_memory
 from hybrid3d.planning.hardware import Hardware, hardware_of
 from hybrid3d.planning.memory import MemoryEstimate, max_over_stages
 from hybrid3d.planning.peers import GatherTraffic, gather_traffic
+from hybrid3d.planning.samples import SampleTraffic, predict_samples
 from hybrid3d.planning.seconds import SyncTime, estimate_sync_time, inter_node_bytes
 from hybrid3d.planning.traffic import SyncTraffic, compute_sync_traffic, without_collector
 from hybrid3d.reshard.placement import consecutive_slots
@@ -34,6 +35,7 @@ class PlanReport:
     sync: SyncTime
     memory: MemoryEstimate
     gather_traffic: GatherTraffic
+    samples: SampleTraffic
     changed: ChangedSync | None = None
     adapters: AdapterSync | None = None
 
@@ -64,13 +66,13 @@ class PlanReport:
     def numbers(self) -> dict[str, Any]:
         """Return the numbers of `--json`: sums over ranks, or maxima for keys that start with `max_`; sizes in bytes.
 
-        They equal what a run measures, with these exceptions: `max_finalize_bytes` is an upper bound, `gather_bytes` is
-        what ranks would receive if every tensor were gathered on every rank, and `seconds` and `memory` are
-        predictions. If the plan is too large to be made transfer by transfer, `max_staging_bytes` is an upper bound
-        too, and `buckets` is null.
+        They equal what a run measures, with these exceptions: `max_finalize_bytes`, `samples_bytes` and
+        `max_samples_bytes` are upper bounds, `gather_bytes` is what ranks would receive if every tensor were gathered
+        on every rank, and `seconds` and `memory` are predictions. If the plan is too large to be made transfer by
+        transfer, `max_staging_bytes` is an upper bound too, and `buckets` is null.
         """
         traffic, ranks, changed, adapters = self.traffic, self.per_rank, self.changed, self.adapters
-        usual = consecutive_slots(self.recipe.generation_ranks)
+        usual, reserve = consecutive_slots(self.recipe.generation_ranks), self.memory.reserve
         sums = {key: int(ranks[key].sum()) for key in ranks if key != "sent_bytes"}
         return {
             "name": self.recipe.name,
@@ -86,6 +88,8 @@ class PlanReport:
             "max_staging_bytes": traffic.staging,
             "max_finalize_bytes": traffic.finalize,
             "optimizer_sharding": self.checkpoint.sharding,
+            "samples_bytes": int(self.samples.received.sum()),
+            "max_samples_bytes": int(self.samples.received.max()),
             "coverage": "exact",
             "buckets": traffic.buckets,
             "per_rank": {key: _spread(of_ranks) for key, of_ranks in ranks.items()},
@@ -108,6 +112,9 @@ class PlanReport:
                 "generate": self.memory.generate,
                 **{f"max_{key}": n for key, n in max_over_stages(self.memory.stages).items()},
                 "max_node_checkpoint": self.checkpoint.node,
+                "reserve_contexts": reserve.contexts,
+                "reserve_communicators": reserve.training_communicators + reserve.rollout_communicators,
+                "reserve_graphs": reserve.graphs,
                 "kv_cache": self.memory.kv_cache,
                 "kv_cache_tokens": self.memory.kv_tokens,
             },
@@ -172,7 +179,8 @@ def make_report(
     on_progress("placing ranks, planning, and checking that every wanted element arrives once")
     traffic, hardware = compute_sync_traffic(recipe, answers), hardware_of(recipe.machine)
     sync = estimate_sync_time(traffic.traffic, traffic.local, hardware, recipe.machine.gpus_per_node)
-    report = PlanReport(recipe, hardware, traffic, sync, memory, gather_traffic(recipe, traffic))
+    gathered, samples = gather_traffic(recipe, traffic), predict_samples(recipe, config)
+    report = PlanReport(recipe, hardware, traffic, sync, memory, gathered, samples)
     if recipe.syncs_adapters:
         slots = traffic.placement.slots.tolist()
         report = replace(report, adapters=predict_adapter_sync(recipe, config, slots, hardware, on_progress))

@@ -17,6 +17,7 @@ from torch import Tensor
 from hybrid3d.config import Recipe, sequences_multiple
 from hybrid3d.config.algorithms import TOKEN_ADVANTAGES
 from hybrid3d.distributed import gather_objects
+from hybrid3d.generation.exchange import deliver_choices
 from hybrid3d.generation.samples import NO_ANSWER, Sample, answer_numbers, filled_up
 from hybrid3d.rewards.registry import LARGEST_REWARD, overlong_penalty, unusable
 from hybrid3d.rl.advantages import Answers, Moments, answer_advantages, gae, returns_to_go, token_rewards, whitened
@@ -51,6 +52,7 @@ class ExperienceMaker:
     pad_id: int
     group: dist.ProcessGroup
     _shares: Shares = field(default_factory=list, init=False)  # the rows of each data-parallel rank in this step
+    _replicas: dict[int, list[int]] = field(default_factory=dict, init=False)  # the ranks of each data-parallel rank
 
     def make(self, samples: Sequence[Sample], step: int, recipe: Recipe, kl_coef: float) -> Experience:
         """Compute what an update needs of this rank's share of a step's samples.
@@ -66,6 +68,7 @@ class ExperienceMaker:
             for number, row in zip(answers, rows, strict=True)
         ]
         shares = self._shares = self._divide(rows, len(samples), recipe)
+        rows = self._with_choices(rows, shares, recipe)
         local = [rows[i] for i in shares[policy.data_parallel_rank]]
         sequences, prompts = [s.prompt_ids + s.tokens for s in local], [len(s.prompt_ids) for s in local]
         batch = Batch.from_sequences(sequences, prompts, loss_mask=[s.loss_mask for s in local], pad_id=self.pad_id)
@@ -101,6 +104,16 @@ class ExperienceMaker:
                 metrics.update(self.measure_update(experience, recipe).metrics)
             self.guard.compare_engines(step, metrics.reduce(self.group), policy.has_experts, recipe)
         return experience
+
+    def _with_choices(self, rows: Sequence[Sample], shares: Shares, recipe: Recipe) -> Sequence[Sample]:
+        """Return the rows, those of this data-parallel rank with the choices of experts that its passes replay."""
+        if recipe.train.router_replay != "rollout" or self.models.policy.router_replay is None:
+            return rows
+        if not self._replicas:
+            for rank, place in enumerate(gather_objects(self.models.policy.data_parallel_rank, self.group)):
+                self._replicas.setdefault(place, []).append(rank)
+        wanted = [(share, self._replicas[place]) for place, share in enumerate(shares)]
+        return deliver_choices(rows, wanted, self.group, recipe.machine.gpus_per_node)
 
     def _divide(self, rows: Sequence[Sample], samples: int, recipe: Recipe) -> Shares:
         """Return the rows of each data-parallel rank; those from the number `samples` on only fill the batch."""

@@ -1,4 +1,8 @@
-"""Router replay in a step: which choices of experts the policy's passes over a batch replay, and what is measured."""
+"""Router replay in a step: which choices of experts the policy's passes over a batch replay, and what is measured.
+
+The choices stay with the rank that has got a sample from vLLM (`ExpertChoices.held_by`) until it is known which ranks
+train the sample: these get them, and no others.
+"""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ WAITING_ANYWHERE = ("torch.distributed.distributed_c10d", "vllm.distributed.")
 WAITING_INNERMOST = (
     *("megatron.core.distributed.", "megatron.core.pipeline_parallel.", "megatron.core.tensor_parallel."),
     *("hybrid3d.reshard.transport", "hybrid3d.reshard.shared_memory"),
+    *("hybrid3d.distributed", "hybrid3d.generation.delivery"),
 )
 WAITING_OURS = ("hybrid3d.roles.split.", "hybrid3d.roles.weight_sync.")
 # Modules whose functions have their process group in these variables, or in these attributes of `self`. The variables

@@ -14,6 +14,7 @@ from hybrid3d import __version__
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
 from hybrid3d.distributed import gather_to_first
+from hybrid3d.generation.exchange import deliver_choices
 from hybrid3d.generation.samples import Sample
 from hybrid3d.reshard.fingerprint import LocalFingerprints, fingerprint_pieces, whole_fingerprints
 from hybrid3d.roles.step_experience import Experience
@@ -68,6 +69,8 @@ class StepCapture:
             samples: as they were generated.
             metrics: of the step, reduced over ranks.
         """
+        everything = [(range(len(samples)), [0])]
+        samples = deliver_choices(samples, everything, self._group, recipe.machine.gpus_per_node)
         ends = gather_to_first((self._before, _fingerprints(self._models)), self._group)
         values = gather_to_first(_token_values(experience) if self._is_reporting else None, self._group)
         if ends is None or values is None:

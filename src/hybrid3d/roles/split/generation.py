@@ -49,7 +49,7 @@ class GenerationRank:
         self._has_message: Callable[[], bool] | None = None
         self._engine = RolloutEngine(recipe, group.rank(), name, range(len(ranks)))
         work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
-        self._replicas = EngineReplicas(recipe, self._engine, read_tokenizer(recipe), group)
+        self._replicas = EngineReplicas(recipe, self._engine, read_tokenizer(recipe), group, receivers=[0])
 
         def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> WeightSync:
             return policy_sync(recipe, everyone, engine=self._engine, transport_group=weights, ranks=ranks)
@@ -86,7 +86,7 @@ class GenerationRank:
         else:
             stop = {"stop": self._has_message} if call.stoppable else {}
             found = getattr(self._replicas, call.method)(**call.arguments, **stop)
-            result = found if self._leads else None  # it is the same on all ranks
+            result = found if self._leads else None  # complete on this rank only
         return Reply(result, [(ACTIVITIES[call.method], begin, time.time())], meter.stop())
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from hybrid3d.distributed import all_reduce_min, broadcast_object
 from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.replicas import NoReplicas, ScoredReplicas
 from hybrid3d.generation.rollouts import make_rollouts
-from hybrid3d.generation.samples import RolloutBatch, Sample
+from hybrid3d.generation.samples import RolloutBatch, Sample, held_samples
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.rewards import sandbox
 from hybrid3d.roles.learner import Learner
@@ -189,7 +189,15 @@ class TrainingRank:
         return self._generate(version, recipe, lambda _: self._rollouts.evaluate(version, recipe))
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
-        return self._generate(version, recipe, lambda _: self._ahead.next_batch(version, batch, recipe))
+        own: list[RolloutBatch] = []  # on the first rank, with the choices of experts, which only stay there
+
+        def generate(_: Engines) -> RolloutBatch:
+            made = self._ahead.next_batch(version, batch, recipe)
+            own[:] = [replace(made, samples=held_samples(made.samples, rank=0))]
+            return own[0]
+
+        found = self._generate(version, recipe, generate)
+        return own[0] if own else found
 
     def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
         with self._busy:
