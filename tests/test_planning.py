@@ -131,7 +131,7 @@ from hybrid3d.config import RecipeError, load_recipe
 from hybrid3d.planning.isolated import run_in_subprocess
 from hybrid3d.launch.preflight import check_fit
 recipe = load_recipe("recipe.yaml")
-check_fit(replace(recipe, machine=replace(recipe.machine, memory_gb=4.0)))
+check_fit(replace(recipe, machine=replace(recipe.machine, memory_gb=8.0)))
 try:
     check_fit(replace(recipe, machine=replace(recipe.machine, memory_gb=0.001)))
 except RecipeError as misfit:

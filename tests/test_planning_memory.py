@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import checkpoints
 from hybrid3d.config import OFFLOADS, Train, load_recipe
 from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.families import FAMILIES, family_of
+from hybrid3d.planning.hardware import hardware_of
 from hybrid3d.planning.memory import (
     MemoryEstimate,
     ParameterCounts,
@@ -22,6 +24,7 @@ from hybrid3d.planning.memory import (
     estimate_stages,
     stage_activations,
 )
+from hybrid3d.planning.reserve import COMMUNICATOR, NO_RESERVE, Reserve, count_rollout_groups, reserve_of
 from hybrid3d.train.model import build_model
 from hybrid3d.train.probe import expected_shapes, holdings_of_all, mtp_holdings, representative_layer_counts
 from hybrid3d.train.runtime import as_rank, on_device
@@ -169,6 +172,8 @@ def memory(**changes: Any) -> MemoryEstimate:
         max_model_len=changes.get("max_model_len", 4096),
         sleeps=changes.get("sleeps", True),
         offloads=changes.get("offloads", ()),
+        split=changes.get("split", False),
+        reserve=changes.get("reserve", NO_RESERVE),
     )
 
 
@@ -186,3 +191,41 @@ def test_phases_add_up_and_each_is_refused_by_its_numbers() -> None:
     assert memory(rollout_weights=22).problems()[0].startswith("vLLM's share of 24.0 GB leaves its KV cache")
     assert memory(percent=35).problems() == ["the generate phase needs 83.0 GB of a GPU's 80.0 GB"]
     assert memory(rollout_weights=30).problems()[0] == "the sync phase needs 86.0 GB of a GPU's 80.0 GB"
+
+
+def test_the_reserve_is_beside_the_others_and_what_vllm_counts_is_within_its_fraction() -> None:
+    reserve = Reserve(contexts=2 * 10**9, training_communicators=3 * 10**9, rollout_communicators=10**9, graphs=10**9)
+    without, found = memory(), memory(reserve=reserve)
+    assert found.train - without.train == 7 * 10**9  # graphs and communicators do not sleep
+    assert found.sync - without.sync == 7 * 10**9
+    assert found.generate - without.generate == 5 * 10**9
+    assert without.kv_cache - found.kv_cache == 2 * 10**9
+    assert found.problems()[0] == "the train phase needs 82.0 GB of a GPU's 80.0 GB"
+    awake = memory(reserve=reserve, sleeps=False)  # its fraction has its part already
+    assert awake.train - memory(sleeps=False).train == 5 * 10**9
+    apart, parts = memory(split=True), memory(split=True, reserve=reserve)
+    assert [parts.train - apart.train, parts.generate - apart.generate] == [5 * 10**9, 2 * 10**9]
+
+
+def test_each_communicator_and_the_graphs_of_a_recipe_are_counted() -> None:
+    """Llama-3.1-70B: TP8, PP, the ends of the pipeline, DP, all ranks, and weights; vLLM's TP8."""
+    llama = recipe_of("llama-3.1-70b")
+    found = reserve_of(llama, has_experts=False)
+    assert min(llama.train.tp, llama.train.pp, llama.train.dp, llama.rollout.tp) > 1
+    assert found.training_communicators == 6 * COMMUNICATOR
+    assert found.rollout_communicators == COMMUNICATOR
+    assert found.graphs > 0
+    assert reserve_of(recipe_of("llama-3.1-70b", "sync.share_storage=true"), has_experts=False).graphs == 0
+    wide = recipe_of("deepseek-v3-671b-wide-ep")
+    assert count_rollout_groups(wide) == 3  # TP, DP and experts
+    dense, sparse = (reserve_of(wide, has_experts=experts).training_communicators for experts in (False, True))
+    assert sparse > dense
+
+
+def test_vllm_takes_its_fraction_of_what_a_gpu_really_has() -> None:
+    """An H100 of 80 GiB has 85 GB, as torch reports on one."""
+    measured = json.loads((RECIPES.parent / "benchmarks/results/gpu-check-h100.json").read_text())
+    (gpu,) = measured["machine"]["gpus"]
+    assert gpu["name"] == "NVIDIA H100 80GB HBM3"
+    recipe = recipe_of("llama-3.1-70b")
+    assert hardware_of(recipe.machine).memory_bytes == pytest.approx(gpu["bytes"], rel=1e-3)

@@ -116,7 +116,11 @@ def check_numbers(recipe: Recipe, numbers: dict[str, Any]) -> None:
         assert numbers["placement"][key] <= numbers["placement"]["consecutive"][key]
     memory, rollout = numbers["memory"], recipe.rollout
     assert rollout is not None
-    assert max(memory[phase] for phase in ("train", "sync", "generate")) <= memory["gpu"]
+    fullest = max(memory[phase] for phase in ("train", "sync", "generate"))  # with contexts, communicators and graphs
+    assert fullest <= 0.96 * memory["gpu"]
+    reserved = [memory[f"reserve_{part}"] for part in ("contexts", "communicators", "graphs")]
+    assert all(nbytes > 0 for nbytes in reserved)
+    assert memory["train"] >= memory["max_activations"] + memory["max_weights"] + sum(reserved) / 2
     assert memory["kv_cache_tokens"] >= rollout.max_model_len
     seconds = numbers["seconds"]
     assert seconds["sync"] == max(seconds["network"], seconds["nvlink"], seconds["copies"]) > 0

@@ -169,7 +169,7 @@ TORCH = (
         "torch==2.13.0",
         "Ranks that are late by its 10 or 30 minutes would be taken for lost in the groups of vLLM and of others that "
         "name no timeout.",
-        "tests/test_group_timeouts.py",
+        "tests/test_process_groups.py",
         lambda original: default_timeout,
     ),
 )

@@ -19,7 +19,7 @@ from hybrid3d import distributed
 from hybrid3d.bench.scaling import write_model
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import RoleGroups
-from hybrid3d.families import Config
+from hybrid3d.families import Config, family_of
 from hybrid3d.inputs.models import read_config, read_tokenizer
 from hybrid3d.inputs.tokenizer_files import tokenizer_assumptions
 from hybrid3d.launch.failures import failure_record, write_failure
@@ -107,11 +107,13 @@ def _serve(recipe: Recipe, store: dist.Store) -> None:
 
 
 def _start_training(recipe: Recipe, store: dist.Store) -> dist.ProcessGroup:
-    """Create the default process group of the ranks that train, and Megatron's."""
+    """Create the default process group of the ranks that train, and Megatron's, with the memory that they take."""
     from hybrid3d.train import runtime
 
     group = distributed.start_among(recipe.role_ranks["train"], f"train/{this_process().restart_count}", store)
     runtime.initialize(recipe.train, recipe.run.seed)
+    config = read_config(recipe.model.path)
+    runtime.use_groups(recipe.train, family_of(config).experts(config) is not None)
     return group
 
 

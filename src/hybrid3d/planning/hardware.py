@@ -14,7 +14,7 @@ class Hardware:
     """Memory and speeds of one GPU. Bandwidths are in bytes per second; those of links hold for each direction.
 
     Attributes:
-        memory_bytes: as in its data sheet; what a device has beyond that is left to contexts and NCCL.
+        memory_bytes: as torch reports it, of which vLLM takes its fraction: a GPU of 80 GiB has 85 GB.
         memory_bandwidth: of its own memory; a copy reads and writes each byte.
         nvlink_bandwidth: to all other GPUs of its node together.
         network_bandwidth: to other nodes.
@@ -35,11 +35,13 @@ class Hardware:
 
 
 # Data sheets of NVIDIA's A100 80GB SXM, H100 SXM and H200 SXM; NVLink is quoted there for both directions together.
+# Their memory is that which torch reports: 85.0 GB on an H100 (`benchmarks/results/gpu-check-h100.json`), as much is
+# assumed for an A100, and 150 GB for an H200.
 # The last number of a name is the network adapter's rate in Gb/s, one adapter to each GPU.
 _MACHINES = {
-    "a100-8x200g": Hardware(80 * GB, 2039 * GB, 300 * GB, 25 * GB),
-    "h100-8x400g": Hardware(80 * GB, 3350 * GB, 450 * GB, 50 * GB),
-    "h200-8x400g": Hardware(141 * GB, 4800 * GB, 450 * GB, 50 * GB),
+    "a100-8x200g": Hardware(85 * GB, 2039 * GB, 300 * GB, 25 * GB),
+    "h100-8x400g": Hardware(85 * GB, 3350 * GB, 450 * GB, 50 * GB),
+    "h200-8x400g": Hardware(150 * GB, 4800 * GB, 450 * GB, 50 * GB),
 }
 
 # A core of a CPU, for the choice between syncs: memory as in the copies of benchmarks/results/reshard-cpu.md, gloo over

@@ -13,7 +13,9 @@ Both engines report the sizes of their weights. The rest is computed from these 
   without them, and gradients and the optimizer have the elements of the adapters only;
 - FP8 weights of `rollout.quantization`: one byte an element, on the ranks that train, in a sync; where it sends changed
   elements only, they stay, with one bit an element;
-- KV cache: vLLM's fraction minus its weights and its work space.
+- reserve: contexts, communicators and CUDA graphs (`planning/reserve.py`);
+- KV cache: vLLM's fraction, of all of the device's memory, minus its weights, its work space and its part of the
+  reserve.
 
 vLLM sleeps while Megatron trains. Training's memory stays allocated while vLLM generates, except for what
 `train.offload_*` names. Where other GPUs generate than train, each phase has the memory of its own GPUs.
@@ -30,6 +32,7 @@ from hybrid3d.config import Lora, Recipe, Train
 from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.families import Config, family_of, is_adapted, is_expert
 from hybrid3d.planning.hardware import Hardware
+from hybrid3d.planning.reserve import NO_RESERVE, Reserve, reserve_of
 from hybrid3d.reshard.layout import ITEMSIZE, Piece, pieces_by_name
 from hybrid3d.train.probe import layers_of_stages
 
@@ -128,6 +131,7 @@ class MemoryEstimate:
         keeps_weights: whether it keeps its weights then.
         offloads: the kinds of training memory that are offloaded during generation (`train.offload_*`).
         split: whether each GPU either trains or generates.
+        reserve: what is neither tensors nor vLLM's cache, in all phases.
     """
 
     stages: tuple[StageMemory, ...]
@@ -140,12 +144,13 @@ class MemoryEstimate:
     keeps_weights: bool = False
     offloads: tuple[str, ...] = ()
     split: bool = False
+    reserve: Reserve = NO_RESERVE
 
     @cached_property
     def train(self) -> int:
         if self.split:
-            return max(stage.persistent + stage.activations for stage in self.stages)
-        return max(
+            return max(stage.persistent + stage.activations for stage in self.stages) + self.reserve.of_training
+        return self._beside + max(
             stage.persistent
             + stage.activations
             + (stage.rollout_weights * self.keeps_weights if self.sleeps else self.rollout)
@@ -155,8 +160,11 @@ class MemoryEstimate:
     @cached_property
     def sync(self) -> int:
         if self.split:
-            return max(max(stage.persistent, self.rollout) + stage.staging for stage in self.stages)
-        return max(
+            generates = self.rollout + self.reserve.contexts
+            return max(
+                max(stage.persistent + self.reserve.of_training, generates) + stage.staging for stage in self.stages
+            )
+        return self._beside + max(
             stage.persistent + (stage.rollout_weights if self.sleeps else self.rollout) + stage.staging
             for stage in self.stages
         )
@@ -164,8 +172,14 @@ class MemoryEstimate:
     @cached_property
     def generate(self) -> int:
         if self.split:
-            return self.rollout
-        return max(stage.persistent - stage.offloaded_bytes(self.offloads) for stage in self.stages) + self.rollout
+            return self.rollout + self.reserve.contexts
+        stays = max(stage.persistent - stage.offloaded_bytes(self.offloads) for stage in self.stages)
+        return stays + self.rollout + self.reserve.of_training
+
+    @property
+    def _beside(self) -> int:
+        """The reserve beside vLLM's memory in training and syncs: all if it sleeps, else but for its own part."""
+        return self.reserve.total if self.sleeps else self.reserve.of_training
 
     @property
     def rollout(self) -> int:
@@ -174,7 +188,8 @@ class MemoryEstimate:
 
     @cached_property
     def kv_cache(self) -> int:
-        return self.rollout - max(stage.rollout_weights for stage in self.stages) - self.work_space
+        weights = max(stage.rollout_weights for stage in self.stages)
+        return self.rollout - weights - self.work_space - self.reserve.of_rollout
 
     @property
     def kv_tokens(self) -> int:
@@ -233,6 +248,7 @@ def estimate_memory(
         keeps_weights=recipe.keeps_rollout_weights,
         offloads=recipe.train.offloads,
         split=recipe.is_split,
+        reserve=reserve_of(recipe, _shape(config).experts is not None),
     )
 
 

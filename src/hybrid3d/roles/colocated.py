@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
-from hybrid3d.distributed import broadcast_object
+from hybrid3d.distributed import broadcast_object, weights_group
 from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.replicas import EngineReplicas, Replicas, ScoredReplicas
 from hybrid3d.generation.rollouts import make_rollouts
@@ -32,6 +32,7 @@ from hybrid3d.run.slow_ranks import record as work_record
 from hybrid3d.run.timeline import Span
 from hybrid3d.train import checkpoint
 from hybrid3d.train.policy import Policy
+from hybrid3d.train.runtime import device
 from hybrid3d.train.stepping import BucketHook
 
 
@@ -77,12 +78,16 @@ class Colocated:
         if weights_of is not None:
             checkpoint.load_weights({"policy": self._policy}, weights_of, group)
         self._policy.offload(recipe.train)  # vLLM sizes its memory by what is free when it starts
+        weights = weights_group(group, device())  # not later, for the same reason
+        dist.barrier(group)  # ranks read the model at different speeds, and vLLM's start has collectives on GPUs
         self._engine = RolloutEngine(recipe, rank, new_engine_name(distributed.run_id(), 0, start), slots)
         meter.asleep = self._engine.asleep_bytes
         work_record.trains(recipe, rank)
         work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
         self._overlaps = guard is not None and recipe.overlaps_sync
-        self._sync = policy_sync(recipe, group, self._policy, self._engine, overlaps=self._overlaps)
+        self._sync = policy_sync(
+            recipe, group, self._policy, self._engine, overlaps=self._overlaps, transport_group=weights
+        )
         self.train, self.held_out = read_data(recipe, self.config, self.tokenizer)
         self._replicas = EngineReplicas(recipe, self._engine, self.tokenizer, group)
         replicas: Replicas = self._replicas

@@ -102,6 +102,54 @@ def initialize(layout: Train, seed: int, gloo: bool = True) -> None:
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
+def use_groups(layout: Train, has_experts: bool) -> None:
+    """Do something little in each group in which training communicates, as all ranks of the run do together.
+
+    NCCL takes memory for a group at its first collective, and for two ranks at their first message apart from others:
+    this must be before vLLM takes for its cache what is free.
+    """
+    used = [
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_embedding_group(check_initialized=False),
+        parallel_state.get_intra_distributed_optimizer_instance_group(),
+    ]
+    of_experts = [
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_expert_tensor_parallel_group(),
+        parallel_state.get_expert_tensor_and_model_parallel_group(),
+        parallel_state.get_expert_data_parallel_group(),
+    ]
+    # In the order in which all ranks have made them, so that no two ranks wait for each other in different groups
+    for group in parallel_state._global_process_group_list or ():
+        if (
+            any(group is one for one in (*used, *(of_experts if has_experts else ())))
+            and isinstance(group, dist.ProcessGroup)
+            and group.size() > 1
+        ):
+            dist.all_reduce(torch.zeros(1, device=device()), group=group)
+    if layout.vpp > 1 and layout.pp > 1:
+        _exchange_with_neighbours(parallel_state.get_pipeline_model_parallel_group())
+
+
+def _exchange_with_neighbours(stages: dist.ProcessGroup) -> None:
+    """Send to the next stage and receive from the one before, one message at a time, as interleaved schedules do.
+
+    Of two stages Megatron sends in one direction over the default group (`_p2p_ops`).
+    """
+    rank, size, given = stages.rank(), stages.size(), torch.zeros(1, device=device())
+    after, before = (dist.get_global_rank(stages, (rank + step) % size) for step in (1, -1))
+    for group in (stages, dist.group.WORLD) if size == 2 else (stages,):
+        if rank % 2 == 0:
+            dist.send(given, after, group=group)
+            dist.recv(given, before, group=group)
+        else:
+            dist.recv(given, before, group=group)
+            dist.send(given, after, group=group)
+
+
 def shutdown() -> None:
     """Destroy Megatron's groups; the default group stays. Every rank calls this together.
 

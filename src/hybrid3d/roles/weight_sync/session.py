@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import EXCHANGE_TIMEOUT
+from hybrid3d.distributed import EXCHANGE_TIMEOUT, weights_group
 from hybrid3d.reshard.delta import DeltaReport
 from hybrid3d.reshard.executor import ExecutionReport, Executor, NamedTensors
 from hybrid3d.reshard.protocols import ChangeSource, Sink
@@ -180,7 +180,7 @@ class WeightSync:
         self._trained = {} if trained is None else trained.tensors
         self.source = NamedTensors(self._trained)
         if transport_group is None:
-            transport_group = dist.new_group(dist.get_process_group_ranks(group))
+            transport_group = weights_group(group, device())
         timeout = None if ranks is None else EXCHANGE_TIMEOUT  # such a group's own timeout is that of its creation
         self.transport = make_transport(
             *(device(), transport_group, recipe.machine.gpus_per_node, ranks, timeout),

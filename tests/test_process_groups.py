@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from commands import EXPERTS, ROOT, demo_folder, experts_folder, hybrid3d
+from hybrid3d.config import load_recipe
+from hybrid3d.planning.reserve import count_training_groups
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -103,6 +105,13 @@ def experts(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[
     return run(folder, *EXPERTS, "train.pp=1", "train.dp=2", "train.ep=2", "train.micro_batch_size=2")
 
 
+def planned_groups(layout: str) -> int:
+    """Return the number of communicators that `plan` counts for training and syncs."""
+    settings = [] if layout == "stages" else ["train.pp=1", "train.dp=2", "train.ep=2"]
+    recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", ["train.micro_batch_size=2", *settings])
+    return count_training_groups(recipe, has_experts=layout == "experts")
+
+
 @pytest.mark.parametrize("layout", ["stages", "experts"])
 def test_no_rank_is_given_up_because_it_is_late(layout: str, request: pytest.FixtureRequest) -> None:
     """Whoever made the group: we, Megatron, vLLM or torch."""
@@ -111,3 +120,18 @@ def test_no_rank_is_given_up_because_it_is_late(layout: str, request: pytest.Fix
         assert len(end) >= 6
         short = {name: group for name, group in end.items() if min(group["timeouts"]) < 24 * 3600}
         assert short == {}
+
+
+@pytest.mark.parametrize("layout", ["stages", "experts"])
+def test_what_training_and_syncs_use_was_used_before_vllm_starts(layout: str, request: pytest.FixtureRequest) -> None:
+    """Over NCCL the first use of a group takes memory, which vLLM's cache may have taken by then."""
+    for before, end in request.getfixturevalue(layout):
+        later = {name for name in before if end[name]["operations"] > before[name]["operations"]}
+        assert later
+        made = [group for group in before.values() if group["operations"] and group["description"] != "default_pg"]
+        assert len(made) == planned_groups(layout), [group["description"] for group in made]
+        first_used_later = {before[name]["description"] for name in later if not before[name]["operations"]}
+        assert first_used_later == set()
+        assert "weights" in {before[name]["description"] for name in later}
+        made_later = {group["description"] for name, group in end.items() if name not in before}
+        assert made_later <= {"undefined"}, "only vLLM makes groups later, before it sizes its cache"
