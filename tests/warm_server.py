@@ -141,7 +141,8 @@ def run(job: dict[str, Any]) -> None:
     sys.orig_argv = [sys.executable, *job["arguments"]]
     # New streams: the server's know of their file that they may seek in it, which fails in a pipe
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(open(fd, "wb", buffering=0, closefd=False), write_through=True) for fd in (1, 2)
+        io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), write_through=True)  # type: ignore[arg-type]
+        for fd in (1, 2)
     )
     first, *arguments = job["arguments"]
     searched = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
