@@ -209,14 +209,20 @@ def test_the_reserve_is_beside_the_others_and_what_vllm_counts_is_within_its_fra
 
 def test_each_communicator_and_the_graphs_of_a_recipe_are_counted() -> None:
     """Llama-3.1-70B: TP8, PP, the ends of the pipeline, DP, all ranks, and weights; vLLM's TP8."""
-    llama = recipe_of("llama-3.1-70b")
+    llama = load_recipe(RECIPES / "llama-3.1-70b.yaml")
     found = reserve_of(llama, has_experts=False)
     assert min(llama.train.tp, llama.train.pp, llama.train.dp, llama.rollout.tp) > 1
     assert found.training_communicators == 6 * COMMUNICATOR
     assert found.rollout_communicators == COMMUNICATOR
     assert found.graphs > 0
-    assert reserve_of(recipe_of("llama-3.1-70b", "sync.share_storage=true"), has_experts=False).graphs == 0
-    wide = recipe_of("deepseek-v3-671b-wide-ep")
+    assert (
+        reserve_of(
+            load_recipe(RECIPES / "llama-3.1-70b.yaml", ["sync.share_storage=true", "rollout.sleep=false"]),
+            has_experts=False,
+        ).graphs
+        == 0
+    )
+    wide = load_recipe(RECIPES / "deepseek-v3-671b-wide-ep.yaml")
     assert count_rollout_groups(wide) == 3  # TP, DP and experts
     dense, sparse = (reserve_of(wide, has_experts=experts).training_communicators for experts in (False, True))
     assert sparse > dense
@@ -227,5 +233,5 @@ def test_vllm_takes_its_fraction_of_what_a_gpu_really_has() -> None:
     measured = json.loads((RECIPES.parent / "benchmarks/results/gpu-check-h100.json").read_text())
     (gpu,) = measured["machine"]["gpus"]
     assert gpu["name"] == "NVIDIA H100 80GB HBM3"
-    recipe = recipe_of("llama-3.1-70b")
+    recipe = load_recipe(RECIPES / "llama-3.1-70b.yaml")
     assert hardware_of(recipe.machine).memory_bytes == pytest.approx(gpu["bytes"], rel=1e-3)
