@@ -93,10 +93,10 @@ def _samples(report: PlanReport) -> str:
     samples = report.samples
     if not samples.answers:
         return ""
-    choices = f", {gb(samples.choice_bytes)} of chosen experts" if samples.choice_bytes else ""
+    choices = f", and {gb(samples.choice_bytes)} of chosen experts" if samples.choice_bytes else ""
     return (
-        f"samples    {gb(samples.received.max())} a rank and step at most: {samples.answers} answers of "
-        f"{gb(samples.answer_bytes)}{choices}, if all are as long as they may be\n"
+        f"samples    {gb(samples.received.max())} a rank and step at most: {samples.answers} answers, "
+        f"{gb(samples.answer_bytes)} in all{choices}, if they are as long as they may be\n"
     )
 
 
@@ -168,14 +168,14 @@ def _memory(report: PlanReport) -> Table:
     stays = [
         f"{key} {gb(most[key])}" for key in ("weights", "gradients", "optimizer", "reference", "changes") if most[key]
     ]
-    table.add_row("train", gb(memory.train), ", ".join([*stays, f"activations {gb(most['activations'])}"]))
     reserve = memory.reserve
     communicators = reserve.training_communicators + reserve.rollout_communicators
     table.add_row(
-        "all",
+        "always",
         gb(reserve.total),
         f"contexts {gb(reserve.contexts)}, NCCL {gb(communicators)}, graphs {gb(reserve.graphs)}",
     )
+    table.add_row("train", gb(memory.train), ", ".join([*stays, f"activations {gb(most['activations'])}"]))
     table.add_row(
         "sync", gb(memory.sync), f"... rollout weights {gb(most['rollout_weights'])}, staging and finalization"
     )
