@@ -73,7 +73,7 @@ def count_training_groups(recipe: Recipe, has_experts: bool) -> int:
     sizes = [train.tp, train.pp, train.cp, train.dp * train.cp, train.pp, ranks]  # that of embeddings has ends of pp
     if has_experts:
         sizes += [train.ep, train.etp, sharing, of_stage // sharing]
-    neighbours = min(2, train.pp - 1) if train.vpp > 1 else 0
+    neighbours = 2 if train.vpp > 1 else 0  # messages apart from others have communicators of two ranks
     weights = int(recipe.sync_ranks > 1)
     return sum(size > 1 for size in sizes) + neighbours + weights
 
