@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -135,8 +136,15 @@ def test_an_answer_is_truncated_if_vllm_says_so(said: dict[str, Any], how: str) 
 
 
 def test_the_samplers_of_both_model_runners_tell_both_numbers() -> None:
-    """The second runner's kernels need a GPU: a function stands for it that samples as it does."""
+    """The second runner's kernels need a GPU: a function stands for them that samples as they do.
+
+    The sampler, what it asks about requests, and what it returns are vLLM's own.
+    """
     from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
 
     from hybrid3d.rollout.truncation import kept_probability, second_runner
 
@@ -150,13 +158,19 @@ def test_the_samplers_of_both_model_runners_tell_both_numbers() -> None:
         logprobs = truncated.log_softmax(1)
         ids = torch.cat([tokens, logprobs.topk(self.dims[0]).indices], 1)
         tensors = LogprobsTensors(ids.int(), logprobs.gather(1, ids), torch.ones(3))
-        return SimpleNamespace(sampled_token_ids=tokens.int(), logprobs_tensors=tensors)
+        one_each = torch.ones(3, dtype=torch.int32)
+        return SamplerOutput(tokens.int(), tensors, None, one_each, one_each - 1)
 
     def sampler(dims: tuple[int, int]) -> Any:
-        states = SimpleNamespace(temperature=SimpleNamespace(gpu=temperatures))
-        return SimpleNamespace(dims=dims, get_logprobs_dims=lambda rows: dims, sampling_states=states)
+        found = Sampler.__new__(Sampler)
+        found.dims, found.sampling_states = dims, SamplingStates.__new__(SamplingStates)
+        found.sampling_states.temperature = SimpleNamespace(gpu=temperatures)
+        found.sampling_states.num_logprobs = np.full(4, dims[0], dtype=np.int32)
+        found.logprob_token_ids_state = SimpleNamespace(max_num_token_ids=lambda rows: dims[1])
+        return found
 
-    batch = SimpleNamespace(idx_mapping_np=None, expanded_idx_mapping=rows)
+    batch = InputBatch.__new__(InputBatch)
+    batch.idx_mapping_np, batch.expanded_idx_mapping = rows.numpy(), rows
     ids, logprobs, ranks, *_ = second_runner(sample)(sampler((1, 0)), logits, batch).logprobs_tensors
     whole = (logits[:2] / torch.tensor([[0.5], [2.0]])).softmax(1)
     for row, token in ((0, 1), (1, 0)):

@@ -7,6 +7,7 @@ replaced: each rank has the addresses [rank] and the offsets [10 * rank], and wh
 a folder: rank r writes r.json, the handles and offsets that it was given in each order.
 """
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
+from vllm import _custom_ops
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import custom_all_reduce
 
@@ -51,6 +53,9 @@ def capture(group: dist.ProcessGroup) -> None:
 def main(out: Path, orders: list[list[int]]) -> None:
     distributed.start()
     rank, world = dist.get_rank(), dist.get_world_size()
+    for name in ("get_graph_buffer_ipc_meta", "register_graph_buffers"):
+        theirs, ours = (inspect.signature(getattr(kernels, name)) for kernels in (_custom_ops, Kernels(rank)))
+        assert len(theirs.parameters) == len(ours.parameters), f"vLLM's {name} has other arguments: {theirs}"
     custom_all_reduce.ops = kernels = Kernels(rank)
     for order in orders:
         slots = [order.index(one) for one in range(world)]
