@@ -217,6 +217,12 @@ x² | x^2
 \sqrt{x^2} | \left|x\right|
 \$18.90 | 18.9
 $4$ | 4
+-\infty<x<3 | (-\infty,3)
+\left[\frac12,1\right) | \frac12\le x<1
+9.8\,\mathrm{m/s^2} | 9.8
+5 \text{ m} | 5
+x=\frac{1\pm\sqrt5}{2} | \frac{1+\sqrt5}{2},\frac{1-\sqrt5}{2}
+\frac{x^2}{4}+\frac{y^2}{9}=1 | 9x^2+4y^2=36
 """
 """Answers in a box, and references, with which they are equal."""
 
@@ -479,6 +485,17 @@ x^2 | x^3
 4 @ 5 | 4
 4 ~ 5 | 4
 4_ | 4
+4\mathrm{x} | 4
+4\text{k} | 4
+4\text{M} | 4
+\boxed{1}\boxed{2} | 2
+2\boxed{2} | 4
+3\rightarrow 4 | 4
+12_7 | 12_8
+4^{\circ}\text{C} | 4^{\circ}\text{F}
+4\text{ AM} | 4\text{ PM}
+x=2 \text{ (reject } x=-2) | 2
+\max(4,5) | 4
 """
 """Answers in a box, and references, with which they are not equal."""
 

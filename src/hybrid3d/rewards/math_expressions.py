@@ -141,7 +141,7 @@ class ExpressionReader:
             return after is not None and after.kind != "number"
         if token.kind == "symbol":
             return token.text in ("(", "[") or (token.text == "|" and not self._in_bars)
-        names = FUNCTIONS | GREEK | _NAMED | _COMMAND_PAIRS.keys() | {"infty", "pi"}
+        names = FUNCTIONS | GREEK | (_NAMED - {"boxed"}) | _COMMAND_PAIRS.keys() | {"infty", "pi"}
         return token.kind == "letter" or token.text in names
 
     def _word_is_constant(self) -> bool:

@@ -12,7 +12,7 @@ from hybrid3d.rewards.latex_tokens import Token, Unreadable, literal
 from hybrid3d.rewards.math_expressions import DEGREE, PERCENT, ExpressionReader
 from hybrid3d.rewards.math_kinds import Expression
 from hybrid3d.rewards.math_operations import checked
-from hybrid3d.rewards.math_units import FILLERS, NOT_UNITS, NUMBER_WORDS, ORDINALS, canonical_unit
+from hybrid3d.rewards.math_units import FILLERS, LETTER_UNITS, NOT_UNITS, NUMBER_WORDS, ORDINALS, canonical_unit
 
 
 def read_quantity(tokens: list[Token]) -> Expression:
@@ -76,7 +76,7 @@ def _unit_words(tokens: Sequence[Token]) -> tuple[int, list[str]]:
             scale *= NUMBER_WORDS[lower]
         elif token.kind == "word" and lower in ORDINALS and place == 0:
             continue
-        elif token.kind == "word" and lower not in NOT_UNITS:
+        elif token.kind == "word" and lower not in NOT_UNITS and (len(lower) > 1 or token.text in LETTER_UNITS):
             words.append(token.text)
         elif words and (exponent := _exponent(tokens, place)):
             words.append(exponent)

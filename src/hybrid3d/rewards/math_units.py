@@ -16,6 +16,9 @@ UNITS: dict[str, str] = {name: unit for unit, names in _NAMES.items() for name i
 """The canonical name of each unit by its names in the singular."""
 UNITS |= {f"{name}s": unit for name, unit in UNITS.items() if len(name) > 2}
 
+LETTER_UNITS = set("mgshlLVWJNKACF")
+"""Units of one letter. Others beside a number, such as k and x, may change what it is."""
+
 NUMBER_WORDS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 """Words after a number that multiply it."""
 
