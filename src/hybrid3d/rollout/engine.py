@@ -51,6 +51,8 @@ from hybrid3d.rollout.weights import RolloutWeights
 
 T = TypeVar("T")
 
+ASKED = "dummy_"  # begins the type of an empty config, by which vLLM first asks whether another type is to be set
+
 apply(patches.EVERYWHERE)
 if current_platform.is_cpu():
     apply(patches.ON_CPU)
@@ -119,7 +121,7 @@ def _override(config: Any, layers: int | None, quantization: dict[str, Any] | No
         del config.quantization_config
     if quantization is not None:
         config.quantization_config = quantization
-    if layers is not None:
+    if layers is not None and not config.model_type.startswith(ASKED):
         set_existing(VLLM, config, num_hidden_layers=layers)
     return config
 
