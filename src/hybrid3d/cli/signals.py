@@ -58,6 +58,7 @@ def open_standard_streams() -> None:
         except OSError:
             opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
             assert opened == descriptor, "those below it are open"
+            os.set_inheritable(descriptor, True)
             if descriptor:
                 setattr(sys, name, os.fdopen(descriptor, "w", encoding="utf-8", closefd=False))
 
@@ -66,7 +67,8 @@ def flush_standard_streams() -> None:
     """Flush the standard streams, or give up what a closed or full one does not take, before Python ends with it."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
+            if stream is not None:
+                stream.flush()
         except (OSError, ValueError):
             with suppress(OSError):
                 null = os.open(os.devnull, os.O_WRONLY)
