@@ -29,6 +29,16 @@ SETTINGS = [
 ]
 
 
+def mark_of(pid: int) -> str:
+    """Return the mark of a process, which has its own environment once it runs its program."""
+    while True:
+        variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        for variable in variables:
+            if variable.startswith(f"{MARK}="):
+                return variable.partition("=")[2]
+        time.sleep(0.01)
+
+
 def watch(work: Path, *settings: str, look: Callable[[set[Listening]], None] = lambda found: None) -> set[Listening]:
     """Return all sockets at which the processes of a run listen at any time.
 
@@ -37,8 +47,7 @@ def watch(work: Path, *settings: str, look: Callable[[set[Listening]], None] = l
     """
     found: set[Listening] = set()
     with started(work, [*SETTINGS, *settings]) as process:
-        variables = Path(f"/proc/{process.pid}/environ").read_text().split("\0")
-        mark = next(variable.partition("=")[2] for variable in variables if variable.startswith(f"{MARK}="))
+        mark = mark_of(process.pid)
         while process.poll() is None:
             found |= listening(marked(mark))
             look(found)
