@@ -35,7 +35,8 @@ def state_of(policy: Policy) -> list[torch.Tensor]:
     for optimizer in policy.optimizer.chained_optimizers:
         adam = optimizer.optimizer
         for param in [] if adam is None else [p for group in adam.param_groups for p in group["params"]]:
-            found += [param.detach().clone(), *(adam.state[param][key].clone() for key in sorted(adam.state[param]))]
+            state = adam.state.get(param, {})  # a policy that has not been trained has none
+            found += [param.detach().clone(), *(state[key].clone() for key in sorted(state))]
     return found
 
 

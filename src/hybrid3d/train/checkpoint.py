@@ -185,7 +185,8 @@ def load(models: Models, folder: Path, group: dist.ProcessGroup) -> dict[str, An
             for key, optimizer in _optimizers(model):
                 full = {**common, **state[key]}
                 full["optimizer"] = {**full["optimizer"], "param_groups": _settings_of(optimizer, saved)}
-                optimizer.load_state_dict(full)
+                with torch.no_grad():  # in float32 the main weights are views of parameters
+                    optimizer.load_state_dict(full)
             _separate_step_counts(model)
             model.scheduler.load_state_dict(state["scheduler"])
     progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))

@@ -57,7 +57,7 @@ def keep_adam_steps(set_states: Callable[..., Any]) -> Callable[..., Any]:
     def set_states_but_steps(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
         group, place = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
-        set_states(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
+        set_states(self, model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
 
     return set_states_but_steps
 
