@@ -12,8 +12,6 @@ from hybrid3d.planning.machine_memory import total_memory
 from hybrid3d.run.record import Record
 from hybrid3d.train import checkpoint
 
-PROVEN = False  # whether tests/test_optimizer_sharding.py has passed: a resume from each rank's shard, bit for bit
-
 
 def decide_sharding(recipe: Recipe, models: checkpoint.Models, record: Record, group: dist.ProcessGroup) -> str:
     """Return how optimizers are saved: the same on all ranks of the group, which call this together.
@@ -32,11 +30,6 @@ def decide_sharding(recipe: Recipe, models: checkpoint.Models, record: Record, g
         if recipe.run.optimizer_sharding != "auto":
             fix = "lower train.dp, or set run.optimizer_sharding=fully_reshardable"
             raise RecipeError(recipe.name, [f"run.optimizer_sharding={sharding}: {problem}: {fix}"])
-        sharding = checkpoint.FULLY_RESHARDABLE
-    if sharding == checkpoint.DP_RESHARDABLE and not PROVEN:
-        if recipe.run.optimizer_sharding != "auto":
-            problem = "a resume from it is not proven bit for bit yet: leave it out"
-            raise RecipeError(recipe.name, [f"run.optimizer_sharding={sharding}: {problem}"])
         sharding = checkpoint.FULLY_RESHARDABLE
     fields = {"sharding": sharding, "gathered_bytes": needed, "node_bytes": memory}
     message = ""
