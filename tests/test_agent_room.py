@@ -19,7 +19,9 @@ from run_ranks import ROOT
 
 END = 0
 TOKENIZER: Any = SimpleNamespace(
-    decode=lambda tokens, **_: "".join(chr(96 + token) for token in tokens if token), eos_token_id=END
+    decode=lambda tokens, **_: "".join(chr(96 + token) for token in tokens if token),
+    eos_token_id=END,
+    get_vocab=lambda: {chr(96 + token): token for token in range(1, 27)},
 )
 
 

@@ -186,6 +186,7 @@ def test_defaults(load: Any) -> None:
             "checkpoint_every": 0,
             "keep_last": 0,
             "async_checkpoints": False,
+            "optimizer_sharding": "auto",
             "record": "never",
             "max_restarts": 0,
             "seed": 1,
@@ -673,7 +674,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 def test_unknown_keys_that_are_not_strings(load: Any) -> None:
     assert problems(load, text=SFT.replace("{steps: 200}", "{steps: 200, 7: 8}")) == [
         "run.7: unknown key; known keys of run: steps, eval_every, checkpoint_every, keep_last, async_checkpoints, "
-        "record, max_restarts, seed, dir"
+        "optimizer_sharding, record, max_restarts, seed, dir"
     ]
 
 

@@ -61,9 +61,9 @@ class PackedBroadcast(GatheredDelta):
         apart = OpenSink(wanted[1])
         super().__init__(dense, frozenset(), {}, held, (wanted[0], apart), transport, device)
         self._closes, self._wanted_layers = wanted[1], frozenset(plan.layers)
-        beside = _OtherTags(transport)
+        experts_transport = _OtherTags(transport)
         self._experts = [
-            Executor(plan_of(plan, partial(_is_expert_of, layer)), held[1], apart, beside, device)
+            Executor(plan_of(plan, partial(_is_expert_of, layer)), held[1], apart, experts_transport, device)
             for layer, _ in self._layers
         ]
         self._buffers = self.nbytes
