@@ -223,6 +223,12 @@ $4$ | 4
 5 \text{ m} | 5
 x=\frac{1\pm\sqrt5}{2} | \frac{1+\sqrt5}{2},\frac{1-\sqrt5}{2}
 \frac{x^2}{4}+\frac{y^2}{9}=1 | 9x^2+4y^2=36
+\mathbf{a}\times\mathbf{b} | \mathbf{a}\times\mathbf{b}
+3\times 10^8\,\mathbf{i} | 3\cdot 10^8\mathbf{i}
+\mathbf{a}\cdot\mathbf{b} | \mathbf{b}\cdot\mathbf{a}
+a\times b | ab
+\max(x,y)+1 | 1+\max(y,x)
+(x+1)(x+2)<0 | (-2,-1)
 """
 """Answers in a box, and references, with which they are equal."""
 
@@ -496,6 +502,15 @@ x^2 | x^3
 4\text{ AM} | 4\text{ PM}
 x=2 \text{ (reject } x=-2) | 2
 \max(4,5) | 4
+\mathbf{a}\cdot\mathbf{b} | \mathbf{a}\times\mathbf{b}
+\mathbf{b}\times\mathbf{a} | \mathbf{a}\times\mathbf{b}
+\mathbf{a}\mathbf{b} | \mathbf{a}\times\mathbf{b}
+\vec a\cdot\vec b | \vec a\times\vec b
+\hat{\imath}\hat{\jmath} | \hat{\imath}\times\hat{\jmath}
+\overrightarrow{AB}\cdot\overrightarrow{CD} | \overrightarrow{AB}×\overrightarrow{CD}
+ab | \bm{a}\times\bm{b}
+\max(x,y) | \min(x,y)
+(x+1)^{200}<0 | x<3
 """
 """Answers in a box, and references, with which they are not equal."""
 

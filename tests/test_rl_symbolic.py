@@ -123,6 +123,10 @@ SLOW = [
     *(r"\cup".join(["(1,2)"] * 500), r"\{" + "1," * 1000 + r"1\}", "x<" * 500 + "1", r"\sin(10^{9999})"),
     *(r"\sqrt[10000]{2}", r"\sqrt[0]{2}", r"\log_1 2", r"\log_0 2", r"0^{0}", r"\tan 90^\circ"),
     r"\lfloor 10^{9000}\pi \rfloor",
+    *(r"(x+1)^{10000}<0", "".join(f"(x+{n})" for n in range(200)) + "<0", r"(x+1)^{1000}\%", r"(x+y)^{1000}<1"),
+    r"\max(" + ",".join(f"x_{{{n}}}" for n in range(58)) + ")",
+    r"\max(" + ",".join(rf"\sqrt{{{n}}}" for n in range(2, 100)) + ")",
+    "+".join(rf"\max(x_{{{n}}},y,z,a,b,c,d,f)" for n in range(100)),
     *("+".join(rf"\sqrt{{{n}}}" for n in range(2, 200)), r"\max(" + "x,y,z," * 20 + "x)", "1:" * 500 + "1"),
 ]  # fmt: skip
 
@@ -134,6 +138,15 @@ def test_nothing_takes_long(reference: str) -> None:
         start = time.process_time()
         assert math(rf"\boxed{{{formula}}}", reference) == 0.0, formula[:80]
         assert time.process_time() - start < 4, formula[:80]
+
+
+@pytest.mark.parametrize("formula", [r"(x+1)^{10000}<0", r"\max(" + ",".join(f"x_{{{n}}}" for n in range(58)) + ")"])
+def test_a_reference_takes_no_longer(formula: str) -> None:
+    """References are read before ranks start, where nothing limits their time."""
+    start = time.process_time()
+    check_reference(formula)
+    assert math(r"\boxed{x<3}", formula) == 0.0
+    assert time.process_time() - start < 4
 
 
 def test_changed_formulas_raise_nothing_and_references_only_what_they_promise() -> None:

@@ -51,6 +51,12 @@ _CHARACTERS = {
     **{character: f"^{{{digit}}}" for digit, character in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     **{character: f"_{{{digit}}}" for digit, character in enumerate("₀₁₂₃₄₅₆₇₈₉")},
 }  # fmt: skip
+# What stands for a vector; \times is then the cross product, unless it is a part of a number such as 3 \times 10^8
+_VECTOR = re.compile(
+    r"\\(?:mathbf|textbf|boldsymbol|bm|pmb|bf|vec|hat|widehat|tilde|bar)\s*\{?\s*(?:\\[A-Za-z]+|[A-Za-z])(?![A-Za-z])"
+    r"|\\overrightarrow"
+)
+_TIMES = re.compile(r"(?P<scientific>\d\s*(?:\\times|×)\s*10(?!\d))|\\times(?![A-Za-z])|×")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|,\\!\s*|\\[,;: ]|~|[ ])\d{3})+(?![\d,])")
 _COMMA_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _TOKEN = re.compile(
@@ -95,7 +101,10 @@ def tokenize(formula: str, comma_thousands: bool) -> list[Token]:
     """
     if len(formula) > MAX_CHARACTERS:
         raise Unreadable(f"a formula of {len(formula)} characters, more than {MAX_CHARACTERS}")
-    text = "".join(_CHARACTERS.get(character, character) for character in formula)
+    text = formula
+    if _VECTOR.search(text):
+        text = _TIMES.sub(lambda found: found["scientific"] or r"\cross ", text)
+    text = "".join(_CHARACTERS.get(character, character) for character in text)
     text = _undouble(unicodedata.normalize("NFKC", text))
     text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found.group()), text)
     if comma_thousands:

@@ -28,6 +28,7 @@ DIGITS = 60  # to which two numbers that are not rational must agree
 MAX_DIGITS = 2000  # with which a difference of numbers is computed
 POINTS = 6  # at which two formulas with symbols must agree
 MIN_PLACES, MIN_SIGNIFICANT = 6, 4  # of a decimal that may stand for what rounds to it
+MAX_DEGREE = 4  # of inequalities that are solved
 MAX_ITEMS = 100  # of lists that are compared without order
 
 
@@ -170,7 +171,7 @@ def _values_equal(first: Any, second: Any) -> bool:
     for attempt in range(3 * POINTS):
         signs = (1,) if attempt % 2 else (1, -1)
         point = {s: sympy.Float(chance.choice(signs) * chance.uniform(0.3, 3.0), 2 * DIGITS) for s in symbols}
-        agrees = _numbers_agree(first.subs(point), second.subs(point))
+        agrees = _numbers_agree(first.xreplace(point), second.xreplace(point))
         if agrees is False:
             return False
         agreed += agrees is True
@@ -248,10 +249,10 @@ def _same_difference(first: tuple[str, Any], second: tuple[str, Any]) -> bool:
     if first[1].is_zero or second[1].is_zero:
         return bool(first[1].is_zero and second[1].is_zero)
     point = {s: sympy.Rational(7 * n + 3, 11) for n, s in enumerate(sorted(first[1].free_symbols, key=str))}
-    below = second[1].subs(point)
+    below = second[1].xreplace(point)
     if below.is_zero or not below.is_finite:
         return False
-    factor = first[1].subs(point) / below
+    factor = first[1].xreplace(point) / below
     if first[0] not in ("==", "!=") and not factor.is_positive:
         return False
     return not factor.is_zero and _values_equal(first[1], factor * second[1])
@@ -344,7 +345,7 @@ def _solutions(relation: Relation) -> Any:
         return None
     found = sympy.S.Reals
     for operator, difference in _differences(relation):
-        if not difference.is_polynomial(variable) or sympy.degree(difference, variable) > 4:
+        if _greatest_degree(difference) > MAX_DEGREE or not difference.is_polynomial(variable):
             return None
         polynomial = sympy.Poly(difference, variable)
         coefficients = polynomial.all_coeffs()
@@ -354,3 +355,14 @@ def _solutions(relation: Relation) -> Any:
             sympy.Rel(difference, 0, operator), variable, relational=False
         )
     return found
+
+
+def _greatest_degree(formula: Any) -> Any:
+    """Return what a polynomial's degree is not above, as it is written: expanding it may take long."""
+    if formula.is_Add:
+        return max(map(_greatest_degree, formula.args))
+    if formula.is_Mul:
+        return sum(map(_greatest_degree, formula.args))
+    if formula.is_Pow and formula.exp.is_Integer and formula.exp > 0:
+        return formula.exp * _greatest_degree(formula.base)
+    return 1 if formula.free_symbols else 0

@@ -14,6 +14,7 @@ from hybrid3d.rewards.math_units import ORDINALS
 DEGREE, PERCENT = sympy.Symbol("°"), sympy.Symbol("%")
 """Factors that stand for the signs after a number."""
 
+MAX_COMPARED = 8  # formulas of which the greatest or the least is taken
 MAX_DEPTH = 40  # parentheses and braces within each other
 _NAMED = {
     "sqrt",
@@ -359,7 +360,12 @@ class ExpressionReader:
         self._expect(")")
         functions: dict[str, Callable[..., Any]] = {"max": sympy.Max, "min": sympy.Min}
         if name in functions:
-            return functions[name](*values)
+            if not all(value.is_Rational for value in values) and (
+                len(values) > MAX_COMPARED or any(value.has(*functions.values()) for value in values)
+            ):
+                raise Unreadable(f"{name} of more than {MAX_COMPARED} formulas")
+            # sympy compares every two of its arguments, which is slow with symbols, unless it may leave them
+            return functions[name](*values, evaluate=all(value.is_number for value in values))
         if len(values) < 2 or not all(value.is_Integer for value in values):
             raise Unreadable(f"{name} of what are no integers")
         return sympy.Integer((sympy.igcd if name == "gcd" else sympy.ilcm)(*values))

@@ -46,17 +46,22 @@ def _signs(value: Any) -> tuple[Any, str, bool]:
     """Return a value without degree and percent signs, which may be factors of the whole alone."""
     for sign in (DEGREE, PERCENT):
         if value.has(sign):
-            without = value.subs(sign, 1)
-            if (
-                without.has(sign)
-                or sympy.expand(without * sign - value) != 0
-                or sympy.expand(value.subs(sign, 2) - 2 * without) != 0
-            ):
-                raise Unreadable("a sign of degrees or percent within a formula")
+            without = _without(sign, value)
             if without.has(DEGREE, PERCENT):
                 raise Unreadable("signs of degrees and percent")
             return without, "degree" if sign == DEGREE else "", sign == PERCENT
     return value, "", False
+
+
+def _without(sign: Any, value: Any) -> Any:
+    """Return a value without a sign that is a factor of it, or of each of its terms."""
+    if value == sign:
+        return sympy.Integer(1)
+    if value.is_Add:
+        return sympy.Add(*(_without(sign, term) for term in value.args))
+    if value.is_Mul and len(signed := [factor for factor in value.args if factor.has(sign)]) == 1:
+        return sympy.Mul(*(_without(sign, part) if part == signed[0] else part for part in value.args))
+    raise Unreadable("a sign of degrees or percent within a formula")
 
 
 def _unit_words(tokens: Sequence[Token]) -> tuple[int, list[str]]:
