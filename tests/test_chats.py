@@ -50,7 +50,9 @@ LLAMA_3 = (  # and Llama 3.1 and DeepSeek-V3, which break where a key is there a
     "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
 )
 GEMMA = QWEN.replace("<|im_start|>", "<start_of_turn>").replace("<|im_end|>", "<end_of_turn>")
-SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|User|>", "<|Assistant|>", "<start_of_turn>", "<end_of_turn>"]
+V3_1 = R1.replace("<think>\n", "<think>")
+REAL_LLAMA_3 = LLAMA_3.replace("<|im_start|>", "<|start_header_id|>").replace("<|im_end|>", "<|eot_id|>")
+SPECIAL = ["<s>", "</s>", "<|start_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<|User|>", "<|Assistant|>", "<start_of_turn>", "<end_of_turn>"]
 
 
 def make_tokenizer(template: str, eos: str = "<|im_end|>") -> Any:
@@ -126,6 +128,71 @@ def test_an_answer_that_the_template_renders_otherwise_is_refused(template: str,
     with pytest.raises(InvalidRow, match="asks for an answer in another way than it renders one") as refused:
         encode_answer(tokenizer, "2+3?", answer)
     assert repr(rendered(tokenizer, answer)[-20:])[1:-1] in str(refused.value)
+
+
+SHORT = ("d", "e", "end", "s", "n", "think", " 42 ", "\n42")
+
+
+@pytest.mark.parametrize("answer", SHORT)
+@pytest.mark.parametrize(
+    ("template", "eos", "end"),
+    [
+        (QWEN, "<|im_end|>", "<|im_end|>"),
+        (QWEN_3_5, "<|im_end|>", "<|im_end|>"),
+        (R1, "</s>", "</s>"),
+        (V3_1, "</s>", "</s>"),
+        (LLAMA_2, "</s>", "</s>"),
+        (REAL_LLAMA_3, "<|eot_id|>", "<|eot_id|>"),
+        (GEMMA, "</s>", "<end_of_turn>"),
+    ],
+)
+def test_an_answer_that_is_within_the_end_token(template: str, eos: str, end: str, answer: str) -> None:
+    tokenizer = make_tokenizer(template, eos)
+    prompt, told = texts(tokenizer, "2+3?", answer)
+    assert prompt + told == rendered(tokenizer, answer).removesuffix("\n")
+    assert told.count(end) == 1
+    text = told.removesuffix(end)
+    assert text.strip() == answer.strip() or template == QWEN_3_5
+    if template in (QWEN, R1, V3_1):  # which write answers as they are
+        assert text == answer
+
+
+@pytest.mark.parametrize(("template", "answer"), [(R1, "dd"), (R1, "User"), (R1, "2+3?"), (V3_1, "s"), (QWEN, "user")])
+def test_an_answer_that_is_within_the_prompt(template: str, answer: str) -> None:
+    tokenizer = make_tokenizer(template, "</s>" if template != QWEN else "<|im_end|>")
+    end = tokenizer.eos_token
+    assert texts(tokenizer, "2+3?", answer)[1] == answer + end
+    dropped = template.replace("m['content'].split('</think>')[-1]", "''").replace(
+        "{{ m['content'] }}", "{{ m['content'] if m['role'] == 'user' else '' }}"
+    )
+    tokenizer.chat_template = dropped
+    with pytest.raises(InvalidRow, match="asks for an answer in another way than it renders one"):
+        encode_answer(tokenizer, "2+3?", answer)
+
+
+@pytest.mark.parametrize("template", [R1, V3_1])
+@pytest.mark.parametrize("front", ["<think>\n", "\n<think>\n", "<think>", ""])
+def test_a_trace_opens_its_block_once(template: str, front: str) -> None:
+    tokenizer = make_tokenizer(template, "</s>")
+    prompt, told = texts(tokenizer, "2+3?", f"{front}let me\n</think>\n\n42")
+    assert prompt == tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
+    assert told == "let me\n</think>\n\n42</s>"
+
+
+def test_thoughts_without_an_answer_end_once() -> None:
+    assert texts(make_tokenizer(QWEN_3_5), "2+3?", "<think>\nadd\n</think>")[1] == "add\n</think>\n\n<|im_end|>"
+    assert texts(make_tokenizer(QWEN), "2+3?", "<think>\nadd\n</think>")[1] == "<think>\nadd\n</think><|im_end|>"
+    assert texts(make_tokenizer(R1, "</s>"), "2+3?", "<think>\nadd\n</think>")[1] == "add\n</think></s>"
+
+
+def test_added_tokens_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, reads = make_tokenizer(QWEN), []
+    kind = type(tokenizer)
+    own = kind.added_tokens_decoder.fget
+    monkeypatch.setattr(kind, "added_tokens_decoder", property(lambda self: reads.append(self) or own(self)))
+    for _ in range(20):
+        encode_answer(tokenizer, "2+3?", "5")
+    assert len([one for one in reads if one is tokenizer]) <= 1
 
 
 def write(path: Path, **columns: Any) -> Path:

@@ -12,6 +12,7 @@ from hybrid3d.rl.data_files import DataError, Turn
 from hybrid3d.rl.token_texts import encode_part, special_tokens
 
 SHOWN_CHARACTERS = 160  # of the end of a rendering, in messages
+MARK = "the answer is here"  # rendered in an answer's place, to see what follows it
 
 
 class InvalidRow(DataError):
@@ -72,16 +73,39 @@ def _divide(tokenizer: Any, turns: Sequence[Turn], answer: str) -> tuple[str, st
     """Return the text of the prompt, and that of the answer with its end token if the template writes one."""
     asked = render(tokenizer, turns, reply_follows=True)
     whole = render(tokenizer, [*turns, {"role": "assistant", "content": answer}], reply_follows=False)
-    start = len(asked)
-    if not whole.startswith(asked):  # history has no open thinking block
-        start = whole.rfind(answer.strip())
-        if start < 0 or not asked.startswith(whole[:start]):
-            return _closed_block(asked, whole, answer)
-    elif _squeezed(answer) not in _squeezed(whole[_history_length(tokenizer, turns, whole) :]):
+    closing = _closing(tokenizer, turns)
+    if closing is None or not whole.endswith(closing):
         return _closed_block(asked, whole, answer)
-    told = whole[start:]
-    end = told.rfind(answer.split("</think>")[-1].strip()) + len(answer.split("</think>")[-1].strip())
-    return whole[:start], told[:end] + _end_token(tokenizer, told[end:])
+    said = whole.removesuffix(closing)
+    start = len(asked)
+    if not said.startswith(asked):  # history has no open thinking block
+        start = _beginning(asked, said, answer)
+    elif not _has(said[start:], answer.split("</think>")[-1]) or not _has(
+        said[_history_length(tokenizer, turns, said) :], answer
+    ):
+        start = -1
+    if start < 0:
+        return _closed_block(asked, whole, answer)
+    return said[:start], said[start:] + _end_token(tokenizer, closing)
+
+
+def _closing(tokenizer: Any, turns: Sequence[Turn]) -> str | None:
+    """Return what the template writes behind an answer, whatever this is; None if it drops or changes `MARK`."""
+    marked = render(tokenizer, [*turns, {"role": "assistant", "content": MARK}], reply_follows=False)
+    _, found, closing = marked.rpartition(MARK)
+    return closing if found else None
+
+
+def _beginning(asked: str, said: str, answer: str) -> int:
+    """Return where the answer begins that a conversation ends with, behind what the prompt begins with; -1: nowhere."""
+    text, bare = said.rstrip(), answer.strip()
+    if not text.endswith(bare):
+        return -1
+    start = len(text) - len(bare)
+    lead = answer[: len(answer) - len(answer.lstrip())]
+    if not asked.startswith(said[:start]) and said[:start].endswith(lead):
+        start -= len(lead)
+    return start if asked.startswith(said[:start]) else -1
 
 
 def _history_length(tokenizer: Any, turns: Sequence[Turn], whole: str) -> int:
@@ -91,10 +115,14 @@ def _history_length(tokenizer: Any, turns: Sequence[Turn], whole: str) -> int:
 
 
 def _closed_block(asked: str, whole: str, answer: str) -> tuple[str, str]:
-    """Return prompt and answer, if the answer goes on with the thinking block that the prompt has opened."""
+    """Return prompt and answer, if the answer goes on with the thinking block that the prompt has opened.
+
+    An answer that opens it too, as traces of a model do, goes on behind that.
+    """
     opened = re.search(r"<(\w+)>\s*\Z", asked)
     if opened is not None and f"</{opened[1]}>" in answer:
-        return asked, answer
+        tag, bare = f"<{opened[1]}>", answer.lstrip()
+        return asked, bare.removeprefix(tag).lstrip("\n") if bare.startswith(tag) else answer
     raise InvalidRow(
         "the chat template asks for an answer in another way than it renders one: "
         f"a prompt ends with {asked[-SHOWN_CHARACTERS:]!r}, and the conversation with {whole[-SHOWN_CHARACTERS:]!r}: "
@@ -112,5 +140,6 @@ def _end_token(tokenizer: Any, closing: str) -> str:
     return closing[: min(ends)] if ends else ""
 
 
-def _squeezed(text: str) -> str:
-    return re.sub(r"\s", "", text)
+def _has(text: str, end: str) -> bool:
+    """Return whether a text has another at its end, whatever blanks and lines a template adds or strips."""
+    return re.sub(r"\s", "", text).endswith(re.sub(r"\s", "", end))

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 # Texts that stand for what is before a part. One is used only if it keeps its own tokens in front of the part.
 ANCHORS = ("\n", "=", ",", "a", "1")
 TAIL_TOKENS = 16  # before a part that are decoded with it; more if these have no text
+
+_ADDED: WeakKeyDictionary[Any, dict[int, tuple[str, bool]]] = WeakKeyDictionary()
 
 
 def encode_part(tokenizer: Any, text: str, before: Sequence[int]) -> list[int]:
@@ -52,8 +55,7 @@ def decode_part(
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
     """Return the ids of the tokens that are left out of decoded text, by their text."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {token.content: number for number, token in added.items() if token.special}
+    return {text: number for number, (text, is_special) in _added_tokens(tokenizer).items() if is_special}
 
 
 class TokenTexts:
@@ -78,10 +80,18 @@ class TokenTexts:
 
 
 def _anchors(tokenizer: Any, before: Sequence[int]) -> Iterator[str]:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    if before and (token := added.get(before[-1])) is not None:
-        yield token.content
+    if before and (token := _added_tokens(tokenizer).get(before[-1])) is not None:
+        yield token[0]
     yield from ANCHORS
+
+
+def _added_tokens(tokenizer: Any) -> dict[int, tuple[str, bool]]:
+    """Return the text of each added token, and whether it is special: read once, as transformers makes them anew."""
+    found = _ADDED.get(tokenizer)
+    if found is None:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        found = _ADDED[tokenizer] = {number: (token.content, token.special) for number, token in added.items()}
+    return found
 
 
 def _without(front: str, both: str) -> str:
