@@ -52,7 +52,18 @@ LLAMA_3 = (  # and Llama 3.1 and DeepSeek-V3, which break where a key is there a
 GEMMA = QWEN.replace("<|im_start|>", "<start_of_turn>").replace("<|im_end|>", "<end_of_turn>")
 V3_1 = R1.replace("<think>\n", "<think>")
 REAL_LLAMA_3 = LLAMA_3.replace("<|im_start|>", "<|start_header_id|>").replace("<|im_end|>", "<|eot_id|>")
-SPECIAL = ["<s>", "</s>", "<|start_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<|User|>", "<|Assistant|>", "<start_of_turn>", "<end_of_turn>"]
+SPECIAL = [
+    "<s>",
+    "</s>",
+    "<|start_header_id|>",
+    "<|eot_id|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|User|>",
+    "<|Assistant|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+]
 
 
 def make_tokenizer(template: str, eos: str = "<|im_end|>") -> Any:

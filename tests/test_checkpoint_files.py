@@ -245,6 +245,22 @@ def test_a_sentencepiece_model_whose_class_nobody_names(tmp_path: Path) -> None:
     assert "of ' b' transformers makes" in said
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_a_class_that_splits_otherwise_than_the_file_has_its_cure(tmp_path: Path, model_type: str) -> None:
+    """The form of R1-Distill-Llama: transformers takes these bytes for SentencePiece's."""
+    byte_tokenizer(tmp_path, model_type, eos_token="<end>", bos_token="<end>", tokenizer_class="LlamaTokenizerFast")
+    with pytest.raises(CheckpointError) as refused:
+        read(tmp_path)
+    cure = ': set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json, which has '
+    assert str(refused.value).endswith(cure + "'LlamaTokenizerFast'")
+    byte_tokenizer(
+        tmp_path, model_type, eos_token="<end>", bos_token="<end>", tokenizer_class="PreTrainedTokenizerFast"
+    )
+    text = "def f(x):\n    return x"
+    own = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    assert read(tmp_path).encode(text, add_special_tokens=False) == own
+
+
 def test_files_of_two_tokenizers_are_refused(tmp_path: Path) -> None:
     byte_tokenizer(tmp_path, eos_token="<end>", tokenizer_class="PreTrainedTokenizerFast")
     tokenizer = read(tmp_path)

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybrid3d.rl.data_files import DataError, check_columns, read_columns
+from hybrid3d.rl.data_files import BATCH_ROWS, DataError, check_columns, read_columns
+from hybrid3d.rl.dictionary_pages import longest_row
 
 TURNS = [{"role": "user", "content": "2+3?"}]
 
@@ -115,3 +116,43 @@ def test_texts_that_repeat_are_read(tmp_path: Path) -> None:
     prompts, answers = read_columns(path, ["q", "a"])
     assert prompts == ["how many?"] * 100_000
     assert answers == [str(i % 7) for i in range(100_000)]
+
+
+def longest(path: Path, table: pa.Table, **options: Any) -> int:
+    pq.write_table(table, path, **options)
+    return longest_row(path, pq.ParquetFile(path).metadata, {"q"})
+
+
+def test_a_row_expands_by_a_dictionary_only(tmp_path: Path) -> None:
+    """A dictionary page has each text once, behind 4 bytes of its length (parquet's encoding PLAIN)."""
+    path, distinct = tmp_path / "data.parquet", [f"{i:0900}" for i in range(50)]
+    page = 50 * (900 + 4)
+    for compression in ("none", "snappy", "zstd"):
+        table = pa.table({"q": distinct * 20, "other": ["x" * 5_000] * 1_000})
+        assert longest(path, table, compression=compression) == page
+        assert longest(path, table, compression=compression, row_group_size=100) == page
+        assert longest(path, table, compression=compression, use_dictionary=False) == 0
+    pairs = pa.table({"q": [[{"role": "user", "content": text}] * 3 for text in distinct * 20]})
+    assert longest(path, pairs) == 3 * (page + len("user") + 4)
+    pq.write_table(table, path, use_dictionary=False, column_encoding={"q": "DELTA_BYTE_ARRAY"})
+    chunk = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    assert longest_row(path, pq.ParquetFile(path).metadata, {"q"}) == chunk.total_uncompressed_size
+    with pq.ParquetWriter(path, table.schema) as writer:
+        for part in (table.slice(0, 0), table, table.slice(0, 0)):
+            writer.write_table(part)
+    assert longest_row(path, pq.ParquetFile(path).metadata, {"q"}) == page
+    assert read_columns(path, ["q"]) == [distinct * 20]
+
+
+def test_texts_that_do_not_repeat_are_read_in_large_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"{i:01000}" for i in range(30_000)]  # 30 MB, of which arrow writes the first MB as a dictionary
+    path, sizes = tmp_path / "data.parquet", []
+    own = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pq.ParquetFile, "iter_batches", lambda self, **how: sizes.append(how["batch_size"]) or own(self, **how)
+    )
+    for options in ({}, {"use_dictionary": False}):
+        pq.write_table(pa.table({"q": texts}), path, compression="none", **options)
+        assert read_columns(path, ["q"]) == [texts]
+    assert sizes[0] > BATCH_ROWS / 2  # 70 by the size of the column
+    assert sizes[1] == BATCH_ROWS

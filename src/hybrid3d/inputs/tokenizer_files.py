@@ -52,8 +52,7 @@ def check_tokenizer_files(folder: Path, tokenizer: Any) -> None:
     for file, text, found, expected in _differing_texts(folder, tokenizer, PLAIN_TEXTS):
         raise CheckpointError(
             f"{folder}: transformers makes {_pieces(tokenizer, found)} of {text!r}, and {file} itself "
-            f"{_pieces(tokenizer, expected)}: name the tokenizer_class in tokenizer_config.json, or add the "
-            "tokenizer.json that belongs to the model"
+            f"{_pieces(tokenizer, expected)}: {_advice(folder, file)}"
         )
 
 
@@ -145,6 +144,15 @@ def _own_encode(folder: Path) -> tuple[str, Encode | None]:
         return "tokenizer.json", lambda text: list(own.encode(text, add_special_tokens=False).ids)
     pieces = None if (folder / "vocab.json").is_file() else _sentencepiece(folder)
     return "tokenizer.model", None if pieces is None else lambda text: list(pieces.encode(text))
+
+
+def _advice(folder: Path, file: str) -> str:
+    """Return what makes transformers split texts as a file of the tokenizer says."""
+    if file != "tokenizer.json":
+        return "name the tokenizer_class in tokenizer_config.json, or add the tokenizer.json that belongs to the model"
+    present = _read(folder, "tokenizer_config.json").get("tokenizer_class")
+    is_there = "names no tokenizer_class" if present is None else f"has {present!r}"
+    return f'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json, which {is_there}'
 
 
 def _sentencepiece(folder: Path) -> Any:

@@ -79,7 +79,8 @@ def stop_tokens(vocabulary: Vocabulary, stops: Sequence[str]) -> tuple[int, ...]
     """Return the tokens at which generation pauses: those whose text contains the last character of a stop.
 
     An engine stops at tokens, and a stop can be tokenized in many ways, but its last character is always in one of
-    these tokens. Whether the text really ends in the stop is checked by `ends_with_stop`.
+    these tokens. Whether the text really ends in the stop is checked by `ends_with_stop`. Stops of an environment end
+    in ASCII, as `stops_of` requires; other ones are those of `rollout.stop` with agents.
 
     Raises:
         ValueError: no token contains the last character of a stop.

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from hybrid3d.errors import UserMistake
 from hybrid3d.rl.data_names import advise
+from hybrid3d.rl.dictionary_pages import longest_row
 from hybrid3d.rl.json_lines import NOT_JSON, InvalidLine, read_json_columns
 from hybrid3d.storage.user_files import UnreadableFile, check_regular_file
 
@@ -159,7 +160,7 @@ def _read_batches(path: str | Path, file: pq.ParquetFile, columns: Sequence[str]
     """Return the values of each column; counts their bytes in memory, which may be more than in the file."""
     found: list[list[Any]] = [[] for _ in columns]
     size = 0
-    longest = max(1, _uncompressed_bytes(file, columns))  # that a text may be
+    longest = max(1, longest_row(path, file.metadata, {_column_path(file.schema_arrow, one)[0] for one in columns}))
     rows = max(1, min(BATCH_ROWS, _most_text(path) // 4 // longest))  # arrow doubles what it has allocated
     for batch in file.iter_batches(batch_size=rows, columns=list(columns)):
         size += sum(_text_bytes(batch.column(index)) for index in range(batch.num_columns))
