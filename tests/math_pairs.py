@@ -229,6 +229,12 @@ x=\frac{1\pm\sqrt5}{2} | \frac{1+\sqrt5}{2},\frac{1-\sqrt5}{2}
 a\times b | ab
 \max(x,y)+1 | 1+\max(y,x)
 (x+1)(x+2)<0 | (-2,-1)
+\sum_{k=1}^n k | \sum_{k=1}^{n} k
+\mathbb Z^+ | \mathbb{Z}^{+}
+\int_{0}^{1} x^{3} dx | \int_0^1 x^3\,dx
+1,2,\cdots,n | 1, 2, \ldots, n
+\begin{cases} x & x>0 \\ 0 & x\leq 0\end{cases} | \left\{\begin{array}{ll} x & x>0 \\ 0 & x\leq 0\end{array}\right.
+\{z : |z|=1\} | \{z \mid |z|=1\}
 """
 """Answers in a box, and references, with which they are equal."""
 
@@ -511,6 +517,22 @@ x=2 \text{ (reject } x=-2) | 2
 ab | \bm{a}\times\bm{b}
 \max(x,y) | \min(x,y)
 (x+1)^{200}<0 | x<3
+4=5 | \gcd(a,b)=1
+1 | \gcd(a,b)=1
+5 | \det A = 5
+B \cup C | A \cup B
+A \cap B | A \cup B
+\mathbb{Z} | \mathbb{Z}^+
+\mathbb{Z}^- | \mathbb{Z}^+
+n \mid m | m \mid n
+(1,2,n) | (1,2,\ldots,n)
+(1,2,\ldots,n) | 1,2,\ldots,n
+n \geq 1 | \forall n \geq 1
+\sum_{k=1}2 k | \sum_{k=12} k
+\int \frac{12}{3} dx | \int \frac{1}{2}3 dx
+\int x^{12} dx | \int x^{1}2 dx
+\begin{cases} x & x>0 \\ 1 & x\leq 0\end{cases} | \left\{\begin{array}{ll} x & x>0 \\ 0 & x\leq 0\end{array}\right.
+\{z : |z|=2\} | \{z : |z|=1\}
 """
 """Answers in a box, and references, with which they are not equal."""
 

@@ -221,12 +221,15 @@ def test_formulas_are_read_as_another_reader_reads_them(formula: str) -> None:
 
 UNREADABLE = [
     *("", " ", r"\boxed{}", "#### ", "$$", r"\frac{1}{", r"\frac{1}", "3+", "{", "}", "(1,2", "1,,2", "?", "..."),
+    *("x=", "=4", r"(1,2)=(1,3)", "x=4=5", r"4=5=\foo 1", "1,2)", "5|", r"3^", r"\ldots"),
     *(
         r"\text{}",
         "4=5",
         "1/0",
         r"\sqrt",
         "He has five apples left over.",
+        "He has 5, 6 or 7 apples left over.",
+        "He has | apples and others, of which there are many left over",
         "See the figure above for the answer to this question",
     ),
     *("\x00", "1" * 6000),
@@ -240,7 +243,26 @@ def test_a_reference_that_says_nothing(reference: str) -> None:
             check(reference)
 
 
-WHOLE = [r"\text{Evelyn}", "Evelyn", r"\text{June 20}", r"\angle ABC", r"\int_0^1 x\,dx", r"x \equiv 3 \pmod{5}"]
+WHOLE = [
+    *(r"\text{Evelyn}", "Evelyn", r"\text{June 20}", r"\angle ABC", r"\int_0^1 x\,dx", r"x \equiv 3 \pmod{5}"),
+    *(r"A \cup B", r"\mathbb{Z}^+", r"\{z: |z|=1\}", r"\det A = 5", r"m \mid n", r"\gcd(a,b) = 1", "_5C_2", "{}_5C_2"),
+    *(
+        r"(1,2,\ldots,n)",
+        r"1,2,\ldots,n",
+        r"\{1,2,\dots,n\}",
+        r"\forall n \geq 1",
+        r"n \in \mathbb{Z}^{+}",
+        "1, 2, ..., n",
+    ),
+    r"\left\{\begin{array}{ll} x & x>0 \\ -x & x\leq 0\end{array}\right.",
+    *(
+        r"P(A \mid B)=\frac12",
+        r"x\to 0^+",
+        r"a_1 < a_2 = a_3",
+        r"4\text{ m}=400\text{ cm}",
+        r"\mathbf{a}\times\mathbf{b}=0",
+    ),
+]
 
 
 @pytest.mark.parametrize("reference", WHOLE)

@@ -38,8 +38,9 @@ _SAME = {
     "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom", "times": "*", "cdot": "*",
     "ast": "*", "div": "/", "le": "leq", "leqslant": "leq", "ge": "geq", "geqslant": "geq", "ne": "neq", "lt": "<",
     "gt": ">", "lbrace": "{", "rbrace": "}", "lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")", "vert": "|",
-    "lvert": "|", "rvert": "|", "mid": "|", "colon": ":", "varnothing": "emptyset", "degree": "circ", "fbox": "boxed",
-    "imath": "i", "simeq": "approx", "bigcup": "cup", "smallsetminus": "setminus",
+    "lvert": "|", "rvert": "|", "colon": ":", "varnothing": "emptyset", "degree": "circ", "fbox": "boxed",
+    "imath": "i", "simeq": "approx", "dots": "ldots", "cdots": "ldots", "dotsc": "ldots",
+    "bigcup": "cup", "smallsetminus": "setminus",
     "backslash": "setminus", "percent": "%", "land": "and", "lor": "or", "prime": "'", "infin": "infty",
 }  # fmt: skip
 _CHARACTERS = {
@@ -47,6 +48,7 @@ _CHARACTERS = {
     "≈": r"\approx ", "∞": r"\infty ", "°": r"^\circ ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
     "±": r"\pm ", "∓": r"\mp ", "√": r"\sqrt ", "π": r"\pi ", "θ": r"\theta ", "ℝ": r"\mathbb{R} ", "→": r"\to ",
     "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+    "…": r"\ldots ",
     "′": "'", "’": "'", "∣": "|", "⟨": r"\langle ", "⟩": r"\rangle ", "€": r"\text{euro}", "£": r"\text{pound}",
     **{character: f"^{{{digit}}}" for digit, character in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     **{character: f"_{{{digit}}}" for digit, character in enumerate("₀₁₂₃₄₅₆₇₈₉")},
@@ -56,7 +58,13 @@ _VECTOR = re.compile(
     r"\\(?:mathbf|textbf|boldsymbol|bm|pmb|bf|vec|hat|widehat|tilde|bar)\s*\{?\s*(?:\\[A-Za-z]+|[A-Za-z])(?![A-Za-z])"
     r"|\\overrightarrow"
 )
+_CASES = re.compile(
+    r"\\left\s*\\\{\s*\\begin\{(?:array|aligned|matrix)\}(?:\{[lcr|\s]*\})?(.*?)\\end\{(?:array|aligned|matrix)\}\s*"
+    r"\\right\s*\.",
+    re.DOTALL,
+)
 _TIMES = re.compile(r"(?P<scientific>\d\s*(?:\\times|×)\s*10(?!\d))|\\times(?![A-Za-z])|×")
+_OF_ONE_LETTER = {"mathbb", "vec", "hat", "bar", "tilde", "overline", "dot"}
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|,\\!\s*|\\[,;: ]|~|[ ])\d{3})+(?![\d,])")
 _COMMA_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _TOKEN = re.compile(
@@ -101,7 +109,7 @@ def tokenize(formula: str, comma_thousands: bool) -> list[Token]:
     """
     if len(formula) > MAX_CHARACTERS:
         raise Unreadable(f"a formula of {len(formula)} characters, more than {MAX_CHARACTERS}")
-    text = formula
+    text = _CASES.sub(r"\\begin{cases}\1\\end{cases}", formula).replace("...", r"\ldots ")
     if _VECTOR.search(text):
         text = _TIMES.sub(lambda found: found["scientific"] or r"\cross ", text)
     text = "".join(_CHARACTERS.get(character, character) for character in text)
@@ -115,6 +123,20 @@ def tokenize(formula: str, comma_thousands: bool) -> list[Token]:
 def literal(tokens: Sequence[Token]) -> str:
     """Return tokens as a text that is equal for equal tokens."""
     return "".join(map(str, tokens))
+
+
+def characters(tokens: Sequence[Token]) -> str:
+    r"""Return tokens as a text, the same for formulas that look alike: `x^{2}` and `x^2`, `\vec{a}` and `\vec a`."""
+    texts, place = list[str](), 0
+    while place < len(tokens):
+        texts.append(str(tokens[place]).strip())
+        opens = tokens[place].text in ("^", "_") or tokens[place].text in _OF_ONE_LETTER
+        if opens and [token.text for token in tokens[place + 1 : place + 4 : 2]] == ["{", "}"]:
+            place += 1
+            texts.append(str(tokens[place + 1]).strip())
+            place += 2
+        place += 1
+    return " ".join(texts)
 
 
 def closing(text: str, start: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybrid3d.rewards.final_answers import final_text, last_formula
 from hybrid3d.rewards.math_equality import are_equal
-from hybrid3d.rewards.math_kinds import Opaque, Value
+from hybrid3d.rewards.math_kinds import Listing, Opaque, Value
 from hybrid3d.rewards.math_values import read_values
 
 MAX_WORDS = 6  # of a reference that is a text
@@ -48,11 +48,15 @@ def read_reference(reference: str) -> list[Value]:
         values = read_values(formula)
     except Exception as error:  # sympy raises many kinds of errors for what a text may hold
         raise ValueError(f"the reference has no mathematical expression ({error}): {reference[:80]!r}") from None
-    if all(isinstance(value, Opaque) for value in values) and final is None and _is_prose(formula):
+    if all(map(_has_unread, values)) and final is None and _is_prose(formula):
         raise ValueError(
             f"the reference has no mathematical expression, and no \\boxed{{}} or ####: {reference[:80]!r}"
         )
     return values
+
+
+def _has_unread(value: Value) -> bool:
+    return any(map(_has_unread, value.items)) if isinstance(value, Listing) else isinstance(value, Opaque)
 
 
 def _is_prose(text: str) -> bool:

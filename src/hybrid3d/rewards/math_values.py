@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import sympy
 
-from hybrid3d.rewards.latex_tokens import GREEK, Malformed, Token, Unreadable, literal, tokenize
+from hybrid3d.rewards.latex_tokens import GREEK, Malformed, Token, Unreadable, characters, literal, tokenize
 from hybrid3d.rewards.math_equality import are_equal, rounds_to
 from hybrid3d.rewards.math_kinds import (
     BasedNumber,
@@ -56,7 +56,7 @@ def read_values(formula: str) -> list[Value]:
     readings = []
     for comma_thousands in (True, False):
         tokens = tokenize(formula, comma_thousands)
-        value = _list(_without_end(tokens))
+        value = _computed_or_known(_without_end(tokens))
         if value not in readings:
             readings.append(value)
         if "," not in formula:
@@ -64,11 +64,21 @@ def read_values(formula: str) -> list[Value]:
     return readings
 
 
+def _computed_or_known(tokens: list[Token]) -> Value:
+    """Read values, or else keep the characters, unless it says nothing, or what is false."""
+    try:
+        return _list(tokens)
+    except Unreadable as error:
+        if not isinstance(error, Malformed) and _is_known_by_characters(tokens):
+            return Opaque(characters(tokens))
+        raise error from None
+
+
 def split(tokens: Sequence[Token], is_separator: Callable[[Token], bool]) -> list[tuple[list[Token], Token | None]]:
     """Split tokens at separators outside all brackets; each part with the separator after it.
 
     Raises:
-        Unreadable: brackets are not balanced.
+        Malformed: brackets are not balanced.
     """
     parts: list[tuple[list[Token], Token | None]] = []
     part, depth = list[Token](), 0
@@ -77,14 +87,14 @@ def split(tokens: Sequence[Token], is_separator: Callable[[Token], bool]) -> lis
         ends = token.text in _CLOSING or token.text.startswith("end{")
         depth += (starts and token.kind != "word") - (ends and token.kind != "word")
         if depth < 0:
-            raise Unreadable("a bracket is closed that is not open")
+            raise Malformed("a bracket is closed that is not open")
         if depth == 0 and not ends and is_separator(token):
             parts.append((part, token))
             part = []
         else:
             part.append(token)
     if depth:
-        raise Unreadable("a bracket is not closed")
+        raise Malformed("a bracket is not closed")
     return [*parts, (part, None)]
 
 
@@ -131,7 +141,7 @@ def _spaced(token: Token | None) -> bool:
 
 def _item(tokens: list[Token]) -> Value:
     if not tokens:
-        raise Unreadable("it is empty")
+        raise Malformed("it is empty")
     if any(token.kind == "command" and token.text in ("pm", "mp") for token in tokens):
         upper, lower = ([_signed(token, sign) for token in tokens] for sign in "+-")
         return Listing((_relation(upper), _relation(lower)))
@@ -192,11 +202,21 @@ def _equation(sides: list[list[Token]], operators: list[str]) -> Value:
     values = [_set(side) for side in (sides if label is None else sides[1:])]
     for (value, after), operator in zip(pairwise(values), operators[len(sides) - len(values) :], strict=True):
         if not (are_equal(value, after) or (operator == "approx" and rounds_to(after, value))):
-            raise Unreadable("it says that two values are equal which are not")
+            kind = Malformed if _is_known(value) and _is_known(after) else Unreadable
+            raise kind("it says that two values are equal which are not")
     value = values[-1] if "approx" not in operators else values[0]
     if label is None:
         return value
     return Labelled(label, value, _as_equation(sides[0], value))
+
+
+def _is_known(value: Value) -> bool:
+    """Return whether a value is a number without a unit, or several, so that it is equal to others or not."""
+    if isinstance(value, Bracketed | Listing):
+        return all(map(_is_known, value.items))
+    if isinstance(value, Expression):
+        return not value.unit and not value.value.free_symbols
+    return isinstance(value, BasedNumber)
 
 
 def _is_condition(left: Expression, right: Expression) -> bool:
@@ -232,7 +252,7 @@ def _set(tokens: list[Token]) -> Value:
 
 def _value(tokens: list[Token]) -> Value:
     if not tokens:
-        raise Unreadable("it is empty")
+        raise Malformed("it is empty")
     text = literal(tokens)
     if text in (r"\emptyset ", r"\{ \} "):
         return Listing((), is_set=True)
@@ -246,7 +266,7 @@ def _value(tokens: list[Token]) -> Value:
         return read_quantity(tokens)
     except Unreadable as error:
         if not isinstance(error, Malformed) and _is_known_by_characters(tokens):
-            return Opaque(text.replace(" ", ""))
+            return Opaque(characters(tokens))
         raise error from None
 
 
@@ -254,7 +274,8 @@ def _is_known_by_characters(tokens: list[Token]) -> bool:
     """Return whether what cannot be read may still be compared by its characters: its end, at least, is no operator."""
     has_name = any(token.kind in ("number", "letter", "word") for token in tokens)
     edges = {"+", "-", "*", "/", "^", "_", "=", "<", ">", "\\", "?"}
-    return has_name and tokens[-1].text not in edges and tokens[0].text not in edges - {"+", "-", "\\"}
+    is_cut = tokens[-1].text in edges and not (len(tokens) > 1 and tokens[-2].text in ("^", "_"))
+    return has_name and not is_cut and tokens[0].text not in edges - {"+", "-", "\\", "_", "^"}
 
 
 def _based_number(tokens: list[Token]) -> BasedNumber | None:
@@ -340,7 +361,10 @@ def _braces(inside: list[Token]) -> Value:
     r"""Read a set: `\{1, 2\}`, or `\{x : x > 1\}`, which is what its condition says."""
     if not inside:
         return Listing((), is_set=True)
-    described = split(inside, lambda token: token.kind == "symbol" and token.text in ("|", ":"))
+    for marks in (("mid", ":"), ("|",)):
+        described = split(inside, lambda token, marks=marks: token.text in marks)  # type: ignore[misc]
+        if len(described) == 2:
+            break
     if len(described) == 2:
         variable, _ = split(described[0][0], _is_relation)[0]
         condition = _relation(described[1][0])
