@@ -6,6 +6,7 @@ The templates have the constructs of the published ones that they are named afte
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybrid3d.config import Recipe, RecipeError, load_recipe, recipe_to_yaml
 from hybrid3d.generation.agents.history import History
-from hybrid3d.inputs.models import read_tokenizer
+from hybrid3d.inputs.models import read_data, read_tokenizer
 from hybrid3d.rl.chats import InvalidRow, encode_answer
 from hybrid3d.rl.data import DataError, PromptData, encode_chat, encode_pair, encode_prompt
 from hybrid3d.rl.preference_data import PairData
@@ -188,6 +189,38 @@ def test_a_trace_opens_its_block_once(template: str, front: str) -> None:
     prompt, told = texts(tokenizer, "2+3?", f"{front}let me\n</think>\n\n42")
     assert prompt == tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
     assert told == "let me\n</think>\n\n42</s>"
+
+
+PHI_3 = (  # which ends the whole text with EOS, that no answer ends with
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{% endif %}"
+)
+
+
+def test_an_answer_ends_with_the_first_of_the_models_end_tokens(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(PHI_3, "</s>")
+    end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
+    for ends, told in (([end, eos], "42<|im_end|>"), ([eos], "42<|im_end|>\n</s>"), ([], "42<|im_end|>\n</s>")):
+        assert tokenizer.decode(encode_answer(tokenizer, "2+3?", "42", ends)[1]) == told
+    path = write(tmp_path / "data.parquet", q=["2+3?"], a=["5"], bad=["6"])
+    how: Any = dict(prompt="q", max_prompt_tokens=99, chat_template=True, end_tokens=[eos, end])
+    data = PromptData.read(path, tokenizer, answer="a", trains_answers=True, **how)
+    assert tokenizer.decode(data.examples[0].answer_ids) == "5<|im_end|>"
+    pairs = PairData.read_pairs(path, tokenizer, chosen="a", rejected="bad", max_tokens=99, **how)
+    assert tokenizer.decode(pairs.examples[0].rejected).endswith("6<|im_end|>")
+
+
+def test_a_run_takes_end_tokens_from_the_checkpoint(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(PHI_3, "</s>")
+    tokenizer.save_pretrained(tmp_path / "model")
+    end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
+    (tmp_path / "model/generation_config.json").write_text(json.dumps({"eos_token_id": [eos, end]}))
+    path = write(tmp_path / "data.parquet", question=["2+3?"], answer=["5"])
+    settings = [f"model.path={tmp_path / 'model'}", f"data.train={path}", f"data.eval={path}"]
+    recipe = load_recipe(Path(__file__).parents[1] / "recipes/demo-warmup.yaml", [*settings, "data.chat_template=true"])
+    config = {"max_position_embeddings": 200, "vocab_size": len(tokenizer)}
+    train, _ = read_data(recipe, config, read_tokenizer(recipe))
+    assert tokenizer.decode(train.examples[0].answer_ids) == "5<|im_end|>"
 
 
 def test_thoughts_without_an_answer_end_once() -> None:

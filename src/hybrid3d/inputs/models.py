@@ -14,7 +14,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.families import Config, Family, head_dim, query_groups, refuse_unsupported
 from hybrid3d.families.values import abbreviate, config_problems
 from hybrid3d.inputs.files import TOKENIZER_FILES
-from hybrid3d.inputs.tokenizer_files import check_tokenizer_files
+from hybrid3d.inputs.tokenizer_files import check_tokenizer_files, read_end_tokens
 from hybrid3d.reshard.file_index import INDEX_FILE, SINGLE_FILE, CheckpointError
 from hybrid3d.rl.data import PromptData, encode_pair
 from hybrid3d.rl.data_files import DataError
@@ -223,6 +223,7 @@ def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptDat
         max_invalid_fraction=data.max_invalid_fraction,
         max_prompt_tokens=limit,
         seed=recipe.run.seed,
+        end_tokens=read_end_tokens(Path(recipe.model.path)),
     )
 
     def read(path: str) -> PromptData:

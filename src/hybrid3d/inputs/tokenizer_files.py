@@ -38,7 +38,7 @@ def check_tokenizer_files(folder: Path, tokenizer: Any) -> None:
                 f"{folder}: transformers takes {token!r} for the {name}, which is in none of the tokenizer's files: it "
                 f"guesses, because none of them names one: add it to tokenizer_config.json"
             )
-    ends, end = _end_tokens(folder), getattr(tokenizer, "eos_token_id", None)
+    ends, end = read_end_tokens(folder), getattr(tokenizer, "eos_token_id", None)
     if "eos_token" not in declared and end is not None and ends and end not in ends:
         raise CheckpointError(
             f"{folder}: transformers takes {tokenizer.eos_token!r} ({end}) for the eos_token, because no file of the "
@@ -67,7 +67,7 @@ def tokenizer_assumptions(folder: Path, tokenizer: Any) -> Iterator[str]:
         yield f"no file of the tokenizer names {named}: assumed from its class, {type(tokenizer).__name__}"
     if _read(folder, "tokenizer_config.json").get("tokenizer_class") is None:
         yield f"no file names the tokenizer's class: {type(tokenizer).__name__} is assumed"
-    ends, end = _end_tokens(folder), getattr(tokenizer, "eos_token_id", None)
+    ends, end = read_end_tokens(folder), getattr(tokenizer, "eos_token_id", None)
     if ends and end not in ends:
         yield f"the tokenizer's eos_token is {end}, and the model's config has eos_token_id {ends}: both end answers"
     elif not ends:
@@ -113,7 +113,7 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
     return None
 
 
-def _end_tokens(folder: Path) -> list[int]:
+def read_end_tokens(folder: Path) -> list[int]:
     """Return the end tokens of the generation config, or else of the model's config."""
     for name in ("generation_config.json", "config.json"):
         ends = _read(folder, name).get("eos_token_id")

@@ -52,16 +52,22 @@ def turns_of(prompt: str | Sequence[Turn]) -> list[Turn]:
     return turns
 
 
-def encode_answer(tokenizer: Any, prompt: str | Sequence[Turn], answer: str) -> tuple[list[int], list[int]]:
+def encode_answer(
+    tokenizer: Any, prompt: str | Sequence[Turn], answer: str, end_tokens: Sequence[int] = ()
+) -> tuple[list[int], list[int]]:
     """Return the tokens of a prompt, and of an answer up to its end token, as the template renders the conversation.
 
     A template may begin the reply that it asks for in another way than one that is there: with a thinking block, which
     an answer closes or does not have. Then the prompt ends where both are the same.
 
+    Args:
+        end_tokens: those of the model, by which the policy's answers end besides EOS. If the template writes none of
+            them behind an answer, the first special token that it writes is the end.
+
     Raises:
         InvalidRow: the template refuses the conversation, or renders another answer; with both renderings.
     """
-    asked, told = _divide(tokenizer, turns_of(prompt), answer)
+    asked, told = _divide(tokenizer, turns_of(prompt), answer, end_tokens)
     ids = list(tokenizer.encode(asked, add_special_tokens=False))
     tokens = encode_part(tokenizer, told, ids)
     if not tokens or tokens[-1] not in special_tokens(tokenizer).values():
@@ -69,7 +75,7 @@ def encode_answer(tokenizer: Any, prompt: str | Sequence[Turn], answer: str) -> 
     return ids, tokens
 
 
-def _divide(tokenizer: Any, turns: Sequence[Turn], answer: str) -> tuple[str, str]:
+def _divide(tokenizer: Any, turns: Sequence[Turn], answer: str, end_tokens: Sequence[int]) -> tuple[str, str]:
     """Return the text of the prompt, and that of the answer with its end token if the template writes one."""
     asked = render(tokenizer, turns, reply_follows=True)
     whole = render(tokenizer, [*turns, {"role": "assistant", "content": answer}], reply_follows=False)
@@ -86,7 +92,7 @@ def _divide(tokenizer: Any, turns: Sequence[Turn], answer: str) -> tuple[str, st
         start = -1
     if start < 0:
         return _closed_block(asked, whole, answer)
-    return said[:start], said[start:] + _end_token(tokenizer, closing)
+    return said[:start], said[start:] + _end_token(tokenizer, closing, end_tokens)
 
 
 def _closing(tokenizer: Any, turns: Sequence[Turn]) -> str | None:
@@ -130,14 +136,18 @@ def _closed_block(asked: str, whole: str, answer: str) -> tuple[str, str]:
     )
 
 
-def _end_token(tokenizer: Any, closing: str) -> str:
-    """Return what a template writes after an answer, up to its end token: the EOS token, or else the first special one.
+def _end_token(tokenizer: Any, closing: str, end_tokens: Sequence[int]) -> str:
+    """Return what a template writes after an answer, up to its end token.
 
-    Empty if it writes none: EOS follows.
+    This is the first of EOS and the model's end tokens, or else the first special one. Empty if it writes none: EOS
+    follows.
     """
-    eos, special = tokenizer.eos_token, special_tokens(tokenizer)
-    ends = [closing.find(text) + len(text) for text in ((eos,) if eos in closing else special) if text in closing]
-    return closing[: min(ends)] if ends else ""
+    special = special_tokens(tokenizer)
+    for kind in ([tokenizer.eos_token, *(text for text in special if special[text] in end_tokens)], special):
+        ends = [closing.find(text) + len(text) for text in kind if text and text in closing]
+        if ends:
+            return closing[: min(ends)]
+    return ""
 
 
 def _has(text: str, end: str) -> bool:

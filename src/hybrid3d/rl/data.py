@@ -94,10 +94,12 @@ class PromptData:
         max_invalid_fraction: float = 0.01,
         seed: int = 1,
         trains_answers: bool = False,
+        end_tokens: Sequence[int] = (),
     ) -> PromptData:
         """Read the columns `prompt` and `answer` and tokenize every prompt; with `chat_template` it may be chat turns.
 
-        With `trains_answers` the template renders them together, as `encode_answer` says.
+        With `trains_answers` the template renders them together, up to one of the model's `end_tokens`, as
+        `encode_answer` says.
 
         A row is broken if a text is null or blank, the prompt has no tokens or the template refuses it. Broken rows are
         skipped, up to the fraction `max_invalid_fraction` of all rows. Callers set `max_prompt_tokens` to
@@ -117,7 +119,7 @@ class PromptData:
             try:
                 texts, told = (text_of(prompt, question), text_of(answer, reference)), list[int]()
                 if chat_template and trains_answers:
-                    ids, told = encode_answer(tokenizer, question, texts[1])
+                    ids, told = encode_answer(tokenizer, question, texts[1], end_tokens)
                 else:
                     ids = encode(tokenizer, question)
                 if not ids:

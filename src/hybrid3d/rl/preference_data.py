@@ -56,12 +56,14 @@ class PairData(PromptData):
         overlong: Literal["error", "drop", "truncate_left"] = "error",
         max_invalid_fraction: float = 0.01,
         seed: int = 1,
+        end_tokens: Sequence[int] = (),
     ) -> PairData:
         """Read the three columns and tokenize every row; with `chat_template` each may be chat turns.
 
         An answer of chat turns is the text of its last turn, which must be the assistant's; turns before it must be
-        those of the prompt. Each answer ends with EOS. Broken rows, which are skipped up to the fraction
-        `max_invalid_fraction`, are those of `PromptData.read`, and pairs whose answers are equal.
+        those of the prompt. Each answer ends with EOS, or the one of the model's `end_tokens` that the template writes.
+        Broken rows, which are skipped up to the fraction `max_invalid_fraction`, are those of `PromptData.read`, and
+        pairs whose answers are equal.
 
         Args:
             max_prompt_tokens, max_tokens: of a prompt, and of a prompt with the longer of its answers and EOS. Longer
@@ -80,7 +82,8 @@ class PairData(PromptData):
         broken: dict[int, str] = {}
         for row, texts in enumerate(zip(*values, strict=True)):
             try:
-                pairs.append(_encode(tokenizer, row, dict(zip(columns, texts, strict=True)), columns, chat_template))
+                of_row = dict(zip(columns, texts, strict=True))
+                pairs.append(_encode(tokenizer, row, of_row, columns, chat_template, end_tokens))
             except InvalidRow as reason:
                 broken[row] = str(reason)
         rows = len(values[0])
@@ -103,7 +106,12 @@ class PairData(PromptData):
 
 
 def _encode(
-    tokenizer: Tokenizer, row: int, values: dict[str, Any], columns: tuple[str, str, str], chat_template: bool
+    tokenizer: Tokenizer,
+    row: int,
+    values: dict[str, Any],
+    columns: tuple[str, str, str],
+    chat_template: bool,
+    end_tokens: Sequence[int],
 ) -> Pair:
     """Return the pair of a row. InvalidRow: it has none."""
     prompt, *answers = columns
@@ -111,7 +119,7 @@ def _encode(
     text = text_of(prompt, question)
     texts = [text_of(column, _answer_turn(column, values[column], question)) for column in answers]
     if chat_template:
-        (ids, chosen), (other_ids, rejected) = (encode_answer(tokenizer, question, one) for one in texts)
+        (ids, chosen), (other_ids, rejected) = (encode_answer(tokenizer, question, one, end_tokens) for one in texts)
         if ids != other_ids:
             raise InvalidRow(f"the chat template ends the prompts of {columns[1]!r} and {columns[2]!r} differently")
     else:
