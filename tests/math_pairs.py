@@ -235,6 +235,29 @@ a\times b | ab
 1,2,\cdots,n | 1, 2, \ldots, n
 \begin{cases} x & x>0 \\ 0 & x\leq 0\end{cases} | \left\{\begin{array}{ll} x & x>0 \\ 0 & x\leq 0\end{array}\right.
 \{z : |z|=1\} | \{z \mid |z|=1\}
+\textbf{(B)}\ 12 | B
+\textbf{(B)}\ 12 | 12
+\textbf{(B) }12 | \text{(B)}
+\textbf{(B)} -\frac{3}{4} | -0.75
+\textbf{(B)}\ \$12 | 12
+(B) 12 | \textbf{(B)}\ 12
+(B) 12 | B
+(B) 12 | 12
+1 1/2 | 1.5
+-2 3/4 | -2.75
+1 1/2 \text{ cups} | \frac32
+2:15 \text{ p.m.} | 2:15 \text{ PM}
+2:15 p.m. | 2:15 PM
+10:05 am | 10:05\text{ A.M.}
+60 \text{ km/h} | 60 \text{ kmh}
+60 \text{ miles per hour} | 60 \text{ mph}
+60 \text{ km per hour} | 60 \text{ km/h}
+4^{th} | 4
+2^{nd} | 2
+3^{\text{rd}} | 3
+11^{th} | 11
+_5C_2 | 10
+{}_{10}C_{3} | 120
 """
 """Answers in a box, and references, with which they are equal."""
 
@@ -533,6 +556,40 @@ n \geq 1 | \forall n \geq 1
 \int x^{12} dx | \int x^{1}2 dx
 \begin{cases} x & x>0 \\ 1 & x\leq 0\end{cases} | \left\{\begin{array}{ll} x & x>0 \\ 0 & x\leq 0\end{array}\right.
 \{z : |z|=2\} | \{z : |z|=1\}
+(B) 12 | A
+(B) 12 | 13
+\textbf{(B)}\ 12 | C
+\textbf{(B)}\ 12 | \textbf{(C)}\ 12
+\textbf{(B)}\ 12 | \textbf{(B)}\ 13
+\textbf{(B)}\ 12 \text{ or } \textbf{(C)}\ 13 | B
+\textbf{(B)}\ 12 \text{ or } \textbf{(C)}\ 13 | C
+\textbf{(B)}\ 12 \text{ or } 13 | B
+\textbf{(B)}\ 12 \textbf{(C)} | B
+\textbf{(B)}\ C | C
+\textbf{(B)}\ C | B
+\textbf{(B)}\ 12 \text{ C} | C
+\textbf{(B)}, \textbf{(C)} | B
+\textbf{(B)} - \textbf{(C)} | B
+(B) 4=5 | B
+(B) - 1 | B
+1 1/2 | 5.5
+1 1/2 | 0.5
+1 1/2 | \frac{11}{2}
+1 3/2 | 2.5
+1 1/2 x | \frac{x}{2}
+1 1/2/2 | 0.75
+1 1 1/2 | 2.5
+2:15 \text{ a.m.} | 2:15 \text{ p.m.}
+4:30 \text{ PM} | 2:15 \text{ PM}
+2:15 \text{ PM} | 14:15
+60 \text{ km/h} | 60 \text{ mph}
+60 \text{ km/h} | 60 \text{ km}
+4^{st} | 4
+2^{rd} | 2
+e^{st} | e
+x^{th} | x
+4^{th} 5 | 4
+_5C_3 | _5C_1
 """
 """Answers in a box, and references, with which they are not equal."""
 

@@ -63,6 +63,10 @@ _CASES = re.compile(
     r"\\right\s*\.",
     re.DOTALL,
 )
+_HALF_OF_DAY = re.compile(
+    r"(?<=:\d\d)(?:\s|~|\\[ ,;])*(\\(?:text|mathrm)\s*\{\s*)?([AaPp])\.?\s?[Mm](?![A-Za-z])\.?(?(1)\s*\})"
+)
+_COMBINATIONS = re.compile(r"(?:^\s*|\{\}\s*)[_^](?:\{(\d+)\}|(\d))\s*(?:C|\\mathrm\{C\})_(?:\{(\d+)\}|(\d))")
 _TIMES = re.compile(r"(?P<scientific>\d\s*(?:\\times|×)\s*10(?!\d))|\\times(?![A-Za-z])|×")
 _OF_ONE_LETTER = {"mathbb", "vec", "hat", "bar", "tilde", "overline", "dot"}
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|,\\!\s*|\\[,;: ]|~|[ ])\d{3})+(?![\d,])")
@@ -110,6 +114,8 @@ def tokenize(formula: str, comma_thousands: bool) -> list[Token]:
     if len(formula) > MAX_CHARACTERS:
         raise Unreadable(f"a formula of {len(formula)} characters, more than {MAX_CHARACTERS}")
     text = _CASES.sub(r"\\begin{cases}\1\\end{cases}", formula).replace("...", r"\ldots ")
+    text = _HALF_OF_DAY.sub(lambda found: rf"\text{{ {found[2].upper()}M}}", text)
+    text = _COMBINATIONS.sub(r"\\binom{\1\2}{\3\4}", text)
     if _VECTOR.search(text):
         text = _TIMES.sub(lambda found: found["scientific"] or r"\cross ", text)
     text = "".join(_CHARACTERS.get(character, character) for character in text)

@@ -12,6 +12,7 @@ import sympy
 from hybrid3d.rewards.math_kinds import (
     BasedNumber,
     Bracketed,
+    Choice,
     Expression,
     Labelled,
     Listing,
@@ -34,6 +35,8 @@ MAX_ITEMS = 100  # of lists that are compared without order
 
 def are_equal(first: Value, second: Value) -> bool:
     """Return whether two values are equal. Names, units and signs of percent that one of them lacks do not matter."""
+    if isinstance(first, Choice) or isinstance(second, Choice):
+        return _choices_equal(first, second)
     if isinstance(first, Labelled) or isinstance(second, Labelled):
         return _labelled_equal(first, second)
     for one, other in ((first, second), (second, first)):
@@ -76,6 +79,15 @@ def rounds_to(decimal: Value, value: Value) -> bool:
 
 def _all_equal(first: Sequence[Value], second: Sequence[Value]) -> bool:
     return len(first) == len(second) and all(map(are_equal, first, second))
+
+
+def _choices_equal(first: Value, second: Value) -> bool:
+    """Return whether letter and value of two choices are equal, or that of the two which the other value is."""
+    if isinstance(first, Choice) and isinstance(second, Choice):
+        return first.letter == second.letter and are_equal(first.value, second.value)
+    choice, other = (first, second) if isinstance(first, Choice) else (second, first)
+    assert isinstance(choice, Choice), "one of both is"
+    return _word(other) == choice.letter or are_equal(choice.value, other)
 
 
 def _labelled_equal(first: Value, second: Value) -> bool:

@@ -111,7 +111,13 @@ class ExpressionReader:
         return -self._signed_factor() if self._next_is("-") and self._take() else self._factor()
 
     def _mixed_number(self) -> Any:
-        r"""Return the number at `1\frac{1}{2}`; None if none stands here."""
+        r"""Return the number at `1\frac{1}{2}` or `1 1/2`; None if none stands here."""
+        digits = [token.text for token in self._tokens[self.position : self.position + 4]]
+        if len(digits) == 4 and digits[2] == "/" and all(text.isdigit() for text in (*digits[:2], digits[3])):
+            start, self.position = self.position, self.position + 4
+            if 0 < int(digits[1]) < int(digits[3]) and not self._next_is("^", "!", "/") and not self._starts_factor():
+                return operations.number(digits[0]) + operations.number(digits[1]) / operations.number(digits[3])
+            self.position = start
         start = self.position
         whole, fraction = self._peek(), self._peek(1)
         if (
@@ -173,8 +179,15 @@ class ExpressionReader:
 
     def _ordinal_follows(self) -> bool:
         """Return whether the power that follows is a word, as in `4^{th}`."""
-        after = [token for token in self._tokens[self.position + 1 : self.position + 3] if token.text != "{"]
-        return bool(after) and after[0].kind == "word" and after[0].text in ORDINALS
+        after = [token for token in self._tokens[self.position + 1 : self.position + 5] if token.text not in "{}"]
+        if after and after[0].kind == "word":
+            return after[0].text in ORDINALS
+        # Letters are a power, as in e^{st}, unless they are what ends the number's name
+        number, letters = self._tokens[self.position - 1], "".join(token.text for token in after)
+        if number.kind != "number" or not number.text.isdigit():
+            return False
+        ends = {1: "st", 2: "nd", 3: "rd"} if int(number.text[-2:]) not in (11, 12, 13) else {}
+        return letters == ends.get(int(number.text[-1]), "th")
 
     def _raised(self, base: Any) -> Any:
         self._take()

@@ -98,6 +98,14 @@ class Ratio:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """The letter of a choice with the number that stands there."""
+
+    letter: str
+    value: Expression
+
+
+@dataclass(frozen=True)
 class Opaque:
     """A formula of which only the characters are known. It equals what has the same."""
 
@@ -105,5 +113,16 @@ class Opaque:
 
 
 Value = (
-    Expression | BasedNumber | Text | Listing | Bracketed | MatrixValue | RealSet | Relation | Labelled | Ratio | Opaque
+    Expression
+    | BasedNumber
+    | Text
+    | Listing
+    | Bracketed
+    | MatrixValue
+    | RealSet
+    | Relation
+    | Labelled
+    | Ratio
+    | Choice
+    | Opaque
 )

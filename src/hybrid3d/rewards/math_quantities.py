@@ -73,8 +73,9 @@ def _unit_words(tokens: Sequence[Token]) -> tuple[int, list[str]]:
     scale, words = 1, list[str]()
     if tokens and tokens[0].text == "^":  # 4^{\text{th}}
         tokens = [token for token in tokens[1:] if token.text not in ("{", "}")]
-        if len(tokens) != 1 or tokens[0].text not in ORDINALS:
+        if "".join(token.text for token in tokens) not in ORDINALS:
             raise Unreadable("a power that is a text")
+        return 1, []
     for place, token in enumerate(tokens):
         lower = token.text.lower()
         if token.kind == "word" and lower in NUMBER_WORDS and not words:

@@ -54,7 +54,8 @@ def canonical_unit(words: list[str]) -> str:
     for word in words:
         lower = word.lower()
         names.append(UNITS.get(word) or UNITS.get(lower) or _singular(lower))
-    text = " ".join(names).replace(" ^", "^")
+    text = " ".join(names).replace(" ^", "^").replace(" per ", " / ")
+    text = {"km / h": "kmh", "mi / h": "mph"}.get(text, text)
     for prefix, power in (("square ", "^2"), ("cubic ", "^3")):
         if text.startswith(prefix) and len(names) == 2 and "^" not in text:
             text = text.removeprefix(prefix) + power

@@ -15,6 +15,7 @@ from hybrid3d.rewards.math_equality import are_equal, rounds_to
 from hybrid3d.rewards.math_kinds import (
     BasedNumber,
     Bracketed,
+    Choice,
     Expression,
     Labelled,
     Listing,
@@ -33,6 +34,7 @@ from hybrid3d.rewards.math_units import BASES
 INEQUALITIES = {"<": "<", ">": ">", "leq": "<=", "geq": ">=", "neq": "!="}
 _RELATIONS = {"=", "approx", "in", *INEQUALITIES}
 _OPENING, _CLOSING = {"(", "[", "{", "lfloor", "lceil", "langle"}, {")", "]", "}", "rfloor", "rceil", "rangle"}
+CHOICES = set("ABCDE")  # of a question
 _SET_OPERATIONS = {"cup", "cap", "setminus"}
 _GREEK = "|".join(sorted(GREEK, key=len, reverse=True))
 _LABEL = re.compile(
@@ -67,11 +69,24 @@ def read_values(formula: str) -> list[Value]:
 def _computed_or_known(tokens: list[Token]) -> Value:
     """Read values, or else keep the characters, unless it says nothing, or what is false."""
     try:
-        return _list(tokens)
+        return _choice(tokens) or _list(tokens)
     except Unreadable as error:
         if not isinstance(error, Malformed) and _is_known_by_characters(tokens):
             return Opaque(characters(tokens))
         raise error from None
+
+
+def _choice(tokens: list[Token]) -> Choice | None:
+    r"""Read a choice with its value, which must be a number, as `\textbf{(B)}\ 12`; None if there is none."""
+    if [token.text for token in tokens[:3:2]] != ["(", ")"] or tokens[1].text not in CHOICES or len(tokens) < 4:
+        return None
+    starts = () if tokens[1].kind != "word" else ("frac", "sqrt", "$", "-")  # others are products or differences
+    if tokens[3].kind != "number" and tokens[3].text not in starts:
+        return None
+    value = _list(tokens[3:])
+    if not isinstance(value, Expression) or not value.value.is_number or value.unit.upper() in CHOICES:
+        return None
+    return Choice(tokens[1].text, value)
 
 
 def split(tokens: Sequence[Token], is_separator: Callable[[Token], bool]) -> list[tuple[list[Token], Token | None]]:
@@ -379,5 +394,7 @@ def _ratio(tokens: list[Token]) -> Ratio | None:
     parts = split(tokens, lambda token: token.kind == "symbol" and token.text == ":")
     if len(parts) == 1:
         return None
-    is_clock = all(len(part) == 1 and len(part[0].text) == 2 for part, _ in parts[1:])
+    is_clock = all(
+        part and len(part[0].text) == 2 and literal(part[1:]) in ("", "<AM>", "<PM>") for part, _ in parts[1:]
+    )
     return Ratio(tuple(read_quantity(part) for part, _ in parts), is_clock)
