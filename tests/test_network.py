@@ -170,7 +170,7 @@ def test_agents_find_the_key_and_their_endpoint_on_loopback_alone(demo: Path, tm
             with suppress(httpx.HTTPError):  # the run has just ended
                 strangers.add(httpx.post(f"http://127.0.0.1:{port}/sessions", timeout=10).status_code)
 
-    settings = ("train.tp=1", "train.pp=1", "algorithm.samples_per_prompt=2", "algorithm.prompts_per_step=4")
+    settings = ("train.tp=1", "train.pp=1", "train.micro_batch_size=8", "algorithm.samples_per_prompt=2")
     agents = (f"rollout.agents.command={sys.executable} agent.py", f"rollout.agents.port={port}")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("HYBRID3D_API_KEY", raising=False)
