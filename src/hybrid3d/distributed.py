@@ -9,7 +9,6 @@ import fcntl
 import hashlib
 import ipaddress
 import os
-import pickle
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -36,6 +35,7 @@ from hybrid3d.launch_environment import (
     under_launcher,
     world_size,
 )
+from hybrid3d.patches import pickled, unpickled
 
 __all__ = [
     "LostPeer",
@@ -313,32 +313,21 @@ def gather_numbers(number: int, group: dist.ProcessGroup) -> list[int]:
     return [int(each) for each in found]
 
 
-def pickled(value: Any) -> torch.Tensor:
-    """Return a value as bytes, for another rank of this run."""
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-
-
-def unpickled(data: torch.Tensor) -> Any:
-    """Return the value of bytes that another rank of this run has made of it."""
-    return pickle.loads(data.numpy())
-
-
 def gather_unique(value: Any, group: dist.ProcessGroup) -> list[tuple[list[int], Any]]:
     """Return each distinct value once, with the ranks in the group that have it, on every rank.
 
     For large values that are mostly equal: each distinct one is sent once.
     """
-    pickled = pickle.dumps(value)
+    data = pickled(value)
+    content = data.numpy()
     ranks_of: dict[tuple[bytes, int], list[int]] = {}
-    for other, digest in enumerate(gather_objects((hashlib.sha256(pickled).digest(), len(pickled)), group)):
+    for other, digest in enumerate(gather_objects((hashlib.sha256(content).digest(), len(content)), group)):
         ranks_of.setdefault(digest, []).append(other)
     found = []
     for (_, nbytes), ranks in ranks_of.items():
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
-        if ranks[0] == group.rank():
-            buffer = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+        buffer = data if ranks[0] == group.rank() else torch.empty(nbytes, dtype=torch.uint8)
         dist.broadcast(buffer, group=group, group_src=ranks[0])
-        found.append((ranks, pickle.loads(buffer.numpy().tobytes())))
+        found.append((ranks, unpickled(buffer)))
     return found
 
 
@@ -347,14 +336,14 @@ def broadcast_object(value: Any, group: dist.ProcessGroup, src: int = 0) -> Any:
 
     None costs one number, so this is cheap where there is rarely anything to send.
     """
-    data = pickle.dumps(value) if group.rank() == src and value is not None else b""
+    data = pickled(value) if group.rank() == src and value is not None else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor(len(data))
     dist.broadcast(size, group=group, group_src=src)
     if not size:
         return None
-    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+    buffer = data if group.rank() == src else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(buffer, group=group, group_src=src)
-    return pickle.loads(buffer.numpy().tobytes())
+    return unpickled(buffer)
 
 
 def all_reduce_min(number: int, group: dist.ProcessGroup) -> int:

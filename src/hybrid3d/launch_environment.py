@@ -229,6 +229,11 @@ def derived_key(purpose: str) -> str:
     return hmac.new(secret(), purpose.encode(), hashlib.sha256).hexdigest()
 
 
+def signature(data: bytes | memoryview) -> bytes:
+    """Return what only processes of this run can say of these bytes: 32 bytes; without a secret, anybody can."""
+    return hmac.digest(_secret, data, "sha256")
+
+
 def rendezvous_seconds() -> float:
     """Return the seconds within which all ranks must arrive at the rendezvous."""
     return _seconds(RENDEZVOUS_SECONDS, 300.0)

@@ -5,9 +5,11 @@ The tables: `train/patches.py` (Megatron-Core), `rollout/patches.py` (vLLM), and
 
 from __future__ import annotations
 
+import hmac
 import importlib
 import inspect
 import os
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +18,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 from unittest import mock
 
+import torch
 import torch.distributed as dist
+
+from hybrid3d.launch_environment import signature
+
+SIGNATURE_BYTES = 32
 
 
 class MissingTarget(RuntimeError):
@@ -155,6 +162,42 @@ class GlooSharingThreads(dist.ProcessGroupGloo):
         super().__init__(store, rank, size, options)
 
 
+class ForeignObject(RuntimeError):
+    """Raised instead of unpickling bytes that no process of this run has signed."""
+
+
+def pickled(value: Any) -> torch.Tensor:
+    """Return a value as bytes with their signature, for another rank of this run."""
+    data = pickle.dumps(value)
+    return torch.frombuffer(bytearray(data + signature(data)), dtype=torch.uint8)
+
+
+def unpickled(data: torch.Tensor) -> Any:
+    """Return the value of bytes that another rank of this run has made of it.
+
+    Raises:
+        ForeignObject: the signature is not that of these bytes and this run.
+    """
+    content = memoryview(data.numpy())
+    if not hmac.compare_digest(signature(content[:-SIGNATURE_BYTES]), content[-SIGNATURE_BYTES:]):
+        raise ForeignObject(
+            f"{len(content)} bytes came in the place of a rank from a process that does not know this run's secret; "
+            "they were not read: see who else can reach the ports of this run"
+        )
+    return pickle.loads(content[:-SIGNATURE_BYTES])
+
+
+def _object_to_tensor(value: Any, device: torch.device, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, ...]:
+    """Replaces torch's function of this name."""
+    data = pickled(value).to(device, copy=True)  # which can be resized, as torch does
+    return data, torch.tensor([data.numel()], device=device)
+
+
+def _tensor_to_object(tensor: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> Any:
+    """Replaces torch's function of this name."""
+    return unpickled(tensor.cpu()[: int(size)])
+
+
 TORCH = (
     Patch(
         "torch.distributed.distributed_c10d.ProcessGroupGloo",
@@ -171,5 +214,16 @@ TORCH = (
         "name no timeout.",
         "tests/test_process_groups.py",
         lambda original: default_timeout,
+    ),
+    *(
+        Patch(
+            f"torch.distributed.distributed_c10d.{function.__name__}",
+            "torch==2.13.0",
+            "gloo's connections do not prove who is at their other end, and torch, Megatron and vLLM unpickle the "
+            "objects that come through them.",
+            "tests/test_ranks.py",
+            lambda original, function=function: function,
+        )
+        for function in (_object_to_tensor, _tensor_to_object)
     ),
 )

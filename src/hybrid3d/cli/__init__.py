@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_stream_errors()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with nullcontext() if "RANK" in os.environ else raised_signals():  # of a rank, its launcher says it
+        with nullcontext() if _is_rank() else raised_signals():  # of a rank, its launcher says it
             return _run(arguments)
     except Stopped as stopped:
         print_message(str(stopped))
@@ -40,6 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     finally:
         flush_standard_streams()
+
+
+def _is_rank() -> bool:
+    try:
+        return launch_environment.under_launcher()
+    except UserMistake:  # `_run` says it
+        return True
 
 
 def _run(arguments: list[str]) -> int:

@@ -42,7 +42,7 @@ FOR_RANKS = (
     *("NCCL_", "GLOO_", "UCX_", "HF_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "VLLM_", "NVTE_", "TRITON_", "HYBRID3D_"),
     *("TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "OTEL_"),
 )
-OF_NODES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH")
+OF_NODES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "VLLM_HOST_IP", "VLLM_PORT", "HYBRID3D_ADDRESS")
 STORE_BYTES = 100_000_000  # of a local cluster's objects: no tensor is one
 
 

@@ -7,6 +7,7 @@ the rendezvous store, which answers whoever asks; its digest does, so that no ra
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import secrets
 import time
@@ -19,6 +20,8 @@ from hybrid3d.generation.agents.program import KEY_VARIABLE
 from hybrid3d.launch.rendezvous import RendezvousError
 from hybrid3d.launch_environment import derived_key, secret, set_secret
 from hybrid3d.run.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
 DIGEST = "secret/digest"  # key of the store
@@ -66,20 +69,20 @@ def adopt_secret(recipe: Recipe, folder: RunFolder, store: dist.Store, rank: int
     """Read the secret on every rank, after the ranks have met; write the agents' key on rank 0, if it is needed.
 
     Raises:
-        SecretError: it is not that of rank 0, or others can read it.
+        SecretError: it is not that of rank 0, or others can read it and roles or agents prove who they are with it.
     """
-    path = _path(folder)
+    path, agents = _path(folder), None if recipe.rollout is None else recipe.rollout.agents
+    is_proof = recipe.has_serving_ranks or agents is not None
     if rank == 0:
-        set_secret(_read(path))
+        set_secret(_read(path, is_proof))
         store.set(DIGEST, hashlib.sha256(secret()).hexdigest())
-        agents = None if recipe.rollout is None else recipe.rollout.agents
         if agents is not None and agents.command is None and not os.environ.get(KEY_VARIABLE):
             write_agents_key(folder)
         return
     wanted, end = store.get(DIGEST).decode(), time.monotonic() + SEEN_SECONDS
     while True:
         try:
-            found = _read(path)
+            found = _read(path, is_proof)
         except FileNotFoundError:
             found = b""
         if hashlib.sha256(found).hexdigest() == wanted:
@@ -90,12 +93,15 @@ def adopt_secret(recipe: Recipe, folder: RunFolder, store: dist.Store, rank: int
         time.sleep(POLL_SECONDS)
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, must_be_private: bool) -> bytes:
     with path.open(encoding="ascii") as file:
         mode = os.fstat(file.fileno()).st_mode & 0o777
         if mode & 0o077:
             fix = "put the run's folder on a file system that keeps modes"
-            raise SecretError(f"{path} has mode {mode:04o}, expected 0600, as others can read the run's secret: {fix}")
+            message = f"{path} has mode {mode:04o}, expected 0600, as others can read the run's secret: {fix}"
+            if must_be_private:
+                raise SecretError(message)
+            logger.warning("%s", message)
         return bytes.fromhex(file.read())
 
 

@@ -105,9 +105,11 @@ def computing_placement(recipe: Recipe, folder: Path) -> Iterator[None]:
         process, answer = start_subprocess(MODULE, recipe, Path(scratch), subprocess.DEVNULL, subprocess.DEVNULL)
 
         def keep() -> None:
-            if process.wait() == 0:  # what it fails with, rank 0 finds for itself
-                keep_placement(file, json.loads(answer.read_text(encoding="utf-8")))
-            _unlock(lock)
+            try:
+                if process.wait() == 0:  # what it fails with, rank 0 finds for itself
+                    keep_placement(file, json.loads(answer.read_text(encoding="utf-8")))
+            finally:  # or rank 0 would wait for it
+                _unlock(lock)
 
         keeper = threading.Thread(target=keep, name="placement", daemon=True)
         keeper.start()

@@ -153,8 +153,8 @@ class EndpointServer:
             return _error(403, f"this is not {host}, and agents are on this machine only", "wrong_host", None)
         if origin is not None and origin.partition("://")[2] != host:
             return _error(403, "agents are programs, and no pages of other hosts", "wrong_origin", None)
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self.key.encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), self.key.encode()):
             return _error(401, f"the key is not that of {KEY_VARIABLE}", "invalid_api_key", None)
         return None
 

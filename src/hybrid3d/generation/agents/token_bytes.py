@@ -13,6 +13,7 @@ from typing import Any
 
 from hybrid3d.rl.token_texts import decode_part
 
+CONTEXT = 1024  # tokens before a text that are looked at: only where none of them has any text, more would count
 REPLACEMENT = "\ufffd"  # what an incomplete character is decoded as
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
@@ -47,9 +48,10 @@ class TokenBytes:
 
 def split_bytes(tokenizer: Any, tokens: Sequence[int], before: Sequence[int]) -> Iterator[TokenBytes]:
     """Yield what each of some tokens is in the text that they add to the tokens before them."""
-    offset, start = 0, 0
+    offset, start, whole = 0, 0, [*before, *tokens]
     for end in range(1, len(tokens) + 1):
-        group, front = tokens[start:end], [*before, *tokens[:start]]
+        at = len(before) + start
+        group, front = tokens[start:end], whole[max(0, at - CONTEXT) : at]
         text = decode_part(tokenizer, group, front)
         if text.endswith(REPLACEMENT) and end < len(tokens):
             continue  # the rest of the character follows

@@ -66,10 +66,11 @@ def authenticate(of_socket: socket.socket, host: str, port: int, as_server: bool
         NotOfThisRun: the other end does not know the secret.
         OSError: it has gone, or is silent.
     """
+    end = time.monotonic() + AUTHENTICATION_SECONDS  # of the whole proof, however slowly its bytes come
     of_socket.settimeout(AUTHENTICATION_SECONDS)
     own = secrets.token_bytes(NONCE_BYTES)
     of_socket.sendall(own)
-    other = _receive_bytes(of_socket, NONCE_BYTES)
+    other = _receive_bytes(of_socket, NONCE_BYTES, end)
     nonces = own + other if as_server else other + own
 
     def prove(role: bytes) -> bytes:
@@ -77,7 +78,7 @@ def authenticate(of_socket: socket.socket, host: str, port: int, as_server: bool
         return hmac.new(launch_environment.secret(), told, hashlib.sha256).digest()
 
     def check(role: bytes) -> None:
-        if not hmac.compare_digest(_receive_bytes(of_socket, PROOF_BYTES), prove(role)):
+        if not hmac.compare_digest(_receive_bytes(of_socket, PROOF_BYTES, end), prove(role)):
             raise NotOfThisRun("the process there does not know the run's secret")
 
     if as_server:
@@ -89,9 +90,10 @@ def authenticate(of_socket: socket.socket, host: str, port: int, as_server: bool
     of_socket.settimeout(None)
 
 
-def _receive_bytes(of_socket: socket.socket, count: int) -> bytes:
+def _receive_bytes(of_socket: socket.socket, count: int, end: float) -> bytes:
     found = b""
     while len(found) < count:
+        of_socket.settimeout(max(0.001, end - time.monotonic()))
         part = of_socket.recv(count - len(found))
         if not part:
             raise NotOfThisRun("the process there has closed the connection: it has another secret, or has ended")
