@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "recipe qwen2.5-7b does not fit a GPU of h100-8x400g" in done.stderr
-    assert "GB of a GPU's 80.0 GB" in done.stderr
+    assert "GB of a GPU's 85.0 GB" in done.stderr
     offer = done.stderr.split("nearest that fit: ")[1].splitlines()[0].split("; ")
     assert 1 <= len(offer) <= 3
     for changes in offer:  # each then fits

@@ -87,6 +87,7 @@ def test_the_run_folder_is_complete(work: Path, runs: dict[str, Any]) -> None:
         "kernels",
         "data",
         "data",
+        "optimizer_sharding",
         "start",
         "sync_dense",
         "checkpoint",
