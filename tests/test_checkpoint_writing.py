@@ -88,9 +88,9 @@ def test_a_reason_is_seen_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
     folder, write, seen = RunFolder(tmp_path), Path.write_text, []
     folder.logs.mkdir()
 
-    def by_halves(path: Path, text: str) -> None:
+    def by_halves(path: Path, text: str, **encoded: str) -> None:
         for part in (text[:5], text):
-            write(path, part)
+            write(path, part, **encoded)
             seen.append([json.loads(one.read_text()) for one in folder.logs.glob("rank-*.failure")])
 
     monkeypatch.setattr(Path, "write_text", by_halves)
