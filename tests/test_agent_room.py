@@ -18,7 +18,15 @@ from hybrid3d.rl.data import Example
 from run_ranks import ROOT
 
 END = 0
-TOKENIZER: Any = SimpleNamespace(
+
+
+class Tokenizer(SimpleNamespace):
+    """Can be kept by what it is, as tokenizers can."""
+
+    __hash__ = object.__hash__
+
+
+TOKENIZER: Any = Tokenizer(
     decode=lambda tokens, **_: "".join(chr(96 + token) for token in tokens if token),
     eos_token_id=END,
     get_vocab=lambda: {chr(96 + token): token for token in range(1, 27)},

@@ -87,8 +87,14 @@ def recipe_of(*more: str) -> Any:
     return load_recipe(ROOT / "recipes/demo-cpu.yaml", [*shape, *needed, "async.max_staleness=2", *more])
 
 
+class Tokenizer(SimpleNamespace):
+    """Can be kept by what it is, as tokenizers can."""
+
+    __hash__ = object.__hash__
+
+
 def rollouts_on(engine: Engine, group: dist.ProcessGroup, recipe: Any) -> PartialRollouts:
-    tokenizer = SimpleNamespace(
+    tokenizer = Tokenizer(
         eos_token_id=END,
         decode=lambda tokens, **_: "".join(map(chr, tokens)),
         encode=lambda text, **_: [*map(ord, text)],
@@ -370,7 +376,7 @@ def test_other_answers_are_generated_while_an_environment_thinks(
 
 def test_waiting_for_replies_ends_with_the_run(alone: dist.ProcessGroup) -> None:
     engine: Any = Engine(lambda prompt, answer: 3)
-    turns = Turns(recipe_of(), engine, SimpleNamespace(eos_token_id=END), alone)
+    turns = Turns(recipe_of(), engine, Tokenizer(eos_token_id=END), alone)
     partial = PartialRollout(engine, turns, Async(max_staleness=1, partial="continue"))
     partial.generate(0, 0, Sampling())  # a replica that has no prompts
     assert partial.take(0, 0) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,10 @@ def own_token(home: Path) -> Path:
     return path
 
 
-def test_a_cluster_of_this_machine_has_a_token_of_its_own_and_listens_on_loopback(tmp_path: Path) -> None:
+def test_a_cluster_of_this_machine_has_a_token_of_its_own_and_listens_on_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")  # short, unlike that of a test
     mine = own_token(tmp_path)
     with ray_access("local", RunFolder(tmp_path / "run")) as files:
         assert files is not None
