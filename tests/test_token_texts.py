@@ -175,6 +175,7 @@ def vllm_text(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> s
     return detokenizer.output_text
 
 
+@pytest.mark.engines
 def test_texts_are_those_of_vllm(sentencepiece: dict[str, Any], byte_level: dict[str, Any]) -> None:
     for name, tokenizer in {**sentencepiece, **byte_level}.items():
         for front in FRONTS:
