@@ -167,7 +167,7 @@ REFUSALS = {
     "n": (400, "unsupported_value", "n", "n=2"),
     "tokens": (400, "invalid_value", "prompt", "token ids from 0 to"),
     "max_tokens": (400, "invalid_value", "max_tokens", "expected a number of 1 or more"),
-    "stop": (400, "invalid_value", "stop", "none of the tokenizer's"),
+    "stop": (400, "invalid_value", "stop", "contains the special token '<eos>'"),
     "half": (400, "invalid_value", "prompt", "half of a surrogate pair"),
     "options": (400, "invalid_value", "stream_options", "expected an object"),
     "logprobs": (400, "invalid_value", "logprobs", "logprobs=5"),

@@ -185,6 +185,18 @@ def test_a_stopped_child_does_not_outlast_its_run(monkeypatch: pytest.MonkeyPatc
     assert 4.0 < time.monotonic() - begin < SOON
 
 
+def test_a_child_without_its_parent_ends() -> None:
+    """The parent has died while the child was importing, so that the kernel was not yet asked to kill it with it."""
+    script = "import time\nfrom hybrid3d.launch.restarts import this_process\nthis_process()\ntime.sleep(600)"
+    variables = environment("") | {restarts.RESTART_COUNT: "0", restarts.FAILURE: ""}
+    with subprocess.Popen([sys.executable, "-c", script], env=variables, stdout=subprocess.PIPE) as child:
+        child.stdout.close()
+        try:
+            assert child.wait(SOON) == -signal.SIGKILL
+        finally:
+            child.kill()
+
+
 RUN = [
     DEMO,
     *("model.path=build/demo/base", "model.dtype=bfloat16", "guard.initial_mismatch=ignore", "train.tp=1"),

@@ -47,7 +47,7 @@ def refusals(session: dict) -> dict[str, list]:
         "n": {"model": model, "prompt": "x", "n": 2},
         "tokens": {"model": model, "prompt": [5, 10**6]},
         "max_tokens": {"model": model, "prompt": "x", "max_tokens": 0},
-        "stop": {"model": model, "prompt": "x", "stop": ["\u2603"]},
+        "stop": {"model": model, "prompt": "x", "stop": ["so<eos>"]},
         "half": {"model": model, "prompt": "\ud800"},
         "options": {"model": model, "prompt": "x", "stream_options": "x"},
         "logprobs": {"model": model, "prompt": "x", "logprobs": 5},

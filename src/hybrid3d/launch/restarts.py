@@ -49,10 +49,12 @@ class ChildProcess:
             threading.Thread(target=self._beat, name="alive", daemon=True).start()
 
     def tell(self, state: State) -> None:
-        """Tell the parent that this process has reached a state."""
+        """Tell the parent that this process has reached a state; without the parent this process is killed, too."""
         if self._pipe is not None:
-            with suppress(OSError):
+            try:
                 os.write(self._pipe, state.value)
+            except BrokenPipeError:  # the kernel does not kill this process if the parent has died before it could ask
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def _beat(self) -> None:
         while True:
