@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -40,6 +41,13 @@ LONGEST = (
     ),
     "bench",
 )
+
+
+def pytest_configure() -> None:
+    """Let no test be started to ignore signals, as it is by nohup and in the background of a script."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers

@@ -104,6 +104,7 @@ def test_a_host_whose_name_leads_to_its_loopback_joins(nodes: Nodes) -> None:
         assert (one["reached"], one["listens"]) == (address, [address])
 
 
+@pytest.mark.slow
 @pytest.mark.engines
 def test_a_host_that_is_named_by_its_address_joins(nodes: Nodes) -> None:
     found = nodes.run(MASTER_ADDR=nodes.addresses[0])

@@ -62,6 +62,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_exchanged_step_folders_and_those_of_another_run(work: Path, tmp_path: Path) -> None:
     checkpoints = work / "runs" / "one" / "checkpoints"
     kept = shutil.copytree(checkpoints, tmp_path / "kept")

@@ -63,6 +63,7 @@ def test_what_is_open_is_seen() -> None:
         assert not is_open(found[here.getsockname()[1]])
 
 
+@pytest.mark.slow  # agents run on the same ranks, too
 def test_a_run_on_the_same_ranks_listens_on_loopback_alone(demo: Path, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()

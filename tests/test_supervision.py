@@ -215,13 +215,13 @@ def parent_of(run: Path, rank: int) -> int:
 def test_training_goes_on_where_the_parent_of_a_rank_that_generates_is_killed(demo: Path, tmp_path: Path) -> None:
     work = demo_folder(tmp_path, demo)
     run = work / "runs/orphaned"
-    with started(work, [*RUN, "name=orphaned", "run.steps=12"]) as process:
+    with started(work, [*RUN, "name=orphaned", "run.steps=7"]) as process:
         wait_for_rows(run, 2, process)
         os.kill(parent_of(run, 1), signal.SIGKILL)
         assert process.wait(600) == 0
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [event["ranks"] for event in events if event["event"] == "engine_lost"] == [[1]]
-    assert len(read_rows(run)) == 13
+    assert len(read_rows(run)) == 8
 
 
 @pytest.mark.engines
