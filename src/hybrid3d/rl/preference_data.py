@@ -111,7 +111,7 @@ def _encode(
     values: dict[str, Any],
     columns: tuple[str, str, str],
     chat_template: bool,
-    end_tokens: Sequence[int],
+    end_tokens: Sequence[int] = (),
 ) -> Pair:
     """Return the pair of a row. InvalidRow: it has none."""
     prompt, *answers = columns
