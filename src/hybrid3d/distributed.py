@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hybrid3d import patches
 from hybrid3d.launch_environment import (
@@ -78,7 +79,7 @@ _spanning: dict[str, tuple[int, ...]] = {}  # the launcher's ranks of groups tha
 _default_ranks: tuple[int, ...] = ()  # the launcher's ranks of the default group, where they are not all ranks
 
 
-def start(store: dist.Store | None = None) -> dist.ProcessGroup:
+def start(store: Store | None = None) -> dist.ProcessGroup:
     """Bind this rank to its GPU, where there is one, and create the default process group.
 
     Args:
@@ -89,7 +90,7 @@ def start(store: dist.Store | None = None) -> dist.ProcessGroup:
     """
     met: dict[str, Any] = {}
     if store is not None:
-        met = {"store": dist.PrefixStore("default", store), "rank": rank(), "world_size": world_size()}
+        met = {"store": PrefixStore("default", store), "rank": rank(), "world_size": world_size()}
     return _start_default(**met)
 
 
@@ -107,10 +108,10 @@ class RoleGroups:
     own: dist.ProcessGroup
     everyone: dist.ProcessGroup
     weights: dist.ProcessGroup
-    store: dist.Store
+    store: Store
 
 
-def start_roles(store: dist.Store, roles: Mapping[str, range]) -> RoleGroups:
+def start_roles(store: Store, roles: Mapping[str, range]) -> RoleGroups:
     """Bind this rank to its GPU, where there is one, and create its groups; the groups of all ranks are in no default.
 
     Args:
@@ -123,17 +124,17 @@ def start_roles(store: dist.Store, roles: Mapping[str, range]) -> RoleGroups:
         spanning_group(range(world_size()), name, store, WAIT_TIMEOUT, meeting=WAIT_TIMEOUT)
         for name in ("everyone", "weights")
     )
-    return RoleGroups(own, everyone, weights, dist.PrefixStore("roles", store))
+    return RoleGroups(own, everyone, weights, PrefixStore("roles", store))
 
 
-def wait_for_all(store: dist.Store, rank: int, ranks: int) -> None:
+def wait_for_all(store: Store, rank: int, ranks: int) -> None:
     """Let rank 0, whose process may have the store, wait until all ranks have shut their engines down."""
     store.set(f"closed/{rank}", "")
     if rank == 0:
         store.wait([f"closed/{other}" for other in range(ranks)])
 
 
-def start_among(ranks: Sequence[int], name: str, store: dist.Store) -> dist.ProcessGroup:
+def start_among(ranks: Sequence[int], name: str, store: Store) -> dist.ProcessGroup:
     """Bind this rank to its GPU, where there is one, and create a default process group of these ranks alone.
 
     Args:
@@ -141,7 +142,7 @@ def start_among(ranks: Sequence[int], name: str, store: dist.Store) -> dist.Proc
     """
     global _default_ranks
     _default_ranks = tuple(ranks)
-    return _start_default(store=dist.PrefixStore(name, store), rank=ranks.index(rank()), world_size=len(ranks))
+    return _start_default(store=PrefixStore(name, store), rank=ranks.index(rank()), world_size=len(ranks))
 
 
 def listen_at(address: str) -> None:
@@ -190,19 +191,25 @@ def _set_timeouts(group: dist.ProcessGroup, on_cpus: timedelta) -> None:
         group._get_backend(device)._set_default_timeout(EXCHANGE_TIMEOUT if device.type == "cuda" else on_cpus)
 
 
+def clone_store(store: Store) -> Store:
+    """Return another connection to a store, for a thread of its own."""
+    cloned: Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+    return cloned
+
+
 def weights_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """Create a group of the same ranks, of the default group, for weights alone, with the memory that NCCL takes.
 
     NCCL requires all ranks in the first operation of a group, and a bucket may involve only some of them.
     """
-    made = dist.new_group(dist.get_process_group_ranks(group), group_desc="weights")
+    made: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), group_desc="weights")
     assert made is not None, "this rank is one of them"
     dist.all_reduce(torch.zeros(1, device=device), group=made)
     return made
 
 
 def spanning_group(
-    ranks: Sequence[int], name: str, store: dist.Store, timeout: timedelta, meeting: timedelta = MEETING_TIMEOUT
+    ranks: Sequence[int], name: str, store: Store, timeout: timedelta, meeting: timedelta = MEETING_TIMEOUT
 ) -> dist.ProcessGroup:
     """Create a process group of ranks that are in different default groups; each calls this after its own was created.
 
@@ -215,13 +222,14 @@ def spanning_group(
         meeting: the timeout of its creation, and with gloo of sends and receives that are not told another one; gloo
             takes up to six times as long to fail.
     """
+    group: dist.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         ranks.index(rank()),
         [],  # not a part of the default group
         dist.Backend(_backend()),
-        dist.PrefixStore(f"spanning/{name}", store),
-        group_name=f"hybrid3d_{name}",
+        PrefixStore(f"spanning/{name}", store),
+        group_name=distributed_c10d.GroupName(f"hybrid3d_{name}"),
         timeout=meeting,
         group_desc=name,
     )
@@ -301,7 +309,7 @@ def gather_to_first(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
         return None
     found = [data, *(torch.empty(size, dtype=torch.uint8) for size in sizes[1:])]
     works = [dist.irecv(found[src], group=group, group_src=src) for src in range(1, group.size())]
-    for work in works:
+    for work in filter(None, works):
         work.wait()
     return [unpickled(each) for each in found]
 
@@ -319,7 +327,7 @@ def gather_unique(value: Any, group: dist.ProcessGroup) -> list[tuple[list[int],
     For large values that are mostly equal: each distinct one is sent once.
     """
     data = pickled(value)
-    content = data.numpy()
+    content = data.numpy().data
     ranks_of: dict[tuple[bytes, int], list[int]] = {}
     for other, digest in enumerate(gather_objects((hashlib.sha256(content).digest(), len(content)), group)):
         ranks_of.setdefault(digest, []).append(other)

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.launch_environment import signature
 
@@ -152,12 +154,12 @@ class GlooSharingThreads(dist.ProcessGroupGloo):
 
     _devices: ClassVar[list[Any]] = []
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta):
         if not self._devices:
             interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-            self._devices += [self.create_device(interface=name) for name in interfaces]
-            self._devices += [] if interfaces else [self.create_default_device()]
-        options = self._Options()
+            made = [self.create_device(interface=name) for name in interfaces] or [self.create_default_device()]
+            self._devices.extend(made)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._threads, options._timeout = self._devices, 2 * len(self._devices), timeout
         super().__init__(store, rank, size, options)
 
@@ -178,7 +180,7 @@ def unpickled(data: torch.Tensor) -> Any:
     Raises:
         ForeignObject: the signature is not that of these bytes and this run.
     """
-    content = memoryview(data.numpy())
+    content = memoryview(data.numpy().data)
     if not hmac.compare_digest(signature(content[:-SIGNATURE_BYTES]), content[-SIGNATURE_BYTES:]):
         raise ForeignObject(
             f"{len(content)} bytes came in the place of a rank from a process that does not know this run's secret; "
@@ -196,6 +198,10 @@ def _object_to_tensor(value: Any, device: torch.device, group: dist.ProcessGroup
 def _tensor_to_object(tensor: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> Any:
     """Replaces torch's function of this name."""
     return unpickled(tensor.cpu()[: int(size)])
+
+
+def _instead(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 TORCH = (
@@ -222,7 +228,7 @@ TORCH = (
             "gloo's connections do not prove who is at their other end, and torch, Megatron and vLLM unpickle the "
             "objects that come through them.",
             "tests/test_ranks.py",
-            lambda original, function=function: function,
+            partial(_instead, function),
         )
         for function in (_object_to_tensor, _tensor_to_object)
     ),

@@ -226,7 +226,7 @@ class Bench:
         start = time.perf_counter()
         self.methods[method]()
         synchronize()
-        return max(distributed.gather_objects(time.perf_counter() - start, self._group))
+        return float(max(distributed.gather_objects(time.perf_counter() - start, self._group)))
 
     def _finalize(self) -> None:
         """Run vLLM's processing after loading, without transferring anything."""

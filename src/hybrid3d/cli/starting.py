@@ -18,8 +18,8 @@ from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from rich.console import Console
+    from torch.distributed.distributed_c10d import Store
 
     from hybrid3d.launch.worker import Task
 
@@ -76,7 +76,7 @@ def run_as_judging_rank(recipe: Recipe, folder: RunFolder, judge: Callable[..., 
     """
     passed = True
 
-    def task(rank: int, store: dist.Store, console: Console | None) -> None:
+    def task(rank: int, store: Store, console: Console | None) -> None:
         nonlocal passed
         passed = judge(rank, store, console)
 

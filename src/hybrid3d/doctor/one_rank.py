@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
@@ -23,13 +24,13 @@ MICRO_BATCH = 4
 def start() -> dist.ProcessGroup:
     """Create the default group of this process alone, and Megatron's groups in it."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    group = distributed.start(dist.HashStore())
+    group = distributed.start(HashStore())
     runtime.initialize(Train(), seed=1)
     return group
 
 
 def recipe_for(
-    folder: Path | str, dtype: str, rollout: Rollout | None = None, sync: Sync | None = None, **train: Any
+    folder: Path | str, dtype: Any, rollout: Rollout | None = None, sync: Sync | None = None, **train: Any
 ) -> Recipe:
     """Return the recipe of a run on one rank; `train` has keys of its section."""
     return Recipe(

@@ -68,7 +68,7 @@ def deliver_choices(
         per_node: the number of consecutive ranks that share a node.
     """
     parcels = []  # the samples of each message
-    messages, contents = [], {}
+    messages, contents = list[Message](), dict[int, torch.Tensor]()
     for numbers, ranks in wanted:
         by_holder: dict[int, list[int]] = {}
         for number in numbers:
@@ -77,8 +77,8 @@ def deliver_choices(
                 by_holder.setdefault(holder, []).append(number)
         for holder, held in by_holder.items():
             if holder == group.rank():
-                data = b"".join(samples[number].experts.data for number in held)
-                contents[len(messages)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                choices = bytearray(b"".join(samples[number].experts.data for number in held))
+                contents[len(messages)] = torch.frombuffer(choices, dtype=torch.uint8)
             messages.append(Message(holder, ranks, sum(samples[number].experts.nbytes for number in held)))
             parcels.append(held)
     found = list(samples)
@@ -87,7 +87,7 @@ def deliver_choices(
             continue
         start, received = 0, data.numpy().tobytes()
         for number in parcels[place]:
-            choices = found[number].experts
-            whole = replace(choices, data=received[start : start + choices.nbytes], tokens=0)
-            found[number], start = replace(found[number], experts=whole), start + choices.nbytes
+            experts = found[number].experts
+            whole = replace(experts, data=received[start : start + experts.nbytes], tokens=0)
+            found[number], start = replace(found[number], experts=whole), start + experts.nbytes
     return found

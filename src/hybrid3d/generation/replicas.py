@@ -228,10 +228,11 @@ class EngineReplicas:
                 for i in missing
             ]
         ).naming([sessions[i].example.row for i in missing])
-        given = dict(zip(missing, scores.rewards, strict=True))
+        given = iter(scores.rewards)
+        whole = [next(given) if reward is None else reward for reward in rewards]
         samples = [
-            replace(sample, reward=given.get(i, rewards[i]))
-            for i, branches in enumerate(answers)
+            replace(sample, reward=reward)
+            for reward, branches in zip(whole, answers, strict=True)
             for sample in branches
         ]
         failed = [(f"{OF_AGENT}{session.failure}", session.message) for session in sessions if session.failure]

@@ -105,6 +105,7 @@ class Rollouts:
             bound = "when all fail the run ends, whatever reward.max_failures allows"
         kinds = ", ".join(f"{count} {kind} ({examples[kind]})" for kind, count in sorted(failures.items()))
         rollout = self._recipe.rollout
+        assert rollout is not None, "checked when the recipe was read"
         other = "your agent" if rollout.agents is not None else rollout.environment
         what = "rewards" if other is None else "rewards and conversations"
         blamed = self._recipe.reward.name if other is None else f"{self._recipe.reward.name}, {other}"

@@ -104,9 +104,9 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
         vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
     if isinstance(vocabulary, dict):
         entries = own.get("added_tokens") or []
-        return vocabulary | {entry["content"]: entry["id"] for entry in entries} | added
+        return {**vocabulary, **{entry["content"]: entry["id"] for entry in entries}, **added}
     if (folder / "vocab.json").is_file():
-        return _read(folder, "vocab.json") | added
+        return {**_read(folder, "vocab.json"), **added}
     pieces = _sentencepiece(folder)
     if pieces is not None:
         return {pieces.id_to_piece(number): number for number in range(pieces.get_piece_size())} | added
@@ -127,7 +127,9 @@ def _differing_texts(
 ) -> Iterator[tuple[str, str, list[int], list[int]]]:
     """Yield the file, the text, transformers' tokens and the file's own where these differ."""
     file, encode = _own_encode(folder)
-    for text in texts if encode is not None else ():
+    if encode is None:
+        return
+    for text in texts:
         found, expected = tokenizer.encode(text, add_special_tokens=False), encode(text)
         if found != expected:
             yield file, text, found, expected

@@ -36,7 +36,7 @@ def find_root_cause(
     causes = final or sorted((r for r in reasons if not r["peer"]), key=lambda r: r["time"])
     killed = {rank: -f.exitcode for rank, f in failures.items() if f.exitcode < 0 and -f.exitcode != signal.SIGTERM}
     if causes:
-        return causes[0]
+        return dict(causes[0])
     if killed:
         rank, number = next(iter(killed.items()))
         return failure_record(rank, f"killed by {describe_signal(number)}")

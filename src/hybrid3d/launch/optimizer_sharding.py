@@ -24,6 +24,7 @@ def decide_sharding(recipe: Recipe, models: checkpoint.Models, record: Record, g
     votes = gather_objects(
         (choose_sharding(recipe.run.optimizer_sharding, ranks * gathered, capacity), ranks * gathered, capacity), group
     )
+    sharding: str
     sharding, needed, memory = next((vote for vote in votes if vote[0] == checkpoint.DP_RESHARDABLE), votes[0])
     if sharding == checkpoint.DP_RESHARDABLE and not checkpoint.can_shard_by_ranks(models, group):
         problem = f"train.dp={recipe.train.dp}: of a bucket of gradients some ranks have no part, only padding"

@@ -240,7 +240,9 @@ def _start_actors(places: Sequence[Place]) -> list[Any]:
     actors = []
     for place in places:
         strategy = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=place.bundle)
-        options = _RankProcess.options(num_cpus=1, num_gpus=place.gpus, scheduling_strategy=strategy)
+        options = _RankProcess.options(  # type: ignore[attr-defined]
+            num_cpus=1, num_gpus=place.gpus, scheduling_strategy=strategy
+        )
         actors += [options.remote() for _ in place.ranks]
     return actors
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hybrid3d import __version__, distributed, launch_environment
 from hybrid3d.config import Recipe, load_recipe
@@ -70,7 +71,7 @@ def describe_rank(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def meet(record: RankRecord, members: str = "ranks", again: bool = False) -> dist.Store:
+def meet(record: RankRecord, members: str = "ranks", again: bool = False) -> Store:
     """Write this rank's record, wait for rank 0's answer, and return the store for further use by the ranks.
 
     Args:
@@ -110,7 +111,7 @@ def _own_address() -> str:
         return launch_environment.LOOPBACK
 
 
-def _with_address(store: dist.Store) -> dist.Store:
+def _with_address(store: Store) -> Store:
     """Find out at which address other nodes reach this one, and let gloo listen there; return the store.
 
     It is the one on the way to rank 0's host. Where that is loopback, as on that host itself, it is the one on the way
@@ -167,12 +168,12 @@ def _format_members(numbers: Sequence[int], members: str) -> str:
     return f"{members.removesuffix('s') if len(numbers) == 1 else members} {listed}"
 
 
-def have_met(store: dist.Store) -> bool:
+def have_met(store: Store) -> bool:
     """Return whether all ranks have met."""
     return bool(store.check(["answer"])) and not json.loads(store.get("answer"))[1]
 
 
-def connect(members: str) -> dist.Store:
+def connect(members: str) -> Store:
     """Connect to the store, which rank 0 starts unless torchrun, or the parent of its process, has.
 
     PyTorch prints connection errors to stderr.
@@ -188,7 +189,7 @@ def connect(members: str) -> dist.Store:
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not is_child()
     wait = timedelta(seconds=rendezvous_seconds())
     try:
-        store = host_store(host, port, wait) if hosts else dist.TCPStore(host, port, None, False, wait)
+        store = host_store(host, port, wait) if hosts else TCPStore(host, port, None, False, wait)
     except OSError as error:
         problem = f"port {port} is in use on {member} 0: set another MASTER_PORT, the same on all {members}"
         if error.errno != errno.EADDRINUSE:
@@ -205,10 +206,10 @@ def connect(members: str) -> dist.Store:
         raise RendezvousError(f"{problem}: has {member} 0 started? {CHECKS}", 1) from error
     store.set_timeout(distributed.WAIT_TIMEOUT)
     # torchrun's store survives a restart of the ranks, which must not read the keys of the previous start.
-    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def host_store(host: str, port: int = 0, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
+def host_store(host: str, port: int = 0, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
     """Return a store in this process that listens at this address alone; torch's own listens at all of the machine.
 
     Args:
@@ -225,7 +226,7 @@ def host_store(host: str, port: int = 0, timeout: timedelta = timedelta(minutes=
         listening = _listen(launch_environment.source_address(host), port)  # the host's address is translated
     with listening:
         port = listening.getsockname()[1]
-        found = dist.TCPStore(
+        found = TCPStore(
             host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=os.dup(listening.fileno())
         )
     return found
@@ -241,7 +242,7 @@ def why_not(error: OSError) -> str:
     return str(error.strerror or error).partition(" (while")[0]
 
 
-def _compare_and_answer(store: dist.Store, members: str) -> dist.Store:
+def _compare_and_answer(store: Store, members: str) -> Store:
     """Wait for all records on rank 0, compare them, answer, and wait until the others have read the answer."""
     world = distributed.world_size()
     end = time.monotonic() + rendezvous_seconds()

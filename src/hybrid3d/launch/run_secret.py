@@ -13,7 +13,7 @@ import secrets
 import time
 from pathlib import Path
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
 from hybrid3d.generation.agents.program import KEY_VARIABLE
@@ -65,7 +65,7 @@ def _write(path: Path, text: str) -> None:
         raise SecretError(f"{path}, which others must not read, could not be written ({error.strerror})") from error
 
 
-def adopt_secret(recipe: Recipe, folder: RunFolder, store: dist.Store, rank: int) -> None:
+def adopt_secret(recipe: Recipe, folder: RunFolder, store: Store, rank: int) -> None:
     """Read the secret on every rank, after the ranks have met; write the agents' key on rank 0, if it is needed.
 
     Raises:

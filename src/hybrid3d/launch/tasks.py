@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hybrid3d import distributed
 from hybrid3d.bench.scaling import write_model
@@ -44,7 +45,7 @@ GROUPS_SECONDS = 90.0  # within which all groups of a recipe are measured
 GROUPS = "groups.json"  # in the run's folder: what was measured
 
 
-def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, console: Console | None) -> None:
+def train(recipe: Recipe, folder: RunFolder, rank: int, store: Store, console: Console | None) -> None:
     """Train to the last step, resuming from the last checkpoint in the folder if there is one."""
     from hybrid3d.run.display import Display
 
@@ -85,20 +86,23 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, conso
         folder.add_event("end", step=live.recipe.run.steps)
 
 
-def _serve(recipe: Recipe, store: dist.Store) -> None:
+def _serve(recipe: Recipe, store: Store) -> None:
     """Generate, or compute rewards, for the ranks that train, to the end of their run."""
-    from hybrid3d.roles.split.service import Service
+    from hybrid3d.roles.split.service import MakeRank, Service
 
+    make_rank: MakeRank
     if distributed.rank() in recipe.role_ranks["generation"]:
-        from hybrid3d.roles.split.generation import GenerationRank as RoleRank
+        from hybrid3d.roles.split.generation import GenerationRank
 
+        make_rank = GenerationRank
         advice = "this rank only generates: lower rollout.gpu_memory_utilization"
     else:
-        from hybrid3d.roles.split.reward import RewardRank as RoleRank
+        from hybrid3d.roles.split.reward import RewardRank
 
+        make_rank = RewardRank
         advice = "this rank only computes rewards: raise roles.reward.tp or roles.reward.pp"
     try:
-        Service(recipe, store, this_process(), RoleRank).run()
+        Service(recipe, store, this_process(), make_rank).run()
     except RuntimeError as error:
         cause = find_out_of_memory(error)
         if cause is None:
@@ -106,7 +110,7 @@ def _serve(recipe: Recipe, store: dist.Store) -> None:
         raise RuntimeError(f"{cause}: {advice}") from error
 
 
-def _start_training(recipe: Recipe, store: dist.Store) -> dist.ProcessGroup:
+def _start_training(recipe: Recipe, store: Store) -> dist.ProcessGroup:
     """Create the default process group of the ranks that train, and Megatron's, with the memory that they take."""
     from hybrid3d.train import runtime
 
@@ -117,7 +121,7 @@ def _start_training(recipe: Recipe, store: dist.Store) -> dist.ProcessGroup:
     return group
 
 
-def start_groups(recipe: Recipe, store: dist.Store) -> RoleGroups:
+def start_groups(recipe: Recipe, store: Store) -> RoleGroups:
     """Create the process groups of a benchmark's rank, and Megatron's if it trains."""
     from hybrid3d.train import runtime
 
@@ -133,7 +137,7 @@ def start_groups(recipe: Recipe, store: dist.Store) -> RoleGroups:
 
 def _make_roles(
     recipe: Recipe,
-    store: dist.Store,
+    store: Store,
     group: dist.ProcessGroup,
     slots: Sequence[int],
     record: Record,
@@ -155,9 +159,7 @@ def _make_roles(
     return Colocated(recipe, group, slots, guard, weights_of, others, start)
 
 
-def _train_rl(
-    live: LiveSettings, record: Record, store: dist.Store, group: dist.ProcessGroup, slots: Sequence[int]
-) -> None:
+def _train_rl(live: LiveSettings, record: Record, store: Store, group: dist.ProcessGroup, slots: Sequence[int]) -> None:
     from hybrid3d.launch.optimizer_sharding import decide_sharding
     from hybrid3d.run.health import Guard
     from hybrid3d.trainer.checkpoints import Checkpoints
@@ -177,7 +179,7 @@ def _train_rl(
 
 
 def _train_on_data(
-    live: LiveSettings, record: Record, store: dist.Store, group: dist.ProcessGroup, slots: Sequence[int]
+    live: LiveSettings, record: Record, store: Store, group: dist.ProcessGroup, slots: Sequence[int]
 ) -> None:
     from hybrid3d.launch.optimizer_sharding import decide_sharding
     from hybrid3d.run.health import Guard
@@ -202,16 +204,16 @@ def _identity(live: LiveSettings, record: Record, group: dist.ProcessGroup) -> R
     return RunIdentity.of_run(record.folder, live.initial_recipe) if group.rank() == 0 else None
 
 
-def choose_placement(recipe: Recipe, store: dist.Store, folder: RunFolder) -> Sequence[int]:
+def choose_placement(recipe: Recipe, store: Store, folder: RunFolder) -> Sequence[int]:
     """Return the slot of each rank in the rollout layout; vLLM is imported only by ranks that generate."""
     from hybrid3d.planning.agreed_placement import broadcast_placement
 
-    store = dist.PrefixStore(f"start/{this_process().restart_count}", store)
+    store = PrefixStore(f"start/{this_process().restart_count}", store)
     return broadcast_placement(recipe, store, folder.path)
 
 
 def evaluate(
-    recipe: Recipe, folder: RunFolder, step: int, as_json: bool, rank: int, store: dist.Store, console: Console | None
+    recipe: Recipe, folder: RunFolder, step: int, as_json: bool, rank: int, store: Store, console: Console | None
 ) -> None:
     """Print what an evaluation of a checkpoint measures, from vLLM's answers with the checkpoint's weights."""
     if rank not in recipe.role_ranks["train"]:
@@ -228,11 +230,13 @@ def evaluate(
     roles = _make_roles(recipe, store, group, slots, record, weights_of=checkpoint_folder(folder, step))
     enter_phase("eval")
     roles.sync(step, recipe)
-    for line in () if messages is None else format_files(roles.held_out):
-        messages.print(line, highlight=False, markup=False, soft_wrap=True)
+    if messages is not None:
+        for line in format_files(roles.held_out):
+            messages.print(line, highlight=False, markup=False, soft_wrap=True)
     result = roles.evaluate(step, recipe)
-    for line in () if console is None else format_result(result, step, as_json):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if console is not None:
+        for line in format_result(result, step, as_json):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     roles.close(recipe)
 
 
@@ -243,7 +247,7 @@ def export(
     out: Path,
     merged: bool,
     rank: int,
-    store: dist.Store,
+    store: Store,
     console: Console | None,
 ) -> None:
     """Write a checkpoint as a Hugging Face checkpoint; every rank writes the boxes that it holds.
@@ -265,8 +269,9 @@ def export(
     from_launcher = os.environ.get(UNFINISHED)  # created by our own launcher, which removes it if a rank is killed
     with unfinished_folder(out) if rank == 0 and not from_launcher else nullcontext(from_launcher) as created:
         unfinished = Path(distributed.broadcast_object(str(created), group))
+        carried: Sequence[str] = ()
         if recipe.lora is not None and not merged:
-            entries, carried = write_adapters(policy, recipe, unfinished, group), []
+            entries = write_adapters(policy, recipe, unfinished, group)
         else:
             with policy.merged():
                 entries, carried = write_export(policy, recipe.model.path, unfinished, group)
@@ -287,7 +292,7 @@ def replay(
     step: int,
     as_json: bool,
     rank: int,
-    store: dist.Store,
+    store: Store,
     console: Console | None,
 ) -> bool:
     """Do the recorded steps from `start` to `step` again, write and print the result.
@@ -325,7 +330,7 @@ def bench(
     changed: float | None,
     as_json: bool,
     rank: int,
-    store: dist.Store,
+    store: Store,
     console: Console | None,
 ) -> None:
     """Measure the sync of a model of this config, the method of other trainers, and the network itself.
@@ -354,7 +359,7 @@ def bench(
             console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def measure_groups(recipe: Recipe, folder: RunFolder, rank: int, store: dist.Store, console: Console | None) -> None:
+def measure_groups(recipe: Recipe, folder: RunFolder, rank: int, store: Store, console: Console | None) -> None:
     """Measure bandwidth and latency of each process group of a recipe, and write them to the folder.
 
     The process fails if it takes longer than `GROUPS_SECONDS`.

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
 from hybrid3d.launch import rendezvous
@@ -100,7 +101,7 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
     return max(code, 1)
 
 
-def _connect() -> dist.Store:
+def _connect() -> Store:
     """Return the store of the run, which this process has if it is that of rank 0 and no agent has it."""
     stderr = rendezvous.silence_stderr()
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
@@ -41,7 +42,7 @@ from hybrid3d.storage.disk import CheckpointWriteError
 
 logger = logging.getLogger(__name__)
 
-Task = Callable[[int, dist.Store, "Console | None"], None]
+Task = Callable[[int, Store, "Console | None"], None]
 """The work of a rank: a function of its rank, the rendezvous store, and a console on rank 0 (None on other ranks).
 
 It first builds the default process group with the store.
@@ -120,7 +121,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
             os._exit(1)  # communication threads may be waiting for ranks that have exited
 
 
-def _meet(recipe: Recipe, folder: RunFolder, again: bool) -> dist.Store:
+def _meet(recipe: Recipe, folder: RunFolder, again: bool) -> Store:
     """Write the run's secret on rank 0, and meet the other ranks."""
     if distributed.rank() == 0 and not again:
         write_secret(folder)
@@ -128,7 +129,7 @@ def _meet(recipe: Recipe, folder: RunFolder, again: bool) -> dist.Store:
 
 
 def _start_heartbeat(
-    recipe: Recipe, folder: RunFolder, store: dist.Store, on_lost: Callable[[int, str], None], restarts: bool
+    recipe: Recipe, folder: RunFolder, store: Store, on_lost: Callable[[int, str], None], restarts: bool
 ) -> Heartbeat:
     """Start the heartbeat of this rank.
 
@@ -157,7 +158,7 @@ def _exit_disconnected(lost_rank: int, message: str) -> None:
     os._exit(DISCONNECTED)
 
 
-def _fail_training(folder: RunFolder, store: dist.Store, lost_rank: int, message: str) -> None:
+def _fail_training(folder: RunFolder, store: Store, lost_rank: int, message: str) -> None:
     """Report the only rank that trains, which is started again, and exit as a rank that is, too."""
     logger.error("rank %d: %s", lost_rank, message)
     reason = failure_record(lost_rank, message)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe, load_recipe
@@ -29,7 +29,7 @@ from hybrid3d.reshard.placement import MissingBytes, assign_slots, consecutive_s
 _STORE_KEY = "slots"
 
 
-def broadcast_placement(recipe: Recipe, store: dist.Store, folder: Path) -> tuple[int, ...]:
+def broadcast_placement(recipe: Recipe, store: Store, folder: Path) -> tuple[int, ...]:
     """Return the slot of each rank that generates, which rank 0 computes and shares through the store.
 
     Slots are numbered over all engines: engine e has `rollout.tp` x `rollout.dp` slots, from e times that number on.

@@ -70,7 +70,8 @@ def query_engines(recipe: Recipe, config: Config, on_progress: ProgressCallback 
         holdings = quantized_by_rank(holdings)
     slots = slot_demands(config, recipe, synced_shapes(recipe, shapes), layer_counts)
     held = {piece.name for _, side in group_ranks(holdings) for piece in side.pieces}
-    multiplicity = {name: layer_counts.get(layer_of(name), 1) if layer_counts else 1 for name in held}
+    counts = dict[int | None, int]((layer_counts or {}).items())
+    multiplicity = {name: counts.get(layer_of(name), 1) for name in held}
     return check_answers(EngineAnswers(shapes, holdings, slots, multiplicity, all_layers))
 
 

@@ -148,7 +148,8 @@ class MemoryEstimator:
 
 
 def _multiplicity(layer_counts: Mapping[int, int]) -> Callable[[str], int]:
-    return lambda name: layer_counts.get(layer_of(name), 1)
+    counts = dict[int | None, int](layer_counts.items())
+    return lambda name: counts.get(layer_of(name), 1)
 
 
 if __name__ == "__main__":

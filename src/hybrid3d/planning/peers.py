@@ -25,7 +25,8 @@ class GatherTraffic:
 
     @property
     def received_bytes(self) -> np.ndarray:
-        return self.far + self.near
+        received: np.ndarray = self.far + self.near
+        return received
 
     def seconds(self, hardware: Hardware) -> float:
         """Return the seconds of the slowest rank, with both kinds of links at their full bandwidth at the same time."""

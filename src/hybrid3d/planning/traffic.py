@@ -7,6 +7,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -144,7 +145,7 @@ def _traffic(routed: Sequence[RoutedClass], world: int) -> tuple[np.ndarray, np.
                 if part.source is None:
                     local[readers] += part.nbytes * count
                 elif isinstance(part.source, Relay):
-                    senders = [part.source.sender(reader, 0) for reader in route.readers]
+                    senders = np.array([part.source.sender(reader, 0) for reader in route.readers])
                     traffic[senders, readers] += part.nbytes * count
     return traffic, local
 
@@ -173,7 +174,8 @@ def _nbytes(
     itemsize: Callable[[Piece], int] = lambda piece: ITEMSIZE[piece.dtype],
 ) -> np.ndarray:
     found = np.zeros(world, np.int64)
-    for ranks, side in group_ranks(answers):
+    sides: Mapping[int, Any] = answers
+    for ranks, side in group_ranks(sides):
         pieces = (piece for piece in side.pieces if counts(piece.name))
         found[ranks] = sum(piece.box.numel * itemsize(piece) * multiplicity[piece.name] for piece in pieces)
     return found

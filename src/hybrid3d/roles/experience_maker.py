@@ -237,10 +237,9 @@ class ExperienceMaker:
         combined = algorithm.combination
         advantages = returns = None
         if experience.old is not None and combined.advantage in TOKEN_ADVANTAGES:
-            in_reward = kl is not None and algorithm.kl.where == "reward"
-            rewards = token_rewards(
-                answer_values, experience.kl_coef * kl if in_reward else torch.zeros_like(mask), mask.double()
-            )
+            in_reward = kl if algorithm.kl.where == "reward" else None
+            penalties = torch.zeros_like(mask) if in_reward is None else experience.kl_coef * in_reward
+            rewards = token_rewards(answer_values, penalties, mask.double())
             if experience.values is None:
                 advantages = returns_to_go(rewards, mask, algorithm.gamma)
             else:
@@ -248,8 +247,9 @@ class ExperienceMaker:
         elif experience.old is not None:
             advantages = answer_values[:, None] * mask
         if combined.advantage_scale == "whiten":
-            reports = advantages is not None and self.models.policy.is_reporting_rank
-            local = Moments.from_values(advantages, experience.mask) if reports else Moments(0.0, 0.0, 0.0)
+            local = Moments(0.0, 0.0, 0.0)
+            if advantages is not None and self.models.policy.is_reporting_rank:
+                local = Moments.from_values(advantages, experience.mask)
             moments = Moments.merge(gather_objects(local, self.group))
             advantages = None if advantages is None else moments.normalise(advantages, mask)
         return _as_float32(advantages), _as_float32(returns)
@@ -271,8 +271,8 @@ class ExperienceMaker:
         fraction, kind = algorithm.high_entropy_fraction, algorithm.combination.policy_loss
         if fraction is not None:
             kept = self._select(experience, experience.entropy, lambda values, _: high_entropy(values, fraction))
-            weights = experience.correction
-            experience = replace(experience, correction=kept if weights is None or kept is None else weights * kept)
+            before = experience.correction
+            experience = replace(experience, correction=kept if before is None or kept is None else before * kept)
         selected = None
         if kind in ("clip_cov", "kl_cov"):
             selected = self._select(experience, experience.old, partial(_by_covariance, recipe=recipe, step=step))
@@ -319,6 +319,7 @@ class ExperienceMaker:
         """
         mask, rows = experience.mask.bool(), None
         if values is not None:
+            assert experience.advantages is not None, "where there are values, there are these"
             tokens = torch.stack([values, experience.advantages], -1)[mask].cpu().numpy()
             rows = np.split(tokens, mask.sum(1).cumsum(0)[:-1].cpu().numpy())
         by_row = [torch.from_numpy(row) for row in self._gather_rows(rows)]
@@ -360,6 +361,7 @@ def _kl_to_reference(experience: Experience, recipe: Recipe) -> Tensor | None:
 
 
 def _overlong_penalties(lengths: Sequence[int], recipe: Recipe) -> list[float]:
+    assert recipe.rollout is not None, "checked when the recipe was read"
     buffer, longest = recipe.reward.overlong_buffer, recipe.rollout.max_new_tokens
     return [overlong_penalty(length, longest, buffer) for length in lengths]
 

@@ -112,8 +112,8 @@ class Learner:
             tokens = int(experience.trained_lengths[:, rows].sum())
             if self._critic is not None:
                 accepts = partial(self._guard.accepts_grad_norm, recipe=recipe, model="critic")
-                objective = _value_objective(experience, rows, recipe)
-                report = self._critic.train_step(batch, objective, recipe, accepts_grad_norm=accepts)
+                of_values = _value_objective(experience, rows, recipe)
+                report = self._critic.train_step(batch, of_values, recipe, accepts_grad_norm=accepts)
                 done["critic"].add(report, tokens)
                 if not report.updated:
                     self._guard.record_skip(step, report.grad_norm, recipe, model="critic")
@@ -162,6 +162,7 @@ class Learner:
         algorithm, mask = recipe.algorithm, experience.mask
         if experience.old is None or experience.advantages is None:
             return None
+        assert recipe.rollout is not None, "checked when the recipe was read"
         lengths = experience.trained_lengths[:, rows]
         weights = answer_weights(
             algorithm.combination.loss_agg_mode,
@@ -171,7 +172,8 @@ class Learner:
             None if bool(experience.trained.all()) else experience.trained[:, rows].flatten(),
         ).reshape(lengths.shape)[self._policy.data_parallel_rank]
         old = experience.rollout if algorithm.correction.bypass else experience.old
-        in_loss = experience.reference is not None and algorithm.kl.where == "loss"
+        assert old is not None, "each rank has what vLLM computed"
+        reference = experience.reference if algorithm.kl.where == "loss" else None
         return PolicyObjective(
             advantages=experience.advantages[rows],
             mask=mask[rows],
@@ -180,7 +182,7 @@ class Learner:
             loss=_loss_settings(recipe),
             selected=None if experience.selected is None else experience.selected[rows],
             weights=None if experience.correction is None else experience.correction[rows],
-            ref_logprobs=experience.reference[rows] if in_loss else None,
+            ref_logprobs=None if reference is None else reference[rows],
             kl=_kl_settings(recipe, experience.kl_coef),
             entropy_coef=algorithm.entropy_coef,
             fill=FillOldLogprobs(experience, recipe) if experience.old_from_update else None,

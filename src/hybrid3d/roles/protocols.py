@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from hybrid3d.config import Recipe
 from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.samples import RolloutBatch, Sample
+from hybrid3d.roles.step_experience import Experience
 from hybrid3d.run.memory import Peaks
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.timeline import Span
@@ -37,21 +38,6 @@ class Synced(Protocol):
     def metrics(self) -> StepMetrics:
         """Return this rank's share of the metrics `sync/*`."""
         ...
-
-
-class Experience(Protocol):
-    """The input of an update.
-
-    Attributes:
-        samples: the samples of all ranks, with the rewards that training uses.
-        metrics: this rank's share of the metrics that `make_experience` measured.
-    """
-
-    @property
-    def samples(self) -> Sequence[Sample]: ...
-
-    @property
-    def metrics(self) -> StepMetrics: ...
 
 
 class Generator(Protocol):

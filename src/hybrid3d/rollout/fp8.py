@@ -76,9 +76,9 @@ class DequantizingExperts(CPUExpertsFp8):
 
     @staticmethod
     def _supports_current_device() -> bool:
-        return current_platform.is_cpu()
+        return bool(current_platform.is_cpu())
 
-    def apply(  # type: ignore[override]
+    def apply(
         self,
         output: torch.Tensor,
         hidden_states: torch.Tensor,

@@ -174,7 +174,7 @@ def register_graph_buffers(self: CustomAllreduce) -> None:
     gathered = []
     for rank in range(self.group.size()):
         addresses = [own if rank == self.rank else None]
-        dist.broadcast_object_list(addresses, group=self.group, group_src=rank, device="cpu")
+        dist.broadcast_object_list(addresses, group=self.group, group_src=rank, device=torch.device("cpu"))
         gathered.append(addresses[0])
     handles, offsets = zip(*gathered, strict=True)
     custom_all_reduce.ops.register_graph_buffers(self._ptr, list(handles), list(offsets))
@@ -193,7 +193,7 @@ def abort_one_by_one(abort: Callable[[Any, list[str]], None]) -> Callable[[Any, 
 def keep_linear_weights() -> None:
     """Make vLLM's CPU build compute linear layers with torch, from weights that stay as they are loaded."""
 
-    def use_torch(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def use_torch(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     PACK_LINEAR.replace(use_torch)

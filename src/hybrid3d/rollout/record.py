@@ -56,7 +56,9 @@ class _TracedTensor(torch.Tensor):
         return traced
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise UnsupportedLoader(f"{func} is applied to a traced tensor outside of a recording")
 
 
@@ -64,7 +66,7 @@ class _LoadRecorder(TorchDispatchMode):
     """Records copies of traced tensors into the destinations, and fills of the destinations, while it is active."""
 
     def __init__(self, shapes: Mapping[str, Shape], destinations: list[Destination]):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.pieces: list[Piece] = []
         self.fills: list[Fill] = []
         self._shapes = shapes
@@ -80,8 +82,8 @@ class _LoadRecorder(TorchDispatchMode):
         if func in CONSTANTS and self._destination(args[0]):
             self.fills.append(Fill(self._view(args[0]), tuple(args[0].shape), CONSTANTS[func](args)))
             return args[0]
-        if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and self._destination(args[0]):
-            raise UnsupportedLoader(f"vLLM's loader applies {func} to {self._destination(args[0]).name}")
+        if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and (to := self._destination(args[0])):
+            raise UnsupportedLoader(f"vLLM's loader applies {func} to {to.name}")
         return func(*args, **kwargs)
 
     def _trace(self, func: Any, traced: _TracedTensor, args: Any, kwargs: Any) -> Any:
@@ -120,7 +122,7 @@ class _LoadRecorder(TorchDispatchMode):
             boxes = boxes_of_copy(
                 self._shapes[traced.canonical],
                 tuple(source.shape),
-                (source.storage_offset(), source.stride()),
+                (int(source.storage_offset()), source.stride()),
                 (view.offset, view.stride),
             )
         except ValueError as error:
@@ -139,7 +141,8 @@ class _LoadRecorder(TorchDispatchMode):
 
     def _view(self, tensor: torch.Tensor) -> View:
         destination = self._destination_by_storage[tensor.untyped_storage()._cdata]
-        return View(destination.name, tensor.storage_offset() - destination.tensor.storage_offset(), tensor.stride())
+        offset = int(tensor.storage_offset() - destination.tensor.storage_offset())
+        return View(destination.name, offset, tensor.stride())
 
 
 def record_copies(

@@ -179,9 +179,9 @@ class OpenUnit:
             for name, old in tensors.items():
                 if _keep_address(_holder(module, name), name, old):
                     self._moved.add(id(old))
-        for module, tensors in self._attributes.items():
-            for name, old in tensors.items():
-                _keep_address(vars(module), name, old)
+        for module, attributes in self._attributes.items():
+            for name, attribute in attributes.items():
+                _keep_address(vars(module), name, attribute)
         for module in self.unit.root.modules():
             for tensor in (*get_layer_tensors(module).values(), *_attributes_of(module).values()):
                 if self._buffer.contains(tensor):  # this memory is reused by the next unit but one
@@ -227,7 +227,7 @@ def _keep_address(tensors: dict[str, Any], name: str, old: torch.Tensor | None) 
                 f"{name}: finalizing changed (shape, stride, dtype) from {_layout(old)} to {_layout(new)}"
             )
         return True
-    moved = new.data_ptr() != old.data_ptr()
+    moved: bool = new.data_ptr() != old.data_ptr()
     if moved:
         old.data.copy_(new.data)
         new.data = old.data  # a kernel may keep a reference to the new object
@@ -253,7 +253,7 @@ def swap_in_loader_layout(root: Module, memory_for: MemoryFor) -> LiveTensors:
     for module, tensors in live.items():
         buffers = get_layerwise_info(module).restore_metadata[1]
         for name, meta in _loader_tensors(module):
-            target = module._buffers if name in buffers else module._parameters
+            target: dict[str, Any] = module._buffers if name in buffers else module._parameters
             target[name] = _as_parameter(restore_layer_refs(meta, module), memory_for(meta, tensors.get(name)).data)
     return live
 
@@ -286,7 +286,8 @@ def _as_parameter(recorded: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
 def swap_back(live: LiveTensors) -> None:
     """Put the live tensors back into their modules."""
     for module, tensors in live.items():
-        for current in (module._parameters, module._buffers):
+        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for current in places:
             for name in list(current):
                 if name in tensors:
                     current[name] = tensors[name]

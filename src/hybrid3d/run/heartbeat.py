@@ -13,7 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
+from hybrid3d.distributed import clone_store
 from hybrid3d.launch_environment import BEAT_SECONDS, heartbeat_seconds
 from hybrid3d.process import process_state, start_ticks
 from hybrid3d.run import slow_ranks
@@ -36,7 +38,7 @@ def current_phase() -> str:
     return _phase
 
 
-def read_phase(store: dist.Store, rank: int) -> str:
+def read_phase(store: Store, rank: int) -> str:
     """Return the phase of a rank's last heartbeat; empty if it has not written one."""
     key = f"beat/{rank}"
     return json.loads(store.get(key))[1] if store.check([key]) else ""
@@ -51,7 +53,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         world_size: int,
         on_lost: Callable[[int, str], None],
@@ -66,7 +68,7 @@ class Heartbeat:
                 exits when it returns.
             watched: the rank to watch, on a rank that others do not watch.
         """
-        self._store = store.clone()
+        self._store = clone_store(store)
         self._rank, self._watched = rank, (rank + 1) % world_size if watched is None else watched
         self._on_lost = on_lost
         self._stopped = threading.Event()
@@ -105,7 +107,7 @@ class Heartbeat:
             except dist.DistError:  # counts towards the timeout
                 self._refused = True
                 with suppress(dist.DistError):  # a broken connection does not recover
-                    self._store = self._store.clone()
+                    self._store = clone_store(self._store)
 
     def _watch(self) -> None:
         """Count the seconds for which the watched rank or the store has not answered, until stopped."""

@@ -173,6 +173,7 @@ class Record:
 
         Training has the probabilities of all samples at the step's temperature.
         """
+        assert recipe.rollout is not None, "only RL samples"
         before, now = self._temperature, recipe.rollout.temperature
         self._temperature = now
         staleness = recipe.async_.max_staleness

@@ -117,7 +117,8 @@ def compare_runs(one: RunFolder, other: RunFolder) -> Comparison:
             f"{folder.path} has {len(of)} recorded steps" for folder, of in zip((one, other), steps, strict=True)
         )
         raise NotRecorded(f"there is no step that both runs have recorded: {counts}. Set run.record in both")
-    notes, difference, compared = [], None, []
+    compared: list[int] = []
+    notes, difference = [], None
     for step in common:
         for folder in (one, other):
             check_origin(folder, recorded_folder(folder, step))

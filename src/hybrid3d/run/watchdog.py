@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
-from hybrid3d.distributed import RANKS_PER_POLL_SECOND
+from hybrid3d.distributed import RANKS_PER_POLL_SECOND, clone_store
 from hybrid3d.launch_environment import heartbeat_seconds, wants_native_stacks
 from hybrid3d.run import slow_ranks
 from hybrid3d.run.heartbeat import OVER, STARTING, current_phase
@@ -97,7 +98,7 @@ class Watchdog:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         world_size: int,
         report: Report,
@@ -113,7 +114,7 @@ class Watchdog:
             role_of: returns the role of a rank, for messages; empty if it goes without saying.
             on_deadlock: called in the thread, on rank 0, with a message when no rank can go on.
         """
-        self._store, self._rank, self._world_size, self._report = store.clone(), rank, world_size, report
+        self._store, self._rank, self._world_size, self._report = clone_store(store), rank, world_size, report
         self._role_of, self._on_deadlock = role_of, on_deadlock
         self._told_from = heartbeat_seconds() / 2  # so that whom the others wait for is known when one is named
         self._limit, self._poll_seconds = heartbeat_seconds(), max(POLL_SECONDS, world_size / RANKS_PER_POLL_SECOND)
@@ -148,7 +149,7 @@ class Watchdog:
         def read() -> None:
             found = {}
             with suppress(dist.DistError):
-                store = self._store.clone()
+                store = clone_store(self._store)
                 for rank in set(range(self._world_size)) - {self._rank, lost}:
                     if store.check([_key(rank)]):
                         found[rank] = read_standstill(store.get(_key(rank)).decode())
@@ -175,7 +176,7 @@ class Watchdog:
                         self._look_for_slow_ranks()
                 except dist.DistError:  # the heartbeat finds out whether the store is lost
                     with suppress(dist.DistError):
-                        self._store = self._store.clone()
+                        self._store = clone_store(self._store)
                 before = time.monotonic()
 
     def _sample(self, passed: float) -> None:
@@ -248,7 +249,7 @@ class Watchdog:
         if any(place not in seen for _, place in at):
             self._named |= at
             steps = [place.step for place in named.values() if place.step is not None]
-            fields = {"ranks": sorted(named), "places": places(known), "waits": waits(known)}
+            fields: dict[str, object] = {"ranks": sorted(named), "places": places(known), "waits": waits(known)}
             fields |= {"step": max(steps)} if steps else {}
             self._report("standstill", standstill_message(named, known, everyone, self._role_of), fields)
         if everyone and not working and min(place.seconds for place in standing.values()) > DEADLOCK_SECONDS:

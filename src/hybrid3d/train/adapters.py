@@ -39,9 +39,9 @@ from hybrid3d.train.torch_layers import DuplicatedLinear
 from hybrid3d.train.weights import ADAPTERS, MegatronWeights
 
 # Linear layers whose weight TP shards by rows, by columns, and not at all
-_BY_ROWS: tuple[type, ...] = (ColumnParallelLinear,)
-_BY_COLUMNS: tuple[type, ...] = (RowParallelLinear,)
-_WHOLE: type = DuplicatedLinear
+_BY_ROWS: tuple[type[torch.nn.Module], ...] = (ColumnParallelLinear,)
+_BY_COLUMNS: tuple[type[torch.nn.Module], ...] = (RowParallelLinear,)
+_WHOLE: type[torch.nn.Module] = DuplicatedLinear
 if USE_TE:
     _BY_ROWS, _BY_COLUMNS, _WHOLE = (*_BY_ROWS, TEColumnParallelLinear), (*_BY_COLUMNS, TERowParallelLinear), TELinear
 
@@ -107,6 +107,7 @@ class LinearAdapter(torch.nn.Module):
         self._communicates = tp > 1 and (self.splits_rows or self.splits_columns)
         self._splits_sequence = tp > 1 and _splits_sequence(layer)
         weight, of_name = layer.weight, pieces_by_name(pieces)
+        assert isinstance(weight, torch.Tensor)
         columns = _slice_of(of_name[pieces[0].name], dim=1)
         self.factors: list[Factor] = []
         self.a, self.b = torch.nn.ParameterList(), torch.nn.ParameterList()
@@ -128,6 +129,7 @@ class LinearAdapter(torch.nn.Module):
         order[at] = torch.arange(len(at))
         is_same = bool((order == torch.arange(len(order))).all())
         self._is_partial = bool((order < 0).any())
+        self.order: torch.Tensor | None
         self.register_buffer("order", None if is_same else order.to(weight.device), persistent=False)
 
     def _add(self, matrices: torch.nn.ParameterList, factor: Factor, seed: int, weight: torch.Tensor) -> None:
@@ -138,7 +140,7 @@ class LinearAdapter(torch.nn.Module):
                     "be equal: lower train.tp to a divisor of the model's key-value heads"
                 )
         values = torch.empty(factor.box.size, device="meta") if weight.is_meta else factor.initial(seed)
-        parameter = torch.nn.Parameter(values.to(device=weight.device, dtype=weight.dtype, copy=True))
+        parameter: Any = torch.nn.Parameter(values.to(device=weight.device, dtype=weight.dtype, copy=True))
         # Experts have no copies within a TP group, whose ranks have other experts
         parameter.tensor_model_parallel = factor.is_sharded or self.is_expert
         # Computed from this rank's part of each sequence, so that the gradients of the parts must be summed
@@ -189,8 +191,8 @@ class Adapters(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList()
-        self._weights: list[torch.nn.Parameter] = []  # of the layers; a list, so that they stay parameters of these
+        self.layers: Any = torch.nn.ModuleList()  # of `LinearAdapter`
+        self._weights: list[Any] = []  # of the layers; a list, so that they stay parameters of these
         self.enabled = True
         self._kept: list[torch.Tensor] | None = None
 
@@ -262,11 +264,13 @@ def add_adapters(
     for piece in weights.pieces:
         if is_adapted(piece.name, len(piece.box.size), lora.target_modules):
             pieces[piece.view.tensor].append(piece)
+    linear: tuple[type[torch.nn.Module], ...] = (*_BY_ROWS, *_BY_COLUMNS, _WHOLE)
     for stage in stages:
         stage.requires_grad_(False)
         adapters = Adapters()
         for module in stage.decoder.modules():
-            if isinstance(module, (*_BY_ROWS, *_BY_COLUMNS, _WHOLE)):
+            if isinstance(module, linear):
+                assert isinstance(module.weight, torch.Tensor)
                 local = named.get(place_of(module.weight), "")
                 names = sorted(
                     name for name in weights.parts.get(local, ()) if is_adapted(name, 2, lora.target_modules)
@@ -342,7 +346,7 @@ def merged_adapters(stages: Sequence[GPTModel]) -> Iterator[None]:
             adapters.unmerge()
 
 
-def _splits_sequence(layer: torch.nn.Module) -> bool:
+def _splits_sequence(layer: Any) -> bool:
     """Return whether the sequence is split over TP before a layer, or after one that shards columns."""
     is_sharded = isinstance(layer, (*_BY_ROWS, *_BY_COLUMNS))
     return bool((layer if is_sharded else layer.weight).sequence_parallel)

@@ -39,7 +39,7 @@ class ContextShard:
 
         The gradient of the rows must be the same on all ranks of the group: each takes that of its share.
         """
-        whole: Tensor = _Gather.apply(share, self)
+        whole: Tensor = _Gather.apply(share, self)  # type: ignore[no-untyped-call]
         return whole
 
 

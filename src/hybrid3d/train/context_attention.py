@@ -37,7 +37,9 @@ def context_attention(
     """
     dim = value.shape[-1]
     value = torch.nn.functional.pad(value, (0, query.shape[-1] - dim))  # the kernel needs one dim for both
-    out: Tensor = _ContextAttention.apply(query, torch.stack([key, value]), lengths, group, scale)
+    out: Tensor = _ContextAttention.apply(  # type: ignore[no-untyped-call]
+        query, torch.stack([key, value]), lengths, group, scale
+    )
     return out[..., :dim]
 
 
@@ -54,7 +56,7 @@ class _ContextAttention(torch.autograd.Function):
             keys, values = _for_heads(_in_order(shares[:, :, whole]), query.shape[2])
             found = [_attend(query[rows], keys[part], values[part], causal, scale) for part, causal in parts]
             total = torch.stack([sum_ for _, sum_ in found]).logsumexp(0)
-            merged = sum(part * (sum_ - total).exp()[..., None] for part, sum_ in found)
+            merged: Any = sum(part * (sum_ - total).exp()[..., None] for part, sum_ in found)
             out[rows], sums[rows] = merged.to(out.dtype), total
         ctx.save_for_backward(query, pair, out, sums)
         ctx.lengths, ctx.group, ctx.scale = lengths, group, scale

@@ -90,11 +90,12 @@ TORCH_CUDA = {
 @contextlib.contextmanager
 def current_device_is(device: torch.device) -> Iterator[None]:
     """Make another device the current one, where Megatron makes tensors that are not parameters (YaRN's tables)."""
-    before, torch.cuda.current_device = torch.cuda.current_device, lambda: device
+    cuda: Any = torch.cuda  # whose function returns a number
+    before, cuda.current_device = cuda.current_device, lambda: device
     try:
         yield
     finally:
-        torch.cuda.current_device = before
+        cuda.current_device = before
 
 
 def install() -> None:

@@ -11,7 +11,8 @@ from megatron.core import parallel_state
 
 def vocab_parallel_entropy(logits: torch.Tensor) -> torch.Tensor:
     """Return the entropies [...], in nats, of logits [..., vocabulary / TP]; -inf is outside of the distribution."""
-    return _Entropy.apply(logits)
+    entropies: torch.Tensor = _Entropy.apply(logits)  # type: ignore[no-untyped-call]
+    return entropies
 
 
 class _Entropy(torch.autograd.Function):
@@ -33,4 +34,5 @@ class _Entropy(torch.autograd.Function):
         """With p = softmax(z), dH / dz_i = -p_i (log p_i + H)."""
         shifted, log_sum, entropy = ctx.saved_tensors
         log_p = shifted - log_sum[..., None]
-        return -gradient[..., None] * log_p.exp() * (log_p + entropy[..., None])
+        of_logits: torch.Tensor = -gradient[..., None] * log_p.exp() * (log_p + entropy[..., None])
+        return of_logits

@@ -102,7 +102,7 @@ class MegatronModel:
         self._trains = optimizer is not None
         self._memory = OffloadableMemory()
         dtype = getattr(torch, recipe.model.dtype)
-        self._modules: list[torch.nn.Module] = [
+        self._modules: list[Any] = [
             Float16Module(stage.config, stage) if dtype is torch.bfloat16 else stage for stage in stages
         ]
         with on_device():
@@ -192,7 +192,7 @@ class MegatronModel:
     def train_step(
         self,
         batch: Batch,
-        token_loss: TokenLoss,
+        token_loss: TokenLoss | None,
         recipe: Recipe,
         bucket_hook: BucketHook | None = None,
         accepts_grad_norm: Callable[[float], bool] = math.isfinite,
@@ -253,13 +253,14 @@ class MegatronModel:
         return whole
 
     def _loss(
-        self, batch: Batch, token_loss: TokenLoss, recipe: Recipe, micro: MicroBatch, output: torch.Tensor
+        self, batch: Batch, token_loss: TokenLoss | None, recipe: Recipe, micro: MicroBatch, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss summed over a micro batch's tokens, and their number, by which Megatron divides globally.
 
         Every rank of a context-parallel group returns the same loss, with the gradient of its own positions. Megatron
         adds up the tokens over these ranks too, so that one of them counts.
         """
+        assert token_loss is not None, "this rank has the output layer"
         losses, report = token_loss(self._per_token(output, micro, recipe), micro.rows)
         mask = batch.response_mask[micro.rows]
         total = masked_sum(losses, mask)
@@ -291,7 +292,7 @@ class MegatronModel:
             return output, partial(close, micro)
 
         with on_device():
-            return get_forward_backward_func()(
+            found: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=[iter(micros) for _ in self._modules] if len(self._modules) > 1 else iter(micros),
                 model=self._modules,
@@ -300,6 +301,7 @@ class MegatronModel:
                 micro_batch_size=micros[0].tokens.shape[0],
                 forward_only=forward_only,
             )
+        return found
 
     def _padding(self, stage: torch.nn.Module, padded: torch.Tensor) -> torch.Tensor | None:
         """Return the padding mask [b, T] for a stage; None unless experts are balanced by counting tokens.
@@ -311,7 +313,8 @@ class MegatronModel:
             return None
         if config.sequence_parallel and not get_attr_wrapped_model(stage, "pre_process"):
             rank = parallel_state.get_tensor_model_parallel_rank()
-            return padded.chunk(parallel_state.get_tensor_model_parallel_world_size(), dim=1)[rank].contiguous()
+            share: torch.Tensor = padded.chunk(parallel_state.get_tensor_model_parallel_world_size(), dim=1)[rank]
+            return share.contiguous()
         return padded
 
     def _connect(self) -> None:

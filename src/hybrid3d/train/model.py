@@ -174,7 +174,7 @@ def _fp8(layout: Train) -> dict[str, Any]:
 
 def padded_vocabulary(config: Config, tp: int) -> int:
     """Return the vocabulary size padded to a multiple of TP, because Megatron shards it evenly."""
-    return math.ceil(config["vocab_size"] / tp) * tp
+    return math.ceil(int(config["vocab_size"]) / tp) * tp
 
 
 def _build_stage(
@@ -248,7 +248,7 @@ def _separate_norms(spec: TransformerBlockSubmodules) -> None:
             if getattr(attention, linear, None) is fused:
                 set_in_megatron(attention, **{linear: TEColumnParallelLinear, norm: TENorm})
                 names[f"self_attention.{norm}."] = f"self_attention.{linear}.layer_norm_"
-        if getattr(mlp, "linear_fc1", None) is fused:
+        if mlp is not None and getattr(mlp, "linear_fc1", None) is fused:
             mlp.linear_fc1 = TEColumnParallelLinear
             set_in_megatron(parts, pre_mlp_layernorm=TENorm)
             names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -264,7 +264,7 @@ def _mark_shards(model: GPTModel) -> None:
     """
     dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in model.modules():
-        weight = getattr(module, "weight", None)
+        weight: Any = getattr(module, "weight", None)
         if USE_TE and type(module) is TELinear:
             weight.tensor_model_parallel = False  # whole on every rank, but Transformer Engine marks every weight
         elif type(module) in dims and weight is not None and not hasattr(weight, "tensor_model_parallel"):

@@ -57,6 +57,7 @@ class MtpLayers:
         elif ends:
             self._embedding = torch.empty_like(self._last.output_layer.weight)
         if starts != ends:
+            assert self._embedding is not None, "this rank has it or gets it"
             dist.broadcast(self._embedding, group=parallel_state.get_embedding_group(), group_src=0)
 
     def end_step(self) -> None:
@@ -100,13 +101,14 @@ class MtpLayers:
         inside = (tokens >= 0) & (tokens < len(self._embedding))
         rows = self._embedding[tokens.where(inside, 0)] * inside[..., None]
         rows = reduce_from_tensor_model_parallel_region(rows).transpose(0, 1).contiguous()
-        return scatter_to_sequence_parallel_region(rows) if self._splits_sequences else rows
+        share: torch.Tensor = scatter_to_sequence_parallel_region(rows) if self._splits_sequences else rows
+        return share
 
     def _padding(self, padded: torch.Tensor) -> torch.Tensor:
         """Return the positions of this rank's tokens that are padding, [b, T'] or [b, T' / TP]."""
         if not self._splits_sequences:
             return padded
-        group = parallel_state.get_tensor_model_parallel_group()
+        group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
         return padded.chunk(group.size(), dim=1)[group.rank()].contiguous()
 
 

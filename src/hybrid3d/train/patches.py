@@ -41,7 +41,8 @@ def gather_uneven(gather: Callable[..., Any]) -> Callable[..., Any]:
         input_: torch.Tensor, group: dist.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
-            return gather(input_, group, output_split_sizes, use_global_buffer)
+            found: torch.Tensor = gather(input_, group, output_split_sizes, use_global_buffer)
+            return found
         rows = max(output_split_sizes)
         shares = input_.new_empty(group.size(), rows, *input_.shape[1:])
         shares[group.rank(), : len(input_)] = input_

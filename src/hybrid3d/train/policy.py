@@ -139,7 +139,7 @@ class Policy(MegatronModel):
             self._mtp.end_step()
 
     def _loss(
-        self, batch: Batch, token_loss: TokenLoss, recipe: Recipe, micro: MicroBatch, output: torch.Tensor
+        self, batch: Batch, token_loss: TokenLoss | None, recipe: Recipe, micro: MicroBatch, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         total, tokens, report = super()._loss(batch, token_loss, recipe, micro, output)
         if self._mtp is None:

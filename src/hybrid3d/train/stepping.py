@@ -190,7 +190,7 @@ def _give_grads(parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return a key of a tensor's memory: its storage, whose address may change, and the offset in elements."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def _first_layers_first(*kinds: Sequence[Any]) -> Iterator[Any]:

@@ -37,7 +37,7 @@ class TorchRMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class DuplicatedLinear(torch.nn.Linear):
@@ -48,9 +48,9 @@ class DuplicatedLinear(torch.nn.Linear):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, bias: bool, **unused: Any):
         super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return super().forward(hidden), None
 
 
@@ -107,8 +107,8 @@ class TorchAttention(MegatronModule):
         if packing is None:
             return context_attention(query, key, value, [len(query)], group, self.softmax_scale).flatten(2)
         lengths = (packing.cu_seqlens_q.diff() // group.size()).tolist()
-        qkv = (x.unsqueeze(1) for x in (query, key, value))
-        return context_attention(*qkv, lengths, group, self.softmax_scale).squeeze(1).flatten(1)
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        return context_attention(query, key, value, lengths, group, self.softmax_scale).squeeze(1).flatten(1)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[batch, heads or groups, sequence, head_dim]."""

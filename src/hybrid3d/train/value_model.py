@@ -100,7 +100,7 @@ class ValueHead(torch.nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._gathers = config.sequence_parallel
 
     def forward(self, hidden: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:

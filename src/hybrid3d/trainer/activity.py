@@ -39,7 +39,8 @@ def gather_activity(timer: PhaseTimer, group: dist.ProcessGroup, roles: Roles | 
         timer: that of this rank.
         roles: those of the run; without them only the ranks of the group take part in it.
     """
-    spans, peaks = {group.rank(): timer.spans}, dict[int, Peaks]({group.rank(): timer.peaks})
+    spans = dict[int, Sequence[Span]]({group.rank(): timer.spans})
+    peaks = dict[int, Peaks]({group.rank(): timer.peaks})
     if roles is not None:
         spans |= roles.other_spans(timer.spans[0][1], timer.spans[-1][2])
         peaks |= roles.lap_other_peaks()

@@ -229,7 +229,8 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """Return the steps with checkpoints that rank 0 sees; on a shared file system others may see them later."""
-        return broadcast_object(checkpoint_steps(self._record.folder), self._group)
+        steps: list[int] = broadcast_object(checkpoint_steps(self._record.folder), self._group)
+        return steps
 
     def _check_file_system(self) -> None:
         if self._first_rank and MOUNTS.exists():

@@ -44,8 +44,11 @@ class DataUpdates(Protocol):
         evaluates: whether there is held-out data to evaluate.
     """
 
-    data: Mapping[str, PromptData]
-    evaluates: bool
+    @property
+    def data(self) -> Mapping[str, PromptData]: ...
+
+    @property
+    def evaluates(self) -> bool: ...
 
     def update(self, step: int, recipe: Recipe, accepts_grad_norm: Callable[[float], bool]) -> Update:
         """Update the policy once."""

@@ -36,6 +36,8 @@ def train_rl(
             roles.restore(progress, live.recipe)
         while step <= live.recipe.run.steps:
             recipe = live.settings_for_step(step)
+            rollout = recipe.rollout
+            assert rollout is not None, "checked when the recipe was read"
             work_record.begin_step(step)
             timer, row = PhaseTimer(roles.activities), dict[str, float](step=step)
             with timer("sync"):
@@ -43,7 +45,7 @@ def train_rl(
             record.corrupted_sync(synced.corrupted, step)
             record.dense_sync(synced.dense_reason, step)
             record.sync_choice(synced.choice, step)
-            record.truncated_sampling(recipe.rollout, step)
+            record.truncated_sampling(rollout, step)
             record.sampling_temperature(recipe, step)
             if step % recipe.run.eval_every == 0 or step == recipe.run.steps:
                 with timer("eval"):
@@ -64,7 +66,7 @@ def train_rl(
                     metrics.update(roles.update(experience, step, recipe))
             samples = experience.samples
             with timer("wait"):  # for the slowest rank
-                row |= generated.metrics(samples, recipe.rollout, step) | metrics.reduce(group)
+                row |= generated.metrics(samples, rollout, step) | metrics.reduce(group)
             recorder.finish(step, recipe, generated.samples, experience, row, timer)
             row |= timer.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
             record.step(row, recipe.run.steps, samples)

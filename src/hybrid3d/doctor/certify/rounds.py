@@ -60,7 +60,7 @@ class Certification:
         self.mismatch = 0.0
         self.rounds = 0
 
-    def run(self, rounds: int, print_status: Callable[[str], None]) -> None:
+    def run(self, rounds: int, print_status: Callable[[str], object]) -> None:
         """Run so many more rounds, or up to the first in which something is wrong on any rank."""
         first = self.rounds
         for number in range(first, first + rounds):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import wait_for_all
@@ -42,7 +43,7 @@ def certify(
     rounds: int,
     as_json: bool,
     rank: int,
-    store: dist.Store,
+    store: Store,
     console: Console | None,
 ) -> bool:
     """Run the rounds as one of the ranks, write the certificate and print it.
@@ -60,7 +61,7 @@ def certify(
     from hybrid3d.doctor.certify.rounds import Certification
 
     enter_phase("certify")
-    print_status = console.print if console is not None and not as_json else lambda message: None
+    print_status: Callable[[str], object] = (lambda message: None) if console is None or as_json else console.print
     print_status("building both engines")
     certification = Certification(recipe, folder.path, groups.everyone, slots)
     certification.run(rounds, print_status)

@@ -36,7 +36,7 @@ def local_copies(record: Record, device: str) -> None:
     The prediction is that of `hybrid3d plan`: all bytes at the rate of one plain copy. A CPU's caches make parts of it
     faster, so that there it is only recorded.
     """
-    config = CONFIGS["dense"] | SIZES[device]
+    config = {**CONFIGS["dense"], **SIZES[device]}
     held = {rank: holdings_of(config, Train(tp=2), rank, torch.bfloat16) for rank in (0, 1)}
     whole = holdings_of(config, Train(), 0, torch.bfloat16)
     plans = make_plan(held, {0: Demand(whole.pieces), 1: Demand(whole.pieces)}, BUCKET_BYTES)

@@ -47,13 +47,14 @@ def sync_and_generate(
     engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
     sync = WeightSync(recipe, group, policy.weights, engine)
     means, largest, change = [], [], []
-    batch = None
+    batch: Batch | None = None
     for version, folder in enumerate(folders):
         engine.sleep()
         before = None if batch is None else policy.logprobs(batch, recipe)
         load_files(folder, policy.weights.demand, policy.weights.tensors, rank)
-        if before is not None:
-            change.append(float((policy.logprobs(batch, recipe) - before).abs().mean()))
+        after = None if batch is None else policy.logprobs(batch, recipe)
+        if before is not None and after is not None:
+            change.append(float((after - before).abs().mean()))
         engine.wake("weights")
         report = sync.run(version, verify=True)
         engine.wake("kv_cache")

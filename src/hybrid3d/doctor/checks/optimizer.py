@@ -75,8 +75,9 @@ def _step_both(first: Policy, second: Policy, recipe: Recipe, whole_step: bool, 
     Raises:
         CheckFailed: weights or gradient norms differ in any bit.
     """
-    kept = _KeepsGradients(first)
-    first._stepping, second._stepping = kept, _UsesGradients(second, kept, whole_step)
+    kept: Any = _KeepsGradients(first)
+    uses: Any = _UsesGradients(second, kept, whole_step)
+    first._stepping, second._stepping = kept, uses
     norms = []
     for step in range(steps):
         batch = one_rank.make_batch(first.config, step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hybrid3d.config import Train
@@ -28,12 +30,13 @@ def ask_on_meta(record: Record, device: str) -> None:
         torch.cuda.set_device(own)  # the last one, so that a context on the first one shows
     asked = {}
     for family, layout in LAYOUTS.items():
-        world, config = layout.tp * layout.pp * layout.dp, CONFIGS[family] | {"num_hidden_layers": 4}
+        world, config = layout.tp * layout.pp * layout.dp, {**CONFIGS[family], "num_hidden_layers": 4}
         found = [holdings_of(config, layout, rank, torch.bfloat16) for rank in (0, world - 1)]
         record(**{f"{family}_pieces": [len(one.pieces) for one in found]})
         asked[family] = holdings_of(CONFIGS[family], Train(), 0, torch.bfloat16)
     if gpus:
-        contexts = [gpu for gpu in range(gpus) if torch._C._cuda_hasPrimaryContext(gpu)]
+        of_torch: Any = torch._C
+        contexts = [gpu for gpu in range(gpus) if of_torch._cuda_hasPrimaryContext(gpu)]
         record(allocated_bytes=torch.cuda.max_memory_allocated(own), contexts=contexts, own_gpu=own)
         expect(torch.cuda.max_memory_allocated(own) == 0, "querying on meta has allocated GPU memory")
         expect(set(contexts) <= {own}, f"GPU {own} was queried from, and GPUs {contexts} have a context")
@@ -51,5 +54,5 @@ def ask_on_meta(record: Record, device: str) -> None:
     record(built=sorted(asked))
 
 
-def _boxes(holdings: Holdings) -> list[tuple]:
+def _boxes(holdings: Holdings) -> list[tuple[Any, ...]]:
     return sorted((piece.name, piece.box.start, piece.box.size, piece.dtype) for piece in holdings.pieces)

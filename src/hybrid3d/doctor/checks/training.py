@@ -80,7 +80,7 @@ def in_fp8(record: Record, device: str) -> None:
 
 def _runs(
     folder: Path, family: str, variants: Sequence[str] = tuple(VARIANTS)
-) -> Iterator[tuple[str, str, dict, list[float]]]:
+) -> Iterator[tuple[str, str, dict[str, Any], list[float]]]:
     """Yield dtype, variant, losses and gradient norms of its steps, and the seconds of each."""
     config = CONFIGS[family]
     write_checkpoint(folder, config)

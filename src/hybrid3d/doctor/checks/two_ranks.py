@@ -24,7 +24,7 @@ from hybrid3d.train.probe import holdings_of
 from hybrid3d.train.weights import megatron_weights
 
 WIDE = dict(hidden_size=2048, intermediate_size=8192, num_attention_heads=16)
-CONFIG = {"cuda": CONFIGS["dense"] | WIDE, "cpu": CONFIGS["dense"]}
+CONFIG = {"cuda": {**CONFIGS["dense"], **WIDE}, "cpu": CONFIGS["dense"]}
 BUCKET_MIB = {"cuda": 16, "cpu": 0.25}
 SYNCS = 10
 

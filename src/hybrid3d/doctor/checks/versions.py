@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -47,9 +48,9 @@ def cudnn(record: Record, device: str) -> None:
     query, key, value = (torch.randn(2, 4, 128, 64) for _ in range(3))
     backend = SDPBackend.CUDNN_ATTENTION if device == "cuda" else SDPBackend.MATH
 
-    def attention(*inputs: torch.Tensor) -> torch.Tensor:
-        with sdpa_kernel(backend if inputs[0].device.type == device else SDPBackend.MATH):
-            return torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(backend if q.device.type == device else SDPBackend.MATH):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     record(attention_error=_error(attention, [query, key, value], device))
     mapped = {
@@ -62,7 +63,7 @@ def cudnn(record: Record, device: str) -> None:
     expect(len(folders) <= 1, f"cuDNN's libraries come from {len(folders)} folders: {', '.join(folders)}; expected one")
 
 
-def _error(function, inputs: list[torch.Tensor], device: str) -> float:
+def _error(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], device: str) -> float:
     """Return the largest error of a function's result and gradients in bfloat16, relative to the largest value.
 
     Raises:
@@ -77,7 +78,7 @@ def _error(function, inputs: list[torch.Tensor], device: str) -> float:
     return error
 
 
-def _results(function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _results(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     leaves = [x.detach().requires_grad_() for x in inputs]
     result = function(*leaves)
     return [result, *torch.autograd.grad(result.square().mean(), leaves)]

@@ -19,8 +19,8 @@ from hybrid3d.doctor.environment.table import Examination, Subject, examine
 from hybrid3d.run.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from rich.console import Console
+    from torch.distributed.distributed_c10d import Store
 
 ON_ALL_NODES = ("rendezvous", "groups")  # subjects about all nodes together: the ranks themselves try both
 
@@ -41,7 +41,7 @@ class NodesExamination:
             here = [one for one in examinations if one.subject not in ON_ALL_NODES]
             self._of_node = list(examine(recipe, here))
 
-    def run(self, folder: RunFolder, rank: int, store: dist.Store, console: Console | None) -> None:
+    def run(self, folder: RunFolder, rank: int, store: Store, console: Console | None) -> None:
         """Measure, and print the page on rank 0. Every rank calls this together."""
         found = [[subject, [asdict(one) for one in findings]] for subject, findings in self._of_node]
         store.set(f"doctor/{rank}", json.dumps([socket.gethostname(), found]))
@@ -56,7 +56,7 @@ class NodesExamination:
         if rank == 0:
             self._print(subjects, console)
 
-    def _share_verdict(self, of: str, subjects: Sequence[Subject], rank: int, store: dist.Store) -> None:
+    def _share_verdict(self, of: str, subjects: Sequence[Subject], rank: int, store: Store) -> None:
         """Let every rank know what rank 0 knows: whether a run can start."""
         key = f"doctor/verdict on {of}"
         if rank == 0:
@@ -64,7 +64,7 @@ class NodesExamination:
         store.wait([key], timedelta(seconds=2 * SECONDS))
         self.can_start = json.loads(store.get(key))
 
-    def _gather(self, store: dist.Store) -> list[Subject]:
+    def _gather(self, store: Store) -> list[Subject]:
         """Return the findings of all nodes, with the host in each subject."""
         subjects: list[Subject] = []
         for rank in range(launch_environment.world_size()):

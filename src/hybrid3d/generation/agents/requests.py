@@ -233,7 +233,7 @@ def events(request: Request, result: CallResult, tokenizer: Any) -> Iterator[str
         choice["delta"] = choice.pop("message")
     ids = {"prompt_token_ids": whole["prompt_token_ids"]} if "prompt_token_ids" in whole else {}
     yield _event(head | ids | {"choices": [choice | {"finish_reason": None}]})
-    last = {"delta": {}} if request.is_chat else {"text": ""}
+    last: dict[str, object] = {"delta": {}} if request.is_chat else {"text": ""}
     end = {"index": 0, "finish_reason": result.finish_reason, "logprobs": None}
     yield _event(head | {"choices": [last | end]})
     if request.usage:

@@ -23,6 +23,7 @@ from multiprocessing import connection
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import launch_environment
 from hybrid3d.distributed import LostPeer
@@ -183,7 +184,7 @@ def wait(connections: Sequence[Connection], seconds: float | None) -> list[Conne
 class Server:
     """Accepts connections of the ranks that do not train, each in a thread of its own."""
 
-    def __init__(self, store: dist.Store, start: int, on_connection: Callable[[Connection], None]):
+    def __init__(self, store: Store, start: int, on_connection: Callable[[Connection], None]):
         """
         Args:
             start: number of the start of the ranks that train.
@@ -236,12 +237,12 @@ def _address(start: int) -> str:
     return f"roles/address/{start}"
 
 
-def has_ended(store: dist.Store) -> bool:
+def has_ended(store: Store) -> bool:
     """Return whether the run has ended."""
     return bool(store.check([_ENDED]))
 
 
-def connect(store: dist.Store, start: int, has_failed: Callable[[], bool]) -> Connection | None:
+def connect(store: Store, start: int, has_failed: Callable[[], bool]) -> Connection | None:
     """Connect to the first rank that trains, when it accepts connections; return None if the run has ended.
 
     Args:

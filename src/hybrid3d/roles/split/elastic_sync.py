@@ -12,8 +12,16 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
-from hybrid3d.distributed import EXCHANGE_TIMEOUT, RANKS_PER_POLL_SECOND, LostPeer, is_lost_peer, spanning_group
+from hybrid3d.distributed import (
+    EXCHANGE_TIMEOUT,
+    RANKS_PER_POLL_SECOND,
+    LostPeer,
+    clone_store,
+    is_lost_peer,
+    spanning_group,
+)
 from hybrid3d.roles.weight_sync import SyncReport, WeightSync
 
 logger = logging.getLogger(__name__)
@@ -42,7 +50,7 @@ MakeSync = Callable[[dist.ProcessGroup, dist.ProcessGroup, tuple[int, ...]], Wei
 """Makes the sync of the ranks of two groups: the one for its collectives, and the one for its transport."""
 
 
-def tell_lost(store: dist.Store, epoch: int) -> None:
+def tell_lost(store: Store, epoch: int) -> None:
     """Let the members of this epoch know that one of them is lost."""
     store.set(f"lost/{epoch}", "")
 
@@ -58,8 +66,8 @@ class ElasticSync:
         failure: why the last sync that failed did.
     """
 
-    def __init__(self, store: dist.Store, make_sync: MakeSync):
-        self._store, self._make_sync = store.clone(), make_sync
+    def __init__(self, store: Store, make_sync: MakeSync):
+        self._store, self._make_sync = clone_store(store), make_sync
         self._members: Members | None = None
         self._groups: list[dist.ProcessGroup] = []
         self._sync: WeightSync | None = None
@@ -121,7 +129,7 @@ class ElasticSync:
 
     def _abort_when_lost(self, members: Members) -> None:
         """Abort the groups of these members, so that what waits in them fails, once one of the members is lost."""
-        store, groups = self._store.clone(), list(self._groups)
+        store, groups = clone_store(self._store), list(self._groups)
         while self._members == members:
             if store.check([f"lost/{members.epoch}"]):
                 for group in groups:
@@ -133,7 +141,7 @@ class ElasticSync:
         """Let the sync in progress fail, as a member is lost. Any thread may call it."""
         members = self._members
         if members is not None:
-            tell_lost(self._store.clone(), members.epoch)
+            tell_lost(clone_store(self._store), members.epoch)
 
     def leave(self) -> None:
         """Leave the process groups of the last members, so that none of them waits for this rank."""

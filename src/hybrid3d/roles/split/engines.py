@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
 from hybrid3d.generation.engine import Sampling
@@ -31,7 +32,7 @@ class Engines(WorkerGroups):
 
     activity = "generate"
 
-    def __init__(self, recipe: Recipe, store: dist.Store, record: Record):
+    def __init__(self, recipe: Recipe, store: Store, record: Record):
         super().__init__(recipe, store, record, "generation")
         assert recipe.rollout is not None, "checked when the recipe was read"
         self._per_engine = recipe.rollout.dp

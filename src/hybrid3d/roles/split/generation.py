@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
@@ -36,7 +37,7 @@ class GenerationRank:
         ready: whether it has had weights.
     """
 
-    def __init__(self, recipe: Recipe, store: dist.Store, ranks: range, start: int):
+    def __init__(self, recipe: Recipe, store: Store, ranks: range, start: int):
         """
         Args:
             ranks: those of its engine.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
 from hybrid3d.roles.split.connections import Connection, Disconnected, Server
@@ -23,7 +23,7 @@ class OtherRoles:
         reward_workers: those of ranks that only compute rewards; None if there are none.
     """
 
-    def __init__(self, recipe: Recipe, store: dist.Store, record: Record, start: int):
+    def __init__(self, recipe: Recipe, store: Store, record: Record, start: int):
         """
         Args:
             start: number of this start of the ranks that train.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
@@ -34,7 +35,7 @@ class RewardRank:
         ready: whether it has computed rewards.
     """
 
-    def __init__(self, recipe: Recipe, store: dist.Store, ranks: range, start: int):
+    def __init__(self, recipe: Recipe, store: Store, ranks: range, start: int):
         """
         Args:
             ranks: those of its group.
@@ -108,7 +109,7 @@ class ScoringModel:
         sequences, prompts = [s.prompt_ids + s.tokens for s in rows], [len(s.prompt_ids) for s in rows]
         batch = Batch.from_sequences(sequences, prompts, loss_mask=[s.loss_mask for s in rows], pad_id=self._pad_id)
         scores = self._model.scores(batch, self._recipe)
-        reports = scores is not None and self._model.is_reporting_rank
-        found = gather_objects(scores.tolist() if reports else None, self._group)
+        reported = None if scores is None or not self._model.is_reporting_rank else scores.tolist()
+        found = gather_objects(reported, self._group)
         (values,) = filter(None, found)
         return list(values[: len(samples)])

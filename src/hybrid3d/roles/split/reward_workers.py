@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
 from hybrid3d.generation.samples import Sample
@@ -25,7 +25,7 @@ class RewardWorkers(WorkerGroups):
 
     activity = "reward"
 
-    def __init__(self, recipe: Recipe, store: dist.Store, record: Record):
+    def __init__(self, recipe: Recipe, store: Store, record: Record):
         super().__init__(recipe, store, record, "reward")
         reward, self._per_prompt = recipe.reward, recipe.algorithm.samples_per_prompt
         self._runs_code = reward.name == "code"

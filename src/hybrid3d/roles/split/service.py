@@ -10,9 +10,11 @@ from contextlib import suppress
 from typing import NoReturn, Protocol
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
+from hybrid3d.distributed import clone_store
 from hybrid3d.launch_environment import DISCONNECTED, State
 from hybrid3d.rewards import sandbox
 from hybrid3d.roles.split.connections import Connection, Disconnected, connect, has_ended
@@ -55,7 +57,7 @@ class RoleRank(Protocol):
         ...
 
 
-MakeRank = Callable[[Recipe, dist.Store, range, int], RoleRank]
+MakeRank = Callable[[Recipe, Store, range, int], RoleRank]
 """Called with the ranks of its group and the number of the group's start."""
 
 
@@ -73,11 +75,11 @@ class Progress(Protocol):
 class Service:
     """What a rank that does not train does until the end of the run."""
 
-    def __init__(self, recipe: Recipe, store: dist.Store, progress: Progress, make_rank: MakeRank):
+    def __init__(self, recipe: Recipe, store: Store, progress: Progress, make_rank: MakeRank):
         self._recipe, self._store, self._progress, self._make_rank = recipe, store, progress, make_rank
         self._role = recipe.role_of(distributed.rank())
         self._outlives_training = recipe.run.max_restarts > 0
-        self._starts_store = store.clone()  # for threads, too
+        self._starts_store = clone_store(store)  # for threads, too
         self._starts = TrainingStarts(store, distributed.world_size())
         self._rank: RoleRank | None = None
         self._asked_to_exit = False

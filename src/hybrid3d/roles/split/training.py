@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
@@ -80,7 +81,7 @@ class TrainingRank:
     def __init__(
         self,
         recipe: Recipe,
-        store: dist.Store,
+        store: Store,
         group: dist.ProcessGroup,
         record: Record,
         guard: Guard | None,
@@ -175,7 +176,7 @@ class TrainingRank:
         outcome = broadcast_object(outcome, self._group)
         if isinstance(outcome, Exception):
             raise outcome
-        return outcome  # type: ignore[return-value]
+        return outcome
 
     def _generate(self, version: int, recipe: Recipe, work: Callable[[Engines], T]) -> T:
         """Return what the first rank has generated; if all engines are lost, begin again with those that come back."""

@@ -12,8 +12,9 @@ from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
-from hybrid3d.distributed import RANKS_PER_POLL_SECOND
+from hybrid3d.distributed import RANKS_PER_POLL_SECOND, clone_store
 
 POLL_SECONDS = 0.5
 
@@ -25,12 +26,12 @@ class TrainingStarts:
         poll_seconds: the time between two reads of the store by each rank.
     """
 
-    def __init__(self, store: dist.Store, world_size: int):
+    def __init__(self, store: Store, world_size: int):
         """
         Args:
             world_size: of all roles.
         """
-        self._store = store.clone()
+        self._store = clone_store(store)
         self.poll_seconds = max(POLL_SECONDS, world_size / RANKS_PER_POLL_SECOND)
 
     def latest(self) -> int:

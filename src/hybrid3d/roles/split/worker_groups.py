@@ -10,8 +10,10 @@ from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
+from hybrid3d.distributed import clone_store
 from hybrid3d.roles.split.connections import Connection, Disconnected, wait
 from hybrid3d.roles.split.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop
 from hybrid3d.roles.split.worker_group import WorkerGroup
@@ -37,9 +39,9 @@ class WorkerGroups:
 
     activity: str  # what its ranks are busy with
 
-    def __init__(self, recipe: Recipe, store: dist.Store, record: Record, role: str):
+    def __init__(self, recipe: Recipe, store: Store, record: Record, role: str):
         self._role, self._ranks, self._size = role, recipe.role_ranks[role], recipe.worker_group_size(role)
-        self._store, self._record = store.clone(), record
+        self._store, self._record = clone_store(store), record
         places = len(self._ranks) // self._size
         self._lock = threading.Lock()  # of all that follows, up to those that are lost
         self._active, self._ended = places, False

@@ -60,7 +60,8 @@ class AdapterSync(WeightSync):
         self._before: SyncReport | None = None  # of the policy's own weights, in the first sync
         settings = dataclasses.replace(recipe.sync, delta="never", share_storage=False, keep_loader_layout=False)
         apart = dataclasses.replace(recipe, sync=settings)
-        super().__init__(apart, group, adapters, None if engine is None else _AdapterSlot(engine), **members)
+        slot: Any = None if engine is None else _AdapterSlot(engine)  # as much of an engine as a sync uses
+        super().__init__(apart, group, adapters, slot, **members)
 
     def begin(self, version: int, verify: bool = False) -> None:
         """Begin a sync of the adapters, the first time after a sync of the policy's own weights.

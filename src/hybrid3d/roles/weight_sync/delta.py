@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import Tensor
 
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import all_reduce_max, gather_objects, gather_unique
@@ -160,7 +161,7 @@ class DeltaSync:
         assert self._sparse, "a sync without tensors to send sparsely is dense"
         if self._executor is None:
             self._executor = DeltaExecutor(plan, self._sparse, source, sink, transport, device())
-        changes = {}
+        changes: Mapping[str, Tensor] = {}
         if self._tracker is not None and self._trained is not None:
             changes = self._tracker.changes(self._trained.tensors)
         self._syncs_since_dense += 1

@@ -16,6 +16,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.distributed import EXCHANGE_TIMEOUT, weights_group
 from hybrid3d.reshard.delta import DeltaReport
 from hybrid3d.reshard.executor import ExecutionReport, Executor, NamedTensors
+from hybrid3d.reshard.planner import RankPlan
 from hybrid3d.reshard.protocols import ChangeSource, Sink
 from hybrid3d.reshard.transport import make_transport
 from hybrid3d.roles.weight_sync.choice import ExpectedSeconds, SyncEstimate
@@ -186,8 +187,7 @@ class WeightSync:
             *(device(), transport_group, recipe.machine.gpus_per_node, ranks, timeout),
             shares_memory=recipe.sync.shared_memory == "auto",
         )
-        self._shared = SharedStorage()
-        self._to_share = recipe.sync.share_storage
+        self._shared, self._to_share = SharedStorage(), recipe.sync.share_storage
         names = {name for _, signature in self.holders for held in signature.values() for name in held}
         estimate = SyncEstimate(recipe, group, self.transport, overlaps=bool(optimizer_buckets))
         self._delta = DeltaSync(recipe, group, trained, changes, self._plan.sink, discards, names, estimate)
@@ -197,7 +197,7 @@ class WeightSync:
         self._reported_overlap = False
 
     @property
-    def plan(self):
+    def plan(self) -> RankPlan:
         return self._plan.current
 
     @property
