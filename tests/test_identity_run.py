@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import warm_python
 from commands import ROOT, demo_folder, hybrid3d, read_rows
 
 pytestmark = [pytest.mark.processes, pytest.mark.engines]
@@ -36,7 +36,15 @@ def work(tmp_path_factory: pytest.TempPathFactory, demo: Path) -> Path:
 
 def train(work: Path, *settings: str, expect: int = 0) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "hybrid3d", "train", str(ROOT / "recipes/demo-cpu.yaml"), *SETTINGS, *settings],
+        [
+            warm_python.executable(),
+            "-m",
+            "hybrid3d",
+            "train",
+            str(ROOT / "recipes/demo-cpu.yaml"),
+            *SETTINGS,
+            *settings,
+        ],
         cwd=work,
         capture_output=True,
         text=True,

@@ -224,6 +224,7 @@ def test_training_goes_on_where_the_parent_of_a_rank_that_generates_is_killed(de
     assert len(read_rows(run)) == 8
 
 
+@pytest.mark.slow  # the console that it gives up is tested alone, too
 @pytest.mark.engines
 @pytest.mark.timeout(900)
 def test_training_goes_on_where_its_console_takes_nothing(demo: Path, tmp_path: Path) -> None:
