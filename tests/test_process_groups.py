@@ -112,7 +112,10 @@ def planned_groups(layout: str) -> int:
     return count_training_groups(recipe, has_experts=layout == "experts")
 
 
-@pytest.mark.parametrize("layout", [pytest.param("stages", marks=pytest.mark.slow), "experts"])
+LAYOUTS = pytest.mark.parametrize("layout", [pytest.param("stages", marks=pytest.mark.slow), "experts"])
+
+
+@LAYOUTS
 def test_no_rank_is_given_up_because_it_is_late(layout: str, request: pytest.FixtureRequest) -> None:
     """Whoever made the group: we, Megatron, vLLM or torch."""
     for _, end in request.getfixturevalue(layout):
@@ -122,7 +125,7 @@ def test_no_rank_is_given_up_because_it_is_late(layout: str, request: pytest.Fix
         assert short == {}
 
 
-@pytest.mark.parametrize("layout", [pytest.param("stages", marks=pytest.mark.slow), "experts"])
+@LAYOUTS
 def test_what_training_and_syncs_use_was_used_before_vllm_starts(layout: str, request: pytest.FixtureRequest) -> None:
     """Over NCCL the first use of a group takes memory, which vLLM's cache may have taken by then."""
     for before, end in request.getfixturevalue(layout):
