@@ -46,8 +46,8 @@ def of_rank(model: str, cp: int) -> None:
     from hybrid3d.planning.memory import stage_activations
     from hybrid3d.rl.batch import Batch
     from hybrid3d.rl.objective import sft_loss
-    from hybrid3d.train import runtime
-    from hybrid3d.train.policy import Policy
+    from hybrid3d.train.megatron import runtime
+    from hybrid3d.train.megatron.policy import Policy
 
     torch.set_num_threads(1)
     distributed.start()

@@ -22,7 +22,7 @@ from hybrid3d.config import load_recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.agreed_placement import compute_placement
 from hybrid3d.planning.engine_queries import query_engines
-from hybrid3d.reshard.planner import make_plan
+from hybrid3d.reshard.plan.planner import make_plan
 
 
 def main() -> None:

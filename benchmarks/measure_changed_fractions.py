@@ -41,17 +41,17 @@ def measure(lr: str, out: Path) -> None:
     """Run GRPO at a learning rate on this process's rank, and write a row for each update."""
     from hybrid3d import distributed
     from hybrid3d.config import load_recipe
-    from hybrid3d.train import runtime
+    from hybrid3d.train.megatron import runtime
 
     overrides = [f"name={lr}", f"run.dir={RUNS}", f"run.steps={UPDATES}", f"optimizer.lr={lr}", *SETTINGS, *ONE_RANK]
     recipe = load_recipe(RECIPE, overrides)
     group = distributed.start()
     runtime.initialize(recipe.train, recipe.run.seed)
-    from hybrid3d.roles.colocated import Colocated
     from hybrid3d.run.display import Display
+    from hybrid3d.run.folder import RunFolder
     from hybrid3d.run.health import Guard
-    from hybrid3d.run.record import Record
-    from hybrid3d.run.run_folder import RunFolder
+    from hybrid3d.run.logger import Record
+    from hybrid3d.trainer.colocated import Colocated
 
     folder = RunFolder.for_recipe(recipe)
     folder.create(recipe)
@@ -87,7 +87,7 @@ def changed_elements(policy: Any, before: dict[str, Any]) -> ByKind:
     """
     import torch
 
-    from hybrid3d.reshard.bitmap import unpack_bits
+    from hybrid3d.reshard.delta.bitmap import unpack_bits
 
     counts, changes = [], policy.changes.changes(policy.weights.tensors)
     for name, tensor in policy.weights.tensors.items():
@@ -130,7 +130,7 @@ def predict(policy: Any, recipe: Any, updates: int) -> dict[str, ByKind]:
 
 def tensors_with_state(policy: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield the policy's weights, by name, and the state that Adam has of each, on one rank."""
-    from hybrid3d.train.stepping import place_of
+    from hybrid3d.train.megatron.stepping import place_of
 
     names = {place_of(tensor): name for name, tensor in policy.weights.tensors.items()}
     for optimizer in policy.optimizer.chained_optimizers:

@@ -51,8 +51,8 @@ def measure(model: str, case: str) -> dict[str, float]:
     from hybrid3d.inputs.models import read_config
     from hybrid3d.rl.batch import Batch
     from hybrid3d.rl.objective import sft_loss
-    from hybrid3d.train import runtime
-    from hybrid3d.train.policy import Policy
+    from hybrid3d.train.megatron import runtime
+    from hybrid3d.train.megatron.policy import Policy
 
     torch.set_num_threads(1)
     distributed.start(dist.HashStore())

@@ -37,15 +37,15 @@ def measure(model: str, out: Path) -> dict[bool, list[float]]:
     from hybrid3d.config import Algorithm, Data, Kl, Model, Optimizer, Recipe, Rollout, Run, Train
     from hybrid3d.generation.samples import Sample
     from hybrid3d.inputs.models import read_config
-    from hybrid3d.roles import experience_maker
-    from hybrid3d.roles.learner import Learner
-    from hybrid3d.roles.models import Models
     from hybrid3d.run.display import Display
+    from hybrid3d.run.folder import RunFolder
     from hybrid3d.run.health import Guard
-    from hybrid3d.run.record import Record
-    from hybrid3d.run.run_folder import RunFolder
-    from hybrid3d.train import runtime
-    from hybrid3d.train.policy import Policy
+    from hybrid3d.run.logger import Record
+    from hybrid3d.train.megatron import runtime
+    from hybrid3d.train.megatron.policy import Policy
+    from hybrid3d.trainer import experience
+    from hybrid3d.trainer.learner import Learner
+    from hybrid3d.trainer.models import Models
 
     recipe = Recipe(
         name="one-update",
@@ -74,7 +74,7 @@ def measure(model: str, out: Path) -> dict[bool, list[float]]:
     seconds: dict[bool, list[float]] = {kind: [] for kind in KINDS}
     for step in range(2 * (STEPS + 1)):
         with_pass, samples = step % 2 == 0, [sample() for _ in range(PROMPTS * GROUP)]
-        experience_maker.come_from_update = lambda *_, with_pass=with_pass: not with_pass
+        experience.come_from_update = lambda *_, with_pass=with_pass: not with_pass
         runtime.synchronize()
         start = time.perf_counter()
         learner.update(learner.make_experience(samples, step, recipe), step, recipe)

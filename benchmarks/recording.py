@@ -38,16 +38,16 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, float]:
     from hybrid3d.config import Algorithm, Data, Kl, Model, Optimizer, Recipe, Rollout, Run, Train
     from hybrid3d.generation.samples import Sample
     from hybrid3d.inputs.models import read_config
-    from hybrid3d.roles.learner import Learner
-    from hybrid3d.roles.models import Models
     from hybrid3d.run.display import Display
+    from hybrid3d.run.folder import RunFolder, recorded_folder
     from hybrid3d.run.health import Guard
+    from hybrid3d.run.logger import Record
     from hybrid3d.run.metrics import PhaseTimer
-    from hybrid3d.run.record import Record
-    from hybrid3d.run.run_folder import RunFolder, recorded_folder
-    from hybrid3d.train import runtime
-    from hybrid3d.train.policy import Policy
-    from hybrid3d.trainer.recording import StepRecorder
+    from hybrid3d.train.megatron import runtime
+    from hybrid3d.train.megatron.policy import Policy
+    from hybrid3d.trainer.learner import Learner
+    from hybrid3d.trainer.models import Models
+    from hybrid3d.trainer.step_recorder import StepRecorder
 
     recipe = Recipe(
         name=f"recording-{dtype}",

@@ -39,9 +39,9 @@ def make_step(model: str) -> Callable[[], None]:
     from hybrid3d.rl.batch import Batch
     from hybrid3d.rl.objective import sft_loss
     from hybrid3d.run.metrics import PhaseTimer
-    from hybrid3d.run.slow_ranks import record
-    from hybrid3d.train import runtime
-    from hybrid3d.train.policy import Policy
+    from hybrid3d.train.megatron import runtime
+    from hybrid3d.train.megatron.policy import Policy
+    from hybrid3d.watch.work_meter import record
 
     recipe = Recipe(
         name="watchdog",
@@ -74,7 +74,7 @@ def measure(step: Callable[[], None], pairs: int) -> tuple[list[float], list[flo
     """Return the seconds of each pair's step without the watchdog and with it, and its CPU seconds a second."""
     import torch.distributed as dist
 
-    from hybrid3d.run.watchdog import Watchdog
+    from hybrid3d.watch.watchdog import Watchdog
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     seconds: dict[bool, list[float]] = {False: [], True: []}

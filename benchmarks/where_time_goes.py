@@ -58,17 +58,17 @@ def of_rank(path: str) -> None:
     from hybrid3d import distributed
     from hybrid3d.config import load_recipe
     from hybrid3d.inputs.models import read_config
-    from hybrid3d.train import runtime
+    from hybrid3d.train.megatron import runtime
 
     recipe = load_recipe(path)
     dist.init_process_group("gloo")
     runtime.initialize(recipe.train, recipe.run.seed)
     import torch
 
-    from hybrid3d.roles.weight_sync import WeightSync
     from hybrid3d.rollout.engine import RolloutEngine
-    from hybrid3d.train.model import build_model
-    from hybrid3d.train.weights import megatron_weights
+    from hybrid3d.sync import WeightSync
+    from hybrid3d.train.megatron.build import build_model
+    from hybrid3d.train.megatron.source import megatron_weights
 
     config, rank = read_config(recipe.model.path), dist.get_rank()
     trained = megatron_weights(build_model(config, recipe.train, getattr(torch, recipe.model.dtype)), config)

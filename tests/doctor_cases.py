@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from hybrid3d.doctor.check import CheckSkipped, Record, expect
+from hybrid3d.doctor.gpu.check import CheckSkipped, Record, expect
 
 
 def passes(record: Record, device: str, value: int) -> None:

@@ -10,9 +10,9 @@ import torch
 from grid import Grid, MegatronModel
 from hybrid3d.config import Recipe, Rollout, Train
 from hybrid3d.families import is_quantized
-from hybrid3d.reshard.classes import signature_of
-from hybrid3d.reshard.layout import Holdings
-from hybrid3d.reshard.quantization import BLOCK, SCALE_SUFFIX, split_blocks
+from hybrid3d.reshard.fp8 import BLOCK, SCALE_SUFFIX, split_blocks
+from hybrid3d.reshard.plan.classes import signature_of
+from hybrid3d.reshard.plan.layout import Holdings
 from hybrid3d.reshard.quantized_weights import QuantizedWeights
 
 from vllm.utils.deep_gemm import per_block_cast_to_fp8  # isort: skip

@@ -20,18 +20,18 @@ from safetensors.torch import load_file
 
 from checkpoints import DENSE, FAMILIES, SPARSE
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
-from hybrid3d.reshard.classes import rank_groups
-from hybrid3d.reshard.coverage import check_coverage, lower_bound, network_lower_bound
-from hybrid3d.reshard.executor import Executor, NamedTensors
-from hybrid3d.reshard.layout import Demand, Fill, Holdings
-from hybrid3d.reshard.planner import Transfer, make_plan
-from hybrid3d.reshard.stamp import layer_of
+from hybrid3d.reshard.move.executor import Executor, NamedTensors
+from hybrid3d.reshard.plan.classes import rank_groups
+from hybrid3d.reshard.plan.coverage import check_coverage, lower_bound, network_lower_bound
+from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.layout import Demand, Fill, Holdings
+from hybrid3d.reshard.plan.planner import Transfer, make_plan
 from hybrid3d.rollout.probe import model_of_rank, slot_demands
-from hybrid3d.rollout.weights import RolloutWeights
-from hybrid3d.train.model import build_model
-from hybrid3d.train.probe import holdings_of_all
-from hybrid3d.train.runtime import as_rank
-from hybrid3d.train.weights import _shards, megatron_weights
+from hybrid3d.rollout.sink import RolloutWeights
+from hybrid3d.train.megatron.build import build_model
+from hybrid3d.train.megatron.probe import holdings_of_all
+from hybrid3d.train.megatron.runtime import as_rank
+from hybrid3d.train.megatron.source import _shards, megatron_weights
 from megatron_globals import global_tensor
 from worlds import Mailbox, Strict, run_in_threads
 

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from commands import EXPERTS, ROOT, experts_folder, hybrid3d, python, read_rows
-from hybrid3d.run.run_folder import RunFolder, recorded_folder
-from hybrid3d.run.step_record import read_step
+from hybrid3d.replay.step_record import read_step
+from hybrid3d.run.folder import RunFolder, recorded_folder
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

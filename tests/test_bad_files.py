@@ -20,7 +20,7 @@ import pytest
 from bad_inputs import Bad, Harness, check_labels, sample
 from hybrid3d import cli
 from hybrid3d.launch import launcher
-from hybrid3d.rewards import pool_client
+from hybrid3d.scoring import pool_client
 from sound import write_inputs
 from test_cli import RECIPE
 
@@ -332,7 +332,7 @@ def test_a_module_that_never_loads_is_ended(harness: Harness, monkeypatch: pytes
 
 
 def test_what_a_module_prints_is_not_its_answer(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybrid3d.rewards.pool_client import load_in_subprocess
+    from hybrid3d.scoring.pool_client import load_in_subprocess
 
     work = Path(harness._work)
     (work / "chatty.py").write_text("import atexit\nprint('{')\ndef f(a, b, c):\n    return 1.0\nprint('garbage')")

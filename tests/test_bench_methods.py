@@ -16,12 +16,12 @@ from hybrid3d.bench import trainer_gather
 from hybrid3d.bench.gathering import Peers
 from hybrid3d.bench.packed_broadcast import PackedBroadcast
 from hybrid3d.bench.trainer_gather import TrainerGather
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import signature_of
-from hybrid3d.reshard.executor import NamedTensors
-from hybrid3d.reshard.layout import Demand, Holdings, Piece, View, contiguous_stride
-from hybrid3d.reshard.planner import make_plan
-from hybrid3d.reshard.stamp import layer_of
+from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.classes import signature_of
+from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.layout import Demand, Holdings, Piece, View, contiguous_stride
+from hybrid3d.reshard.plan.planner import make_plan
 
 RANKS = range(4)  # TP2 x PP2, or EP2 of experts; the engines are two of TP2
 STAGES = ((0, 1), (2, 3))

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hybrid3d.bench.changes import SyntheticChanges
 from hybrid3d.bench.gathered_delta import positions_inside
 from hybrid3d.bench.values import SyntheticWeights, fill
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.changes import changed_positions
-from hybrid3d.reshard.executor import NamedTensors
-from hybrid3d.reshard.layout import Holdings, Piece, View
+from hybrid3d.reshard.delta.changes import changed_positions
+from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.layout import Holdings, Piece, View
 
 pytestmark = pytest.mark.engines  # the benchmark imports them
 

@@ -19,9 +19,10 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 
 from hybrid3d.launch import failures
 from hybrid3d.launch.failures import failure_message, find_root_cause
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 from hybrid3d.storage.disk import CheckpointWriteError
-from hybrid3d.train import checkpoint, patches, writing
+from hybrid3d.train import writing
+from hybrid3d.train.megatron import checkpoint, patches
 
 pytestmark = [pytest.mark.engines, pytest.mark.processes]
 

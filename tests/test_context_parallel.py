@@ -245,8 +245,8 @@ def test_attention_over_ranks_equals_torchs(ranks: int, dtype: torch.dtype) -> N
     limit = 2e-6 if dtype is torch.float32 else 4e-2
 
     def run(group: dist.ProcessGroup) -> None:
-        from hybrid3d.train.context import context_shard
-        from hybrid3d.train.context_attention import context_attention
+        from hybrid3d.train.megatron.context import context_shard
+        from hybrid3d.train.megatron.context_attention import context_attention
 
         own = context_shard(torch.tensor(lengths), group).own
         shares = [tensor[own].requires_grad_() for tensor in given.values()]

@@ -22,8 +22,8 @@ OUT_OF_MEMORY = f"""
 import os, sys
 if os.environ.get("RANK") == "1" and "hybrid3d" in sys.orig_argv:  # not in processes of rewards
     from pathlib import Path
-    from hybrid3d.train import megatron_model
-    run, masked_sum, sizes = Path("runs/controlled"), megatron_model.masked_sum, []
+    from hybrid3d.train.megatron import model
+    run, masked_sum, sizes = Path("runs/controlled"), model.masked_sum, []
     def noted(values, mask):
         sizes.append(len(mask))
         if sum(sizes) > {OUT_AT * SEQUENCES + MICRO_BATCH} and not (run / "out-of-memory-1.json").exists():
@@ -32,7 +32,7 @@ if os.environ.get("RANK") == "1" and "hybrid3d" in sys.orig_argv:  # not in proc
         with open("sizes", "a") as out:
             print(os.getpid(), len(mask), file=out)
         return masked_sum(values, mask)
-    megatron_model.masked_sum = noted
+    model.masked_sum = noted
 """
 
 SCHEDULE = "schedule={1: {algorithm.entropy_coef: 0.01}, 2: {optimizer.lr: 1.0e-4, rollout.temperature: 0.8}}"

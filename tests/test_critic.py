@@ -152,7 +152,7 @@ def test_a_head_of_several_labels_is_refused(tmp_path: Path, tiny_checkpoint: Ca
 
     from hybrid3d.inputs.models import read_config
     from hybrid3d.reshard.file_index import CheckpointError
-    from hybrid3d.train.value_model import ValueModel
+    from hybrid3d.train.megatron.value_model import ValueModel
 
     model = AutoModelForSequenceClassification.from_pretrained(tiny_checkpoint("qwen3"), num_labels=2)
     model.save_pretrained(tmp_path)

@@ -16,8 +16,8 @@ from rich.console import Console
 from hybrid3d.cli import main
 from hybrid3d.rl.data import DataError, PromptData
 from hybrid3d.run.display import Display
-from hybrid3d.run.record import Record
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
+from hybrid3d.run.logger import Record
 from test_rl_data import make_tokenizer, read
 
 Write = Callable[..., Path]

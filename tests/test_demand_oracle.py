@@ -25,10 +25,10 @@ from checkpoints import FAMILIES, SPARSE
 from commands import ROOT
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.models import read_config
-from hybrid3d.reshard.layout import Demand, Shape
+from hybrid3d.reshard.plan.layout import Demand, Shape
 from hybrid3d.rollout.probe import model_of_rank
-from hybrid3d.rollout.weights import RolloutWeights
-from hybrid3d.train.probe import expected_shapes
+from hybrid3d.rollout.sink import RolloutWeights
+from hybrid3d.train.megatron.probe import expected_shapes
 
 pytestmark = pytest.mark.engines
 

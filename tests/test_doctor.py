@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from hybrid3d import cli
-from hybrid3d.doctor import machine, runner
-from hybrid3d.doctor.check import Check
-from hybrid3d.doctor.machine import NEEDS, Machine
-from hybrid3d.doctor.table import GPU_CHECKS
+from hybrid3d.doctor.gpu import machine, runner
+from hybrid3d.doctor.gpu.check import Check
+from hybrid3d.doctor.gpu.machine import NEEDS, Machine
+from hybrid3d.doctor.gpu.table import GPU_CHECKS
 from run_ranks import environment
 from test_readme import exists, help_of, make_targets, paths, subcommands
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hybrid3d.doctor.check import CheckFailed
-from hybrid3d.doctor.checks import overlap, training
-from hybrid3d.doctor.table import GPU_CHECKS
-from hybrid3d.doctor.tiny_models import CONFIGS, _values, split_mix
+from hybrid3d.certify.tiny_models import CONFIGS, _values, split_mix
+from hybrid3d.doctor.gpu.check import CheckFailed
+from hybrid3d.doctor.gpu.checks import overlap, training
+from hybrid3d.doctor.gpu.table import GPU_CHECKS
 from run_ranks import environment
 
 pytestmark = pytest.mark.engines

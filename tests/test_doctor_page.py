@@ -18,11 +18,11 @@ import pytest
 
 from hybrid3d import cli
 from hybrid3d.config import load_recipe
-from hybrid3d.doctor.environment import devices, files, groups, network, resources
-from hybrid3d.doctor.environment.finding import CANNOT_START, OK, SLOW, Context, Finding
-from hybrid3d.doctor.environment.page import can_start, format_json, format_page
-from hybrid3d.doctor.environment.table import EXAMINATIONS
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.doctor import devices, files, groups, network, resources
+from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Context, Finding
+from hybrid3d.doctor.page import can_start, format_json, format_page
+from hybrid3d.doctor.table import EXAMINATIONS
+from hybrid3d.run.folder import RunFolder
 from run_ranks import environment
 
 ROOT = Path(__file__).resolve().parent.parent

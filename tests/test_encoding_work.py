@@ -12,13 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from hybrid3d.reshard.bitmap import pack_bits
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.delta import DeltaExecutor
-from hybrid3d.reshard.encoding_work import EncodingWork, count_encoding
-from hybrid3d.reshard.executor import NamedTensors
-from hybrid3d.reshard.layout import Demand, Holdings, Piece, View
-from hybrid3d.reshard.planner import make_plan
+from hybrid3d.reshard.delta.bitmap import pack_bits
+from hybrid3d.reshard.delta.encoding_work import EncodingWork, count_encoding
+from hybrid3d.reshard.delta.executor import DeltaExecutor
+from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.layout import Demand, Holdings, Piece, View
+from hybrid3d.reshard.plan.planner import make_plan
 
 # Operations that start nothing on a GPU
 VIEWS = {

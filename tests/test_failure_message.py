@@ -19,7 +19,7 @@ import os, socket, sys
 from pathlib import Path
 from torch.distributed.checkpoint.api import CheckpointException
 from hybrid3d.config import load_recipe
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 from hybrid3d.launch.rank import run_rank
 
 recipe, raised = load_recipe(sys.argv[2]), eval(sys.argv[1])

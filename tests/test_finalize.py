@@ -17,8 +17,8 @@ from commands import ROOT
 from hybrid3d.config import load_recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rollout.probe import model_of_rank
-from hybrid3d.rollout.weights import RolloutWeights
-from hybrid3d.train.probe import expected_shapes
+from hybrid3d.rollout.sink import RolloutWeights
+from hybrid3d.train.megatron.probe import expected_shapes
 
 pytestmark = pytest.mark.engines
 

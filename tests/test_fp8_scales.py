@@ -24,12 +24,12 @@ from commands import ROOT
 from hybrid3d.config import load_recipe
 from hybrid3d.families import is_quantized
 from hybrid3d.inputs.models import read_config
-from hybrid3d.reshard.quantization import BLOCK, SCALE_SUFFIX, dequantize, kind_of, quantize, quantized_shapes
+from hybrid3d.reshard.fp8 import BLOCK, SCALE_SUFFIX, dequantize, kind_of, quantize, quantized_shapes
 from hybrid3d.rollout.fp8 import names_of
 from hybrid3d.rollout.patches import noting_requantization
 from hybrid3d.rollout.probe import model_of_rank
-from hybrid3d.rollout.weights import RolloutWeights
-from hybrid3d.train.probe import expected_shapes
+from hybrid3d.rollout.sink import RolloutWeights
+from hybrid3d.train.megatron.probe import expected_shapes
 
 pytestmark = pytest.mark.engines
 

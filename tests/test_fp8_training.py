@@ -30,7 +30,7 @@ def test_megatron_is_told(path: Path, fp8: str, told: str) -> None:
     import torch
 
     from hybrid3d.inputs.models import read_config
-    from hybrid3d.train.model import transformer_config
+    from hybrid3d.train.megatron.build import transformer_config
 
     recipe = recipe_for(path, "model.dtype=bfloat16", f"train.fp8={fp8}", "train.tp=1", "train.pp=1")
     settings = transformer_config(read_config(recipe.model.path), recipe.train, torch.bfloat16)
@@ -79,8 +79,8 @@ def test_queries_need_no_transformer_engine(family: str, tmp_path: Path) -> None
     import torch
 
     from hybrid3d.inputs.models import read_config
-    from hybrid3d.train.model import build_model
-    from hybrid3d.train.probe import holdings_of_all, layers_of_stages, representative_layer_counts
+    from hybrid3d.train.megatron.build import build_model
+    from hybrid3d.train.megatron.probe import holdings_of_all, layers_of_stages, representative_layer_counts
 
     path = make_checkpoint(tmp_path / "model", family, seed=1)
     usual, fp8 = (recipe_for(path, "train.ep=2", *more) for more in (BF16[:1], BF16))

@@ -15,11 +15,11 @@ import torch
 
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.planning import engine_queries, traffic
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.layout import Holdings, Piece
-from hybrid3d.reshard.planner import PlanError
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.layout import Holdings, Piece
+from hybrid3d.reshard.plan.planner import PlanError
 from hybrid3d.rollout.probe import slot_demands, trace_demand
-from hybrid3d.train.probe import expected_shapes, holdings_of, holdings_of_all
+from hybrid3d.train.megatron.probe import expected_shapes, holdings_of, holdings_of_all
 
 pytestmark = [pytest.mark.engines]
 

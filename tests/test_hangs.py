@@ -34,7 +34,7 @@ LIMIT = "10"  # seconds without a move, or a heartbeat
 INJECT = """
 import os, sys, time
 if "RANK" in os.environ and "hybrid3d" in sys.orig_argv:  # not in processes of rewards
-    from hybrid3d.run import heartbeat
+    from hybrid3d.watch import heartbeat
     enter, patched, rank = heartbeat.enter_phase, [], os.environ["RANK"]
     instead = {"get_grad_norm_fp32": 1.0, "corrupted_on_any": ()}  # what is returned by a collective that is skipped
 
@@ -59,14 +59,14 @@ if "RANK" in os.environ and "hybrid3d" in sys.orig_argv:  # not in processes of 
     def entered(phase):
         if not patched:  # now all modules are there
             patched.append(phase)
-            wrap("hybrid3d.roles.learner", "Learner", "update")
-            wrap("hybrid3d.roles.learner", "Learner", "make_experience")
+            wrap("hybrid3d.trainer.learner", "Learner", "update")
+            wrap("hybrid3d.trainer.learner", "Learner", "make_experience")
             wrap("hybrid3d.rollout.engine", "RolloutEngine", "generate")
-            wrap("hybrid3d.roles.weight_sync", "WeightSync", "finish")
-            wrap("hybrid3d.reshard.executor", "Executor", "_complete")
+            wrap("hybrid3d.sync", "WeightSync", "finish")
+            wrap("hybrid3d.reshard.move.executor", "Executor", "_complete")
             wrap("os", "", "fsync")
             wrap("megatron.core.optimizer.optimizer", "", "get_grad_norm_fp32")
-            wrap("hybrid3d.roles.weight_sync.session", "", "corrupted_on_any")
+            wrap("hybrid3d.sync.session", "", "corrupted_on_any")
         enter(phase)
         if os.path.exists(f"inject/pause-{phase}-{rank}"):
             with open(f"inject/pause-{phase}-{rank}", "w") as file:
@@ -294,7 +294,7 @@ def test_a_rank_that_skips_a_collective_in_training(demo: Path, tmp_path: Path) 
 
 def test_a_rank_that_skips_a_collective_in_a_sync(demo: Path, tmp_path: Path) -> None:
     with started(tmp_path, demo, "sync.verify=always") as run:
-        run.skip("hybrid3d.roles.weight_sync.session.corrupted_on_any", 2, "sync")
+        run.skip("hybrid3d.sync.session.corrupted_on_any", 2, "sync")
 
 
 def test_hangs_of_ranks_that_only_generate(demo: Path, tmp_path: Path) -> None:

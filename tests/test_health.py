@@ -14,7 +14,7 @@ from hybrid3d.config import Guard as Settings
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.rl.kl import KlController
 from hybrid3d.run.health import MIN_GRAD_NORMS, Guard, TooManyInterventions
-from hybrid3d.run.record import Record
+from hybrid3d.run.logger import Record
 
 
 class Events:

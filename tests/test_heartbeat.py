@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from hybrid3d import launch_environment
-from hybrid3d.run import heartbeat
-from hybrid3d.run.heartbeat import Heartbeat, enter_phase
+from hybrid3d.watch import heartbeat
+from hybrid3d.watch.heartbeat import Heartbeat, enter_phase
 
 pytestmark = pytest.mark.processes
 

@@ -14,10 +14,10 @@ import yaml
 from checkpoints import make_config
 from hybrid3d import cli
 from hybrid3d.config import Recipe, load_recipe
-from hybrid3d.report.records import read_run
+from hybrid3d.report.run_data import read_run
 from hybrid3d.run import identity
+from hybrid3d.run.folder import RunFolder, checkpoint_folder, served_folder
 from hybrid3d.run.identity import RunIdentity, check_last, check_step, derived_key, input_digests
-from hybrid3d.run.run_folder import RunFolder, checkpoint_folder, served_folder
 from hybrid3d.storage import manifest
 from hybrid3d.storage.digests import PART, WHOLE, file_digest
 from hybrid3d.storage.manifest import BrokenCheckpoint, ForeignCheckpoint

@@ -58,7 +58,7 @@ def served(work: Path, run: str, step: int) -> dict[str, torch.Tensor]:
     """Return the weights that `hybrid3d serve` starts vLLM with."""
     from hybrid3d.cli.serve import _export
     from hybrid3d.config import load_recipe
-    from hybrid3d.run.run_folder import RunFolder
+    from hybrid3d.run.folder import RunFolder
 
     folder = RunFolder(Path("runs") / run)
     with contextlib.chdir(work):

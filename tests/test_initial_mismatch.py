@@ -17,7 +17,7 @@ from commands import ROOT, experts_folder, read_rows
 from hybrid3d.config import Guard as Settings
 from hybrid3d.config import load_recipe
 from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, EngineMismatch, Guard
-from hybrid3d.run.record import Record
+from hybrid3d.run.logger import Record
 from run_ranks import environment
 from test_health import Events, Watched
 
@@ -95,7 +95,7 @@ def test_a_resumed_run_is_judged_again() -> None:
 OTHER_TEMPERATURE = """
 import os, sys
 if os.environ.get("RANK") and "hybrid3d" in sys.orig_argv:  # not in processes of rewards
-    from hybrid3d.train import policy
+    from hybrid3d.train.megatron import policy
     policy._temperature = lambda recipe: 0.5
 """
 

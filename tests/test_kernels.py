@@ -19,7 +19,7 @@ LAYOUT = Train(tp=2, dp=2, ep=2, etp=2)
 
 
 def test_on_a_cpu_torch_computes_everything() -> None:
-    from hybrid3d.train.kernels import in_use
+    from hybrid3d.train.megatron.kernels import in_use
 
     torch_here = re.escape(f"torch {torch.__version__.partition('+')[0]}") + r"(\+\w+)?"
     assert re.fullmatch(rf"training kernels: {torch_here} \(CPU\); optimizer: {torch_here} AdamW", in_use())
@@ -35,7 +35,7 @@ def test_on_a_cpu_torch_computes_everything() -> None:
     ],
 )
 def test_what_a_gpu_would_say(te: bool, fused: bool, adam: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybrid3d.train import kernels
+    from hybrid3d.train.megatron import kernels
 
     optimizer = SimpleNamespace(Adam=type("FusedAdam", (), {"__module__": f"{adam}.optimizers"}))
     stated = dict(ON_CUDA=True, USE_TE=te, FUSE_GRADIENTS=fused, optimizer=optimizer, version=lambda name: "2")
@@ -46,7 +46,7 @@ def test_what_a_gpu_would_say(te: bool, fused: bool, adam: str, said: str, monke
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 2), 3], ids=str)
 def test_nothing_is_allocated_where_megatron_names_the_gpu(device: Any) -> None:
-    from hybrid3d.train.cpu import META, cuda_means
+    from hybrid3d.train.megatron.cpu import META, cuda_means
 
     with cuda_means(META):
         made = torch.empty(2, device=device), torch.arange(3, device=device), torch.zeros(2, device=META).to(device)
@@ -101,8 +101,8 @@ def test_the_tables_know_every_name_under_transformer_engine(
 ) -> None:
     from hybrid3d.families import family_of
     from hybrid3d.inputs.models import read_config
-    from hybrid3d.train.model import transformer_config
-    from hybrid3d.train.probe import expected_shapes
+    from hybrid3d.train.megatron.build import transformer_config
+    from hybrid3d.train.megatron.probe import expected_shapes
 
     config = read_config(tiny_checkpoint(family))
     table, settings = family_of(config), transformer_config(config, Train(), torch.float32)
@@ -171,9 +171,9 @@ def group_experts(mlp: Any) -> None:
 @pytest.mark.parametrize("rank", [0, 3])
 def test_grouped_experts_are_the_same_pieces(family: str, rank: int, tiny_checkpoint: Callable[..., Any]) -> None:
     from hybrid3d.inputs.models import read_config
-    from hybrid3d.train.model import build_model
-    from hybrid3d.train.runtime import as_rank
-    from hybrid3d.train.weights import megatron_weights
+    from hybrid3d.train.megatron.build import build_model
+    from hybrid3d.train.megatron.runtime import as_rank
+    from hybrid3d.train.megatron.source import megatron_weights
 
     config, with_mtp = read_config(tiny_checkpoint(family)) | {"num_nextn_predict_layers": 1}, family == "deepseek_v3"
     with as_rank(rank, LAYOUT, 4):

@@ -27,7 +27,7 @@ from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.launch import launcher, rendezvous
 from hybrid3d.launch.launcher import supervise
 from hybrid3d.launch.preflight import check_ray
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 from run_ranks import ROOT, environment, kill_marked
 from slurm_cluster import free_ports
 

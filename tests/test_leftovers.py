@@ -18,9 +18,9 @@ import pytest
 from hybrid3d import process
 from hybrid3d.launch import failures
 from hybrid3d.process import child_pids, engine_name, remove_shared_memory
-from hybrid3d.rewards.environment_runner import EnvironmentRunner
-from hybrid3d.rewards.pool_client import load_in_subprocess
-from hybrid3d.rewards.scorer import Scorer
+from hybrid3d.scoring.environment_runner import EnvironmentRunner
+from hybrid3d.scoring.pool_client import load_in_subprocess
+from hybrid3d.scoring.scorer import Scorer
 from run_ranks import MARK, ROOT, SHARED_MEMORY, kill_marked, marked
 
 pytestmark = pytest.mark.processes
@@ -144,7 +144,7 @@ def test_nothing_of_an_environment_is_left(mark: str) -> None:
 
 def test_nothing_is_left_of_a_trainer_that_is_killed(mark: str) -> None:
     items = [(kind, "", "") for kind in KINDS]
-    script = f"from hybrid3d.rewards.scorer import Scorer\nScorer('leaving:hangs', 4, 300.0, 0.0).score({items})"
+    script = f"from hybrid3d.scoring.scorer import Scorer\nScorer('leaving:hangs', 4, 300.0, 0.0).score({items})"
     trainer = subprocess.Popen([sys.executable, "-c", script])
     assert left(mark, 30, lambda found: sum("sleep" in command(pid) for pid in found) >= 4)
     trainer.kill()

@@ -20,10 +20,10 @@ from hybrid3d.launch.failures import failure_message, find_root_cause
 from hybrid3d.launch.worker import _is_lost_peer
 from hybrid3d.rl.kl import KlController
 from hybrid3d.run import live_settings
+from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import MUTABLE_SETTINGS, LiveSettings, apply_settings, check_schedule, settings_of
 from hybrid3d.run.oom_recovery import OomRecovery, OutOfMemoryRestart, find_out_of_memory, reduced_settings
-from hybrid3d.run.run_folder import RunFolder
 from run_ranks import ROOT
 
 DEMO = ROOT / "recipes" / "demo-cpu.yaml"
@@ -347,8 +347,8 @@ def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is(recipe: Recipe) -> 
 @pytest.mark.engines
 def test_a_learner_keeps_the_coefficient_of_an_adaptive_kl(recipe: Recipe) -> None:
     """Only a setting that changes for a step replaces the adaptive coefficient."""
-    from hybrid3d.roles.learner import Learner
-    from hybrid3d.roles.models import Models
+    from hybrid3d.trainer.learner import Learner
+    from hybrid3d.trainer.models import Models
 
     models = Models(None, None, None, None)  # type: ignore[arg-type]
     learner = Learner(recipe, models, Guard(None), 0, None)  # type: ignore[arg-type]
@@ -364,7 +364,7 @@ def test_a_learner_keeps_the_coefficient_of_an_adaptive_kl(recipe: Recipe) -> No
 @pytest.mark.engines
 def test_a_rate_that_is_set_follows_the_schedule_that_there_was() -> None:
     """Four steps of warmup, then half a cosine down to `min_lr` at step 12."""
-    from hybrid3d.train.megatron_model import _scheduler, _set_learning_rate
+    from hybrid3d.train.megatron.model import _scheduler, _set_learning_rate
 
     before = Optimizer(lr=0.1, warmup_steps=4, schedule="cosine", min_lr=0.01)
     group: dict[str, Any] = {"params": [], "max_lr": 0.1, "min_lr": 0.01}

@@ -27,7 +27,7 @@ NAMED = 60  # in which a stopped rank must be named
 PAUSE = """
 import os, sys, time
 if "RANK" in os.environ and "hybrid3d" in sys.orig_argv:  # not in processes of rewards
-    from hybrid3d.run import heartbeat
+    from hybrid3d.watch import heartbeat
     enter, seen = heartbeat.enter_phase, []
     def paused(name):
         enter(name)

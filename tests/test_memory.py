@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from hybrid3d.report.memory import MEASURED_ON, memory_columns, memory_table, rank_memory_table
-from hybrid3d.report.records import read_run
+from hybrid3d.report.run_data import read_run
 from hybrid3d.run import memory
 from hybrid3d.run.display import Display
+from hybrid3d.run.folder import RunFolder
+from hybrid3d.run.logger import Record
 from hybrid3d.run.memory import MemoryMeter
 from hybrid3d.run.metrics import PhaseTimer
-from hybrid3d.run.record import Record
-from hybrid3d.run.run_folder import RunFolder
 from report_runs import SPANS, write_run
 from run_ranks import environment
 

@@ -21,7 +21,7 @@ from hybrid3d.launch.failures import describe_signal, find_root_cause
 from hybrid3d.launch.launcher import check_devices
 from hybrid3d.reshard.file_index import CheckpointError, read_index
 from hybrid3d.rl.data_files import DataError, check_columns, read_columns
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 
 DEMO = Path(__file__).parents[1] / "recipes/demo-cpu.yaml"
 LINES = "".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in (("1+1?", "2"), ("2+2?", "4")))

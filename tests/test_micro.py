@@ -21,7 +21,7 @@ def batch() -> Batch:
 
 
 def test_sequences_lie_one_behind_the_other(batch: Batch) -> None:
-    from hybrid3d.train.micro import in_one_row
+    from hybrid3d.train.micro_batches import in_one_row
 
     packed = in_one_row(batch, ROWS, 9)
     assert packed.tokens.tolist() == [[5, 6, 7, 1, 2, 3, 4, 0, 0]]
@@ -37,7 +37,7 @@ def test_sequences_lie_one_behind_the_other(batch: Batch) -> None:
 
 def test_what_is_said_of_a_next_token_comes_back_to_it(batch: Batch) -> None:
     """Of the token at position n of the model's output it is said 100 + n."""
-    from hybrid3d.train.micro import in_one_row, in_rows
+    from hybrid3d.train.micro_batches import in_one_row, in_rows
 
     packed = in_one_row(batch, ROWS, 9)
     said = torch.arange(100.0, 109.0)[None]
@@ -56,7 +56,7 @@ def test_what_is_said_of_a_next_token_comes_back_to_it(batch: Batch) -> None:
 
 
 def test_gradients_go_back_to_where_they_came_from(batch: Batch) -> None:
-    from hybrid3d.train.micro import in_one_row
+    from hybrid3d.train.micro_batches import in_one_row
 
     packed = in_one_row(batch, ROWS, 9)
     said = torch.zeros(1, 9, requires_grad=True)
@@ -86,7 +86,7 @@ def whole_again(shares: list[torch.Tensor], order: torch.Tensor) -> torch.Tensor
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
 def test_ranks_share_rows_as_megatron_wants_it(batch: Batch, cp: int) -> None:
-    from hybrid3d.train.micro import in_rows
+    from hybrid3d.train.micro_batches import in_rows
 
     shares = []
     for rank in range(cp):
@@ -100,7 +100,7 @@ def test_ranks_share_rows_as_megatron_wants_it(batch: Batch, cp: int) -> None:
 @pytest.mark.parametrize("cp", [2, 3])
 def test_ranks_share_each_packed_sequence(batch: Batch, cp: int) -> None:
     """Each is padded to a multiple of the chunks, and shared as a row of its own would be."""
-    from hybrid3d.train.micro import in_one_row
+    from hybrid3d.train.micro_batches import in_one_row
 
     shares, size = [], 6 * cp
     for rank in range(cp):
@@ -119,11 +119,11 @@ def test_ranks_share_each_packed_sequence(batch: Batch, cp: int) -> None:
 
 def test_what_ranks_say_of_a_next_token_comes_back_to_it(batch: Batch) -> None:
     """Of the token at position n of the whole row it is said 100 + n; the ranks' shares are put together here."""
-    from hybrid3d.train import micro
+    from hybrid3d.train import micro_batches
 
     for pack in (
-        lambda group: micro.in_one_row(batch, ROWS, 12, group),
-        lambda group: micro.in_rows(batch, ROWS, 8, group),
+        lambda group: micro_batches.in_one_row(batch, ROWS, 12, group),
+        lambda group: micro_batches.in_rows(batch, ROWS, 8, group),
     ):
         whole = pack(Ranks(0, 2))
         said = 100.0 + torch.arange(whole.tokens.shape[1]).expand_as(whole.tokens)

@@ -45,7 +45,7 @@ def test_it_has_the_published_parameters(folder: str) -> None:
 @pytest.mark.engines
 @pytest.mark.parametrize("folder", PUBLISHED)
 def test_megatron_expects_the_tensors_of_transformers(folder: str) -> None:
-    from hybrid3d.train.probe import expected_shapes
+    from hybrid3d.train.megatron.probe import expected_shapes
 
     config = json.loads((MODELS / folder / "config.json").read_text())
     assert expected_shapes(config) == shapes_in_transformers(folder)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 
 BLOCKED = """
 import logging, threading, time
-from hybrid3d.run.native_stacks import write_native_stacks
+from hybrid3d.watch.native_stacks import write_native_stacks
 logging.basicConfig()
 threading.Thread(target=write_native_stacks).start()
 time.sleep(8)

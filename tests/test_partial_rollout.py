@@ -21,8 +21,8 @@ from hybrid3d.generation.replicas import EngineReplicas, NoReplicas
 from hybrid3d.generation.rollouts import PartialRollouts
 from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.generation.turns import Turns
-from hybrid3d.rewards.scorer import Scores
 from hybrid3d.rl.data import Example
+from hybrid3d.scoring.scorer import Scores
 from run_ranks import ROOT
 
 PROMPTS, ANSWERS, END = 4, 2, 0

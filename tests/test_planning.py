@@ -20,10 +20,10 @@ from hybrid3d.planning import agreed_placement, engine_queries, traffic
 from hybrid3d.planning.page import group_traffic
 from hybrid3d.planning.peers import gather_traffic
 from hybrid3d.planning.seconds import inter_node_bytes
-from hybrid3d.reshard.planner import PlanError
+from hybrid3d.reshard.plan.planner import PlanError
 from hybrid3d.rollout import probe
 from hybrid3d.rollout.engine import external_rank
-from hybrid3d.train.probe import expected_shapes
+from hybrid3d.train.megatron.probe import expected_shapes
 
 pytestmark = pytest.mark.engines
 

@@ -22,9 +22,9 @@ from hybrid3d.planning.adapters import predict_adapter_sync, query_adapters
 from hybrid3d.planning.hardware import hardware_of
 from hybrid3d.planning.page import format_page
 from hybrid3d.planning.report import make_report
-from hybrid3d.reshard.layout import Holdings
+from hybrid3d.reshard.plan.layout import Holdings
 from hybrid3d.rollout.probe import adapter_demands, trace_adapter_demand
-from hybrid3d.train.probe import adapter_holdings_of, adapter_holdings_of_all, expected_shapes
+from hybrid3d.train.megatron.probe import adapter_holdings_of, adapter_holdings_of_all, expected_shapes
 
 pytestmark = pytest.mark.engines
 

@@ -12,7 +12,7 @@ import pytest
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.planning.changed import predict_changed_sync
 from hybrid3d.planning.hardware import hardware_of
-from hybrid3d.reshard.encoding_work import EncodingWork
+from hybrid3d.reshard.delta.encoding_work import EncodingWork
 
 pytestmark = pytest.mark.engines  # planning imports the engines
 

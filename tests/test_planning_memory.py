@@ -25,9 +25,9 @@ from hybrid3d.planning.memory import (
     stage_activations,
 )
 from hybrid3d.planning.reserve import COMMUNICATOR, NO_RESERVE, Reserve, count_rollout_groups, reserve_of
-from hybrid3d.train.model import build_model
-from hybrid3d.train.probe import expected_shapes, holdings_of_all, mtp_holdings, representative_layer_counts
-from hybrid3d.train.runtime import as_rank, on_device
+from hybrid3d.train.megatron.build import build_model
+from hybrid3d.train.megatron.probe import expected_shapes, holdings_of_all, mtp_holdings, representative_layer_counts
+from hybrid3d.train.megatron.runtime import as_rank, on_device
 from test_full_scale import RECIPES, config_of, recipe_of
 
 pytestmark = pytest.mark.engines
@@ -92,7 +92,7 @@ def test_a_rank_of_every_stage_holds_what_the_layout_makes_of_the_parameters() -
     stage_ranks = recipe.world_size // train.pp
 
     def times(name: str) -> int:
-        from hybrid3d.reshard.stamp import layer_of
+        from hybrid3d.reshard.plan.layers import layer_of
 
         return standing.get(layer_of(name), 1)
 

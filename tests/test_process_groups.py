@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 NOTE = """
 import os, sys
 if "RANK" in os.environ and "hybrid3d" in sys.orig_argv:  # not in processes of rewards
-    from hybrid3d.run import heartbeat
+    from hybrid3d.watch import heartbeat
     enter, noted = heartbeat.enter_phase, {}
 
     def groups():
@@ -45,7 +45,7 @@ if "RANK" in os.environ and "hybrid3d" in sys.orig_argv:  # not in processes of 
         engine.RolloutEngine.__init__ = noting
 
     def ending():
-        from hybrid3d.roles import colocated
+        from hybrid3d.trainer import colocated
         close = colocated.Colocated.close
         def noting(*args):
             noted["end"] = groups()
@@ -56,7 +56,7 @@ if "RANK" in os.environ and "hybrid3d" in sys.orig_argv:  # not in processes of 
 
     class Importing:
         '''Patches modules as soon as they have been imported.'''
-        wanted = {"hybrid3d.rollout.engine": starting, "hybrid3d.roles.colocated": ending}
+        wanted = {"hybrid3d.rollout.engine": starting, "hybrid3d.trainer.colocated": ending}
         def find_spec(self, name, path=None, target=None):
             if name not in self.wanted:
                 return None

@@ -44,8 +44,8 @@ random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: None
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from hybrid3d.config import Lora, Train
 from hybrid3d.inputs.models import read_config
-from hybrid3d.train import runtime
-from hybrid3d.train.probe import adapter_holdings_of, expected_shapes, holdings_of
+from hybrid3d.train.megatron import runtime
+from hybrid3d.train.megatron.probe import adapter_holdings_of, expected_shapes, holdings_of
 
 assert runtime.ON_CUDA
 for folder in sys.argv[1:]:

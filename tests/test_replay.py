@@ -12,8 +12,8 @@ import pytest
 
 from commands import ROOT, demo_folder, hybrid3d, read_rows
 from hybrid3d import cli
-from hybrid3d.run.run_folder import RunFolder
-from hybrid3d.run.step_comparison import compare_runs
+from hybrid3d.replay.comparison import compare_runs
+from hybrid3d.run.folder import RunFolder
 from run_ranks import run_ranks
 
 pytestmark = [pytest.mark.engines]

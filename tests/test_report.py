@@ -23,11 +23,11 @@ from hybrid3d import cli
 from hybrid3d.report.memory import memory_table
 from hybrid3d.report.page import MAX_BYTES
 from hybrid3d.report.phases import attribute
-from hybrid3d.report.records import FINISHED, GOING_ON, STOPPED, read_run
+from hybrid3d.report.run_data import FINISHED, GOING_ON, STOPPED, read_run
 from hybrid3d.report.samples import select_samples
 from hybrid3d.report.tables import plan_table
 from hybrid3d.report.timeline import NOBODY, read_timeline
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 from report_runs import BOUND, BOUND_FROM_3, HOSTILE, row_of, write_run
 from run_ranks import ROOT, environment
 

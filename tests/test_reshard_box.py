@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, View
-from hybrid3d.reshard.planner import Plan, Transfer
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.layout import ITEMSIZE, Demand, Holdings, Piece, View
+from hybrid3d.reshard.plan.planner import Plan, Transfer
 
 Shape = tuple[int, ...]
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.coverage import check_arrivals, check_coverage
-from hybrid3d.reshard.layout import Demand, Piece
-from hybrid3d.reshard.planner import Bucket, Message, Plan, PlanError, RankPlan, Transfer, make_plan
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.coverage import check_arrivals, check_coverage
+from hybrid3d.reshard.plan.layout import Demand, Piece
+from hybrid3d.reshard.plan.planner import Bucket, Message, Plan, PlanError, RankPlan, Transfer, make_plan
 from test_reshard_box import Side, World, index, transfers_of, worlds
 
 FEW = settings(max_examples=15, deadline=None)

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.reshard.bitmap import count_bits, pack_bits, set_bits, unpack_bits
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.changes import changed_positions, gather_elements, scatter_elements
-from hybrid3d.reshard.delta import DeltaExecutor, DeltaMessage, DeltaReport, delta_plan
-from hybrid3d.reshard.encoding import decode, encode, entropy_bytes, form_of
-from hybrid3d.reshard.executor import NamedTensors
-from hybrid3d.reshard.layout import Piece, View
-from hybrid3d.reshard.planner import make_plan
-from hybrid3d.reshard.runs import Elements, RunChanges
+from hybrid3d.reshard.delta.bitmap import count_bits, pack_bits, set_bits, unpack_bits
+from hybrid3d.reshard.delta.changes import changed_positions, gather_elements, scatter_elements
+from hybrid3d.reshard.delta.encoding import decode, encode, entropy_bytes, form_of
+from hybrid3d.reshard.delta.executor import DeltaExecutor, DeltaMessage, DeltaReport, delta_plan
+from hybrid3d.reshard.delta.runs import Elements, RunChanges
+from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.layout import Piece, View
+from hybrid3d.reshard.plan.planner import make_plan
 from test_reshard_box import World, worlds
 from test_reshard_executor import Layers, Ranks, by_element, canonical, truth, unlike, write_pieces
 from worlds import run_in_threads

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
 from hybrid3d.reshard import files
-from hybrid3d.reshard.box import Box
 from hybrid3d.reshard.file_index import CheckpointError, TensorEntry
 from hybrid3d.reshard.files import CheckpointReader
-from hybrid3d.reshard.layout import FILES, Demand, Fill, Holdings, Piece, View
-from hybrid3d.reshard.planner import PlanError, make_plan
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.layout import FILES, Demand, Fill, Holdings, Piece, View
+from hybrid3d.reshard.plan.planner import PlanError, make_plan
 from test_reshard_box import Side, box_in, index, random_grid
 from test_reshard_executor import by_element, memories, write_pieces
 

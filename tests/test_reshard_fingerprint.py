@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.reshard import fingerprint as module
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.fingerprint import fingerprint, fingerprint_pieces, whole_fingerprints
-from hybrid3d.reshard.layout import Piece, View, contiguous_stride
+from hybrid3d.replay import fingerprint as module
+from hybrid3d.replay.fingerprint import fingerprint, fingerprint_pieces, whole_fingerprints
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.layout import Piece, View, contiguous_stride
 
 MODULUS = 2**64
 

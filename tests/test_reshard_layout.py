@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.layout import ITEMSIZE, Piece, View, boxes_of_copy, contiguous_stride
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.layout import ITEMSIZE, Piece, View, boxes_of_copy, contiguous_stride
 from test_reshard_box import box_in
 
 Shape = tuple[int, ...]

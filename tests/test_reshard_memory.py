@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.reshard import executor
-from hybrid3d.reshard.memory import ALIGNMENT, DeviceBuffer, align_up
-from hybrid3d.reshard.planner import make_plan
+from hybrid3d.reshard.move import executor
+from hybrid3d.reshard.move.memory import ALIGNMENT, DeviceBuffer, align_up
+from hybrid3d.reshard.plan.planner import make_plan
 from test_reshard_box import World, worlds
 from test_reshard_executor import Ranks, canonical
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import Group, rank_groups, signature_of
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, LocalPieces
-from hybrid3d.reshard.order import Order
-from hybrid3d.reshard.planner import Bucket, Message, Plan, RankPlan, Routes, Transfer, make_plan
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.classes import Group, rank_groups, signature_of
+from hybrid3d.reshard.plan.layout import ITEMSIZE, Demand, Holdings, LocalPieces
+from hybrid3d.reshard.plan.order import Order
+from hybrid3d.reshard.plan.planner import Bucket, Message, Plan, RankPlan, Routes, Transfer, make_plan
 from test_reshard_box import Side, World, transfers_of, worlds
 from worlds import run_in_threads
 

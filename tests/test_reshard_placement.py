@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import classify_tensors, rank_groups, signature_of
-from hybrid3d.reshard.coverage import lower_bound
-from hybrid3d.reshard.layout import Demand, Holdings, Piece, View
-from hybrid3d.reshard.placement import (
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.classes import classify_tensors, rank_groups, signature_of
+from hybrid3d.reshard.plan.coverage import lower_bound
+from hybrid3d.reshard.plan.layout import Demand, Holdings, Piece, View
+from hybrid3d.reshard.plan.placement import (
     NETWORK_WEIGHT,
     MissingBytes,
     assign_slots,

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import rank_groups
-from hybrid3d.reshard.coverage import check_coverage, check_same_tensors, lower_bound
-from hybrid3d.reshard.layout import FILES, ITEMSIZE, Demand, Holdings, Piece, View
-from hybrid3d.reshard.planner import DIRECT_BYTES, PlanError, Transfer, local_plan, make_plan
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.classes import rank_groups
+from hybrid3d.reshard.plan.coverage import check_coverage, check_same_tensors, lower_bound
+from hybrid3d.reshard.plan.layout import FILES, ITEMSIZE, Demand, Holdings, Piece, View
+from hybrid3d.reshard.plan.planner import DIRECT_BYTES, PlanError, Transfer, local_plan, make_plan
 from test_reshard_box import Shape, Side, World, addresses, check_moves, index, transfers_of, worlds
 
 RANDOM = settings(max_examples=60, deadline=None)

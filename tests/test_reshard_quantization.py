@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from hybrid3d.families import is_quantized
-from hybrid3d.reshard.bitmap import unpack_bits
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import signature_of
-from hybrid3d.reshard.layout import Holdings, Piece, View
-from hybrid3d.reshard.quantization import (
+from hybrid3d.reshard.delta.bitmap import unpack_bits
+from hybrid3d.reshard.fp8 import (
     BLOCK,
     SCALE_SUFFIX,
     dequantize,
@@ -21,6 +18,9 @@ from hybrid3d.reshard.quantization import (
     quantized_shapes,
     split_blocks,
 )
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.classes import signature_of
+from hybrid3d.reshard.plan.layout import Holdings, Piece, View
 from hybrid3d.reshard.quantized_weights import QuantizedWeights
 
 NAME = "model.layers.3.mlp.down_proj.weight"

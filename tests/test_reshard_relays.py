@@ -11,13 +11,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import classify_tensors, rank_groups
-from hybrid3d.reshard.coverage import check_coverage, check_routes, lower_bound, network_lower_bound
-from hybrid3d.reshard.layout import ITEMSIZE
-from hybrid3d.reshard.planner import Plan, PlanError, RankPlan, Transfer, make_plan
-from hybrid3d.reshard.relays import Relay
-from hybrid3d.reshard.routes import route_classes
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.classes import classify_tensors, rank_groups
+from hybrid3d.reshard.plan.coverage import check_coverage, check_routes, lower_bound, network_lower_bound
+from hybrid3d.reshard.plan.layout import ITEMSIZE
+from hybrid3d.reshard.plan.planner import Plan, PlanError, RankPlan, Transfer, make_plan
+from hybrid3d.reshard.plan.relays import Relay
+from hybrid3d.reshard.plan.routes import route_classes
 from test_reshard_box import LAYERS, Side, World, check_moves, index, mask, random_grid, times_covered, transfers_of
 
 RANDOM = settings(max_examples=50, deadline=None)

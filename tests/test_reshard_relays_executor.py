@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid3d import distributed
-from hybrid3d.reshard.bitmap import pack_bits
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.coverage import check_coverage, lower_bound
-from hybrid3d.reshard.delta import DeltaExecutor
-from hybrid3d.reshard.executor import Executor, NamedTensors
-from hybrid3d.reshard.planner import make_plan
-from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.reshard.transport import Transport, make_transport
+from hybrid3d.reshard.delta.bitmap import pack_bits
+from hybrid3d.reshard.delta.executor import DeltaExecutor
+from hybrid3d.reshard.move.executor import Executor, NamedTensors
+from hybrid3d.reshard.move.transport import Transport, make_transport
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.coverage import check_coverage, lower_bound
+from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.planner import make_plan
 from test_reshard_box import Side, World
 from test_reshard_delta import Deltas, changed
 from test_reshard_executor import Posted, Ranks, Updated, by_element, canonical, memories, truth, unlike, write_pieces

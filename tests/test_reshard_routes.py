@@ -11,14 +11,21 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import Signature, classify_tensors, group_ranks, rank_groups, select_tensors, signature_of
-from hybrid3d.reshard.coverage import check_routes, lower_bound
-from hybrid3d.reshard.layout import Demand, Holdings, LocalPieces, Piece, View
-from hybrid3d.reshard.planner import PlanError, Routes, make_plan
-from hybrid3d.reshard.relays import Relay
-from hybrid3d.reshard.routes import Part, Route, RoutedClass, Source, route_classes
-from hybrid3d.reshard.stamp import layer_of, replicate_layer
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.classes import (
+    Signature,
+    classify_tensors,
+    group_ranks,
+    rank_groups,
+    select_tensors,
+    signature_of,
+)
+from hybrid3d.reshard.plan.coverage import check_routes, lower_bound
+from hybrid3d.reshard.plan.layers import layer_of, replicate_layer
+from hybrid3d.reshard.plan.layout import Demand, Holdings, LocalPieces, Piece, View
+from hybrid3d.reshard.plan.planner import PlanError, Routes, make_plan
+from hybrid3d.reshard.plan.relays import Relay
+from hybrid3d.reshard.plan.routes import Part, Route, RoutedClass, Source, route_classes
 from test_reshard_box import Side, World, transfers_of, worlds
 
 RANDOM = settings(max_examples=60, deadline=None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.layout import Piece
-from hybrid3d.reshard.planner import Transfer, make_plan
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.layout import Piece
+from hybrid3d.reshard.plan.planner import Transfer, make_plan
 from hybrid3d.reshard.sharing import StorageAlias, find_storage_aliases
 from test_reshard_box import Side, World, addresses, worlds
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.layout import Piece, View
-from hybrid3d.reshard.stamp import layer_of, replicate_layer
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.layers import layer_of, replicate_layer
+from hybrid3d.reshard.plan.layout import Piece, View
 
 
 def piece(name: str, local: str, start: int = 0, size: int = 4) -> Piece:

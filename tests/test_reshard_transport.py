@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid3d.reshard.transport import as_bytes
+from hybrid3d.reshard.move.transport import as_bytes
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(2, 3).t(), torch.zeros(4, 3)[:, :2]], ids=["transposed", "gaps"])

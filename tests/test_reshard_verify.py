@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid3d.reshard.executor import ExecutionReport, Executor, NamedTensors
-from hybrid3d.reshard.layout import Demand, Holdings
-from hybrid3d.reshard.planner import make_plan
+from hybrid3d.reshard.move.executor import ExecutionReport, Executor, NamedTensors
+from hybrid3d.reshard.plan.layout import Demand, Holdings
+from hybrid3d.reshard.plan.planner import make_plan
 from test_reshard_executor import canonical, large_world, memories, write_pieces
 from worlds import LocalTransport, Mailbox, run_in_threads
 

@@ -17,11 +17,11 @@ from fake_ranks import FakeRank, make_store
 from hybrid3d.config import load_recipe
 from hybrid3d.generation.replicas import Advanced, Answers, ScoredReplicas
 from hybrid3d.generation.samples import Sample
-from hybrid3d.rewards.scorer import Scores
-from hybrid3d.roles.split import worker_groups
-from hybrid3d.roles.split.messages import Call, Register, Reply
-from hybrid3d.roles.split.other_roles import OtherRoles
-from hybrid3d.roles.split.reward_workers import RewardWorkers
+from hybrid3d.scoring.scorer import Scores
+from hybrid3d.workers import role_client
+from hybrid3d.workers.messages import Call, Register, Reply
+from hybrid3d.workers.reward_workers import RewardWorkers
+from hybrid3d.workers.roles import OtherRoles
 
 pytestmark = pytest.mark.engines
 
@@ -86,7 +86,7 @@ def workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[RewardWorkers]:
     """Ranks 2 and 3, and ranks 4 and 5."""
-    monkeypatch.setattr(worker_groups, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(role_client, "CLOSE_SECONDS", 0.5)
 
     def event(name: str, message: str = "", **fields: Any) -> None:
         events.append((name, fields.get("ranks")))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid3d.rewards.environment_runner import EnvironmentRunner, Reply, check_environment
-from hybrid3d.rewards.environments import calculate, calculator, ends_with_stop, stop_tokens
+from hybrid3d.scoring.environment_runner import EnvironmentRunner, Reply, check_environment
+from hybrid3d.scoring.environments import calculate, calculator, ends_with_stop, stop_tokens
 
 pytestmark = pytest.mark.processes
 

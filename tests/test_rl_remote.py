@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.rewards.remote_values import MESSAGE_BYTES, Decoder, Encoder, Forfeit, Link
+from hybrid3d.scoring.code.remote_values import MESSAGE_BYTES, Decoder, Encoder, Forfeit, Link
 
 pytestmark = pytest.mark.processes
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybrid3d.rewards.registry import find_reward, gsm8k, load_function, overlong_penalty
+from hybrid3d.scoring.functions import find_reward, gsm8k, load_function, overlong_penalty
 
 REFERENCE = "Natalia sold 48/2 = <<48/2=24>>24 clips in May. 48+24 = <<48+24=72>>72 altogether.\n#### 72"
 

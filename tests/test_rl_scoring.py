@@ -15,9 +15,9 @@ import numpy
 import pytest
 
 import hybrid3d
-from hybrid3d.rewards import pool_client
-from hybrid3d.rewards.registry import LARGEST_REWARD
-from hybrid3d.rewards.scorer import Scorer, Scores, check_reward, scores_of
+from hybrid3d.scoring import pool_client
+from hybrid3d.scoring.functions import LARGEST_REWARD
+from hybrid3d.scoring.scorer import Scorer, Scores, check_reward, scores_of
 
 pytestmark = pytest.mark.processes
 
@@ -241,7 +241,7 @@ def test_workers_have_no_engine_and_nothing_of_the_trainer() -> None:
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(hybrid3d.__file__).parents[1])}
 SCRIPT = """\
 import sys
-from hybrid3d.rewards.scorer import Scorer
+from hybrid3d.scoring.scorer import Scorer
 print("main", flush=True)
 scorer = Scorer("mine:odd", workers=2, timeout_seconds=1000, default=0.0)
 print(scorer.score([("1", "", ""), ("none", "", "")]), flush=True)

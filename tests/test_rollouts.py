@@ -14,9 +14,9 @@ from hybrid3d.generation.replicas import Answers, EngineReplicas
 from hybrid3d.generation.rollouts import NoReplicas, Rollouts
 from hybrid3d.generation.samples import NO_ANSWER, NO_BRANCH, Sample, answer_numbers, answers_of, filled_up
 from hybrid3d.generation.turns import Trajectory
-from hybrid3d.rewards.scorer import Scores
 from hybrid3d.rl.data import Example
-from hybrid3d.roles.shares import spread_over
+from hybrid3d.scoring.scorer import Scores
+from hybrid3d.trainer.dp_split import spread_over
 from run_ranks import ROOT
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from commands import ROOT
 from hybrid3d.config import load_recipe
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 from hybrid3d.storage.disk import LOW_SPACE_BYTES, CheckpointWriteError, describe_write_error, free_bytes, is_file_error
 
 UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]

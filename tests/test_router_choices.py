@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybrid3d.generation.engine import Completion
-from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
+from hybrid3d.generation.router_replay import NO_CHOICES, ExpertChoices
 from hybrid3d.generation.samples import Sample, filled_up
 from hybrid3d.generation.tokens import AnswerTokens
 from hybrid3d.rl.batch import Batch
@@ -69,8 +69,8 @@ def test_branches_that_only_fill_a_batch_have_choices_for_their_tokens() -> None
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_choices_go_to_the_tokens_that_a_rank_computes(packed: bool, tp: int) -> None:
     """Megatron's router gets [T', b] tokens, split over TP: the choice of token n is n, of padding -1."""
-    from hybrid3d.train.micro import in_one_row, in_rows
-    from hybrid3d.train.router_replay import RouterReplay
+    from hybrid3d.train.megatron.router_replay import RouterReplay
+    from hybrid3d.train.micro_batches import in_one_row, in_rows
 
     sequences = [[11, 12, 13], [21, 22], [31, 32, 33, 34, 35]]
     batch = Batch.from_sequences(sequences, [1, 1, 1], pad_id=99)
@@ -137,7 +137,7 @@ def test_given_experts_are_weighted_as_megatron_weights_them(kind: str, logits: 
     """With a choice for every token Megatron's own `RouterReplay` is the truth, also for the gradients."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    from hybrid3d.train.router_replay import RouterChoices
+    from hybrid3d.train.megatron.router_replay import RouterChoices
 
     given = torch.rand(6, EXPERTS, generator=torch.Generator().manual_seed(2)).argsort(-1)[:, :PER_TOKEN]
     theirs, ours = RouterReplay(), RouterChoices()
@@ -163,7 +163,7 @@ def test_given_experts_are_weighted_as_megatron_weights_them(kind: str, logits: 
 @pytest.mark.engines
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_where_nothing_is_given_the_router_chooses(kind: str, logits: torch.Tensor) -> None:
-    from hybrid3d.train.router_replay import RouterChoices
+    from hybrid3d.train.megatron.router_replay import RouterChoices
 
     replay, (probs, chosen) = RouterChoices(), routed(logits, kind)
     for a, b in zip(routed(logits, kind, replay), (probs, chosen), strict=True):
@@ -182,7 +182,7 @@ def test_layers_that_are_computed_again_get_the_choices_of_their_micro_batch(log
     """With full recomputation the forward passes of several micro batches may come before their backward passes."""
     from collections import deque
 
-    from hybrid3d.train.router_replay import RouterChoices
+    from hybrid3d.train.megatron.router_replay import RouterChoices
 
     replay = RouterChoices()
     replay.recomputed = deque()

@@ -13,17 +13,17 @@ import pytest
 from rich.console import Console
 
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.run import run_folder
+from hybrid3d.run import folder as run_folder
 from hybrid3d.run.display import Display
-from hybrid3d.run.record import Record
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
+from hybrid3d.run.logger import Record
 from run_ranks import ROOT
 
 RECIPE = load_recipe(ROOT / "recipes/demo-cpu.yaml")
 HOLD = """
 import sys, time
 from pathlib import Path
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 with RunFolder(Path(sys.argv[1])).lock(print):
     print("held", flush=True)
     time.sleep(60)

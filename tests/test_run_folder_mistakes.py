@@ -17,7 +17,7 @@ from hybrid3d.inputs import export
 from hybrid3d.launch import launcher
 from hybrid3d.reshard.file_index import TensorEntry
 from hybrid3d.reshard.files import create_files
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 from hybrid3d.storage import manifest
 from sound import RECIPE, write_inputs
 

@@ -15,7 +15,7 @@ from hybrid3d.config import load_recipe
 from hybrid3d.generation.replicas import Answers
 from hybrid3d.generation.rollouts import FailedRewards, Rollouts
 from hybrid3d.generation.samples import Sample
-from hybrid3d.rewards.scorer import Scorer, Scores
+from hybrid3d.scoring.scorer import Scorer, Scores
 
 pytestmark = pytest.mark.processes
 

@@ -15,14 +15,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hybrid3d.distributed import is_lost_peer
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.delta import DeltaExecutor
-from hybrid3d.reshard.executor import NamedTensors
-from hybrid3d.reshard.layout import Piece, View
-from hybrid3d.reshard.planner import Bucket, RankPlan, Transfer, group_messages
-from hybrid3d.reshard.shared_memory import SharedBuffer, SharedMemory, map_buffer
-from hybrid3d.reshard.staging import Place
-from hybrid3d.reshard.transport import make_transport
+from hybrid3d.reshard.delta.executor import DeltaExecutor
+from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.move.lent_memory import SharedBuffer, SharedMemory, map_buffer
+from hybrid3d.reshard.move.staging import Place
+from hybrid3d.reshard.move.transport import make_transport
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.layout import Piece, View
+from hybrid3d.reshard.plan.planner import Bucket, RankPlan, Transfer, group_messages
 
 RANKS = (10, 11, 12, 13)
 """The plan's rank of each member of the group: 10 to 12 may share memory, but 12 has none to share."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid3d.run.slow_ranks import KEPT_STEPS, SlowRank, StepWork, Work, WorkRecord, find_slow_ranks, read_message
+from hybrid3d.watch.work_meter import KEPT_STEPS, SlowRank, StepWork, Work, WorkRecord, find_slow_ranks, read_message
 
 SAMPLE = 0.1
 

@@ -27,14 +27,14 @@ from hybrid3d.generation.replicas import Answers, NoReplicas
 from hybrid3d.generation.rollouts import FailedRewards
 from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.launch import tasks
-from hybrid3d.roles.split import service, worker_groups
-from hybrid3d.roles.split.ahead import GenerationAhead
-from hybrid3d.roles.split.connections import Connection, Disconnected, Server, connect
-from hybrid3d.roles.split.elastic_sync import Members
-from hybrid3d.roles.split.engines import Engines
-from hybrid3d.roles.split.messages import Call, End, Leave, Register, Reply
-from hybrid3d.roles.split.other_roles import OtherRoles
 from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.sync.elastic import Members
+from hybrid3d.trainer.ahead import GenerationAhead
+from hybrid3d.workers import loop, role_client
+from hybrid3d.workers.channel import Connection, Disconnected, Server, connect
+from hybrid3d.workers.engines import Engines
+from hybrid3d.workers.messages import Call, End, Leave, Register, Reply
+from hybrid3d.workers.roles import OtherRoles
 
 pytestmark = pytest.mark.engines
 
@@ -180,7 +180,7 @@ def events() -> list[tuple[str, Any]]:
 @pytest.fixture
 def roles(store: dist.Store, events: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Iterator[OtherRoles]:
     """Four training ranks, and two engines of two ranks each that generate: 4, 5 and 6, 7."""
-    monkeypatch.setattr(worker_groups, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(role_client, "CLOSE_SECONDS", 0.5)
 
     def event(name: str, message: str = "", **fields: Any) -> None:
         events.append((name, fields.get("ranks")))
@@ -393,7 +393,7 @@ def test_the_end_of_the_run_reaches_all(
     half = GenerationRank(4, store)
     while not made._registered[0]:
         time.sleep(0.01)
-    monkeypatch.setattr(worker_groups, "CLOSE_SECONDS", 10)
+    monkeypatch.setattr(role_client, "CLOSE_SECONDS", 10)
     roles.close()
     for one in (half, ranks[6], ranks[7]):
         one.thread.join(5)
@@ -482,7 +482,7 @@ def test_a_rank_that_does_not_train_says_what_to_lower_where_memory_runs_out(
     def serve(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr(service.Service, "run", serve)
+    monkeypatch.setattr(loop.Service, "run", serve)
     for rank, advice in ((4, "this rank only generates: lower rollout.gpu"), (6, "this rank only computes rewards: ")):
         monkeypatch.setenv("RANK", str(rank))
         with pytest.raises(RuntimeError, match=f"CUDA out of memory. Tried to allocate 2 GiB.: {advice}"):

@@ -16,12 +16,19 @@ from safetensors.numpy import load_file
 from hybrid3d import cli
 from hybrid3d.config import RecipeError, load_recipe
 from hybrid3d.config.interval import is_due
-from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
+from hybrid3d.generation.router_replay import NO_CHOICES, ExpertChoices
 from hybrid3d.generation.samples import Sample
-from hybrid3d.run.replay_plan import NotRecorded, find_start, training_recipe
-from hybrid3d.run.run_folder import RunFolder, recorded_folder, recorded_steps
-from hybrid3d.run.step_comparison import compare_runs, first_difference
-from hybrid3d.run.step_record import BrokenRecord, StepRecord, WeightRecord, metrics_of_training, read_step, write_step
+from hybrid3d.replay.comparison import compare_runs, first_difference
+from hybrid3d.replay.plan import NotRecorded, find_start, training_recipe
+from hybrid3d.replay.step_record import (
+    BrokenRecord,
+    StepRecord,
+    WeightRecord,
+    metrics_of_training,
+    read_step,
+    write_step,
+)
+from hybrid3d.run.folder import RunFolder, recorded_folder, recorded_steps
 from hybrid3d.storage.manifest import BrokenCheckpoint
 from run_ranks import ROOT
 
@@ -108,7 +115,7 @@ def test_damage_is_found(record: StepRecord, tmp_path: Path) -> None:
 
 
 def test_another_format_is_refused(record: StepRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid3d.run.step_record.FORMAT", 2)
+    monkeypatch.setattr("hybrid3d.replay.step_record.FORMAT", 2)
     write_step(tmp_path / "step-000003", record)
     monkeypatch.undo()
     with pytest.raises(BrokenRecord, match="is of format 2, and this version reads format 1"):

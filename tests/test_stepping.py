@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from hybrid3d.train.stepping import only_groups
+from hybrid3d.train.megatron.stepping import only_groups
 from run_ranks import run_ranks
 
 pytestmark = pytest.mark.engines

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from commands import ROOT, demo_folder, read_rows
-from hybrid3d.launch import restarts
+from hybrid3d.launch import child as restarts
 from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch_environment import State
 from hybrid3d.run import terminal
@@ -187,7 +187,7 @@ def test_a_stopped_child_does_not_outlast_its_run(monkeypatch: pytest.MonkeyPatc
 
 def test_a_child_without_its_parent_ends() -> None:
     """The parent has died while the child was importing, so that the kernel was not yet asked to kill it with it."""
-    script = "import time\nfrom hybrid3d.launch.restarts import this_process\nthis_process()\ntime.sleep(600)"
+    script = "import time\nfrom hybrid3d.launch.child import this_process\nthis_process()\ntime.sleep(600)"
     variables = environment("") | {restarts.RESTART_COUNT: "0", restarts.FAILURE: ""}
     with subprocess.Popen([sys.executable, "-c", script], env=variables, stdout=subprocess.PIPE) as child:
         child.stdout.close()

@@ -9,7 +9,7 @@ import pytest
 from hybrid3d.config.sections.engines import Machine
 from hybrid3d.planning.hardware import CPU, hardware_of
 from hybrid3d.planning.sync_choice import SyncLoad, delta_seconds, dense_seconds, hidden_seconds
-from hybrid3d.reshard.encoding_work import EncodingWork
+from hybrid3d.reshard.delta.encoding_work import EncodingWork
 
 BF16 = 2
 # A rank of benchmarks/results/reshard-cpu.md's first case: it sends, receives and keeps a quarter of 349 MB

@@ -177,7 +177,7 @@ def of(answer, reference, prompt):
 
 
 PROGRAM = """
-from hybrid3d.rewards.scorer import Scorer
+from hybrid3d.scoring.scorer import Scorer
 if __name__ == "__main__":
     with Scorer("mine:of", 1, 60.0, 0.0) as scorer:
         print(scorer.score([("a", "b", "c")]))

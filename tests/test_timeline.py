@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.timeline import MAX_ROWS, Span, draw_timeline, write_timeline
 
 

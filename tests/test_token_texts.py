@@ -23,9 +23,9 @@ from hybrid3d.generation.agents.token_bytes import split_bytes
 from hybrid3d.generation.engine import Completion, Sampling
 from hybrid3d.generation.stops import Stops, check_stops, find_stops, pause_tokens
 from hybrid3d.generation.turns import Trajectory, Turns
-from hybrid3d.rewards.environment_runner import Reply
 from hybrid3d.rl.data import Example, encode_pair, encode_prompt
 from hybrid3d.rl.token_texts import TokenTexts, decode_part, encode_part
+from hybrid3d.scoring.environment_runner import Reply
 
 MODEL = (
     Path(mistral_common.__file__).parent / "data" / "tokenizer.model.v1"

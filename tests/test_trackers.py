@@ -14,7 +14,7 @@ import pytest
 from commands import ROOT, demo_folder, hybrid3d, read_rows
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.launch.preflight import check_trackers
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.trackers import Trackers
 
 LEVELDB_BLOCK, LEVELDB_HEADER = 32768, struct.Struct("<IHB")  # CRC, length, kind

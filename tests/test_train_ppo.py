@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from commands import ROOT, demo_folder, hybrid3d, read_rows, without
-from hybrid3d.rewards import sandbox
+from hybrid3d.scoring.code import sandbox
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1500)]
 

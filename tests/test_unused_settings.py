@@ -8,8 +8,8 @@ import pytest
 
 from hybrid3d.config import RecipeError, load_recipe, recipe_to_yaml
 from hybrid3d.config.unused_settings import IN_PROCESS
-from hybrid3d.rewards.environments import ENVIRONMENTS
-from hybrid3d.rewards.registry import REWARDS
+from hybrid3d.scoring.environments import ENVIRONMENTS
+from hybrid3d.scoring.functions import REWARDS
 
 RL = """\
 name: unused

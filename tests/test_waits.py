@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hybrid3d import distributed
-from hybrid3d.reshard.transport import GlooTransport, as_bytes
-from hybrid3d.run.waits import Wait, find_wait
+from hybrid3d.reshard.move.transport import GlooTransport, as_bytes
+from hybrid3d.watch.wait_reasons import Wait, find_wait
 
 RANKS = (5, 6)  # of the launcher, as of an engine in a larger run
 

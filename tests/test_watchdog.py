@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from commands import ROOT, demo_folder, hybrid3d
-from hybrid3d.run import watchdog
-from hybrid3d.run.standstill import Standstill, standstill_message, waits_for
-from hybrid3d.run.waits import Wait, describe_frame
-from hybrid3d.run.watchdog import StackSampler
+from hybrid3d.watch import watchdog
+from hybrid3d.watch.stalls import Standstill, standstill_message, waits_for
+from hybrid3d.watch.wait_reasons import Wait, describe_frame
+from hybrid3d.watch.watchdog import StackSampler
 from run_ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -75,7 +75,7 @@ def test_a_thread_that_moves_again_does_not_stand(gate: threading.Event) -> None
 
 
 def test_a_place_is_that_of_our_code_and_of_what_it_has_called() -> None:
-    def frame_in(module: str, called_by: str = "hybrid3d.roles.split.service") -> tuple[str, bool]:
+    def frame_in(module: str, called_by: str = "hybrid3d.workers.loop") -> tuple[str, bool]:
         """Return the place of a function in a module that is called by one in another module."""
         scope = {"__name__": module}
         exec("import sys\ndef inner():\n    return sys._getframe()\n", scope)
@@ -83,16 +83,16 @@ def test_a_place_is_that_of_our_code_and_of_what_it_has_called() -> None:
         exec("def outer():\n    return inner()\n", outer)
         return describe_frame(outer["outer"]())  # type: ignore[operator]
 
-    where, waits = frame_in("hybrid3d.rewards.pool_client")
-    assert where.startswith("hybrid3d.rewards.pool_client.inner:")
+    where, waits = frame_in("hybrid3d.scoring.pool_client")
+    assert where.startswith("hybrid3d.scoring.pool_client.inner:")
     assert not waits  # though the rank serves others
-    assert frame_in("hybrid3d.roles.split.connections")[1]
+    assert frame_in("hybrid3d.workers.channel")[1]
     assert frame_in("torch.distributed.distributed_c10d", "hybrid3d.distributed")[1]
-    assert frame_in("hybrid3d.reshard.transport", "hybrid3d.reshard.executor")[1]
-    assert frame_in("megatron.core.pipeline_parallel.p2p_communication", "hybrid3d.train.megatron_model")[1]
-    assert not frame_in("torch.distributed.checkpoint.filesystem", "hybrid3d.train.checkpoint")[1]
-    where, waits = frame_in("socket", "hybrid3d.train.checkpoint")
-    assert "hybrid3d.train.checkpoint.outer:2 > socket.inner:3" in where
+    assert frame_in("hybrid3d.reshard.move.transport", "hybrid3d.reshard.move.executor")[1]
+    assert frame_in("megatron.core.pipeline_parallel.p2p_communication", "hybrid3d.train.megatron.model")[1]
+    assert not frame_in("torch.distributed.checkpoint.filesystem", "hybrid3d.train.megatron.checkpoint")[1]
+    where, waits = frame_in("socket", "hybrid3d.train.megatron.checkpoint")
+    assert "hybrid3d.train.megatron.checkpoint.outer:2 > socket.inner:3" in where
     assert not waits
 
 
@@ -244,5 +244,5 @@ def test_a_reward_that_blocks_is_named(demo: Path, tmp_path: Path, monkeypatch: 
     (found,) = [event for event in events if event["event"] == "standstill"]
     (rank,) = found["ranks"]
     (place,) = (place for place, ranks in found["places"].items() if ranks == [rank])
-    assert place.startswith("phase eval, in hybrid3d.rewards.pool_client.ProcessPoolClient.call")
+    assert place.startswith("phase eval, in hybrid3d.scoring.pool_client.ProcessPoolClient.call")
     assert "pool_client.py" in (work / f"runs/sleepy/logs/rank-{rank}.log").read_text()

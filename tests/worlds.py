@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hybrid3d.reshard.transport import Pending
+from hybrid3d.reshard.move.transport import Pending
 
 T = TypeVar("T")
 

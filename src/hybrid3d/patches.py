@@ -1,6 +1,6 @@
 """Describes and applies patches of dependencies' code at run time.
 
-The tables: `train/patches.py` (Megatron-Core), `rollout/patches.py` (vLLM), and `TORCH` below.
+The tables: `train/megatron/patches.py` (Megatron-Core), `rollout/patches.py` (vLLM), and `TORCH` below.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def check(options: answers.Options) -> answers.Answers:
             fake_transformer_engine.install(options.transformer_engine)
         from hybrid3d.config import Train
         from hybrid3d.inputs.models import read_config
-        from hybrid3d.train import kernels
+        from hybrid3d.train.megatron import kernels
 
         assert options.cuda == kernels.USE_TE
         for family in options.families:
@@ -37,9 +37,9 @@ def _held(config: Any, layout: Any, rank: int, options: answers.Options) -> list
     """
     import torch
 
-    from hybrid3d.train.model import build_model
-    from hybrid3d.train.runtime import as_rank
-    from hybrid3d.train.weights import megatron_weights
+    from hybrid3d.train.megatron.build import build_model
+    from hybrid3d.train.megatron.runtime import as_rank
+    from hybrid3d.train.megatron.source import megatron_weights
 
     with as_rank(rank, layout, 4):
         stages = build_model(config, layout, torch.bfloat16)

@@ -78,7 +78,7 @@ def write_models(models: Path) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from hybrid3d.inputs.models import read_config
-    from hybrid3d.train.probe import expected_shapes
+    from hybrid3d.train.megatron.probe import expected_shapes
 
     for family in FAMILIES:
         config = make_config(family)

@@ -36,7 +36,7 @@ def check(options: answers.Options) -> answers.Answers:
 def _problems(recipe: Any, rank: int, shapes: Any, waits: Any) -> Iterator[str]:
     from audit.host_waits import GPU
     from hybrid3d.rollout.probe import model_of_rank
-    from hybrid3d.rollout.weights import RolloutWeights
+    from hybrid3d.rollout.sink import RolloutWeights
 
     with model_of_rank(recipe, rank, device="cpu") as (truth, config):
         _know_peers(recipe)

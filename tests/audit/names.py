@@ -61,7 +61,7 @@ def check(options: answers.Options) -> answers.Answers:
         fake_transformer_engine.install(options.transformer_engine)
     from hybrid3d import patches
     from hybrid3d.rollout import patches as vllm
-    from hybrid3d.train import patches as megatron
+    from hybrid3d.train.megatron import patches as megatron
 
     faults.inject(options.inject, "names")
     targets = {patch.target for patch in (*patches.TORCH, *megatron.ALL, *vllm.ALL)}

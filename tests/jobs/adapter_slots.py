@@ -23,10 +23,10 @@ from hybrid3d.distributed import gather_objects
 from hybrid3d.generation.engine import GenerationRequest
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.batch import Batch
-from hybrid3d.roles.weight_sync import policy_sync
 from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.train import runtime
-from hybrid3d.train.policy import Policy
+from hybrid3d.sync import policy_sync
+from hybrid3d.train.megatron import runtime
+from hybrid3d.train.megatron.policy import Policy
 
 PROMPTS = [[5, 7, 11, 13, 17, 19, 23], [3, 4, 5, 6]]
 ANSWER = 6

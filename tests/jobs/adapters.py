@@ -20,8 +20,8 @@ from hybrid3d import distributed
 from hybrid3d.config import Lora, Recipe, Train
 from hybrid3d.distributed import gather_objects
 from hybrid3d.inputs.models import read_config
-from hybrid3d.train import checkpoint, runtime
-from hybrid3d.train.policy import Policy
+from hybrid3d.train.megatron import checkpoint, runtime
+from hybrid3d.train.megatron.policy import Policy
 
 
 def recipe_of(family: str, train: Train, spec: dict[str, Any]) -> Recipe:

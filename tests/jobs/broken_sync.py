@@ -19,10 +19,10 @@ import torch
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
 from hybrid3d.generation.engine import GenerationRequest, StaleWeights
-from hybrid3d.roles.weight_sync import CorruptSync, WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.train import runtime
-from hybrid3d.train.policy import Policy
+from hybrid3d.sync import CorruptSync, WeightSync
+from hybrid3d.train.megatron import runtime
+from hybrid3d.train.megatron.policy import Policy
 
 REQUESTS = [GenerationRequest([5, 6, 7], max_new_tokens=8, stop_tokens=[0], seed=1)]
 

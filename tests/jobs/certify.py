@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 
 from hybrid3d import distributed
+from hybrid3d.certify.findings import Findings
+from hybrid3d.certify.rounds import Certification
+from hybrid3d.certify.task import raw_recipe
 from hybrid3d.config import read_recipe
 from hybrid3d.config.schema import apply_overrides
-from hybrid3d.doctor.certify.findings import Findings
-from hybrid3d.doctor.certify.rounds import Certification
-from hybrid3d.doctor.certify.task import raw_recipe
-from hybrid3d.rollout import units
-from hybrid3d.train import runtime
+from hybrid3d.rollout import finalize
+from hybrid3d.train.megatron import runtime
 
 ROUNDS = 3  # the first dense, the second of changes where that is possible
 
@@ -65,8 +65,8 @@ def kept_at_finalizing(select):
     @contextlib.contextmanager
     def kept(certification):
         with (
-            patched(units.OpenUnit, "open", make_open),
-            patched(units.OpenUnit, "finalize", make_finalize),
+            patched(finalize.OpenUnit, "open", make_open),
+            patched(finalize.OpenUnit, "finalize", make_finalize),
         ):
             yield
 
@@ -103,7 +103,7 @@ def processed_twice(certification):
 
         return twice
 
-    with patched(units, "process_weights_after_loading", make):
+    with patched(finalize, "process_weights_after_loading", make):
         yield
 
 
@@ -123,7 +123,7 @@ def tied_head_stale(certification):
         return finalizing
 
     real = head._parameters["weight"]
-    with patched(units.OpenUnit, "finalize", make):
+    with patched(finalize.OpenUnit, "finalize", make):
         yield
     head._parameters["weight"] = real
 
@@ -173,7 +173,7 @@ def experts_off_by_one(certification):
 
         return finalizing
 
-    with patched(units.OpenUnit, "finalize", make):
+    with patched(finalize.OpenUnit, "finalize", make):
         yield
 
 
@@ -187,7 +187,7 @@ def padding_not_zeroed(certification):
 
         return opening
 
-    with patched(units.OpenUnit, "open", make):
+    with patched(finalize.OpenUnit, "open", make):
         yield
 
 
@@ -262,7 +262,7 @@ def old_scales(certification):
 
         return finalizing
 
-    with patched(units.OpenUnit, "finalize", make):
+    with patched(finalize.OpenUnit, "finalize", make):
         yield
     for module in modules_with(certification, "_v_scale"):
         module._v_scale.fill_(1.0)

@@ -23,8 +23,8 @@ from hybrid3d.config import Train
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.objective import KlSettings, PolicyObjective
 from hybrid3d.rl.policy_losses import LossSettings
-from hybrid3d.train import checkpoint, runtime
-from hybrid3d.train.policy import Policy
+from hybrid3d.train.megatron import checkpoint, runtime
+from hybrid3d.train.megatron.policy import Policy
 
 UPDATES = 3
 

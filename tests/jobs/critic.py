@@ -20,10 +20,10 @@ from hybrid3d.config import RewardRole, RoleRanks, Train
 from hybrid3d.generation.samples import Sample
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.batch import Rows
-from hybrid3d.roles.split.reward import ScoringModel
-from hybrid3d.train import checkpoint, runtime
-from hybrid3d.train.policy import Policy
-from hybrid3d.train.value_model import ValueModel
+from hybrid3d.train.megatron import checkpoint, runtime
+from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.train.megatron.value_model import ValueModel
+from hybrid3d.workers.reward import ScoringModel
 
 
 def squared(returns: torch.Tensor) -> Any:

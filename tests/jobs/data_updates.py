@@ -21,8 +21,8 @@ from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Run, Train
 from hybrid3d.config.sections.algorithm import Preference
 from hybrid3d.inputs.models import read_config
-from hybrid3d.train import runtime
-from hybrid3d.train.policy import Policy
+from hybrid3d.train.megatron import runtime
+from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.trainer.dpo import DpoUpdates
 from hybrid3d.trainer.sft import SftUpdates
 

@@ -25,13 +25,13 @@ from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Machine, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
 from hybrid3d.families import family_of
 from hybrid3d.inputs.models import read_config
-from hybrid3d.reshard.bitmap import unpack_bits
+from hybrid3d.reshard.delta.bitmap import unpack_bits
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import sft_loss
-from hybrid3d.roles.weight_sync import WeightSync
-from hybrid3d.train import runtime
-from hybrid3d.train.policy import Policy
+from hybrid3d.sync import WeightSync
+from hybrid3d.train.megatron import runtime
+from hybrid3d.train.megatron.policy import Policy
 
 DENSE_LAYOUTS = [Train(pp=2, dp=2, vpp=2), Train(tp=2, pp=2)]
 SPARSE_LAYOUTS = [Train(dp=4, ep=4), Train(tp=2, pp=2, ep=2, etp=1)]

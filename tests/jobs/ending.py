@@ -7,9 +7,9 @@ from pathlib import Path
 from hybrid3d import distributed
 from hybrid3d.config import load_recipe
 from hybrid3d.launch.rank import run_rank
-from hybrid3d.rewards.scorer import Scorer
-from hybrid3d.run.heartbeat import enter_phase
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
+from hybrid3d.scoring.scorer import Scorer
+from hybrid3d.watch.heartbeat import enter_phase
 
 recipe, folder, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 

@@ -18,7 +18,7 @@ from sync import Engine, Landed, compare, fresh
 
 from hybrid3d import distributed
 from hybrid3d.config import Train
-from hybrid3d.train import runtime
+from hybrid3d.train.megatron import runtime
 
 
 def prove(rank: int, case: dict, ident: str, kept: list) -> list[dict]:

@@ -17,8 +17,8 @@ os.environ["HYBRID3D_HEARTBEAT_SECONDS"] = "6"
 import torch
 import torch.distributed as dist
 
-from hybrid3d.run import watchdog
-from hybrid3d.run.heartbeat import enter_phase
+from hybrid3d.watch import watchdog
+from hybrid3d.watch.heartbeat import enter_phase
 
 DEADLOCK_SECONDS = 9.0
 

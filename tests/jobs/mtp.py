@@ -23,9 +23,9 @@ from hybrid3d.config import Train
 from hybrid3d.inputs.models import read_config
 from hybrid3d.launch.exports import write_export
 from hybrid3d.rl.objective import sft_loss
-from hybrid3d.train import checkpoint, runtime
-from hybrid3d.train.policy import Policy
-from hybrid3d.train.stepping import place_of
+from hybrid3d.train.megatron import checkpoint, runtime
+from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.train.megatron.stepping import place_of
 
 
 def export(policy: Any, source: str, out: Path) -> list[str]:

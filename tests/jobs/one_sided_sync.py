@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Run, Sync, Train
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.executor import NamedTensors
-from hybrid3d.reshard.layout import Demand, Piece, View
-from hybrid3d.roles.weight_sync import WeightSync
-from hybrid3d.train.weights import MegatronWeights
+from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.layout import Demand, Piece, View
+from hybrid3d.sync import WeightSync
+from hybrid3d.train.megatron.source import MegatronWeights
 
 SHAPE = 12, 4  # of each of the tensors, of which one is in no layer
 NAMES = ["model.layers.0.weight", "model.layers.1.weight", "model.norm.weight"]

@@ -18,16 +18,16 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from hybrid3d import distributed
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.models import read_config
-from hybrid3d.reshard.fingerprint import fingerprint_pieces
-from hybrid3d.roles import experience_maker
-from hybrid3d.roles.learner import Learner
-from hybrid3d.roles.models import Models
+from hybrid3d.replay.fingerprint import fingerprint_pieces
 from hybrid3d.run.display import Display
+from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.health import Guard
-from hybrid3d.run.record import Record
-from hybrid3d.run.run_folder import RunFolder
-from hybrid3d.train import runtime
-from hybrid3d.train.policy import Policy
+from hybrid3d.run.logger import Record
+from hybrid3d.train.megatron import runtime
+from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.trainer import experience as experience_maker
+from hybrid3d.trainer.learner import Learner
+from hybrid3d.trainer.models import Models
 
 
 def train_step(recipe: Recipe, folder: RunFolder, with_pass: bool) -> dict[str, Any]:

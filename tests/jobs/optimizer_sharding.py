@@ -18,8 +18,8 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe, Train
 from hybrid3d.families import family_of
 from hybrid3d.inputs.models import read_config
-from hybrid3d.train import checkpoint, runtime
-from hybrid3d.train.policy import Policy
+from hybrid3d.train.megatron import checkpoint, runtime
+from hybrid3d.train.megatron.policy import Policy
 
 FORMATS = (checkpoint.FULLY_RESHARDABLE, checkpoint.DP_RESHARDABLE)
 

@@ -25,20 +25,20 @@ from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config
-from hybrid3d.reshard.executor import NamedTensors
-from hybrid3d.roles.learner import Learner
-from hybrid3d.roles.models import Models
+from hybrid3d.reshard.move.executor import NamedTensors
 from hybrid3d.run.display import Display
+from hybrid3d.run.folder import RunFolder, checkpoint_folder
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
+from hybrid3d.run.logger import Record
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
-from hybrid3d.run.record import Record
-from hybrid3d.run.run_folder import RunFolder, checkpoint_folder
-from hybrid3d.train import checkpoint, runtime
-from hybrid3d.train.policy import Policy
+from hybrid3d.train.megatron import checkpoint, runtime
+from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.trainer.checkpoints import Checkpoints
-from hybrid3d.trainer.recording import StepRecorder
+from hybrid3d.trainer.learner import Learner
+from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.rl import train_rl
+from hybrid3d.trainer.step_recorder import StepRecorder
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
 

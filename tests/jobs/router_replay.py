@@ -30,12 +30,12 @@ from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import Example
 from hybrid3d.rl.objective import sft_loss
-from hybrid3d.roles.expert_choices import expert_metrics, with_expert_choices
-from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.train import runtime
-from hybrid3d.train.policy import Policy
+from hybrid3d.sync import WeightSync
+from hybrid3d.train.megatron import runtime
+from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.trainer.router_replay import expert_metrics, with_expert_choices
 
 BIAS_RATE = 0.1
 TOKENS = 16  # of an answer, at most

@@ -17,10 +17,10 @@ from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
 from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
 from hybrid3d.inputs.models import read_config
-from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.train import runtime
-from hybrid3d.train.policy import Policy
+from hybrid3d.sync import WeightSync
+from hybrid3d.train.megatron import runtime
+from hybrid3d.train.megatron.policy import Policy
 
 PROMPTS, LENGTH, ALTERNATIVES = 12, 24, 20
 SETTINGS = {

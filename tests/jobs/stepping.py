@@ -14,11 +14,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from hybrid3d import distributed
 from hybrid3d.config import OFFLOADS, Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
 from hybrid3d.inputs.models import read_config
-from hybrid3d.reshard.transport import as_bytes
+from hybrid3d.reshard.move.transport import as_bytes
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import sft_loss
-from hybrid3d.train import runtime
-from hybrid3d.train.policy import Policy
+from hybrid3d.train.megatron import runtime
+from hybrid3d.train.megatron.policy import Policy
 
 
 class AsAWhole:

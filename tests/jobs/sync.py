@@ -38,15 +38,15 @@ from hybrid3d.config import (
 from hybrid3d.config.interval import is_due
 from hybrid3d.families import family_of
 from hybrid3d.reshard.files import load_files
-from hybrid3d.reshard.planner import Transfer
-from hybrid3d.reshard.staging import place_messages
+from hybrid3d.reshard.move.staging import place_messages
+from hybrid3d.reshard.plan.planner import Transfer
 from hybrid3d.rl.batch import Batch
-from hybrid3d.roles.weight_sync import WeightSync
 from hybrid3d.rollout import engine as rollout_engine
-from hybrid3d.rollout import units
-from hybrid3d.rollout import weights as rollout_weights
-from hybrid3d.train import runtime
-from hybrid3d.train.policy import Policy
+from hybrid3d.rollout import finalize as units
+from hybrid3d.rollout import sink as rollout_weights
+from hybrid3d.sync import WeightSync
+from hybrid3d.train.megatron import runtime
+from hybrid3d.train.megatron.policy import Policy
 
 SPARSE_LAYOUTS = [Train(dp=4, ep=4), Train(tp=2, pp=2, ep=2)]
 PROMPT = torch.randint(3, 320, (100,), generator=torch.Generator().manual_seed(3)).tolist()

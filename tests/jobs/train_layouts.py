@@ -24,9 +24,9 @@ from hybrid3d.reshard.files import create_files, export_files, shard_entries
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import KlSettings, PolicyObjective, sft_loss
 from hybrid3d.rl.policy_losses import LossSettings
-from hybrid3d.train import checkpoint, runtime
-from hybrid3d.train.megatron_model import MegatronModel, StepReport
-from hybrid3d.train.policy import Policy
+from hybrid3d.train.megatron import checkpoint, runtime
+from hybrid3d.train.megatron.model import MegatronModel, StepReport
+from hybrid3d.train.megatron.policy import Policy
 
 FILE_BYTES = 300_000  # so that the tiny checkpoints are exported into several files
 

@@ -74,7 +74,7 @@ def dpo_case(name: str, settings: dict[str, Any], batch_name: str) -> dict[str, 
     }
     loss = DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, return_outputs=False)
     (gradient,) = torch.autograd.grad(loss, logprobs)
-    kept = ("rewards/", "logps/")
+    kept = ("scoring/", "logps/")
     metrics = {key: value[-1] for key, value in trainer._metrics["train"].items() if key.startswith(kept)}
     return case(f"{name}_{batch_name}", "DPOTrainer._compute_loss", batch_name, given, loss, gradient, metrics)
 
@@ -92,10 +92,10 @@ def cpo_case(name: str, settings: dict[str, Any], batch_name: str) -> dict[str, 
     loss = losses.mean()
     (gradient,) = torch.autograd.grad(loss, logprobs)
     means = {
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/margins": chosen - rejected,
-        "rewards/accuracies": (chosen > rejected).double(),
+        "scoring/chosen": chosen,
+        "scoring/rejected": rejected,
+        "scoring/margins": chosen - rejected,
+        "scoring/accuracies": (chosen > rejected).double(),
         "logps/chosen": sums.chunk(2)[0],
         "logps/rejected": sums.chunk(2)[1],
     }

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from hybrid3d.bench.values import CHUNK, SyntheticWeights
-from hybrid3d.reshard.bitmap import pack_bits
-from hybrid3d.reshard.changes import Changes
-from hybrid3d.reshard.layout import Holdings, Piece
-from hybrid3d.reshard.memory import strided_view
+from hybrid3d.reshard.delta.bitmap import pack_bits
+from hybrid3d.reshard.delta.changes import Changes
+from hybrid3d.reshard.move.memory import strided_view
+from hybrid3d.reshard.plan.layout import Holdings, Piece
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ from itertools import accumulate, groupby
 import torch
 
 from hybrid3d.bench.gathering import Peers
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.changes import Changes, scatter_elements
-from hybrid3d.reshard.encoding import Form, decode, encode, form_of
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, contiguous_stride, pieces_by_name
-from hybrid3d.reshard.memory import DeviceBuffer, align_up
-from hybrid3d.reshard.protocols import Sink, Source
-from hybrid3d.reshard.runs import Elements, RunChanges, order_in_run
-from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.reshard.transport import Pending, Transport
+from hybrid3d.reshard.delta.changes import Changes, scatter_elements
+from hybrid3d.reshard.delta.encoding import Form, decode, encode, form_of
+from hybrid3d.reshard.delta.runs import Elements, RunChanges, order_in_run
+from hybrid3d.reshard.ends import Sink, Source
+from hybrid3d.reshard.move.memory import DeviceBuffer, align_up
+from hybrid3d.reshard.move.transport import Pending, Transport
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.layout import ITEMSIZE, Demand, Holdings, Piece, contiguous_stride, pieces_by_name
 
 ROOT = 0
 BUFFERS = 3  # layers that are gathered, broadcast and written at the same time

@@ -17,14 +17,23 @@ import torch.distributed as dist
 
 from hybrid3d.distributed import gather_objects
 from hybrid3d.families import is_expert
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import Signature, natural_sort_key
-from hybrid3d.reshard.copies import BatchedCopies
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape, View, contiguous_stride, pieces_by_name
-from hybrid3d.reshard.memory import DeviceBuffer, align_up, strided_view
-from hybrid3d.reshard.protocols import Sink, Source
-from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.reshard.transport import Pending, Transport
+from hybrid3d.reshard.ends import Sink, Source
+from hybrid3d.reshard.move.copies import BatchedCopies
+from hybrid3d.reshard.move.memory import DeviceBuffer, align_up, strided_view
+from hybrid3d.reshard.move.transport import Pending, Transport
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.classes import Signature, natural_sort_key
+from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.layout import (
+    ITEMSIZE,
+    Demand,
+    Holdings,
+    Piece,
+    Shape,
+    View,
+    contiguous_stride,
+    pieces_by_name,
+)
 
 BROADCASTS_IN_FLIGHT = 2  # buckets that are broadcast while one is gathered
 BUFFERS = BROADCASTS_IN_FLIGHT + 2

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid3d.reshard.executor import Executor, NamedTensors
-from hybrid3d.reshard.layout import Piece
-from hybrid3d.reshard.planner import RankPlan
+from hybrid3d.reshard.move.executor import Executor, NamedTensors
+from hybrid3d.reshard.plan.layout import Piece
+from hybrid3d.reshard.plan.planner import RankPlan
 
 PLAIN_COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 

@@ -18,13 +18,13 @@ import torch
 from hybrid3d.bench.gathered_delta import GatheredDelta
 from hybrid3d.bench.gathering import Peers
 from hybrid3d.families import is_expert
-from hybrid3d.reshard.classes import Signature
-from hybrid3d.reshard.executor import Executor
-from hybrid3d.reshard.layout import Demand, Holdings
-from hybrid3d.reshard.planner import RankPlan, group_messages
-from hybrid3d.reshard.protocols import Sink, Source
-from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.reshard.transport import Transport
+from hybrid3d.reshard.ends import Sink, Source
+from hybrid3d.reshard.move.executor import Executor
+from hybrid3d.reshard.move.transport import Transport
+from hybrid3d.reshard.plan.classes import Signature
+from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.layout import Demand, Holdings
+from hybrid3d.reshard.plan.planner import RankPlan, group_messages
 
 TAGS = 1 << 18  # from here on are those of experts, whose messages are in flight beside those of the broadcast
 

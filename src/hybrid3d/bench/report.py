@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hybrid3d.config import Recipe
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 
 METHODS = {
     "hybrid3d": "hybrid3d",

@@ -23,17 +23,17 @@ from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
 from hybrid3d.distributed import RoleGroups, wait_for_all
 from hybrid3d.inputs.models import read_config
-from hybrid3d.reshard.classes import Signature
-from hybrid3d.reshard.delta import DeltaExecutor
-from hybrid3d.reshard.executor import Executor, NamedTensors
-from hybrid3d.reshard.layout import Demand
-from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.roles.weight_sync import WeightSync
+from hybrid3d.reshard.delta.executor import DeltaExecutor
+from hybrid3d.reshard.move.executor import Executor, NamedTensors
+from hybrid3d.reshard.plan.classes import Signature
+from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.layout import Demand
 from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.rollout.weights import RolloutWeights
-from hybrid3d.train.model import build_model
-from hybrid3d.train.runtime import device, gather_groups, synchronize
-from hybrid3d.train.weights import MegatronWeights, canonical_shapes, megatron_weights
+from hybrid3d.rollout.sink import RolloutWeights
+from hybrid3d.sync import WeightSync
+from hybrid3d.train.megatron.build import build_model
+from hybrid3d.train.megatron.runtime import device, gather_groups, synchronize
+from hybrid3d.train.megatron.source import MegatronWeights, canonical_shapes, megatron_weights
 
 ProgressCallback = Callable[[str], None]
 CHECKED = ("hybrid3d", "gather", "packed_broadcast", "trainer_gather", "delta", "gathered_delta")

@@ -18,10 +18,14 @@ from hybrid3d.bench.gathering import Peers
 from hybrid3d.bench.packed_broadcast import OpenSink, close_layer
 from hybrid3d.distributed import all_reduce_min, gather_unique
 from hybrid3d.families import is_expert
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.classes import signature_of
-from hybrid3d.reshard.executor import Executor, NamedTensors
-from hybrid3d.reshard.layout import (
+from hybrid3d.reshard.ends import Sink, Source
+from hybrid3d.reshard.move.executor import Executor, NamedTensors
+from hybrid3d.reshard.move.memory import align_up
+from hybrid3d.reshard.move.transport import Transport
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.classes import signature_of
+from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.layout import (
     ITEMSIZE,
     Demand,
     Holdings,
@@ -31,11 +35,7 @@ from hybrid3d.reshard.layout import (
     contiguous_stride,
     pieces_by_name,
 )
-from hybrid3d.reshard.memory import align_up
-from hybrid3d.reshard.planner import RankPlan, Routes
-from hybrid3d.reshard.protocols import Sink, Source
-from hybrid3d.reshard.stamp import layer_of
-from hybrid3d.reshard.transport import Transport
+from hybrid3d.reshard.plan.planner import RankPlan, Routes
 
 PART_BUCKETS = 4  # whole tensors that are gathered at a time fill so many buckets, if a layer is larger
 BUFFER = "gathered"

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid3d.reshard.box import Box
-from hybrid3d.reshard.layout import Holdings, Piece
-from hybrid3d.reshard.protocols import Sink, Source
-from hybrid3d.reshard.transport import as_bytes
+from hybrid3d.reshard.ends import Sink, Source
+from hybrid3d.reshard.move.transport import as_bytes
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.layout import Holdings, Piece
 
 CHUNK = 1 << 22  # elements that are computed at a time
 _STEPS = (-1640531527, 40503, 2135587861)  # by dim from the innermost; odd, so that neighbours differ

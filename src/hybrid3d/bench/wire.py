@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from hybrid3d.reshard.planner import RankPlan
-from hybrid3d.reshard.transport import Transport
+from hybrid3d.reshard.move.transport import Transport
+from hybrid3d.reshard.plan.planner import RankPlan
 
 
 class Wire:

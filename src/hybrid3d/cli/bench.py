@@ -13,7 +13,7 @@ from hybrid3d.config import RecipeError, load_recipe
 from hybrid3d.config.messages import abbreviate
 from hybrid3d.launch.device_connections import set_device_connections
 from hybrid3d.launch_environment import CHECKED
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 
 # Upper limits of the options: larger than any model, and small enough to compute with
 MAX_OPTIONS = {"layers": 1_000, "hidden": 65_536, "experts": 4_096, "repeats": 10_000}

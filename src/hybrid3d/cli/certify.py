@@ -16,10 +16,10 @@ from hybrid3d.config import Recipe, RecipeError, check_layout_early, read_recipe
 from hybrid3d.config.schema import apply_overrides
 from hybrid3d.launch.device_connections import set_device_connections
 from hybrid3d.launch_environment import CHECKED
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 
 if TYPE_CHECKING:
-    from hybrid3d.doctor.certify.task import Subject
+    from hybrid3d.certify.task import Subject
 
 MAX_ROUNDS = 1_000
 MAX_MODEL_LEN = 288  # tokens of the longest prompt and its answer: two blocks of the prefix cache on a CPU
@@ -44,7 +44,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         code = launch_ranks(arguments, recipe, folder, make_console(stderr=options.json), lock_run(folder))
         return code if code != DONE or _is_proven(folder) else FAILED
     check_world(recipe)
-    from hybrid3d.doctor.certify.task import certify
+    from hybrid3d.certify.task import certify
 
     task = functools.partial(certify, recipe, folder, subject, options.rounds, options.json)
     return run_as_judging_rank(recipe, folder, task)
@@ -59,9 +59,9 @@ def _prepare(options: argparse.Namespace) -> tuple[Recipe, RunFolder, Subject]:
     if not 1 <= options.rounds <= MAX_ROUNDS:
         raise RecipeError("certify", [f"--rounds {options.rounds}: expected an integer from 1 to {MAX_ROUNDS:,}"])
     model = path_argument(options.model, "MODEL")
-    from hybrid3d.doctor.certify.shrinking import shrunk
-    from hybrid3d.doctor.certify.task import Subject, raw_recipe, with_model
-    from hybrid3d.doctor.tiny_models import write_config
+    from hybrid3d.certify.shrinking import shrunk
+    from hybrid3d.certify.task import Subject, raw_recipe, with_model
+    from hybrid3d.certify.tiny_models import write_config
     from hybrid3d.inputs.checks import check_model
     from hybrid3d.inputs.models import read_config
 
@@ -90,6 +90,6 @@ def _prepare(options: argparse.Namespace) -> tuple[Recipe, RunFolder, Subject]:
 
 
 def _is_proven(folder: RunFolder) -> bool:
-    from hybrid3d.doctor.certify.task import RESULT
+    from hybrid3d.certify.task import RESULT
 
     return bool(json.loads((folder.path / RESULT).read_text(encoding="utf-8"))["proven"])

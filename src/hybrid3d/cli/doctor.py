@@ -16,7 +16,7 @@ from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console, path_arg
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.errors import UserMistake
 from hybrid3d.launch_environment import CHECKED
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 
 T = TypeVar("T")
 
@@ -46,8 +46,8 @@ def _examine(options: argparse.Namespace) -> int:
     recipe = _read_recipe(options)
     if launch_environment.under_launcher():
         return _examine_as_rank(recipe, options)
-    from hybrid3d.doctor.environment.page import can_start, format_json, format_page
-    from hybrid3d.doctor.environment.table import EXAMINATIONS, examine
+    from hybrid3d.doctor.page import can_start, format_json, format_page
+    from hybrid3d.doctor.table import EXAMINATIONS, examine
 
     selected = _selected(options.only, {one.subject: one for one in EXAMINATIONS})
     console = make_console()
@@ -93,8 +93,8 @@ def _examine_as_rank(recipe: Recipe | None, options: argparse.Namespace) -> int:
     if CHECKED in os.environ:  # started by the examination of one machine
         folder = RunFolder.for_recipe(recipe)
         return run_as_rank(recipe, folder, functools.partial(tasks.measure_groups, recipe, folder))
-    from hybrid3d.doctor.environment.nodes import NodesExamination
-    from hybrid3d.doctor.environment.table import EXAMINATIONS
+    from hybrid3d.doctor.nodes import NodesExamination
+    from hybrid3d.doctor.table import EXAMINATIONS
 
     selected = _selected(options.only, {one.subject: one for one in EXAMINATIONS})
     nodes = NodesExamination(recipe, selected, options.json is not None)
@@ -106,8 +106,8 @@ def _examine_as_rank(recipe: Recipe | None, options: argparse.Namespace) -> int:
 def _run_gpu_checks(options: argparse.Namespace) -> int:
     if options.recipe is not None:
         raise UserMistake(f"{options.recipe}: --gpu checks the machine without a recipe")
-    from hybrid3d.doctor.runner import run_checks
-    from hybrid3d.doctor.table import GPU_CHECKS
+    from hybrid3d.doctor.gpu.runner import run_checks
+    from hybrid3d.doctor.gpu.table import GPU_CHECKS
 
     selected = _selected(options.only, {check.name: check for check in GPU_CHECKS})
     if options.json == STDOUT:

@@ -12,7 +12,7 @@ from hybrid3d.cli.starting import launch_ranks, run_as_judging_rank
 from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console, path_argument
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
 from hybrid3d.launch_environment import CHECKED
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 
 
 def add_parser(commands: Commands) -> None:
@@ -32,7 +32,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         if options.overrides:
             raise RecipeError("replay --against", [f"{options.overrides[0]}: nothing runs that has a layout"])
         return _compare(folder, _run_folder(options.against, "--against"), options.json)
-    from hybrid3d.run.replay_plan import find_start, training_recipe
+    from hybrid3d.replay.plan import find_start, training_recipe
 
     recipe = training_recipe(load_recipe(folder.recipe), options.overrides)
     start = find_start(folder, options.step)
@@ -68,14 +68,14 @@ def _run_rank(recipe: Recipe, folder: RunFolder, options: argparse.Namespace, st
 
 
 def _as_recorded(folder: RunFolder, step: int) -> bool:
-    from hybrid3d.run.run_folder import replay_path
+    from hybrid3d.run.folder import replay_path
 
     return bool(json.loads(replay_path(folder, step).read_text(encoding="utf-8"))["as_recorded"])
 
 
 def _compare(folder: RunFolder, other: RunFolder, as_json: bool) -> int:
-    from hybrid3d.run.replay_page import print_comparison
-    from hybrid3d.run.step_comparison import compare_runs
+    from hybrid3d.replay.comparison import compare_runs
+    from hybrid3d.trainer.replay_page import print_comparison
 
     comparison = compare_runs(folder, other)
     if as_json:

@@ -16,7 +16,7 @@ from hybrid3d.cli.terminal import DONE, Commands, make_console, path_argument
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
 from hybrid3d.config.schema import MAX_PORT
 from hybrid3d.launch_environment import is_loopback
-from hybrid3d.run.run_folder import RunFolder, find_checkpoint_step, served_folder
+from hybrid3d.run.folder import RunFolder, find_checkpoint_step, served_folder
 
 
 def add_parser(commands: Commands) -> None:

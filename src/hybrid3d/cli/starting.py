@@ -15,7 +15,7 @@ from hybrid3d import launch_environment
 from hybrid3d.cli.terminal import DONE, FAILED, make_console, path_argument
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
 from hybrid3d.launch_environment import CHECKED
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,7 +106,7 @@ def lock_run(folder: RunFolder) -> AbstractContextManager[None]:
 
 def load_run(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFolder, int]:
     """Return a run's recipe, its folder with the logs of this command, and the requested checkpoint step."""
-    from hybrid3d.run.run_folder import find_checkpoint_step
+    from hybrid3d.run.folder import find_checkpoint_step
 
     folder = RunFolder(path_argument(options.folder, "RUN")).with_logs_in(command)
     folder.check()

@@ -17,7 +17,7 @@ from hybrid3d.config import Recipe, check_layout_early, load_recipe
 from hybrid3d.launch.data_checks import check_data_early
 from hybrid3d.launch.device_connections import set_device_connections
 from hybrid3d.launch_environment import CHECKED
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _print_results(recipe: Recipe, folder: RunFolder, console: Console) -> None:
     """Print the paths of a finished run's results, and the commands to evaluate and export it."""
-    from hybrid3d.run.run_folder import checkpoint_folder, checkpoint_steps
+    from hybrid3d.run.folder import checkpoint_folder, checkpoint_steps
 
     last = checkpoint_folder(folder, checkpoint_steps(folder)[-1])
     lines = [f"\ncheckpoint  {last}", f"metrics     {folder.metrics}", f"curves      {folder.curves}"]

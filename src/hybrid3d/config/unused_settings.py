@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hybrid3d.config.recipe import Recipe
 
 # Rewards and environments that are computed in the rank's own process, without workers that could fail: see `REWARDS`
-# and `ENVIRONMENTS` in rewards/
+# and `ENVIRONMENTS` in scoring/
 IN_PROCESS = {"gsm8k", "calculator"}
 
 

@@ -1,6 +1,4 @@
-"""`hybrid3d doctor`: small checks of what this machine and its packages do, each in a process of its own.
+"""What `hybrid3d doctor [RECIPE]` examines: this machine, and whether a recipe's run can start on it.
 
-`table.py` lists the checks for a GPU, `runner.py` runs them with time limits, `checks/` has one file for each subject.
-The runner imports neither torch nor an engine: what is installed is found out by `machine.py` in another process, and
-each check imports what it needs in its own.
+`gpu/` is `hybrid3d doctor --gpu`: small checks of what a GPU and its packages do.
 """

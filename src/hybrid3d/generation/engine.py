@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from hybrid3d.config import Recipe
-from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
+from hybrid3d.generation.router_replay import NO_CHOICES, ExpertChoices
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hybrid3d.config import Rollout
-from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
+from hybrid3d.generation.router_replay import NO_CHOICES, ExpertChoices
 
 NO_BRANCH = -1  # of a row that only fills a batch
 NO_ANSWER = -1  # the number of the answer of such a row

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybrid3d.generation.engine import Completion
-from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
+from hybrid3d.generation.router_replay import NO_CHOICES, ExpertChoices
 from hybrid3d.generation.samples import Sample
 from hybrid3d.rl.data import Example
 

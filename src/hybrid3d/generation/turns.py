@@ -16,16 +16,16 @@ from hybrid3d.distributed import broadcast_object
 from hybrid3d.generation.engine import Completion, Engine, GenerationRequest, Sampling
 from hybrid3d.generation.stops import Stops, find_stops, pause_tokens
 from hybrid3d.generation.tokens import AnswerTokens
-from hybrid3d.rewards.environment_runner import (
+from hybrid3d.rl.data import Example
+from hybrid3d.rl.token_texts import decode_part, encode_part
+from hybrid3d.scoring.environment_runner import (
     ConversationItem,
     EnvironmentRunner,
     Reply,
     check_environment,
     completed,
 )
-from hybrid3d.rewards.environments import ends_with_stop
-from hybrid3d.rl.data import Example
-from hybrid3d.rl.token_texts import decode_part, encode_part
+from hybrid3d.scoring.environments import ends_with_stop
 
 
 @dataclass

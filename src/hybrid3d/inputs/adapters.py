@@ -18,7 +18,7 @@ from hybrid3d.families import (
 )
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.file_index import ADAPTER_FILE, CheckpointError, read_shapes
-from hybrid3d.reshard.layout import Shape
+from hybrid3d.reshard.plan.layout import Shape
 from hybrid3d.storage.user_files import read_json_file
 
 ADAPTER_CONFIG = "adapter_config.json"

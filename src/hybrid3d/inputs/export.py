@@ -17,7 +17,7 @@ from hybrid3d.families import Config
 from hybrid3d.inputs.files import files_to_copy
 from hybrid3d.reshard.file_index import TensorEntry, read_index
 from hybrid3d.reshard.files import shard_entries
-from hybrid3d.reshard.layout import ITEMSIZE
+from hybrid3d.reshard.plan.layout import ITEMSIZE
 from hybrid3d.storage.disk import free_bytes, free_inodes
 
 UNFINISHED = "HYBRID3D_UNFINISHED_EXPORT"  # environment variable: the folder in which ranks write

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hybrid3d.config import Recipe, RecipeError
-from hybrid3d.rewards.environments import find_environment
-from hybrid3d.rewards.registry import find_reward
+from hybrid3d.scoring.environments import find_environment
+from hybrid3d.scoring.functions import find_reward
 
 MAX_EARLY_BYTES = 16 * 2**20  # of JSON Lines, which are parsed whole, about half a second; larger ones later
 

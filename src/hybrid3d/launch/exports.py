@@ -17,10 +17,10 @@ from hybrid3d.inputs.adapters import ADAPTER_CONFIG, adapted_shapes, adapter_con
 from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries
 from hybrid3d.reshard.file_index import ADAPTER_FILE, TensorEntry
 from hybrid3d.reshard.files import copy_tensors, create_files, export_files
-from hybrid3d.reshard.layout import Holdings
+from hybrid3d.reshard.plan.layout import Holdings
 
 if TYPE_CHECKING:
-    from hybrid3d.train.policy import Policy
+    from hybrid3d.train.megatron.policy import Policy
 
 
 def write_export(

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from hybrid3d.process import SHARED_MEMORY
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 
 
 def find_root_cause(

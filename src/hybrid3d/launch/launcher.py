@@ -19,7 +19,7 @@ from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch_environment import RUN, local_rank, local_world_size, rank
 from hybrid3d.planning.machine_memory import total_memory
 from hybrid3d.process import SHARED_MEMORY, kill_descendants_on_exit, shared_memory_cleanup
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 
 RANK_PROCESS_BYTES = 450_000_000  # private memory of a rank with both engines imported: measured 465 MiB on a CPU
 MAX_RANKS_PER_CORE = 32

@@ -9,8 +9,8 @@ from hybrid3d.distributed import gather_objects
 from hybrid3d.launch_environment import local_world_size
 from hybrid3d.planning.checkpoint_memory import choose_sharding
 from hybrid3d.planning.machine_memory import total_memory
-from hybrid3d.run.record import Record
-from hybrid3d.train import checkpoint
+from hybrid3d.run.logger import Record
+from hybrid3d.train.megatron import checkpoint
 
 
 def decide_sharding(recipe: Recipe, models: checkpoint.Models, record: Record, group: dist.ProcessGroup) -> str:

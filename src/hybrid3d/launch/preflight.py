@@ -29,14 +29,14 @@ from hybrid3d.inputs.models import check_against_transformers, read_config, read
 from hybrid3d.launch_environment import check_vllm_variables
 from hybrid3d.reshard.file_index import CheckpointError, TensorEntry, read_index
 from hybrid3d.reshard.files import CheckpointReader, file_pieces
-from hybrid3d.reshard.layout import Shape
-from hybrid3d.rewards.registry import check_references
-from hybrid3d.rewards.scorer import check_reward
+from hybrid3d.reshard.plan.layout import Shape
 from hybrid3d.rl.data import MAX_ROWS_IN_MESSAGE, PromptData
 from hybrid3d.rl.data_files import DataError
 from hybrid3d.rl.preference_data import PairData
-from hybrid3d.run.run_folder import RunFolder, checkpoint_folder, recorded_folder
+from hybrid3d.run.folder import RunFolder, checkpoint_folder, recorded_folder
 from hybrid3d.run.trackers import find_problems
+from hybrid3d.scoring.functions import check_references
+from hybrid3d.scoring.scorer import check_reward
 from hybrid3d.storage.manifest import check_sizes, read_manifest
 
 MAX_DIFFERENCES = 20  # differing keys of two recipes that a message lists
@@ -241,8 +241,8 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
     Raises:
         CheckpointError, UnsupportedModel, RecipeError: as in `check_run`.
     """
-    from hybrid3d.train.probe import expected_shapes
-    from hybrid3d.train.value_model import language_model
+    from hybrid3d.train.megatron.probe import expected_shapes
+    from hybrid3d.train.megatron.value_model import language_model
 
     config = language_model(read_config(path))
     try:
@@ -326,7 +326,7 @@ def check_weights(config: Config, path: str, with_mtp: bool = False) -> None:
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape.
     """
-    from hybrid3d.train.probe import expected_shapes
+    from hybrid3d.train.megatron.probe import expected_shapes
 
     entries = read_index(path)
     problems = list(_differences(expected_shapes(config, with_mtp), entries, config))

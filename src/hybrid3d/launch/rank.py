@@ -11,14 +11,14 @@ import torch.distributed as dist
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.launch import rendezvous
+from hybrid3d.launch.child import RunEnd, is_child, run_with_restarts
 from hybrid3d.launch.failures import failure_message, failure_record, print_error, write_failure
-from hybrid3d.launch.restarts import RunEnd, is_child, run_with_restarts
-from hybrid3d.launch.training_restarts import run_training_rank
+from hybrid3d.launch.supervisor import run_training_rank
 from hybrid3d.launch.worker import Task, run_process
 from hybrid3d.launch_environment import BEAT_SECONDS
-from hybrid3d.roles.split.connections import has_ended
 from hybrid3d.run import terminal
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
+from hybrid3d.workers.channel import has_ended
 
 
 def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, restarts: bool = False) -> int:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 
 # A switch that is meant for other systems: Ray, of which all sockets listen on all interfaces, then takes loopback
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}

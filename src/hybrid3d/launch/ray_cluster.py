@@ -31,7 +31,7 @@ from hybrid3d.launch.launcher import supervise
 from hybrid3d.launch.ray_access import MODE, TOKEN, TOKEN_PATH, find_token
 from hybrid3d.launch_environment import CHECKED, RUN
 from hybrid3d.process import remove_shared_memory
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 
 PLACED_SECONDS = 60  # within which a cluster that is large enough has room for the ranks
 STOP_SECONDS = 10  # within which actors have killed their ranks and cleaned up

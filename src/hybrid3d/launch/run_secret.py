@@ -19,7 +19,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.generation.agents.program import KEY_VARIABLE
 from hybrid3d.launch.rendezvous import RendezvousError
 from hybrid3d.launch_environment import derived_key, secret, set_secret
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

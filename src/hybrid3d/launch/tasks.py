@@ -23,21 +23,21 @@ from hybrid3d.distributed import RoleGroups
 from hybrid3d.families import Config, family_of
 from hybrid3d.inputs.models import read_config, read_tokenizer
 from hybrid3d.inputs.tokenizer_files import tokenizer_assumptions
+from hybrid3d.launch.child import this_process
 from hybrid3d.launch.failures import failure_record, write_failure
-from hybrid3d.launch.restarts import this_process
-from hybrid3d.rewards import sandbox
-from hybrid3d.run.heartbeat import enter_phase
+from hybrid3d.run.folder import RunFolder, checkpoint_folder, draw_curves
 from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.identity import begin as begin_run
 from hybrid3d.run.oom_recovery import OomRecovery, find_out_of_memory
-from hybrid3d.run.run_folder import RunFolder, checkpoint_folder, draw_curves
+from hybrid3d.scoring.code import sandbox
+from hybrid3d.watch.heartbeat import enter_phase
 
 if TYPE_CHECKING:
-    from hybrid3d.roles.colocated import Colocated
-    from hybrid3d.roles.split.training import TrainingRank
     from hybrid3d.run.health import Guard
     from hybrid3d.run.live_settings import LiveSettings
-    from hybrid3d.run.record import Record
+    from hybrid3d.run.logger import Record
+    from hybrid3d.trainer.colocated import Colocated
+    from hybrid3d.trainer.remote_generator import TrainingRank
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,8 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: Store, console: C
     slots = choose_placement(recipe, store, folder) if recipe.algorithm.generates and not recipe.is_split else ()
     group = _start_training(recipe, store)
     from hybrid3d.run.live_settings import LiveSettings
-    from hybrid3d.run.record import Record
-    from hybrid3d.train.kernels import in_use
+    from hybrid3d.run.logger import Record
+    from hybrid3d.train.megatron.kernels import in_use
 
     if rank == 0:
         folder.create(recipe)
@@ -88,16 +88,16 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: Store, console: C
 
 def _serve(recipe: Recipe, store: Store) -> None:
     """Generate, or compute rewards, for the ranks that train, to the end of their run."""
-    from hybrid3d.roles.split.service import MakeRank, Service
+    from hybrid3d.workers.loop import MakeRank, Service
 
     make_rank: MakeRank
     if distributed.rank() in recipe.role_ranks["generation"]:
-        from hybrid3d.roles.split.generation import GenerationRank
+        from hybrid3d.workers.generation import GenerationRank
 
         make_rank = GenerationRank
         advice = "this rank only generates: lower rollout.gpu_memory_utilization"
     else:
-        from hybrid3d.roles.split.reward import RewardRank
+        from hybrid3d.workers.reward import RewardRank
 
         make_rank = RewardRank
         advice = "this rank only computes rewards: raise roles.reward.tp or roles.reward.pp"
@@ -112,7 +112,7 @@ def _serve(recipe: Recipe, store: Store) -> None:
 
 def _start_training(recipe: Recipe, store: Store) -> dist.ProcessGroup:
     """Create the default process group of the ranks that train, and Megatron's, with the memory that they take."""
-    from hybrid3d.train import runtime
+    from hybrid3d.train.megatron import runtime
 
     group = distributed.start_among(recipe.role_ranks["train"], f"train/{this_process().restart_count}", store)
     runtime.initialize(recipe.train, recipe.run.seed)
@@ -123,7 +123,7 @@ def _start_training(recipe: Recipe, store: Store) -> dist.ProcessGroup:
 
 def start_groups(recipe: Recipe, store: Store) -> RoleGroups:
     """Create the process groups of a benchmark's rank, and Megatron's if it trains."""
-    from hybrid3d.train import runtime
+    from hybrid3d.train.megatron import runtime
 
     if recipe.is_split:
         groups = distributed.start_roles(store, recipe.role_ranks)
@@ -146,14 +146,14 @@ def _make_roles(
 ) -> Colocated | TrainingRank:
     """Build the engines of a rank that trains. Arguments are as for `Colocated` and `TrainingRank`."""
     if recipe.is_split:
-        from hybrid3d.roles.split.training import TrainingRank
+        from hybrid3d.trainer.remote_generator import TrainingRank
 
         return TrainingRank(recipe, store, group, record, guard, weights_of, this_process().restart_count)
-    from hybrid3d.roles.colocated import Colocated
+    from hybrid3d.trainer.colocated import Colocated
 
     others, start = None, this_process().restart_count
     if recipe.has_serving_ranks and group.rank() == 0:
-        from hybrid3d.roles.split.other_roles import OtherRoles
+        from hybrid3d.workers.roles import OtherRoles
 
         others = OtherRoles(recipe, store, record, start)
     return Colocated(recipe, group, slots, guard, weights_of, others, start)
@@ -163,8 +163,8 @@ def _train_rl(live: LiveSettings, record: Record, store: Store, group: dist.Proc
     from hybrid3d.launch.optimizer_sharding import decide_sharding
     from hybrid3d.run.health import Guard
     from hybrid3d.trainer.checkpoints import Checkpoints
-    from hybrid3d.trainer.recording import StepRecorder
     from hybrid3d.trainer.rl import train_rl
+    from hybrid3d.trainer.step_recorder import StepRecorder
 
     guard, recipe = Guard(record), live.recipe
     roles = _make_roles(recipe, store, group, slots, record, guard)
@@ -183,9 +183,9 @@ def _train_on_data(
 ) -> None:
     from hybrid3d.launch.optimizer_sharding import decide_sharding
     from hybrid3d.run.health import Guard
-    from hybrid3d.train.policy import Policy
+    from hybrid3d.train.megatron.policy import Policy
     from hybrid3d.trainer.checkpoints import Checkpoints
-    from hybrid3d.trainer.data_loop import DataUpdates, train_on_data
+    from hybrid3d.trainer.data_loops import DataUpdates, train_on_data
     from hybrid3d.trainer.dpo import DpoUpdates
     from hybrid3d.trainer.sft import SftUpdates
 
@@ -219,11 +219,11 @@ def evaluate(
     if rank not in recipe.role_ranks["train"]:
         return _serve(recipe, store)
     from hybrid3d.run.display import Display
-    from hybrid3d.run.record import Record
+    from hybrid3d.run.logger import Record
 
     slots = () if recipe.is_split else choose_placement(recipe, store, folder)
     group = _start_training(recipe, store)
-    from hybrid3d.run.evaluation_page import format_files, format_result
+    from hybrid3d.generation.evaluation_page import format_files, format_result
 
     messages = None if as_json else console
     record = Record(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
@@ -257,8 +257,8 @@ def export(
     """
     from hybrid3d.inputs.export import UNFINISHED, unfinished_folder
     from hybrid3d.launch.exports import write_adapters, write_export
-    from hybrid3d.train import checkpoint, runtime
-    from hybrid3d.train.policy import Policy
+    from hybrid3d.train.megatron import checkpoint, runtime
+    from hybrid3d.train.megatron.policy import Policy
 
     group = distributed.start(store)
     runtime.initialize(recipe.train, recipe.run.seed)
@@ -302,9 +302,9 @@ def replay(
     """
     group = _start_training(recipe, store)
     from hybrid3d.run.display import Display
-    from hybrid3d.run.record import Record
-    from hybrid3d.run.replay_page import print_replay
+    from hybrid3d.run.logger import Record
     from hybrid3d.trainer.replay import replay as replay_steps
+    from hybrid3d.trainer.replay_page import print_replay
 
     enter_phase("replay")
     messages = None if as_json else console

@@ -21,10 +21,11 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.errors import set_stream_errors
 from hybrid3d.launch import rendezvous
+from hybrid3d.launch.child import is_child, this_process
 from hybrid3d.launch.failures import failure_message, failure_record, print_error, write_failure
-from hybrid3d.launch.restarts import is_child, this_process
 from hybrid3d.launch.run_secret import adopt_secret, write_secret
 from hybrid3d.launch_environment import DISCONNECTED
+from hybrid3d.ledger import TrainingStarts
 from hybrid3d.process import (
     adopt_orphans,
     kill_descendants,
@@ -32,13 +33,12 @@ from hybrid3d.process import (
     remove_shared_memory,
     set_shared_memory_prefix,
 )
-from hybrid3d.roles.split.training_starts import TrainingStarts
 from hybrid3d.run import terminal
-from hybrid3d.run.heartbeat import Heartbeat
+from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.oom_recovery import OutOfMemoryRestart, find_out_of_memory
-from hybrid3d.run.run_folder import RunFolder
-from hybrid3d.run.watchdog import Watchdog
 from hybrid3d.storage.disk import CheckpointWriteError
+from hybrid3d.watch.heartbeat import Heartbeat
+from hybrid3d.watch.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 

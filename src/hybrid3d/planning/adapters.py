@@ -12,9 +12,9 @@ from hybrid3d.planning.engine_queries import EngineAnswers, ProgressCallback, ch
 from hybrid3d.planning.hardware import Hardware
 from hybrid3d.planning.seconds import SyncTime, estimate_sync_time, inter_node_bytes
 from hybrid3d.planning.traffic import compute_sync_traffic
-from hybrid3d.reshard.stamp import layer_of
+from hybrid3d.reshard.plan.layers import layer_of
 from hybrid3d.rollout.probe import adapter_demands
-from hybrid3d.train.probe import adapter_holdings_of_all, expected_shapes, representative_layer_counts
+from hybrid3d.train.megatron.probe import adapter_holdings_of_all, expected_shapes, representative_layer_counts
 
 
 @dataclass(frozen=True)

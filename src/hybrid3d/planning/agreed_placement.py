@@ -22,9 +22,9 @@ from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import query_engines
 from hybrid3d.planning.isolated import EngineQueryFailed
 from hybrid3d.planning.kept_placement import find_placement, is_computed
-from hybrid3d.reshard.classes import TensorClass, classify_tensors, rank_groups, signature_of
-from hybrid3d.reshard.layout import Demand, Holdings
-from hybrid3d.reshard.placement import MissingBytes, assign_slots, consecutive_slots, count_missing_bytes
+from hybrid3d.reshard.plan.classes import TensorClass, classify_tensors, rank_groups, signature_of
+from hybrid3d.reshard.plan.layout import Demand, Holdings
+from hybrid3d.reshard.plan.placement import MissingBytes, assign_slots, consecutive_slots, count_missing_bytes
 
 _STORE_KEY = "slots"
 

@@ -1,4 +1,4 @@
-"""Predicts a sync that sends only changed elements, from the plan of a full one: see `reshard/delta.py`.
+"""Predicts a sync that sends only changed elements, from the plan of a full one: see `reshard/delta/executor.py`.
 
 The changed elements are taken to be spread evenly over all tensors; with `rollout.quantization` all are taken for FP8.
 """
@@ -23,12 +23,12 @@ from hybrid3d.planning.sync_choice import (
     hidden_seconds,
 )
 from hybrid3d.planning.traffic import SyncTraffic
-from hybrid3d.reshard.classes import rank_groups
-from hybrid3d.reshard.encoding import entropy_bytes
-from hybrid3d.reshard.encoding_work import EncodingWork, count_encoding
-from hybrid3d.reshard.layout import ITEMSIZE, LocalPieces
-from hybrid3d.reshard.planner import Routes
-from hybrid3d.reshard.quantization import FP8
+from hybrid3d.reshard.delta.encoding import entropy_bytes
+from hybrid3d.reshard.delta.encoding_work import EncodingWork, count_encoding
+from hybrid3d.reshard.fp8 import FP8
+from hybrid3d.reshard.plan.classes import rank_groups
+from hybrid3d.reshard.plan.layout import ITEMSIZE, LocalPieces
+from hybrid3d.reshard.plan.planner import Routes
 
 
 @dataclass(frozen=True)

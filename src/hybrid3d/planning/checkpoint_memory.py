@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hybrid3d.config import Recipe
 from hybrid3d.planning.hardware import Hardware
 from hybrid3d.planning.memory import FLOAT32, StageMemory
-from hybrid3d.reshard.layout import ITEMSIZE
+from hybrid3d.reshard.plan.layout import ITEMSIZE
 
 SAVED = 3 * FLOAT32  # bytes of an element: the main weight and Adam's two moments
 GATHERED_FRACTION = 0.5  # of a node's memory; the rest is for processes, offloaded tensors and the page cache

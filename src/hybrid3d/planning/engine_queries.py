@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config, is_quantized
-from hybrid3d.reshard.classes import group_ranks, rank_groups
-from hybrid3d.reshard.coverage import check_same_tensors
-from hybrid3d.reshard.layout import Holdings, Shape
-from hybrid3d.reshard.quantization import quantized_holdings, quantized_shapes
-from hybrid3d.reshard.stamp import layer_of
+from hybrid3d.reshard.fp8 import quantized_holdings, quantized_shapes
+from hybrid3d.reshard.plan.classes import group_ranks, rank_groups
+from hybrid3d.reshard.plan.coverage import check_same_tensors
+from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.layout import Holdings, Shape
 from hybrid3d.rollout.probe import SlotDemand, slot_demands
-from hybrid3d.train.probe import expected_shapes, holdings_of_all, representative_layer_counts
+from hybrid3d.train.megatron.probe import expected_shapes, holdings_of_all, representative_layer_counts
 
 ProgressCallback = Callable[[str], None]
 

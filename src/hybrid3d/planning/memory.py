@@ -33,8 +33,8 @@ from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.families import Config, family_of, is_adapted, is_expert
 from hybrid3d.planning.hardware import Hardware
 from hybrid3d.planning.reserve import NO_RESERVE, Reserve, reserve_of
-from hybrid3d.reshard.layout import ITEMSIZE, Piece, pieces_by_name
-from hybrid3d.train.probe import layers_of_stages
+from hybrid3d.reshard.plan.layout import ITEMSIZE, Piece, pieces_by_name
+from hybrid3d.train.megatron.probe import layers_of_stages
 
 if TYPE_CHECKING:  # the memory of training is estimated where there is no vLLM, too
     from hybrid3d.rollout.probe import SlotDemand

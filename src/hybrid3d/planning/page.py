@@ -13,7 +13,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.planning.memory import gb
 from hybrid3d.planning.report import PlanReport
 from hybrid3d.planning.seconds import SyncTime
-from hybrid3d.reshard.placement import consecutive_slots
+from hybrid3d.reshard.plan.placement import consecutive_slots
 
 SHADES = " ░▒▓█"
 MOST_GROUPS = 16  # rows of the picture on a terminal

@@ -21,8 +21,8 @@ from hybrid3d.planning.peers import GatherTraffic, gather_traffic
 from hybrid3d.planning.samples import SampleTraffic, predict_samples
 from hybrid3d.planning.seconds import SyncTime, estimate_sync_time, inter_node_bytes
 from hybrid3d.planning.traffic import SyncTraffic, compute_sync_traffic, without_collector
-from hybrid3d.reshard.placement import consecutive_slots
-from hybrid3d.train.probe import expected_shapes
+from hybrid3d.reshard.plan.placement import consecutive_slots
+from hybrid3d.train.megatron.probe import expected_shapes
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hybrid3d.planning.hardware import Hardware
-from hybrid3d.reshard.encoding import form_of
-from hybrid3d.reshard.encoding_work import EncodingWork
-from hybrid3d.reshard.planner import Transfer
+from hybrid3d.reshard.delta.encoding import form_of
+from hybrid3d.reshard.delta.encoding_work import EncodingWork
+from hybrid3d.reshard.plan.planner import Transfer
 
 ASSUMED_FRACTION = 0.02  # of the elements that change, until a run knows how many did
 RUN = 1 << 24  # elements of the run whose encoding stands for all: large, so that rounding does not show

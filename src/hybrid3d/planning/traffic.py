@@ -15,13 +15,13 @@ from hybrid3d.config import Recipe
 from hybrid3d.families import is_expert, is_quantized
 from hybrid3d.planning.agreed_placement import Placement, compute_placement
 from hybrid3d.planning.engine_queries import EngineAnswers
-from hybrid3d.reshard.classes import group_ranks, rank_groups, select_tensors
-from hybrid3d.reshard.coverage import check_coverage, check_routes, lower_bound, network_lower_bound
-from hybrid3d.reshard.layout import ITEMSIZE, Demand, Holdings, Piece, Shape
-from hybrid3d.reshard.planner import PlanError, make_plan
-from hybrid3d.reshard.quantization import BLOCK, FP8, SCALE, SCALE_SUFFIX
-from hybrid3d.reshard.relays import Relay
-from hybrid3d.reshard.routes import RoutedClass, route_classes
+from hybrid3d.reshard.fp8 import BLOCK, FP8, SCALE, SCALE_SUFFIX
+from hybrid3d.reshard.plan.classes import group_ranks, rank_groups, select_tensors
+from hybrid3d.reshard.plan.coverage import check_coverage, check_routes, lower_bound, network_lower_bound
+from hybrid3d.reshard.plan.layout import ITEMSIZE, Demand, Holdings, Piece, Shape
+from hybrid3d.reshard.plan.planner import PlanError, make_plan
+from hybrid3d.reshard.plan.relays import Relay
+from hybrid3d.reshard.plan.routes import RoutedClass, route_classes
 
 
 @dataclass(frozen=True)

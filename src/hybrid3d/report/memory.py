@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybrid3d.report.charts import format_value
-from hybrid3d.report.records import MEMORY, RunRecords
+from hybrid3d.report.run_data import MEMORY, RunRecords
 from hybrid3d.report.tables import NONE, Plan, TableRow
 from hybrid3d.report.timeline import RankSpans
 

@@ -17,7 +17,7 @@ from hybrid3d.report.charts import TREND_SPANS, Points, format_value, thin, tren
 from hybrid3d.report.memory import MEASURED_ON, memory_columns, memory_table, rank_memory_table
 from hybrid3d.report.panels import OTHER, draw_sections, event_details
 from hybrid3d.report.phases import NOT_OF_THE_STEP, STEP, attribute, meaning_of, phases_of
-from hybrid3d.report.records import Row, RunRecords, settings_as_yaml
+from hybrid3d.report.run_data import Row, RunRecords, settings_as_yaml
 from hybrid3d.report.samples import SampleSelection, shorten
 from hybrid3d.report.timeline import ACTIVITIES, RankSpans, Timeline, cause_text
 from hybrid3d.report.timeline import OTHER as OTHER_ACTIVITY

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hybrid3d.report.records import Row, RunRecords
+from hybrid3d.report.run_data import Row, RunRecords
 
 STEP = "time/step"
 NOT_OF_THE_STEP = ("time/eval",)  # which time/step excludes

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hybrid3d.report.records import is_number, read_lines
+from hybrid3d.report.run_data import is_number, read_lines
 
 HEAD, TAIL = 4000, 2000  # characters of a longer text that are shown
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybrid3d.report.charts import format_number, format_value
 from hybrid3d.report.phases import attribute
-from hybrid3d.report.records import RunRecords, setting_text
+from hybrid3d.report.run_data import RunRecords, setting_text
 
 NONE = "–"
 Plan = Mapping[str, Any]

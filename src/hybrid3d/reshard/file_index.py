@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from hybrid3d.errors import UserMistake
-from hybrid3d.reshard.layout import Shape
+from hybrid3d.reshard.plan.layout import Shape
 from hybrid3d.storage.user_files import UnreadableFile, parse_json, read_json_file
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -6,12 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from hybrid3d.reshard.bitmap import num_bytes, pack_bits
-from hybrid3d.reshard.changes import Changes
-from hybrid3d.reshard.layout import Holdings, Piece
-from hybrid3d.reshard.memory import DeviceBuffer, align_up, strided_view
-from hybrid3d.reshard.protocols import ChangeSource
-from hybrid3d.reshard.quantization import (
+from hybrid3d.reshard.delta.bitmap import num_bytes, pack_bits
+from hybrid3d.reshard.delta.changes import Changes
+from hybrid3d.reshard.ends import ChangeSource
+from hybrid3d.reshard.fp8 import (
     BLOCK,
     IsQuantized,
     Region,
@@ -21,6 +19,8 @@ from hybrid3d.reshard.quantization import (
     quantized_holdings,
     regions_of,
 )
+from hybrid3d.reshard.move.memory import DeviceBuffer, align_up, strided_view
+from hybrid3d.reshard.plan.layout import Holdings, Piece
 
 
 class QuantizedWeights:

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hybrid3d.reshard.layout import Demand, Piece
-from hybrid3d.reshard.planner import Transfer
-from hybrid3d.reshard.stamp import layer_of
+from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.layout import Demand, Piece
+from hybrid3d.reshard.plan.planner import Transfer
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from vllm.lora.request import LoRARequest
 
 from hybrid3d.config import Lora
 from hybrid3d.families import PEFT_PREFIX, is_adapted, module_of
-from hybrid3d.reshard.executor import NamedTensors
-from hybrid3d.reshard.layout import Demand, Piece, Shape
-from hybrid3d.rollout.record import Destination, UnsupportedLoader, record_copies
+from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.plan.layout import Demand, Piece, Shape
+from hybrid3d.rollout.loader_trace import Destination, UnsupportedLoader, record_copies
 
 SLOT = 0
 ADAPTER = LoRARequest("policy", 1, "policy")  # its path is never read, as the adapter is registered

@@ -27,12 +27,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 
 from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights, join_completions
-from hybrid3d.generation.expert_choices import NO_CHOICES, ExpertChoices
+from hybrid3d.generation.router_replay import NO_CHOICES, ExpertChoices
 from hybrid3d.patches import apply, set_existing
 from hybrid3d.reshard.file_index import read_shapes
-from hybrid3d.reshard.layout import Shape
+from hybrid3d.reshard.plan.layout import Shape
 from hybrid3d.rollout import patches
 from hybrid3d.rollout.adapters import ADAPTER, RolloutAdapters, adapter_settings, manager_of, register_adapter
+from hybrid3d.rollout.finalize import unwrapped_layers
 from hybrid3d.rollout.fp8 import names_of, quantization_config
 from hybrid3d.rollout.patches import (
     VLLM,
@@ -43,11 +44,10 @@ from hybrid3d.rollout.patches import (
     name_shared_memory,
     noting_requantization,
 )
-from hybrid3d.rollout.routed_experts import RoutedExperts
+from hybrid3d.rollout.router_replay import RoutedExperts
+from hybrid3d.rollout.sink import RolloutWeights
 from hybrid3d.rollout.sleep_allocator import load_sleep_allocator
 from hybrid3d.rollout.truncation import LOGPROBS, kept_probability
-from hybrid3d.rollout.units import unwrapped_layers
-from hybrid3d.rollout.weights import RolloutWeights
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.platforms import PlatformEnum, current_platform
 
 from hybrid3d.families import Config, family_of
-from hybrid3d.reshard.quantization import BLOCK, dequantize
+from hybrid3d.reshard.fp8 import BLOCK, dequantize
 
 
 def quantization_config(config: Config) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from hybrid3d.config import Rollout
 from hybrid3d.patches import Patch
-from hybrid3d.rollout import fp8, routed_experts, truncation
+from hybrid3d.rollout import fp8, router_replay, truncation
 
 VLLM = "vllm==0.32.0"
 
@@ -287,7 +287,7 @@ EVERYWHERE = (
         "Under an external launcher each rank of TP has a scheduler, but only the first has the experts of tokens; the "
         "others stop with an assertion.",
         "tests/test_router_replay.py",
-        routed_experts.take_output_of_first_rank,
+        router_replay.take_output_of_first_rank,
     ),
     NEW_GROUP,
 )
@@ -320,21 +320,21 @@ ON_CPU = (
         VLLM,
         "It refuses to return the experts of tokens with the V1 model runner, the only one on CPUs without Triton.",
         "tests/test_router_replay.py",
-        routed_experts.without_check,
+        router_replay.without_check,
     ),
     Patch(
         "vllm.v1.worker.cpu_model_runner.CPUModelRunner.execute_model",
         VLLM,
         "The V1 model runner does not keep the experts of tokens.",
         "tests/test_router_replay.py",
-        routed_experts.execute_and_capture,
+        router_replay.execute_and_capture,
     ),
     Patch(
         "vllm.v1.worker.cpu_model_runner.CPUModelRunner.sample_tokens",
         VLLM,
         "The V1 model runner does not return the experts of tokens.",
         "tests/test_router_replay.py",
-        routed_experts.sample_and_return,
+        router_replay.sample_and_return,
     ),
 )
 

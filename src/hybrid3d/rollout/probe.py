@@ -18,13 +18,13 @@ import torch
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import EXPERT, Config, family_of
-from hybrid3d.reshard.layout import Demand, Piece, Shape
-from hybrid3d.reshard.stamp import layer_of, replicate_layer
+from hybrid3d.reshard.plan.layers import layer_of, replicate_layer
+from hybrid3d.reshard.plan.layout import Demand, Piece, Shape
 from hybrid3d.rollout import engine
 from hybrid3d.rollout.adapters import RolloutAdapters, adapter_settings, wrap_on_meta
+from hybrid3d.rollout.loader_trace import UnsupportedLoader
 from hybrid3d.rollout.patches import as_rank, external_rank
-from hybrid3d.rollout.record import UnsupportedLoader
-from hybrid3d.rollout.weights import RolloutWeights
+from hybrid3d.rollout.sink import RolloutWeights
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config  # isort: skip
 from vllm.distributed import parallel_state  # isort: skip

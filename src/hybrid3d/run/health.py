@@ -11,7 +11,7 @@ from typing import Any
 from hybrid3d.config import Recipe
 from hybrid3d.rl.kl import KlController
 from hybrid3d.run.bounds import BOUNDS
-from hybrid3d.run.record import Record
+from hybrid3d.run.logger import Record
 
 GRAD_NORM_HISTORY = 20  # recent gradient norms whose median a spike is compared with
 MIN_GRAD_NORMS = 5  # norms in the history before spikes are detected

@@ -19,7 +19,7 @@ from hybrid3d.inputs.checks import check_model
 from hybrid3d.storage.user_files import MAX_TEXT_BYTES, UnreadableFile, parse_yaml, read_bytes
 
 if TYPE_CHECKING:
-    from hybrid3d.run.record import Record
+    from hybrid3d.run.logger import Record
 
 MUTABLE_SETTINGS = (
     "algorithm.clip",

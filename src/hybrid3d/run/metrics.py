@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from hybrid3d.distributed import gather_objects
-from hybrid3d.run.heartbeat import enter_phase
 from hybrid3d.run.memory import meter
+from hybrid3d.watch.heartbeat import enter_phase
 
 
 class PhaseTimer:

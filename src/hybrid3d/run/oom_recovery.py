@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hybrid3d.config import OFFLOADS, Recipe
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 
 ADVICE = "raise train.tp or train.pp, set train.recompute=full, or lower rollout.gpu_memory_utilization"
 

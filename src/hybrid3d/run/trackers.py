@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from hybrid3d.config import Recipe
 from hybrid3d.config.schema import flatten_settings, to_raw
-from hybrid3d.run.run_folder import RunFolder
+from hybrid3d.run.folder import RunFolder
 
 PACKAGES = {
     "tensorboard": "tensorboard",

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hybrid3d.config import Train
 from hybrid3d.rl.balance import balanced_shares, split_within_budget
 from hybrid3d.rl.batch import Batch
-from hybrid3d.train.micro import MicroBatch, in_one_row, in_rows, rounded_up
+from hybrid3d.train.micro_batches import MicroBatch, in_one_row, in_rows, rounded_up
 
 
 def micro_batches(

@@ -23,8 +23,8 @@ from hybrid3d.patches import apply
 from hybrid3d.storage import manifest
 from hybrid3d.storage.disk import CheckpointWriteError, describe_write_error, is_file_error
 from hybrid3d.storage.manifest import Identity
-from hybrid3d.train import patches
-from hybrid3d.train.runtime import on_device
+from hybrid3d.train.megatron import patches
+from hybrid3d.train.megatron.runtime import on_device
 
 PARTIAL = ".partial"  # suffix of a folder that is being written or removed
 

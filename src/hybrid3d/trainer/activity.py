@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from hybrid3d.distributed import gather_objects
-from hybrid3d.roles.protocols import Roles
 from hybrid3d.run.memory import Peaks
 from hybrid3d.run.metrics import PhaseTimer
 from hybrid3d.run.timeline import Span
+from hybrid3d.trainer.protocols import Roles
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from hybrid3d.config import Run
 from hybrid3d.distributed import broadcast_object
+from hybrid3d.run.folder import checkpoint_folder, checkpoint_steps
 from hybrid3d.run.identity import RunIdentity
-from hybrid3d.run.record import Record
-from hybrid3d.run.run_folder import checkpoint_folder, checkpoint_steps
+from hybrid3d.run.logger import Record
 from hybrid3d.storage.disk import CheckpointWriteError, free_bytes, free_inodes
 from hybrid3d.storage.manifest import (
     BrokenCheckpoint,
@@ -25,7 +25,7 @@ from hybrid3d.storage.manifest import (
     total_bytes,
 )
 from hybrid3d.storage.mounts import MOUNTS, file_system_warning
-from hybrid3d.train import checkpoint
+from hybrid3d.train.megatron import checkpoint
 from hybrid3d.train.writing import CheckpointWriter, remove, remove_unfinished
 
 EXTRA_INODES = 2  # of a checkpoint, besides its files: its folder and its manifest

@@ -10,12 +10,12 @@ from hybrid3d.inputs.models import read_data, read_tokenizer
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.preference_data import Pair, PairData
 from hybrid3d.rl.preferences import PairObjective, PairScores, PreferenceSettings, score_pairs, token_weights
-from hybrid3d.roles.models import reference_of
-from hybrid3d.roles.shares import shares_of
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.train.policy import Policy
-from hybrid3d.train.runtime import device
-from hybrid3d.trainer.data_loop import Update
+from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.train.megatron.runtime import device
+from hybrid3d.trainer.data_loops import Update
+from hybrid3d.trainer.dp_split import shares_of
+from hybrid3d.trainer.models import reference_of
 
 
 class DpoUpdates:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hybrid3d.roles.protocols import Roles
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
+from hybrid3d.run.logger import Record
 from hybrid3d.run.metrics import PhaseTimer
-from hybrid3d.run.record import Record
-from hybrid3d.run.slow_ranks import record as work_record
 from hybrid3d.trainer.activity import gather_activity
 from hybrid3d.trainer.checkpoints import Checkpoints
-from hybrid3d.trainer.recording import StepRecorder
+from hybrid3d.trainer.protocols import Roles
+from hybrid3d.trainer.step_recorder import StepRecorder
+from hybrid3d.watch.work_meter import record as work_record
 
 
 def train_rl(

@@ -9,10 +9,10 @@ from hybrid3d.inputs.models import read_data, read_tokenizer
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import encode_pair
 from hybrid3d.rl.objective import sft_loss
-from hybrid3d.roles.shares import shares_of
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.train.policy import Policy
-from hybrid3d.trainer.data_loop import Update
+from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.trainer.data_loops import Update
+from hybrid3d.trainer.dp_split import shares_of
 
 
 class SftUpdates:

@@ -26,7 +26,7 @@ from hybrid3d.generation.agents.history import NoChatTemplate
 from hybrid3d.generation.agents.program import KEY_VARIABLE, LOCAL_HOSTS, find_agent_problems
 from hybrid3d.generation.agents.requests import answer, events, read_request
 from hybrid3d.generation.agents.sessions import SessionPool
-from hybrid3d.rewards.registry import LARGEST_REWARD
+from hybrid3d.scoring.functions import LARGEST_REWARD
 
 T = TypeVar("T")
 

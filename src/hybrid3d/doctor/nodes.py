@@ -1,0 +1,90 @@
+"""The examination of several nodes, by the ranks that torchrun or srun has started on them."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from hybrid3d import launch_environment
+from hybrid3d.config import Recipe
+from hybrid3d.doctor import groups
+from hybrid3d.doctor.answers import SECONDS, ask
+from hybrid3d.doctor.finding import Context, Finding
+from hybrid3d.doctor.page import can_start, format_json, format_page
+from hybrid3d.doctor.table import Examination, Subject, examine
+from hybrid3d.run.folder import RunFolder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch.distributed.distributed_c10d import Store
+
+ON_ALL_NODES = ("rendezvous", "groups")  # subjects about all nodes together: the ranks themselves try both
+
+
+class NodesExamination:
+    """Examines this node, if this is its first rank, and then, with all ranks, the process groups.
+
+    Attributes:
+        can_start: after `run`, whether a run can start on these nodes; equal on every rank.
+    """
+
+    def __init__(self, recipe: Recipe, examinations: Sequence[Examination], as_json: bool):
+        self.can_start = True
+        self._recipe, self._as_json = recipe, as_json
+        self._measures = any(one.subject == "groups" for one in examinations)
+        self._of_node: list[Subject] = []
+        if launch_environment.local_rank() == 0:
+            here = [one for one in examinations if one.subject not in ON_ALL_NODES]
+            self._of_node = list(examine(recipe, here))
+
+    def run(self, folder: RunFolder, rank: int, store: Store, console: Console | None) -> None:
+        """Measure, and print the page on rank 0. Every rank calls this together."""
+        found = [[subject, [asdict(one) for one in findings]] for subject, findings in self._of_node]
+        store.set(f"doctor/{rank}", json.dumps([socket.gethostname(), found]))
+        subjects = self._gather(store) if rank == 0 else []
+        self._share_verdict("nodes", subjects, rank, store)
+        if self._measures and self.can_start:
+            from hybrid3d.launch import tasks
+
+            tasks.measure_groups(self._recipe, folder, rank, store, console)
+            subjects += [("groups", self._compare(folder))] if rank == 0 else []
+            self._share_verdict("groups", subjects, rank, store)
+        if rank == 0:
+            self._print(subjects, console)
+
+    def _share_verdict(self, of: str, subjects: Sequence[Subject], rank: int, store: Store) -> None:
+        """Let every rank know what rank 0 knows: whether a run can start."""
+        key = f"doctor/verdict on {of}"
+        if rank == 0:
+            store.set(key, json.dumps(can_start(subjects)))
+        store.wait([key], timedelta(seconds=2 * SECONDS))
+        self.can_start = json.loads(store.get(key))
+
+    def _gather(self, store: Store) -> list[Subject]:
+        """Return the findings of all nodes, with the host in each subject."""
+        subjects: list[Subject] = []
+        for rank in range(launch_environment.world_size()):
+            host, found = json.loads(store.get(f"doctor/{rank}"))
+            subjects += [
+                (f"{host}: {subject}", tuple(Finding(**one) for one in findings)) for subject, findings in found
+            ]
+        return subjects
+
+    def _compare(self, folder: RunFolder) -> tuple[Finding, ...]:
+        from hybrid3d.launch.tasks import GROUPS
+
+        machine = Context(self._recipe, ask(self._recipe, ["machine"])).answer("machine")
+        measured = json.loads((folder.path / GROUPS).read_text(encoding="utf-8"))
+        return tuple(groups.describe(self._recipe, measured, bool(machine and machine["gpus"])))
+
+    def _print(self, subjects: Sequence[Subject], console: Console | None) -> None:
+        assert console is not None, "rank 0 has a console"
+        if self._as_json:
+            console.print(format_json(self._recipe, subjects), soft_wrap=True)
+            return
+        for line, style in format_page(self._recipe, subjects, console.width if console.is_terminal else None):
+            console.print(line, style=style, soft_wrap=True)

@@ -1,0 +1,79 @@
+"""The page of `hybrid3d doctor`: its findings as text, or as JSON."""
+
+from __future__ import annotations
+
+import json
+import socket
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from hybrid3d.config import Recipe
+from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Finding, Severity
+from hybrid3d.doctor.table import Subject
+
+STYLES: dict[Severity, str] = {OK: "green", SLOW: "yellow", CANNOT_START: "bold red"}
+WIDTH = len(CANNOT_START)
+
+
+def can_start(subjects: Sequence[Subject]) -> bool:
+    """Return whether no finding keeps a run from starting."""
+    return all(finding.severity != CANNOT_START for finding in _findings(subjects))
+
+
+def format_json(recipe: Recipe | None, subjects: Sequence[Subject]) -> str:
+    """Return one JSON object: `host`, `recipe`, `can_start` and `findings`, each with its `subject`."""
+    found = [{"subject": subject, **asdict(finding)} for subject, findings in subjects for finding in findings]
+    page = {
+        "host": socket.gethostname(),
+        "recipe": None if recipe is None else recipe.name,
+        "can_start": can_start(subjects),
+        "findings": found,
+    }
+    return json.dumps(page, indent=2)
+
+
+def format_page(recipe: Recipe | None, subjects: Sequence[Subject], width: int | None) -> Iterator[tuple[str, str]]:
+    """Yield the lines of the page, each with its style.
+
+    Args:
+        width: columns after which lines are wrapped; None leaves them as they are.
+    """
+    for subject, findings in subjects:
+        if findings:
+            yield subject, "bold"
+        for finding in findings:
+            label = f"  {finding.severity:{WIDTH}}  "
+            for line in _wrap(finding.found, label, width):
+                yield line, STYLES[finding.severity]
+            if finding.fix:
+                for line in _wrap(finding.fix, f"{'':{len(label)}}-> ", width):
+                    yield line, ""
+    yield "", ""
+    yield _summary(recipe, subjects), "bold"
+
+
+def _wrap(text: str, label: str, width: int | None) -> list[str]:
+    """Return a text in lines, the first after the label and the others below it."""
+    lines = text.splitlines()
+    if width is not None:
+        room = max(20, width - len(label))
+        lines = [part for line in lines for part in _wrap_line(line, room)]
+    return [f"{label if not number else ' ' * len(label)}{line}" for number, line in enumerate(lines)]
+
+
+def _wrap_line(line: str, room: int) -> list[str]:
+    """Wrap at blanks only, so that commands and paths can be copied."""
+    return textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _summary(recipe: Recipe | None, subjects: Sequence[Subject]) -> str:
+    counts = {kind: sum(finding.severity == kind for finding in _findings(subjects)) for kind in STYLES}
+    what = "a run" if recipe is None else recipe.name
+    verdict = "can start here" if can_start(subjects) else "cannot start here"
+    return f"{what} {verdict}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
+
+
+def _findings(subjects: Sequence[Subject]) -> Iterator[Finding]:
+    for _, findings in subjects:
+        yield from findings

@@ -1,0 +1,178 @@
+"""Runs a rank that trains in a child process, as those that do not train are to outlive it.
+
+When one of the ranks that train is lost, the others end too, and all of them are started again: they go on from the
+last checkpoint, and the others, whose engines are up, register with them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from hybrid3d.config import Recipe
+from hybrid3d.launch import rendezvous
+from hybrid3d.launch.child import become_parent, start_child
+from hybrid3d.launch.failures import failure_message, find_root_cause, print_error, write_failure
+from hybrid3d.launch_environment import local_rank, rank, run_id
+from hybrid3d.ledger import TrainingStarts
+from hybrid3d.process import kill_descendants, remove_shared_memory
+from hybrid3d.run import terminal
+from hybrid3d.run.folder import RunFolder
+from hybrid3d.workers.channel import has_ended
+
+logger = logging.getLogger(__name__)
+
+EXIT_SECONDS = 10.0  # within which ranks that have lost a peer have written why they fail, and have ended
+REPORT_SECONDS = 60.0  # within which the parents of all ranks report
+DECISION_SECONDS = 120.0  # within which rank 0's parent has decided
+ANSWER_SECONDS = 300.0  # within which the store has answered all of it, unless its process is stopped
+STOPPED = -signal.SIGTERM  # exit code of a rank that was killed because another one is lost
+
+
+def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
+    """Run this rank's command as a child process, again each time that a rank that trains is lost, until it ends.
+
+    Args:
+        launched: whether hybrid3d's own launcher reports the failure that ends the run.
+
+    Returns:
+        The exit code.
+    """
+    become_parent()
+    stderr = terminal.duplicate_console(2)
+    child = None if rank() == 0 else start_child(0)
+    try:
+        store = _connect()
+    except rendezvous.RendezvousError as error:
+        if child is not None:
+            return child.wait()  # it has tried the same, and reports it
+        if not error.reported_by_rank_0 and local_rank() == 0:
+            print_error(stderr, f"{recipe.name}: {error}")
+        return error.code
+    starts, restarts = TrainingStarts(store, recipe.world_size), 0
+    for start in itertools.count():
+        code = _wait(child or start_child(start), starts, start)
+        no_answer = threading.Timer(ANSWER_SECONDS, os._exit, [1])
+        no_answer.daemon = True
+        no_answer.start()
+        try:
+            if code == 0 or (code > 0 and not rendezvous.have_met(store)):
+                with suppress(dist.DistError):  # rank 0 may have ended before
+                    starts.report_end(start, rank(), code)
+                return code
+            starts.fail(start)
+            store.delete_key(f"beat/{rank()}")  # the next one comes after a start, which takes longer
+            kill_descendants()
+            starts.report_end(start, rank(), code)
+            if rank() > 0:
+                again = starts.is_there_another(start, DECISION_SECONDS)
+            else:
+                codes = starts.await_ends(start, recipe.role_ranks["train"], REPORT_SECONDS)
+                decision = _decide(recipe, folder, codes, restarts, has_ended(store))
+                _tell(recipe, folder, decision, restarts, launched)
+                restarts += decision.counts
+                again = decision.again
+                starts.decide(start, again)
+        except dist.DistError as error:  # the store is gone, and with it rank 0's node
+            again = False
+            if not launched and local_rank() == 0:
+                cause = find_root_cause(folder, {rank(): SimpleNamespace(exitcode=code)})
+                print_error(stderr, failure_message(folder, cause["rank"], cause))
+                logger.error("%s", error)
+        no_answer.cancel()
+        if not again:
+            break
+        child = None
+        folder.failure_path(rank()).unlink(missing_ok=True)
+    remove_shared_memory(run_id())
+    return max(code, 1)
+
+
+def _connect() -> Store:
+    """Return the store of the run, which this process has if it is that of rank 0 and no agent has it."""
+    stderr = rendezvous.silence_stderr()
+    try:
+        return rendezvous.connect("ranks")
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+def _wait(child: subprocess.Popen[bytes], starts: TrainingStarts, start: int) -> int:
+    """Wait until the process ends, or end it if another rank is lost; return its exit code, negative for a signal."""
+    failed = threading.Event()
+
+    def watch() -> None:
+        with suppress(dist.DistError):
+            while child.poll() is None and not starts.has_failed(start):
+                time.sleep(starts.poll_seconds)
+            failed.set()
+
+    threading.Thread(target=watch, name="starts", daemon=True).start()  # the store may be stopped and never answer
+    while not failed.is_set():
+        with suppress(subprocess.TimeoutExpired):
+            return child.wait(starts.poll_seconds)
+    with suppress(subprocess.TimeoutExpired):
+        return child.wait(EXIT_SECONDS)
+    child.kill()
+    child.wait()
+    return STOPPED
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What follows from the failure of a start.
+
+    Attributes:
+        cause: the failure that caused the others.
+        again: whether all ranks that train are started again.
+        counts: whether that is one of `run.max_restarts`.
+        final: whether nothing else is to start them again either.
+    """
+
+    cause: dict[str, Any]
+    again: bool
+    counts: bool
+    final: bool
+
+
+def _decide(recipe: Recipe, folder: RunFolder, codes: dict[int, int], restarts: int, ended: bool) -> Decision:
+    """Return what follows from the failure of a start.
+
+    Args:
+        codes: the exit codes of their processes.
+        restarts: how often they were started again.
+        ended: whether those that do not train have been told that the run has ended.
+    """
+    ranks = recipe.role_ranks["train"]
+    failed = {number: SimpleNamespace(exitcode=code) for number, code in codes.items() if code}
+    cause = find_root_cause(folder, failed, ranks)
+    out_of_memory = cause["kind"] == "out_of_memory"  # its next start has settings that need less
+    more = out_of_memory or (restarts < recipe.run.max_restarts and not cause.get("on_all_ranks"))
+    again = more and not ended and len(failed) == len(ranks)
+    return Decision(cause, again, counts=again and not out_of_memory, final=not more)
+
+
+def _tell(recipe: Recipe, folder: RunFolder, decision: Decision, restarts: int, launched: bool) -> None:
+    """Print the cause and what follows from it; if nothing does, leave that to the launcher if there is one."""
+    console, cause = terminal.plain_console(file=sys.stdout if decision.again else sys.stderr), decision.cause
+    record = cause | {"final": decision.final}
+    reported = not decision.again and write_failure(folder.failure_path(cause["rank"]), record)
+    if not (reported and launched):
+        print_error(console, failure_message(folder, cause["rank"], cause))
+    if decision.again:
+        counted = f" ({restarts + 1} of run.max_restarts={recipe.run.max_restarts})" if decision.counts else ""
+        print_error(console, f"starting the ranks that train again, from the last checkpoint{counted}")

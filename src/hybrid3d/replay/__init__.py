@@ -1,0 +1,1 @@
+"""Records of steps, and the comparison of a step with its repetition."""

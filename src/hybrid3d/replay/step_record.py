@@ -1,0 +1,232 @@
+"""A recorded step: what it was trained with, and fingerprints of what came out; on disk and in memory.
+
+`docs/run-folder.md` describes the files. Only JSON, YAML and safetensors are written and read: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from hybrid3d.config import Recipe, load_recipe, recipe_to_yaml
+from hybrid3d.errors import UserMistake
+from hybrid3d.generation.router_replay import NO_CHOICES, ExpertChoices, joined
+from hybrid3d.generation.samples import Sample
+from hybrid3d.storage import manifest
+from hybrid3d.storage.user_files import read_json_file
+
+FORMAT = 1
+SETTINGS, STEP, SAMPLES = "settings.yaml", "step.json", "samples.safetensors"
+EXPERIENCE, FINGERPRINTS = "experience.safetensors", "fingerprints.safetensors"
+FILES = (SETTINGS, STEP, SAMPLES, EXPERIENCE, FINGERPRINTS)
+PARTIAL = ".partial"  # suffix of a folder that is being written
+METRICS = ("train/", "critic/", "mismatch/")  # the groups that a recorded step keeps
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+
+class BrokenRecord(UserMistake):
+    """A recorded step cannot be used: its files do not belong together, or are of another version of the format."""
+
+
+@dataclass(frozen=True, eq=False)
+class WeightRecord:
+    """Fingerprints (`replay/fingerprint.py`) of a model's weights before and after a step, uint64.
+
+    Attributes:
+        tensors: names of the n canonical tensors, first layers first.
+        rank, tensor: [k], for each tensor that a rank has boxes of, the rank and the tensor's index.
+        before, after: [k], the fingerprints of these boxes.
+        whole_before, whole_after: [n], of the whole tensors.
+    """
+
+    tensors: tuple[str, ...]
+    rank: Array
+    tensor: Array
+    before: Array
+    after: Array
+    whole_before: Array
+    whole_after: Array
+
+
+ARRAYS = ("rank", "tensor", "before", "after", "whole_before", "whole_after")  # of a `WeightRecord`
+
+
+@dataclass(frozen=True, eq=False)
+class StepRecord:
+    """What a step was trained with, and what came out.
+
+    Attributes:
+        settings: the recipe with the settings of the step.
+        progress: the learner's state besides models before the step, as in a checkpoint.
+        environment: versions, device and number of threads of rank 0.
+        samples: B samples as they were generated, without texts.
+        rewards: [B] float64, with which the step was trained: those of the samples, or of a reward model.
+        computed_by: [B] int32, the rank that computed each sample's log-probabilities and advantages.
+        token_values: float32 values of the policy's tokens, sample after sample, by name: `logprobs` (before the
+            update), `reference_logprobs`, `values`, `advantages`, `returns` and `correction`, where there are such.
+        metrics: the step's metrics of training; None for a number that is not finite.
+        weights: by model, `policy` or `critic`.
+    """
+
+    step: int
+    settings: Recipe
+    progress: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    samples: Sequence[Sample]
+    rewards: Array
+    computed_by: Array
+    token_values: Mapping[str, Array]
+    metrics: Mapping[str, float | None]
+    weights: Mapping[str, WeightRecord]
+
+
+def metrics_of_training(row: Mapping[str, float]) -> dict[str, float | None]:
+    """Return those metrics of a step that a record keeps."""
+    kept = {key: value for key, value in row.items() if key.startswith(METRICS)}
+    return {key: value if math.isfinite(value) else None for key, value in sorted(kept.items())}
+
+
+def write_step(folder: Path, record: StepRecord, identity: manifest.Identity | None = None) -> None:
+    """Write a recorded step to a folder, which gets its name when it is complete. OSError: it cannot be written.
+
+    Args:
+        identity: which run and step the record is of.
+    """
+    unfinished = folder.with_name(folder.name + PARTIAL)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    (unfinished / SETTINGS).write_text(recipe_to_yaml(record.settings), encoding="utf-8")
+    told = {
+        "format": FORMAT,
+        "step": record.step,
+        "environment": record.environment,
+        "progress": record.progress,
+        "metrics": record.metrics,
+        "tensors": {model: weights.tensors for model, weights in record.weights.items()},
+    }
+    (unfinished / STEP).write_text(json.dumps(told, indent=1), encoding="utf-8")
+    _save(unfinished / SAMPLES, _sample_arrays(record.samples))
+    experience = {"rewards": record.rewards, "computed_by": record.computed_by, **record.token_values}
+    _save(unfinished / EXPERIENCE, experience)
+    models = record.weights.items()
+    _save(unfinished / FINGERPRINTS, {f"{model}/{key}": getattr(w, key) for model, w in models for key in ARRAYS})
+    names = manifest.list_files(unfinished)
+    manifest.write(unfinished, {name: manifest.fsync_and_crc(unfinished / name) for name in names}, identity)
+    manifest.fsync_folder(unfinished)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(unfinished, folder)
+    manifest.fsync_folder(folder.parent)
+
+
+def read_step(folder: Path) -> StepRecord:
+    """Read a recorded step, after checking its files against its manifest.
+
+    Raises:
+        BrokenCheckpoint: a file is missing or differs from what was written.
+        BrokenRecord: its files do not belong together, or are of another version of the format.
+    """
+    missing = [name for name in FILES if name not in manifest.read_manifest(folder)]
+    if missing:
+        raise BrokenRecord(f"{folder} does not list {missing[0]}, which every record has")
+    manifest.check(folder)
+    try:
+        told = read_json_file(folder / STEP)
+        number = re.fullmatch(r"step-(\d{6,})", folder.name)
+        if number is not None and told["step"] != int(number[1]):
+            raise BrokenRecord(f"{folder} is the record of step {told['step']}, expected {int(number[1])}")
+        if told["format"] != FORMAT:
+            raise BrokenRecord(f"{folder} is of format {told['format']}, and this version reads format {FORMAT}")
+        experience = load_file(folder / EXPERIENCE)
+        fingerprints = load_file(folder / FINGERPRINTS)
+        settings = load_recipe(folder / SETTINGS)
+        return StepRecord(
+            step=told["step"],
+            settings=settings,
+            progress=told["progress"],
+            environment=told["environment"],
+            samples=_samples(load_file(folder / SAMPLES), settings),
+            rewards=experience.pop("rewards"),
+            computed_by=experience.pop("computed_by"),
+            token_values=experience,
+            metrics=told["metrics"],
+            weights={
+                model: WeightRecord(tuple(tensors), **{key: fingerprints[f"{model}/{key}"] for key in ARRAYS})
+                for model, tensors in told["tensors"].items()
+            },
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+        raise BrokenRecord(f"{folder} is no recorded step: {type(error).__name__}: {error}") from None
+
+
+def _save(path: Path, arrays: Mapping[str, Array]) -> None:
+    path.write_bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+
+
+def _sample_arrays(samples: Sequence[Sample]) -> dict[str, Array]:
+    def in_a_row(parts: Sequence[Sequence[Any]], dtype: type) -> Array:
+        return np.array([value for part in parts for value in part], dtype)
+
+    return {
+        "prompt_lengths": np.array([len(sample.prompt_ids) for sample in samples], np.int32),
+        "prompt_ids": in_a_row([sample.prompt_ids for sample in samples], np.int32),
+        "lengths": np.array([len(sample.tokens) for sample in samples], np.int32),
+        "tokens": in_a_row([sample.tokens for sample in samples], np.int32),
+        "loss_mask": in_a_row([sample.loss_mask for sample in samples], np.bool_),
+        "versions": in_a_row([sample.versions for sample in samples], np.int32),
+        "logprobs": in_a_row([sample.logprobs for sample in samples], np.float64),
+        "rewards": np.array([sample.reward for sample in samples], np.float64),
+        "branches": np.array([sample.branch for sample in samples], np.int32),
+        "truncated": np.array([sample.truncated for sample in samples], np.bool_),
+        "baselines": np.array([sample.baseline for sample in samples], np.float64),
+        "baseline_tokens": np.array([sample.baseline_tokens for sample in samples], np.int32),
+        "expert_lengths": np.array([len(sample.experts) for sample in samples], np.int32),
+        "experts": joined([sample.experts for sample in samples]),
+    }
+
+
+def _samples(arrays: Mapping[str, Array], settings: Recipe) -> list[Sample]:
+    assert settings.rollout is not None, "samples were generated"
+    prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
+    tokens, masks, versions = (_split(arrays[key], arrays["lengths"]) for key in ("tokens", "loss_mask", "versions"))
+    logprobs = _split(arrays["logprobs"], np.array([sum(mask) for mask in masks], np.int64))
+    rewards = arrays["rewards"].tolist()
+    missing = np.zeros(len(rewards), np.int32)  # in older records
+    others = [arrays.get(key, missing).tolist() for key in ("branches", "baselines", "baseline_tokens")]
+    by_length = arrays["lengths"] >= settings.rollout.max_new_tokens  # which older versions went by
+    truncated, experts = arrays.get("truncated", by_length).tolist(), _experts(arrays, len(rewards))
+    fields = zip(prompts, tokens, masks, logprobs, rewards, versions, *others, truncated, experts, strict=True)
+    return [
+        Sample("", p, t, m, n, "", r, v, branch=b, truncated=cut, baseline=base, baseline_tokens=length, experts=e)
+        for p, t, m, n, r, v, b, base, length, cut, e in fields
+    ]
+
+
+def _experts(arrays: Mapping[str, Array], samples: int) -> list[ExpertChoices]:
+    if "experts" not in arrays or not arrays["experts"].size:  # older records have none
+        return [NO_CHOICES] * samples
+    ends = np.cumsum(arrays["expert_lengths"])
+    if len(ends) != samples or ends[-1] != len(arrays["experts"]):
+        raise ValueError(f"choices of {samples} samples expected, {len(arrays['experts'])} tokens of {len(ends)} found")
+    parts = np.split(arrays["experts"], ends[:-1])
+    return [ExpertChoices.of(part) if len(part) else NO_CHOICES for part in parts]
+
+
+def _split(joined: Array, lengths: Array) -> list[tuple[Any, ...]]:
+    """Return the parts of these lengths. ValueError: they do not add up to the whole."""
+    ends = [0, *np.cumsum(lengths).tolist()]
+    if ends[-1] != len(joined):
+        raise ValueError(f"{ends[-1]} values expected, {len(joined)} found")
+    return [tuple(joined[low:high].tolist()) for low, high in pairwise(ends)]

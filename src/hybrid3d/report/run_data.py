@@ -1,0 +1,235 @@
+"""Reads the folder of a run that has finished, stopped, or is still going on, whatever a crash has left in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard, cast
+
+import yaml
+
+from hybrid3d.config import RecipeError
+from hybrid3d.config.schema import flatten_settings, read_yaml
+from hybrid3d.report.timeline import Timeline, read_timeline
+from hybrid3d.run.folder import LOCK, RunFolder
+
+MAX_LINE = 2**24  # bytes; a longer line of a record is skipped
+MAX_STEP = 2**52  # from about there on, one step more is the same floating-point number
+MAX_NUMBER = 1e300  # larger numbers, which no metric has, would overflow when a curve is scaled
+MAX_FAILURE = 4000  # characters of a failed rank's reason
+MAX_FAILURES = 8  # ranks whose reasons are read
+
+MEMORY = "memory/"  # of the keys of memory.jsonl
+
+FINISHED, GOING_ON, STOPPED = "finished", "going on", "stopped"
+
+Row = dict[str, float | None]
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """What the folder of a run holds, except for its samples.
+
+    Attributes:
+        name: the recipe's name of the run.
+        state: FINISHED, GOING_ON (a process uses the folder), or STOPPED before the end.
+        settings: the recipe's settings by their dotted keys.
+        rows: those of metrics.jsonl, by step, with those of memory.jsonl; a value that is not finite is None.
+        memory_device: whose memory was measured, `cuda` or `cpu`; None if none was.
+        unreadable: by file, the number of lines that are no records, such as one that a crash has cut off.
+        failures: the reasons of ranks that have failed.
+    """
+
+    path: Path
+    name: str
+    state: str
+    settings: dict[str, Any]
+    rows: Sequence[Row]
+    memory_device: str | None
+    events: Sequence[Event]
+    timeline: Timeline | None
+    failures: Sequence[str]
+    unreadable: dict[str, int]
+
+    @property
+    def steps(self) -> int | None:
+        """The number of the run's last step, which `control.yaml` may have changed."""
+        events = self.current_events
+        changes = [e.get("new") for e in events if e.get("event") == "setting_changed" and e.get("key") == STEPS]
+        steps = [value for value in (self.settings.get(STEPS), *changes) if type(value) is int]
+        return steps[-1] if steps else None
+
+    @property
+    def current_events(self) -> Sequence[Event]:
+        """The events without those of steps that were abandoned, because the run went back to an earlier checkpoint."""
+        kept: list[Event] = []
+        for event in self.events:
+            if event["event"] in ("start", "resume") and is_number(event.get("step")):
+                kept = [one for one in kept if not _is_repeated(one, event["step"])]
+            kept.append(event)
+        return kept
+
+    @property
+    def is_split(self) -> bool:
+        """Whether other ranks generate than train."""
+        return bool(self.settings.get("roles.generation.ranks"))
+
+    def metric(self, key: str) -> list[tuple[float, float]]:
+        """Return a metric as (step, value), without steps that lack it or where it is not finite."""
+        found = ((row["step"], row.get(key)) for row in self.rows)
+        return [(step, value) for step, value in found if step is not None and value is not None]
+
+
+STEPS = "run.steps"
+BEFORE_A_STEP = ("start", "resume", "checkpoint", "disk_low", "end")  # events with the step that comes next
+
+
+def read_run(path: Path) -> RunRecords:
+    """Read the folder of a run.
+
+    Raises:
+        RecipeError: it is not the folder of a run.
+    """
+    folder = RunFolder(path)
+    if not path.is_dir():
+        problem = "it is a file" if path.exists() else "there is no such folder"
+        raise RecipeError(str(path), [f"not the folder of a run: {problem}"])
+    folder.check()
+    if not folder.recipe.exists():
+        raise RecipeError(str(path), ["not the folder of a run: it has no recipe.yaml"])
+    try:
+        settings = flatten_settings(read_yaml(folder.recipe))
+    except ValueError as error:
+        raise error if isinstance(error, RecipeError) else RecipeError(str(folder.recipe), [str(error)]) from None
+    unreadable: dict[str, int] = {}
+    memory: dict[float | None, Row] = {}
+    device: str | None = None
+    for row, measured_on in _read(folder.memory, _memory_row, unreadable):
+        memory[row["step"]], device = row, measured_on
+    rows = sorted(_read(folder.metrics, _metrics_row, unreadable), key=lambda row: row["step"] or 0)
+    rows = [row | memory.get(row["step"], {}) for row in rows]
+    events = list(_read(folder.events, _event, unreadable))
+    return RunRecords(
+        path=path,
+        name=str(settings.get("name", path.name)),
+        state=_state(folder, events),
+        settings=settings,
+        rows=rows,
+        memory_device=device,
+        events=events,
+        timeline=read_timeline(folder.timeline),
+        failures=_failures(folder),
+        unreadable=unreadable,
+    )
+
+
+def read_lines(path: Path) -> Iterator[Any]:
+    """Yield what each line of a record says, parsed as JSON, and None for a line that is not JSON or has no end."""
+    try:
+        file = open(path, "rb")  # noqa: SIM115 (closed below)
+    except OSError:
+        return
+    with file:
+        while line := file.readline(MAX_LINE):
+            complete = line.endswith(b"\n")
+            end = line
+            while not end.endswith(b"\n") and (end := file.readline(MAX_LINE)):
+                pass
+            try:
+                yield json.loads(line) if complete else None
+            except (ValueError, RecursionError):
+                yield None
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value of a record is a number that can be drawn."""
+    return type(value) in (int, float) and abs(cast(float, value)) < MAX_NUMBER  # false for NaN
+
+
+def _read(path: Path, read_one: Any, unreadable: dict[str, int]) -> Iterator[Any]:
+    for parsed in read_lines(path):
+        record = read_one(parsed)
+        if record is None:
+            unreadable[path.name] = unreadable.get(path.name, 0) + 1
+        else:
+            yield record
+
+
+def _metrics_row(parsed: Any) -> Row | None:
+    if not isinstance(parsed, dict) or not is_number(parsed.get("step")) or abs(parsed["step"]) > MAX_STEP:
+        return None
+    return {key: value if is_number(value) else None for key, value in parsed.items() if _is_measured(value)}
+
+
+def _memory_row(parsed: Any) -> tuple[Row, str] | None:
+    row = _metrics_row(parsed)
+    if row is None or parsed.get("device") not in ("cuda", "cpu"):
+        return None
+    return {key: value for key, value in row.items() if key == "step" or key.startswith(MEMORY)}, parsed["device"]
+
+
+def _is_measured(value: Any) -> bool:
+    return value is None or type(value) in (int, float)
+
+
+def _event(parsed: Any) -> Event | None:
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("event"), str):
+        return None
+    time = parsed.get("time")
+    return {**parsed, "time": time if is_number(time) else None}
+
+
+def _is_repeated(event: Event, step: float) -> bool:
+    """Return whether an event is of a step that a run which goes on at `step` does again."""
+    at = event.get("step")
+    return is_number(at) and (at > step or (at == step and not event["event"].startswith(BEFORE_A_STEP)))
+
+
+def _state(folder: RunFolder, events: Sequence[Event]) -> str:
+    if _is_locked(folder.path / LOCK):
+        return GOING_ON
+    turns = [event["event"] for event in events if event["event"] in ("start", "resume", "end")]
+    return FINISHED if turns[-1:] == ["end"] else STOPPED
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process holds the run's lock."""
+    try:
+        with open(path, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no lock, or its file system has none
+        return False
+    return False
+
+
+def _failures(folder: RunFolder) -> list[str]:
+    found = []
+    for path in sorted(folder.logs.glob("rank-*.failure"))[:MAX_FAILURES]:
+        try:
+            with open(path, "rb") as file:
+                record = json.loads(file.read(MAX_LINE))
+            found.append(f"rank {record['rank']}: {record['reason']}"[:MAX_FAILURE])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            found.append(f"{path.name} cannot be read")
+    return found
+
+
+def settings_as_yaml(settings: dict[str, Any]) -> str:
+    """Return settings as lines `section.key: value`."""
+    return "\n".join(f"{key}: {setting_text(value)}" for key, value in settings.items())
+
+
+def setting_text(value: Any) -> str:
+    """Return a setting's value as YAML in one line."""
+    return (
+        str(yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True))
+        .removesuffix("\n...\n")
+        .strip()
+    )

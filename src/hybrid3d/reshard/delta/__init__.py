@@ -1,0 +1,1 @@
+"""Sends only the elements that have changed."""

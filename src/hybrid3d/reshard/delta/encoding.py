@@ -1,0 +1,121 @@
+"""Encodes which elements of a run changed, and their new values, in little more bytes than the entropy of both.
+
+A run of n elements of which k changed is sent as its k values and their positions, in whichever of three forms is
+smallest. Both ends derive the form and its size from n and k alone:
+
+- Elias-Fano: the low bits of each position as they are, the high bits in unary (Elias 1974, Fano 1971), which is within
+  0.6 bits a position of the entropy if the positions are random;
+- a bitmap: one bit for each element of the run;
+- dense: all n values and no positions.
+
+Values are new values, not differences: applying an encoding twice gives the same as applying it once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hybrid3d.reshard.delta.bitmap import num_bytes, pack_bits, set_bits, unpack_bits
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form in which a run is sent.
+
+    Attributes:
+        kind: which one.
+        nbytes: of values and positions.
+        low_bits: of each position, in Elias-Fano form; 0 in the other forms.
+    """
+
+    kind: Literal["dense", "bitmap", "elias-fano"]
+    nbytes: int
+    low_bits: int = 0
+
+
+def form_of(n: int, k: int, itemsize: int) -> Form:
+    """Return the smallest form of a run of `n` elements, of which `k` changed, of `itemsize` bytes each."""
+    if not 0 <= k <= n:
+        raise ValueError(f"{k} elements of a run of {n} cannot have changed")
+    if k == 0:
+        return Form("bitmap", 0)
+    about = max(0, (n // k).bit_length() - 1)
+    candidates = [
+        Form("dense", n * itemsize),
+        Form("bitmap", k * itemsize + num_bytes(n)),
+        *(Form("elias-fano", k * itemsize + num_bytes(_elias_fano_bits(n, k, low)), low) for low in (about, about + 1)),
+    ]
+    return min(candidates, key=lambda form: form.nbytes)
+
+
+def _high_bits(n: int, k: int, low: int) -> int:
+    """Return the length of the unary part: a one for each position, a zero for each step of the high part."""
+    return k + ((n - 1) >> low)
+
+
+def _elias_fano_bits(n: int, k: int, low: int) -> int:
+    return _high_bits(n, k, low) + k * low
+
+
+def encode(positions: torch.Tensor, values: torch.Tensor, n: int, out: torch.Tensor) -> None:
+    """Write a run in its smallest form, which must not be dense.
+
+    Args:
+        positions: [k] int64, ascending, of the elements that changed.
+        values: [k] their new values.
+        n: elements of the run.
+        out: [nbytes] uint8, as large as the form says.
+    """
+    form = form_of(n, len(positions), values.itemsize)
+    assert form.kind != "dense", "a dense run is copied"
+    if not len(positions):
+        return
+    at = values.nbytes
+    out[:at] = values.view(torch.uint8)
+    if form.kind == "bitmap":
+        bits = torch.zeros(n, dtype=torch.bool, device=positions.device)
+        bits[positions] = True
+    else:
+        low, high = form.low_bits, _high_bits(n, len(positions), form.low_bits)
+        bits = torch.zeros(high + len(positions) * low, dtype=torch.bool, device=positions.device)
+        bits[(positions >> low) + torch.arange(len(positions), device=positions.device)] = True
+        if low:
+            bits[high:] = _bits_of(positions, low).flatten()
+    out[at:] = pack_bits(bits)
+
+
+def decode(data: torch.Tensor, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions [k] and values [k] of a run that `encode` wrote.
+
+    Args:
+        data: [nbytes] uint8; aligned for `dtype`.
+    """
+    form = form_of(n, k, dtype.itemsize)
+    values, packed = data[: k * dtype.itemsize].view(dtype), data[k * dtype.itemsize :]
+    if form.kind == "bitmap":
+        return set_bits(packed), values
+    low, high = form.low_bits, _high_bits(n, k, form.low_bits)
+    bits = unpack_bits(packed)
+    positions = (bits[:high].nonzero().flatten() - torch.arange(k, device=data.device)) << low
+    if low:
+        weights = torch.tensor([1 << bit for bit in range(low)], device=data.device)
+        positions += (bits[high : high + k * low].view(k, low) * weights).sum(1)
+    return positions, values
+
+
+def _bits_of(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the lowest bits of numbers [k] as booleans [k, count]."""
+    return (numbers[:, None] >> torch.arange(count, device=numbers.device)) & 1 != 0
+
+
+def entropy_bytes(n: int, k: int, itemsize: int) -> float:
+    """Return the fewest bytes, on average, that tell which `k` of `n` elements changed, and their values.
+
+    All choices of positions and all values count as equally likely: log2 of n over k, plus the bits of the values.
+    """
+    choices = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    return choices / math.log(2) / 8 + k * itemsize

@@ -1,0 +1,1 @@
+"""Moves what a plan says: memory, transport, staging, and the verification of every bit."""

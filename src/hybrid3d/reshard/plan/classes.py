@@ -1,0 +1,125 @@
+"""Classes of tensors that the same ranks hold and want in the same boxes.
+
+A model of 61 layers with 256 experts has 45,000 tensors but only a few hundred classes. Planning and counting work on
+one class at a time, and on groups of ranks that hold or want the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.layout import Demand, Holdings
+
+RankPieces = TypeVar("RankPieces", Holdings, Demand)
+
+Boxes = tuple[tuple[Box, str], ...]
+"""The boxes of one tensor that a rank holds or wants, each with its dtype."""
+
+Signature = Mapping[Boxes, tuple[str, ...]]
+"""The tensors of which a rank holds (or wants) the same boxes, by those boxes; without local memory locations."""
+
+Group = tuple[Sequence[int], Signature]
+"""Ranks that hold (or want) the same, and the signature of it."""
+
+
+@dataclass(frozen=True)
+class TensorClass:
+    """Tensors of which every group of ranks holds and wants the same boxes, in the same dtypes.
+
+    Attributes:
+        names: the tensors in natural order, so that every rank numbers them equally.
+        count: the number of tensors, including the tensors that a listed name represents.
+        held: the boxes that each group of holders has, by the group's index.
+        wanted: the boxes that each group of readers wants, with their dtypes, by the group's index.
+    """
+
+    names: tuple[str, ...]
+    count: int
+    held: Mapping[int, tuple[Box, ...]]
+    wanted: Mapping[int, Boxes]
+
+
+def signature_of(rank_pieces: Holdings | Demand) -> Signature:
+    """Return the boxes and dtypes that a rank holds or wants, without their local memory locations."""
+    boxes_by_name: dict[str, list[tuple[Box, str]]] = defaultdict(list)
+    for piece in rank_pieces.pieces:
+        boxes_by_name[piece.name].append((piece.box, piece.dtype))
+    names_by_boxes: dict[Boxes, list[str]] = defaultdict(list)
+    for name, boxes in boxes_by_name.items():
+        names_by_boxes[tuple(boxes)].append(name)
+    return {boxes: tuple(names) for boxes, names in names_by_boxes.items()}
+
+
+def classify_tensors(
+    holders: Sequence[Signature], readers: Sequence[Signature], multiplicity: Mapping[str, int] | None = None
+) -> list[TensorClass]:
+    """Return the classes of all wanted tensors, in the natural order of their first names.
+
+    Args:
+        holders: what each group of ranks holds.
+        readers: what each group of ranks wants.
+        multiplicity: the number of tensors that each name represents; 1 by default.
+    """
+    box_ids: dict[Boxes, int] = {}
+    held, wanted = _by_name(holders, box_ids), _by_name(readers, box_ids)
+    boxes = list(box_ids)
+    names_by_class: dict[tuple[_GroupBoxes, _GroupBoxes], list[str]] = defaultdict(list)
+    for name, wanted_by in wanted.items():
+        names_by_class[held.get(name, ()), wanted_by].append(name)
+    classes = [
+        TensorClass(
+            names=tuple(sorted(names, key=natural_sort_key)),
+            count=sum(multiplicity[name] for name in names) if multiplicity else len(names),
+            held={group: tuple(dict.fromkeys(box for box, _ in boxes[number])) for group, number in held_by},
+            wanted={group: boxes[number] for group, number in wanted_by},
+        )
+        for (held_by, wanted_by), names in names_by_class.items()
+    ]
+    return sorted(classes, key=lambda tensors: natural_sort_key(tensors.names[0]))
+
+
+_GroupBoxes = tuple[tuple[int, int], ...]
+"""For one tensor: (group, id of the boxes that the group has of it)."""
+
+
+def _by_name(signatures: Sequence[Signature], box_ids: dict[Boxes, int]) -> dict[str, _GroupBoxes]:
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for group, signature in enumerate(signatures):
+        for boxes, names in signature.items():
+            entry = group, box_ids.setdefault(boxes, len(box_ids))
+            for name in names:
+                found[name].append(entry)
+    return {name: tuple(entries) for name, entries in found.items()}
+
+
+def natural_sort_key(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that puts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def group_ranks(pieces_by_rank: Mapping[int, RankPieces]) -> list[tuple[list[int], RankPieces]]:
+    """Group the ranks whose holdings (or demands) are one shared object; return each group with that object."""
+    ranks: dict[int, list[int]] = defaultdict(list)
+    for rank, rank_pieces in sorted(pieces_by_rank.items(), key=lambda entry: entry[0]):
+        ranks[id(rank_pieces)].append(rank)
+    return [(group, pieces_by_rank[group[0]]) for group in ranks.values()]
+
+
+def rank_groups(pieces_by_rank: Mapping[int, RankPieces]) -> list[Group]:
+    """Return the groups of ranks that share one object, each with its signature."""
+    return [(ranks, signature_of(rank_pieces)) for ranks, rank_pieces in group_ranks(pieces_by_rank)]
+
+
+def select_tensors(pieces_by_rank: Mapping[int, RankPieces], names: Iterable[str]) -> dict[int, RankPieces]:
+    """Keep only the pieces of these canonical tensors; ranks that shared an object share one again."""
+    names = frozenset(names)
+    selected: dict[int, RankPieces] = {}
+    for ranks, rank_pieces in group_ranks(pieces_by_rank):
+        part = replace(rank_pieces, pieces=tuple(p for p in rank_pieces.pieces if p.name in names))
+        selected |= dict.fromkeys(ranks, part)
+    return {rank: selected[rank] for rank in pieces_by_rank}

@@ -1,7 +1,0 @@
-"""Sync of weights from the train layout to the rollout layout: plan, session, sharing and verification."""
-
-from hybrid3d.roles.weight_sync.adapters import policy_sync
-from hybrid3d.roles.weight_sync.session import SyncReport, WeightSync
-from hybrid3d.roles.weight_sync.verification import CorruptSync
-
-__all__ = ["CorruptSync", "SyncReport", "WeightSync", "policy_sync"]

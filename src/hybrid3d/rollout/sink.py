@@ -1,0 +1,187 @@
+"""The sink of a sync: the demand of a vLLM rank, and where in its live model the weights are written.
+
+Two units of the model are open at a time: one is finalized while the next one is written (`rollout/finalize.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
+
+from hybrid3d.reshard.move.memory import DeviceBuffer, align_up
+from hybrid3d.reshard.plan.classes import natural_sort_key
+from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.layout import ITEMSIZE, Demand, Fill, Piece, Shape
+from hybrid3d.rollout.finalize import OpenUnit, allocate_on_meta, swap_back, swap_in_loader_layout, tensors_of, units_of
+from hybrid3d.rollout.loader_trace import Destination, UnsupportedLoader, record_demand
+
+# Parameters that no loader writes: latent attention derives them from `kv_b_proj` after loading.
+DERIVED_PARAMETERS = ("W_UV", "W_UK_T")
+MAX_OPEN_UNITS = 2
+
+
+class RolloutWeights:
+    """The demand of one vLLM rank, and the sink (`reshard.protocols.Sink`) that receives it.
+
+    Attributes:
+        demand: the pieces that the rank needs, ordered by layer.
+        finalize_bytes: memory that open units take in addition to the live tensors.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config: VllmConfig,
+        shapes: Mapping[str, Shape],
+        requantized: frozenset[str] = frozenset(),
+    ):
+        """
+        Args:
+            requantized: the local names of weights in FP8 that arrive as vLLM would quantize them anew, with scales
+                that are powers of two, so that it need not.
+        """
+        self._vllm_config, self._requantized = vllm_config, requantized
+        self._device = vllm_config.device_config.device
+        self._units = units_of(model)
+        self._layer_of = {name: layer for layer, unit in self._units.items() for name in unit.names()}
+        self.demand = self._record(model, vllm_config, shapes)
+        self._buffers = [DeviceBuffer(0, self._device)] * MAX_OPEN_UNITS
+        self._open_units: dict[int | None, OpenUnit] = {}
+        self._opened: set[int | None] = set()  # units between `open` and `close`
+        self._pending: set[int | None] = set()
+        self._keeps = False
+        self._apart: frozenset[str] = frozenset()
+
+    def _record(self, model: torch.nn.Module, vllm_config: VllmConfig, shapes: Mapping[str, Shape]) -> Demand:
+        live = swap_in_loader_layout(model, allocate_on_meta())
+        try:
+            destinations = [
+                Destination(name, tensor)
+                for name, _, key, tensor in tensors_of(model)
+                if key not in DERIVED_PARAMETERS and not isinstance(tensor, KVCacheScaleParameter)
+            ]
+            with set_current_vllm_config(vllm_config):
+                demand = record_demand(model, shapes, vllm_config.model_config.dtype, destinations)
+        finally:
+            swap_back(live)
+        for piece in demand.pieces:
+            if layer_of(piece.name) != self._layer_of[piece.view.tensor]:
+                raise UnsupportedLoader(
+                    f"vLLM's loader writes {piece.name} into {piece.view.tensor}, which is in another layer"
+                )
+        return replace(demand, pieces=tuple(sorted(demand.pieces, key=_piece_order)))
+
+    @property
+    def max_finalize_bytes(self) -> int:
+        """Upper bound of `finalize_bytes`: the size of the largest unit, times the number of open units."""
+        tensors: dict[str, int] = defaultdict(int)
+        dtypes = {piece.view.tensor: piece.dtype for piece in self.demand.pieces}
+        for piece in self.demand.pieces:
+            tensors[piece.view.tensor] += piece.nbytes
+        # A vocabulary shard may be padding only: it is filled, and no piece has its dtype.
+        default_itemsize = self._vllm_config.model_config.dtype.itemsize
+        for fill in self.demand.fills:
+            dtype = dtypes.get(fill.view.tensor)
+            tensors[fill.view.tensor] += math.prod(fill.size) * (default_itemsize if dtype is None else ITEMSIZE[dtype])
+        units: dict[int | None, int] = defaultdict(int)
+        for name, nbytes in tensors.items():
+            units[self._layer_of[name]] += align_up(nbytes)
+        return MAX_OPEN_UNITS * max(units.values())
+
+    @property
+    def finalize_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def prepare(self, order: Sequence[int | None], keep: bool = False) -> None:
+        """Assign memory to the tensors of every unit. This is called before the first sync, and for each new plan.
+
+        Args:
+            order: the layers in the order in which they will be opened; None stands for the modules outside of layers.
+            keep: give each unit memory of its own, in which its tensors stay as they were written, from sync to sync.
+        """
+        self._open_units, self._buffers = {}, []  # free their memory first
+        fills: dict[int | None, list[Fill]] = defaultdict(list)
+        for fill in self.demand.fills:
+            fills[self._layer_of[fill.view.tensor]].append(fill)
+        open_units = {
+            layer: OpenUnit(self._units[layer], fills[layer], self._apart, self._requantized) for layer in order
+        }
+        self._keeps, turns = keep, max(1, len(order)) if keep else MAX_OPEN_UNITS
+        sizes = [[open_units[layer].extra_bytes for layer in order[i::turns]] for i in range(turns)]
+        self._buffers = [DeviceBuffer(max(unit_sizes, default=0), self._device) for unit_sizes in sizes]
+        for i, layer in enumerate(order):
+            open_units[layer].place(self._buffers[i % turns])
+        self._open_units = open_units
+
+    def rounded_scales(self) -> set[str]:
+        """Return the canonical tensors that vLLM would quantize anew unless their scales are powers of two."""
+        return {piece.name for piece in self.demand.pieces if piece.view.tensor in self._requantized}
+
+    def keep_apart(self, names: Iterable[str]) -> None:
+        """From the next `prepare` on, write these local tensors in memory of their own, not in that of live tensors.
+
+        With `keep` they then stay as they were written although finalizing changes the live tensors.
+        """
+        self._apart |= frozenset(names)
+
+    def kept_tensors(self) -> set[str]:
+        """Return the local names of the tensors that stay, between two syncs, in the memory that a sync writes."""
+        kept = set(self.in_place_tensors())
+        return kept | {name for unit in self._open_units.values() for name in unit.extra_tensors() if self._keeps}
+
+    def in_place_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the live tensors, by local name, that a sync writes directly and that finalizing does not move."""
+        return {name: tensor for unit in self._open_units.values() for name, tensor in unit.in_place_tensors()}
+
+    def begin(self) -> None:
+        """Begin a sync of all units; live tensors stay in place until their unit is opened."""
+        for buffer in self._buffers:
+            buffer.allocate()
+        self._pending = set(self._open_units)
+
+    def write(self, piece: Piece) -> torch.Tensor:
+        return self._open_units[self._layer_of[piece.view.tensor]].view(piece.view, piece.box.size)
+
+    def open(self, layer: int | None) -> None:
+        self._open_units[layer].open()
+        self._opened.add(layer)
+
+    def close(self, layer: int | None) -> None:
+        self._open_units[layer].finalize(self._vllm_config)
+        self._opened.remove(layer)
+        self._pending.remove(layer)
+
+    def abandon(self) -> None:
+        """Put the live tensors back where a sync was interrupted, so that another sink can write new weights."""
+        for layer in self._opened:
+            self._open_units[layer].abandon()
+        self._opened.clear()
+
+    def skip(self, layer: int | None) -> None:
+        """Count a layer as done without `open` and `close`: its data stays as written, and vLLM does not process it."""
+        self._pending.remove(layer)
+
+    def end(self) -> None:
+        """End the sync and free the extra memory, unless it is kept.
+
+        Raises:
+            RuntimeError: some units were not finalized; the model is not usable until a sync succeeds.
+        """
+        for buffer in self._buffers if not self._keeps else ():
+            buffer.release()
+        if self._pending:
+            raise RuntimeError(
+                f"the sync ended with {len(self._pending)} of {len(self._open_units)} units not finalized"
+            )
+
+
+def _piece_order(piece: Piece) -> tuple[float, list[tuple[int, str]]]:
+    """Sort key of pieces: by layer, tensors outside of layers last, independent of the order in the checkpoint."""
+    layer = layer_of(piece.name)
+    return math.inf if layer is None else layer, natural_sort_key(piece.name)

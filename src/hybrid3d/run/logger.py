@@ -1,0 +1,192 @@
+"""Records a run: metrics, samples and events, in the run's folder and on the display."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hybrid3d.config import Recipe, Rollout
+from hybrid3d.generation.evaluation import EvalResult
+from hybrid3d.generation.evaluation_page import setting_of
+from hybrid3d.generation.samples import RolloutBatch, Sample
+from hybrid3d.rl.data import PromptData
+from hybrid3d.run.display import Display
+from hybrid3d.run.folder import RunFolder
+from hybrid3d.run.memory import Peaks, measured_device
+from hybrid3d.run.timeline import Span, draw_timeline, write_timeline
+from hybrid3d.run.trackers import Trackers
+
+SAMPLES_PER_STEP = 4  # written to samples.jsonl
+
+
+class Record:
+    """Writes the records of a run and prints its messages. Only rank 0 does; on other ranks methods do nothing."""
+
+    def __init__(self, folder: RunFolder, rank: int, display: Display, keeps_events: bool = True):
+        """
+        Args:
+            keeps_events: whether events are written to the folder, not only printed.
+        """
+        self.folder = folder
+        self._is_rank_0, self._keeps_events = rank == 0, keeps_events
+        self._display = display
+        self._data_counts: dict[str, float] = {}
+        self._dense_reason: str | None = None
+        self._sync_choice = ""
+        self._told_truncated = False
+        self._temperature: float | None = None
+        self._trackers: Trackers | None = None
+        self._has_timeline = False
+
+    @contextmanager
+    def tracking(self, recipe: Recipe) -> Iterator[None]:
+        """Send the metrics that are recorded in this context to the recipe's trackers, too."""
+        if not (self._is_rank_0 and recipe.tracking):
+            yield
+            return
+        self._trackers, failed = Trackers(recipe, self.folder, self._tracker_failed), True
+        try:
+            yield
+            failed = False
+        finally:
+            self._trackers.close(failed)
+
+    def _tracker_failed(self, tracker: str, error: Exception) -> None:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        message = f"{tracker} failed and is not used any more, metrics.jsonl has all metrics: {why}"
+        self.event("tracker_failed", message, tracker=tracker, why=why)
+
+    def step(self, row: Mapping[str, float], steps: int, samples: Sequence[Sample] = ()) -> None:
+        """Record the metrics of a step and a few of its samples.
+
+        Args:
+            steps: total number of steps of the run, for the display.
+        """
+        self._display.show_step(row, steps)
+        if self._is_rank_0:
+            row = {**row, **self._data_counts}
+            self.folder.add_metrics({key: value if math.isfinite(value) else None for key, value in row.items()})
+            if self._trackers is not None:
+                self._trackers.log(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
+            kept = samples[:: max(1, len(samples) // SAMPLES_PER_STEP)][:SAMPLES_PER_STEP]
+            self.folder.add_samples(
+                {
+                    "step": row["step"],
+                    "weights": s.weight_version,
+                    "versions": [[version, len(list(run))] for version, run in itertools.groupby(s.versions)],
+                    "prompt": s.prompt,
+                    "answer": s.answer,
+                    "reward": s.reward,
+                    "prompt_tokens": s.prompt_ids,
+                    "answer_tokens": s.tokens,
+                }
+                for s in kept
+            )
+
+    def memory(self, step: int, peaks: Mapping[int, Peaks]) -> None:
+        """Record the most memory that a rank used during each activity of a step, except for waiting.
+
+        These numbers are not among the metrics, which two runs of a seed have in common.
+        """
+        if self._is_rank_0:
+            largest: dict[str, int] = {}
+            for activity, nbytes in (one for of_rank in peaks.values() for one in of_rank.items()):
+                if nbytes and activity != "wait":
+                    largest[activity] = max(largest.get(activity, 0), nbytes)
+            found = {f"memory/max_{activity}_bytes": nbytes for activity, nbytes in largest.items()}
+            self.folder.add_memory({"step": step, "device": measured_device(), **found})
+
+    def timeline(
+        self,
+        step: int,
+        roles: Mapping[str, Sequence[int]],
+        spans: Mapping[int, Sequence[Span]],
+        peaks: Mapping[int, Peaks] | None = None,
+    ) -> None:
+        """Record what each rank did during a step, in place of the step before: see `write_timeline`."""
+        if self._is_rank_0:
+            write_timeline(self.folder, step, roles, spans, peaks or {})
+            self._has_timeline = True
+
+    def draw_timeline(self) -> None:
+        """Draw the timeline that was recorded last, if any was."""
+        if self._has_timeline:
+            draw_timeline(self.folder)
+
+    def event(self, event: str, message: str = "", **fields: Any) -> None:
+        """Write an event with these fields to events.jsonl, and print the message unless it is empty."""
+        if self._is_rank_0:
+            if self._keeps_events:
+                self.folder.add_event(event, **fields)
+            if message:
+                self._display.print(message)
+
+    def data(self, files: Mapping[str, PromptData]) -> None:
+        """Report how many rows of each file are used, as events and in every row of metrics.
+
+        Files are `train`, `eval` and the names in `evaluation.data`.
+        """
+        for name, data in files.items():
+            counts = data.counts
+            self._data_counts |= {f"data/{name}_{key}": count for key, count in counts.items()}
+            setting = "data.train" if name == "train" else setting_of(name)
+            self.event("data", f"{setting} {data}", split=name, file=data.path, **counts)
+
+    def scoring_failures(self, result: RolloutBatch | EvalResult, step: int) -> None:
+        """Report rewards and environment replies that failed; their samples have the recipe's default reward."""
+        if result.failures:
+            held_out = isinstance(result, EvalResult)
+            counts = ", ".join(f"{count} {kind}" for kind, count in sorted(result.failures.items()))
+            where = "failed on held-out problems" if held_out else "failed"
+            message = f"step {step}: {where}: {counts}; for example: {next(iter(result.examples.values()))}"
+            fields = {"failures": result.failures, "examples": result.examples, "held_out": held_out}
+            self.event("reward_failed", message, step=step, **fields)
+
+    def dense_sync(self, reason: str, step: int) -> None:
+        """Report why a sync sent all elements, where the reason is not that of the sync before; empty if it did not."""
+        if reason and reason != self._dense_reason:
+            self.event("sync_dense", step=step, reason=reason)
+        self._dense_reason = reason
+
+    def sync_choice(self, choice: Mapping[str, Any], step: int) -> None:
+        """Report what `sync.delta: auto` chose and why, where that is not what it chose before; empty: no choice."""
+        if choice and choice["sends"] != self._sync_choice:
+            self._sync_choice = choice["sends"]
+            self.event("sync_choice", step=step, **choice)
+
+    def truncated_sampling(self, rollout: Rollout, step: int) -> None:
+        """Report, once, that samples are of a part of the tokens only, which training does not know of."""
+        if rollout.truncations and not self._told_truncated:
+            settings = ", ".join(f"rollout.{key}={value:g}" for key, value in rollout.truncations.items())
+            message = (
+                f"step {step}: {settings}: samples are of a truncated distribution, and training has the probabilities "
+                "of the whole one (rollout/kept_probability_mean)"
+            )
+            self.event("sampling_truncated", message, step=step, **rollout.truncations)
+            self._told_truncated = True
+
+    def sampling_temperature(self, recipe: Recipe, step: int) -> None:
+        """Report that the temperature has changed where samples may be older than the step: they were made at another.
+
+        Training has the probabilities of all samples at the step's temperature.
+        """
+        assert recipe.rollout is not None, "only RL samples"
+        before, now = self._temperature, recipe.rollout.temperature
+        self._temperature = now
+        staleness = recipe.async_.max_staleness
+        if staleness and before not in (None, now):
+            message = (
+                f"step {step}: rollout.temperature is {now:g} and was {before:g}: for up to {staleness} steps samples "
+                "that were generated before are trained with their probabilities at the new one (async.max_staleness)"
+            )
+            self.event("temperature_changed", message, step=step, temperature=now, before=before, steps=staleness)
+
+    def corrupted_sync(self, tensors: Sequence[str], step: int) -> None:
+        """Report tensors whose checksums were wrong after a sync, which was therefore repeated."""
+        count = len(tensors)
+        if count:
+            message = f"step {step}: {count} tensors were corrupted in transfer; the whole sync was repeated"
+            self.event("sync_corrupted", message, step=step, count=count, tensors=tensors[:20])

@@ -1,0 +1,1 @@
+"""The reward for programs: a sandbox, and judges of what a program returns."""

@@ -1,0 +1,1 @@
+"""The reward for mathematical answers: reading an answer, and deciding whether two are equal."""

@@ -1,0 +1,236 @@
+r"""Splits a formula in LaTeX, or in plain characters, into tokens, of which none is dropped but spacing and sizes.
+
+What a reader of tokens does not know it must refuse: everything that is visible in the formula is a token.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hybrid3d.scoring.math.units import UNITS
+
+Kind = Literal["number", "letter", "word", "command", "symbol"]
+MAX_CHARACTERS = 5000  # of a formula
+
+FUNCTIONS = {
+    *("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "sech", "csch"),
+    *("arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc", "arcsinh", "arccosh", "arctanh"),
+    *("log", "ln", "lg", "exp", "gcd", "lcm", "max", "min", "det"),
+}
+GREEK = set(
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho varrho sigma "
+    "varsigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega "
+    "ell".split()
+)
+_PLAIN_COMMANDS = {"sqrt": "sqrt", "pi": "pi", "infinity": "infty", "inf": "infty", "infty": "infty"}
+_TEXT = "text textbf textit textrm textnormal textsf texttt textup mbox hbox mathrm operatorname emph".split()
+_ALPHABETS = "mathbf boldsymbol bm mathit mathsf mathcal mathtt pmb".split()
+_INVISIBLE = set(
+    "left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr middle displaystyle textstyle scriptstyle quad qquad "
+    "limits nolimits thinspace medspace enspace space rm bf it".split()
+)
+_GLUED = {"cm", "mm", "km", "kg", "ft", "th", "st", "nd", "rd"}
+_SAME = {
+    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom", "times": "*", "cdot": "*",
+    "ast": "*", "div": "/", "le": "leq", "leqslant": "leq", "ge": "geq", "geqslant": "geq", "ne": "neq", "lt": "<",
+    "gt": ">", "lbrace": "{", "rbrace": "}", "lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")", "vert": "|",
+    "lvert": "|", "rvert": "|", "colon": ":", "varnothing": "emptyset", "degree": "circ", "fbox": "boxed",
+    "imath": "i", "simeq": "approx", "dots": "ldots", "cdots": "ldots", "dotsc": "ldots",
+    "bigcup": "cup", "smallsetminus": "setminus",
+    "backslash": "setminus", "percent": "%", "land": "and", "lor": "or", "prime": "'", "infin": "infty",
+}  # fmt: skip
+_CHARACTERS = {
+    "−": "-", "–": "-", "×": "*", "·": "*", "∙": "*", "⋅": "*", "÷": "/", "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ",
+    "≈": r"\approx ", "∞": r"\infty ", "°": r"^\circ ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
+    "±": r"\pm ", "∓": r"\mp ", "√": r"\sqrt ", "π": r"\pi ", "θ": r"\theta ", "ℝ": r"\mathbb{R} ", "→": r"\to ",
+    "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+    "…": r"\ldots ",
+    "′": "'", "’": "'", "∣": "|", "⟨": r"\langle ", "⟩": r"\rangle ", "€": r"\text{euro}", "£": r"\text{pound}",
+    **{character: f"^{{{digit}}}" for digit, character in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+    **{character: f"_{{{digit}}}" for digit, character in enumerate("₀₁₂₃₄₅₆₇₈₉")},
+}  # fmt: skip
+# What stands for a vector; \times is then the cross product, unless it is a part of a number such as 3 \times 10^8
+_VECTOR = re.compile(
+    r"\\(?:mathbf|textbf|boldsymbol|bm|pmb|bf|vec|hat|widehat|tilde|bar)\s*\{?\s*(?:\\[A-Za-z]+|[A-Za-z])(?![A-Za-z])"
+    r"|\\overrightarrow"
+)
+_CASES = re.compile(
+    r"\\left\s*\\\{\s*\\begin\{(?:array|aligned|matrix)\}(?:\{[lcr|\s]*\})?(.*?)\\end\{(?:array|aligned|matrix)\}\s*"
+    r"\\right\s*\.",
+    re.DOTALL,
+)
+_HALF_OF_DAY = re.compile(
+    r"(?<=:\d\d)(?:\s|~|\\[ ,;])*(\\(?:text|mathrm)\s*\{\s*)?([AaPp])\.?\s?[Mm](?![A-Za-z])\.?(?(1)\s*\})"
+)
+_COMBINATIONS = re.compile(r"(?:^\s*|\{\}\s*)[_^](?:\{(\d+)\}|(\d))\s*(?:C|\\mathrm\{C\})_(?:\{(\d+)\}|(\d))")
+_TIMES = re.compile(r"(?P<scientific>\d\s*(?:\\times|×)\s*10(?!\d))|\\times(?![A-Za-z])|×")
+_OF_ONE_LETTER = {"mathbb", "vec", "hat", "bar", "tilde", "overline", "dot"}
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|,\\!\s*|\\[,;: ]|~|[ ])\d{3})+(?![\d,])")
+_COMMA_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_TOKEN = re.compile(
+    r"(?P<space>\s+|~|\\[,;:!> ]|\$|\\[()\[\]]|\\[hv]space\s*\{[^{}]*\})"
+    r"|(?P<environment>\\(?:begin|end)\s*\{[A-Za-z]+\*?\}(?:\s*\{[lcr|\s]*\})?)"
+    r"|\\(?P<command>[A-Za-z]+|[{}%$|&#_\\])"
+    r"|(?P<number>\d+\.?\d*|\.\d+)"
+    r"|(?P<letters>[A-Za-z]+(?:(?<=[A-Za-z]{2})[-'][A-Za-z]+)*)"
+    r"|(?P<symbol>.)",
+    re.DOTALL,
+)
+
+
+class Unreadable(ValueError):
+    """A formula that cannot be read whole."""
+
+
+class Malformed(Unreadable):
+    """A formula that nobody can read: a part of it is missing, or it is undefined."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token: a number, a letter of a formula, a word, a command without its backslash, or another character."""
+
+    kind: Kind
+    text: str
+    spaced: bool = False  # whether white space stands before it
+
+    def __str__(self) -> str:
+        return {"command": f"\\{self.text} ", "word": f"<{self.text}>"}.get(self.kind, self.text)
+
+
+def tokenize(formula: str, comma_thousands: bool) -> list[Token]:
+    """Return the tokens of a formula.
+
+    Args:
+        comma_thousands: whether 1,234 is one number; otherwise it is two.
+
+    Raises:
+        Unreadable: it is too long, or its braces are not balanced.
+    """
+    if len(formula) > MAX_CHARACTERS:
+        raise Unreadable(f"a formula of {len(formula)} characters, more than {MAX_CHARACTERS}")
+    text = _CASES.sub(r"\\begin{cases}\1\\end{cases}", formula).replace("...", r"\ldots ")
+    text = _HALF_OF_DAY.sub(lambda found: rf"\text{{ {found[2].upper()}M}}", text)
+    text = _COMBINATIONS.sub(r"\\binom{\1\2}{\3\4}", text)
+    if _VECTOR.search(text):
+        text = _TIMES.sub(lambda found: found["scientific"] or r"\cross ", text)
+    text = "".join(_CHARACTERS.get(character, character) for character in text)
+    text = _undouble(unicodedata.normalize("NFKC", text))
+    text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found.group()), text)
+    if comma_thousands:
+        text = _COMMA_THOUSANDS.sub(lambda found: found.group().replace(",", ""), text)
+    return list(_tokens(text, in_text=False))
+
+
+def literal(tokens: Sequence[Token]) -> str:
+    """Return tokens as a text that is equal for equal tokens."""
+    return "".join(map(str, tokens))
+
+
+def characters(tokens: Sequence[Token]) -> str:
+    r"""Return tokens as a text, the same for formulas that look alike: `x^{2}` and `x^2`, `\vec{a}` and `\vec a`."""
+    texts, place = list[str](), 0
+    while place < len(tokens):
+        texts.append(str(tokens[place]).strip())
+        opens = tokens[place].text in ("^", "_") or tokens[place].text in _OF_ONE_LETTER
+        if opens and [token.text for token in tokens[place + 1 : place + 4 : 2]] == ["{", "}"]:
+            place += 1
+            texts.append(str(tokens[place + 1]).strip())
+            place += 2
+        place += 1
+    return " ".join(texts)
+
+
+def closing(text: str, start: int) -> int:
+    """Return where the brace that is open before `start` closes. Malformed: it does not."""
+    depth = 1
+    for index in range(start, len(text)):
+        if text[index] in "{}" and text[index - 1] != "\\":
+            depth += 1 if text[index] == "{" else -1
+            if depth == 0:
+                return index
+    raise Malformed("a brace is not closed")
+
+
+def _undouble(text: str) -> str:
+    r"""Return a text whose backslashes were escaped once too often with one backslash each."""
+    if "\\\\begin" in text:
+        return text.replace("\\\\", "\\")
+    if "\\begin" in text:  # where they are ends of rows
+        return text
+    return re.sub(r"\\\\(?=[A-Za-z]{2}|[{}%$])", r"\\", text)
+
+
+def _tokens(text: str, in_text: bool) -> Iterator[Token]:
+    position, spaced, after_number = 0, False, False
+    while position < len(text):
+        found = _TOKEN.match(text, position)
+        assert found is not None, "the last alternative matches any character"
+        position = found.end()
+        name = found.group("command")
+        if found.lastgroup == "space" or name in _INVISIBLE:
+            spaced = True
+            # The null delimiter of \left. and \right.
+            if name in ("left", "right") and text[position : position + 1] == ".":
+                position += 1
+            continue
+        new: list[Token]
+        if name in _TEXT or name in _ALPHABETS:
+            new, position = _styled(text, position, is_text=name in _TEXT)
+        elif name is not None:
+            new = _command(name)
+        elif found.group("environment"):
+            new = [Token("command", re.sub(r"\\|\s|\*|\{[lcr|\s]*\}$", "", found.group()))]
+        elif letters := found.group("letters"):
+            new = _letters(letters, in_text, after_number, spaced)
+        else:
+            new = [Token("number" if found.group("number") else "symbol", found.group())]
+            if new[0].text == "`":
+                raise Unreadable("a quotation mark")
+        if new:
+            yield Token(new[0].kind, new[0].text, spaced)
+            yield from new[1:]
+            after_number = new[-1].kind == "number" or new[-1].text in ("}", ")")
+            spaced = False
+
+
+def _styled(text: str, position: int, is_text: bool) -> tuple[list[Token], int]:
+    """Return the tokens in the braces after a command such as `text`, and where they end."""
+    start = re.compile(r"\s*\{").match(text, position)
+    if start is None:
+        return [], position  # the command's scope is one letter, which is read as what it is
+    end = closing(text, start.end())
+    inside = text[start.end() : end]
+    if not is_text:
+        is_text = re.search(r"[A-Za-z]{2}", inside) is not None and "\\" not in inside
+    return list(_tokens(inside, in_text=is_text)), end + 1
+
+
+def _command(name: str) -> list[Token]:
+    name = _SAME.get(name, name)
+    if name == "mathbb":
+        return [Token("command", "mathbb")]
+    if name in ("{", "}"):
+        return [Token("command", name)]
+    if name in ("and", "or"):
+        return [Token("word", name)]
+    if name == "i":
+        return [Token("letter", "i")]
+    return [Token("command" if len(name) > 1 or name.isalpha() or name in "$&#_\\" else "symbol", name)]
+
+
+def _letters(letters: str, in_text: bool, after_number: bool, spaced: bool) -> list[Token]:
+    """Return a run of letters as a word, a function's name, or letters of a formula."""
+    if letters in FUNCTIONS or letters in _PLAIN_COMMANDS:
+        return [Token("command", _PLAIN_COMMANDS.get(letters, letters))]
+    if letters.lower() in ("percent", "percentage", "pct"):
+        return [Token("symbol", "%")]
+    # A unit, or an ordinal's end: 3 mg, 3cm and 3rd, but not 3mg, which may be a product
+    is_unit = after_number and letters in (UNITS.keys() if spaced and len(letters) > 1 else _GLUED)
+    if in_text or letters in ("and", "or") or is_unit or len(re.sub("[-']", "", letters)) > 3:
+        return [Token("word", letters)]
+    return [Token("letter" if letter.isalpha() else "symbol", letter) for letter in letters]

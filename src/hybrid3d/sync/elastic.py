@@ -1,0 +1,170 @@
+"""A sync between ranks of which some may be lost, and others join, from one sync to the next."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from hybrid3d.distributed import (
+    EXCHANGE_TIMEOUT,
+    RANKS_PER_POLL_SECOND,
+    LostPeer,
+    clone_store,
+    is_lost_peer,
+    spanning_group,
+)
+from hybrid3d.sync import SyncReport, WeightSync
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a sync.
+
+    Attributes:
+        epoch: different for each attempt to create process groups of members.
+        ranks: those of the launcher that train, and those of the engines that take part.
+        engines: a number for each start of an engine that takes part.
+    """
+
+    epoch: int
+    ranks: tuple[int, ...]
+    engines: tuple[int, ...]
+
+
+MakeSync = Callable[[dist.ProcessGroup, dist.ProcessGroup, tuple[int, ...]], WeightSync]
+"""Makes the sync of the ranks of two groups: the one for its collectives, and the one for its transport."""
+
+
+def tell_lost(store: Store, epoch: int) -> None:
+    """Let the members of this epoch know that one of them is lost."""
+    store.set(f"lost/{epoch}", "")
+
+
+class ElasticSync:
+    """Syncs among members that may change; all members make all calls together, except `leave`.
+
+    Where a member is lost, `finish` returns None on each of the others, sooner or later: a rank that notices it leaves
+    its process groups, which those that wait for this rank notice in turn. Then they begin again without the lost one.
+    With NCCL nobody would notice: its groups are aborted once `tell_lost` has been called.
+
+    Attributes:
+        failure: why the last sync that failed did.
+    """
+
+    def __init__(self, store: Store, make_sync: MakeSync):
+        self._store, self._make_sync = clone_store(store), make_sync
+        self._members: Members | None = None
+        self._groups: list[dist.ProcessGroup] = []
+        self._sync: WeightSync | None = None
+        self.failure = ""
+
+    @property
+    def members(self) -> Members | None:
+        """The members of the sync in progress, or of the last one; None if one of them has been lost."""
+        return self._members
+
+    def begin(self, members: Members, version: int, verify: bool) -> None:
+        """Begin a sync: see `WeightSync.begin`. With new members everything is planned again, and all is sent.
+
+        Raises:
+            PlanError, UnsupportedLoader: as `WeightSync`.
+        """
+        if members != self._members:
+            self.leave()
+            self._members = members
+        self._attempt(lambda: self._joined(members).begin(version, verify))
+
+    def _joined(self, members: Members) -> WeightSync:
+        if self._sync is None:
+            self._meet(members)
+            for name in (f"{members.epoch}/everyone", f"{members.epoch}/weights"):
+                self._groups.append(spanning_group(members.ranks, name, self._store, EXCHANGE_TIMEOUT))
+            if torch.cuda.is_available():
+                threading.Thread(target=self._abort_when_lost, args=(members,), name="lost", daemon=True).start()
+            self._sync = self._make_sync(self._groups[0], self._groups[1], members.ranks)
+        return self._sync
+
+    def _meet(self, members: Members) -> None:
+        """Wait until all members are here, as creating a group with one that is lost takes a minute to fail."""
+        key, pause = f"arrived/{members.epoch}", max(0.01, len(members.ranks) / RANKS_PER_POLL_SECOND)
+        arrived = self._store.add(key, 1)
+        while arrived < len(members.ranks):
+            if self._store.check([f"lost/{members.epoch}"]):
+                raise LostPeer("a rank was lost before all had arrived")
+            time.sleep(pause)
+            arrived = self._store.add(key, 0)
+
+    def bucket_ready(self, bucket: int, last: bool) -> None:
+        """See `WeightSync.bucket_ready`; it does nothing once a member has been lost."""
+        if self._members is not None:
+            self._attempt(lambda: self._current.bucket_ready(bucket, last))
+
+    def finish(self) -> SyncReport | None:
+        """Finish the sync, and return its report; None if a member has been lost.
+
+        Raises:
+            CorruptSync: as `WeightSync.finish`.
+        """
+        return None if self._members is None else self._attempt(lambda: self._current.finish())
+
+    @property
+    def _current(self) -> WeightSync:
+        assert self._sync is not None, "a sync has begun"
+        return self._sync
+
+    def _abort_when_lost(self, members: Members) -> None:
+        """Abort the groups of these members, so that what waits in them fails, once one of the members is lost."""
+        store, groups = clone_store(self._store), list(self._groups)
+        while self._members == members:
+            if store.check([f"lost/{members.epoch}"]):
+                for group in groups:
+                    group.abort()
+                return
+            time.sleep(POLL_SECONDS)
+
+    def interrupt(self) -> None:
+        """Let the sync in progress fail, as a member is lost. Any thread may call it."""
+        members = self._members
+        if members is not None:
+            tell_lost(clone_store(self._store), members.epoch)
+
+    def leave(self) -> None:
+        """Leave the process groups of the last members, so that none of them waits for this rank."""
+        if self._sync is not None:
+            self._sync.abandon()
+        self._members = self._sync = None
+        groups, self._groups = self._groups, []
+        while groups:
+            dist.destroy_process_group(groups.pop())
+        gc.collect()  # gloo closes its sockets when the last reference to a group and its operations is gone
+
+    def _attempt(self, work: Callable[[], T]) -> T | None:
+        """Return the result of the work, or leave and return None where it fails because a member is lost."""
+        try:
+            return work()
+        except Exception as error:
+            if not is_lost_peer(error):
+                raise
+            self.failure = str(error)
+        logger.warning("a sync failed because a rank was lost: %s", self.failure)
+        if torch.cuda.is_available() and self._members is not None:  # the others do not notice that this rank leaves
+            tell_lost(self._store, self._members.epoch)
+            for group in self._groups:
+                group.abort()
+        self.leave()  # not above: the error's traceback refers to the groups, as would the work, if it named them
+        return None

@@ -1,0 +1,1 @@
+"""Megatron-Core behind the trainer: the only package that imports it."""

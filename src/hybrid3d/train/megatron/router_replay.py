@@ -1,0 +1,170 @@
+"""Router replay: the policy's routers of experts choose what was chosen before, by vLLM or in an earlier pass.
+
+Only the choice is replayed. The weights of the chosen experts come from the router's own scores, with their gradients:
+Megatron's routing calls `get_replay_topk` in place of top-k, before it normalizes, and counts tokens of experts after.
+
+Megatron's own `RouterReplay` (`transformer/moe/router_replay.py`) has a choice for every token or for none, and one
+list for all models of a process; `RouterChoices` has its interface.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.router import TopKRouter
+
+from hybrid3d.families import Experts
+from hybrid3d.rl.batch import Batch
+from hybrid3d.train.megatron.versions import set_in_megatron
+from hybrid3d.train.micro_batches import MicroBatch
+
+
+class RouterChoices:
+    """What one router chooses, in place of Megatron's `RouterReplay`.
+
+    Attributes:
+        given: the choices for the tokens that are computed now, [tokens, k], -1 where the router chooses itself; None
+            where it always does.
+        made: the choices of the last pass, [tokens, k].
+        recomputed: the choices of micro batches whose layers are computed again in their backward passes, in order;
+            None where no layer is computed twice.
+        equal: how many of the given choices the router would have made itself, since `counts` was set.
+    """
+
+    def __init__(self) -> None:
+        self.given: torch.Tensor | None = None
+        self.made: torch.Tensor | None = None
+        self.recomputed: deque[torch.Tensor | None] | None = None
+        self.counts = False
+        self.equal: torch.Tensor | int = 0
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores and the experts of each token, [tokens, k]; the arguments are Megatron's."""
+        assert default_compute_topk is not None
+        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        given = self._given()
+        self.made = own
+        if given is None:
+            return values, own
+        if self.counts:
+            self.equal += (own[:, :, None] == given[:, None, :]).sum()
+        self.made = torch.where(given < 0, own, given.to(own.dtype))
+        return scores.gather(1, self.made), self.made
+
+    def _given(self) -> torch.Tensor | None:
+        """Return the choices given for this pass: with full recomputation a layer's first pass has no gradients."""
+        if self.recomputed is None:
+            return self.given
+        if torch.is_grad_enabled():
+            return self.recomputed.popleft()
+        self.recomputed.append(self.given)
+        return self.given
+
+
+class RouterReplay:
+    """Replays choices in all routers of a model, and records them, over all ranks that it is distributed to."""
+
+    def __init__(self, stages: Sequence[GPTModel], experts: Experts, records: bool):
+        """
+        Args:
+            stages: this rank's virtual pipeline stages.
+            experts: of the model.
+            records: record the choices of passes without a backward pass.
+        """
+        self._experts, self._records = experts, records
+        self._routers: list[dict[int, RouterChoices]] = []  # of each stage, by index among the layers with experts
+        for stage in stages:
+            routers = [module for module in stage.decoder.modules() if isinstance(module, TopKRouter)]
+            for router in routers:
+                set_in_megatron(router, router_replay=RouterChoices())
+            numbered = {sum(experts.sparse[: router.layer_number - 1]): router.router_replay for router in routers}
+            self._routers.append(numbered)
+        self._splits_sequences = stages[0].config.sequence_parallel
+        self._recorded: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of layers with experts, and the number of experts of a token."""
+        return sum(self._experts.sparse), self._experts.per_token
+
+    def begin(self, batch: Batch, *, forward_only: bool, recomputes: bool) -> None:
+        """Prepare for the micro batches of a batch.
+
+        Args:
+            forward_only: no backward pass follows. Choices are compared with those that are given.
+            recomputes: each layer is computed again in the backward pass.
+        """
+        self._recorded = None
+        if forward_only and self._records:
+            self._recorded = torch.full((*batch.tokens.shape, *self.shape), -1, dtype=torch.int16)
+            self._recorded = self._recorded.to(batch.tokens.device)
+        for routers in self._routers:
+            for router in routers.values():
+                router.counts, router.equal = forward_only, 0
+                router.recomputed = deque() if recomputes and not forward_only else None
+
+    @contextmanager
+    def micro_batch(self, stage: int, micro: MicroBatch) -> Iterator[None]:
+        """Replay the choices of a micro batch while one of this rank's virtual stages computes it."""
+        routers = self._routers[stage]
+        given = None if micro.experts is None else self._local(micro.share(micro.experts))
+        for layer, router in routers.items():
+            router.given = None if given is None else given[:, layer]
+        try:
+            yield
+        finally:
+            for router in routers.values():  # a reference of the same model chooses itself
+                router.given = None
+        if self._recorded is not None and routers:
+            made = self._whole(torch.stack([_made(router) for router in routers.values()], 1), micro)
+            index = torch.tensor(list(routers), device=made.device)
+            recorded = self._recorded[micro.rows]
+            recorded[:, :, index] = micro.unpacked(made)
+            self._recorded[micro.rows] = recorded
+
+    @property
+    def recorded(self) -> torch.Tensor | None:
+        """The choices of the last pass if it was recorded, [B, T, layers, k] int16, -1 at layers of other ranks."""
+        return self._recorded
+
+    def equal_choices(self) -> int:
+        """Return how many given choices this rank's routers would have made themselves in that pass."""
+        return int(sum(router.equal for routers in self._routers for router in routers.values()))
+
+    def _local(self, experts: torch.Tensor) -> torch.Tensor:
+        """Return the choices [tokens, layers, k] for the tokens of this rank's routers, which are [T', b] in memory."""
+        by_position = experts.transpose(0, 1)
+        if self._splits_sequences:
+            group = parallel_state.get_tensor_model_parallel_group()
+            by_position = by_position.chunk(group.size())[group.rank()]
+        return by_position.flatten(0, 1)
+
+    def _whole(self, made: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        """Return the choices of all TP and CP ranks [tokens, layers, k] as [b, T', layers, k] int16."""
+        made = made.to(torch.int16)
+        if self._splits_sequences:
+            group = parallel_state.get_tensor_model_parallel_group()
+            bytes_of_rank = made.contiguous().view(torch.uint8)  # NCCL has no 16-bit integers
+            shares = [torch.empty_like(bytes_of_rank) for _ in range(group.size())]
+            dist.all_gather(shares, bytes_of_rank, group=group)
+            made = torch.cat(shares).view(torch.int16)
+        rows = len(micro.tokens)
+        return micro.whole(made.unflatten(0, (-1, rows)).transpose(0, 1))
+
+
+def _made(router: RouterChoices) -> torch.Tensor:
+    assert router.made is not None, "the router has computed a micro batch"
+    return router.made

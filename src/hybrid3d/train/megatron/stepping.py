@@ -1,0 +1,261 @@
+"""Steps the optimizer bucket by bucket, so that updated weights can be sent while later buckets are still stepping.
+
+The buckets are those of Megatron's DDP, by which its distributed optimizer shards its state and gathers updated
+parameters. The result is bit for bit equal to that of a step over all parameters at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from hybrid3d.train.megatron.changes import ChangeTracker
+from hybrid3d.train.megatron.versions import set_in_megatron
+
+BUCKETS = 8  # approximate number: each bucket has at least 1/8 of a rank's parameters
+
+BucketHook = Callable[[int, bool], None]
+"""Called with a bucket's number, and whether it is the last, as soon as its parameters are updated and gathered.
+
+Ranks of one stage have the same buckets; other stages may have more or fewer.
+"""
+
+
+def in_buckets(modules: Sequence[torch.nn.Module], **settings: Any) -> list[DistributedDataParallel]:
+    """Wrap modules in Megatron's DDP with buckets on every stage; it makes them on the first stage only.
+
+    Args:
+        settings: of `DistributedDataParallelConfig`.
+    """
+    parameters = sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=-(-parameters // BUCKETS), **settings)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    set_in_megatron(groups, pp=_FirstStage())
+    wrapped = [DistributedDataParallel(module.config, config, module, pg_collection=groups) for module in modules]
+    set_in_megatron(config, overlap_grad_reduce=False)
+    return wrapped
+
+
+class _FirstStage:
+    """A pipeline group of which only the rank is used, which says that this is the first stage."""
+
+    def rank(self) -> int:
+        return 0
+
+
+class BucketedOptimizer:
+    """Steps the optimizers of a rank's modules (one per virtual stage) bucket by bucket, first layers first.
+
+    Attributes:
+        changes: the elements of the parameters that have changed.
+        bucket_of: the bucket of each parameter, by `place_of`. Parameters without a bucket are not updated.
+    """
+
+    def __init__(
+        self,
+        optimizer: ChainedOptimizer,
+        modules: Sequence[DistributedDataParallel],
+        tracks: bool = False,
+        separately_clipped: Collection[torch.nn.Parameter] | None = None,
+    ):
+        """
+        Args:
+            tracks: track which elements of bfloat16 parameters change, which takes one bit of memory for each.
+            separately_clipped: this rank's parameters that are clipped by the norm of their own gradient, over all
+                ranks, and do not count in that of the others; None if no rank has such parameters.
+        """
+        self._optimizer = optimizer
+        self.changes = ChangeTracker(modules if tracks else ())
+        self._stepped = [one for one in optimizer.chained_optimizers if not one.is_stub_optimizer]
+        owner = {id(b): one for one in self._stepped for buffer in one.buffers for b in buffer.buckets}
+        self._separately_clipped = None
+        if separately_clipped is not None:
+            self._separately_clipped = SeparateClipping(optimizer, self._stepped, separately_clipped)
+        self._buckets: list[tuple[Any, Any, set[torch.nn.Parameter]]] = []
+        for module in modules:
+            for group in _first_layers_first(module.bucket_groups, module.expert_parallel_bucket_groups):
+                params = {param for bucket in group.buckets for param in bucket.params}
+                self._buckets.append((owner[id(group.buckets[0])], group, params))
+        self.bucket_of: Mapping[tuple[int, int], int] = {
+            place_of(param): number for number, (_, _, params) in enumerate(self._buckets) for param in params
+        }
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def step(self, hook: BucketHook, accepts_grad_norm: Callable[[float], bool]) -> tuple[bool, float]:
+        """Step the optimizer bucket by bucket, if the gradient's norm is accepted.
+
+        Args:
+            hook: called after each bucket.
+            accepts_grad_norm: called with the norm before anything is updated.
+
+        Returns:
+            Whether the parameters were updated, and the norm of the gradient.
+        """
+        norms: list[float] = []
+
+        def get_grad_norm() -> float:
+            apart = self._separately_clipped
+            norms.append(_grad_norm(self._optimizer) if apart is None else apart.begin())
+            return norms[0]
+
+        def step_with_ready_grads() -> bool:
+            if self._separately_clipped is not None:
+                self._separately_clipped.clip()
+            if not accepts_grad_norm(norms[0]):
+                return False
+            self.changes.check()
+            counts = [[_copied(group.get("step")) for group in one.optimizer.param_groups] for one in self._stepped]
+            for number, (optimizer, group, params) in enumerate(self._buckets):
+                with (
+                    _only(optimizer, params, counts[self._stepped.index(optimizer)]),
+                    self.changes.recording(optimizer),
+                ):
+                    MixedPrecisionOptimizer.step_with_ready_grads(optimizer)
+                group.start_param_sync(force_sync=True)
+                self.changes.gather(group)
+                hook(number, number == len(self._buckets) - 1)
+            return True
+
+        # Shadows the methods of its class
+        self._optimizer.get_grad_norm, self._optimizer.step_with_ready_grads = get_grad_norm, step_with_ready_grads
+        try:
+            updated, _, _ = self._optimizer.step()
+        finally:
+            del self._optimizer.get_grad_norm, self._optimizer.step_with_ready_grads
+        return updated, norms[0]
+
+
+class SeparateClipping:
+    """Clips the gradients of some parameters by a norm of their own, beside those of all others.
+
+    To Megatron, which computes the norm of the others and clips them, these parameters have no gradients meanwhile.
+    """
+
+    def __init__(self, optimizer: ChainedOptimizer, stepped: Sequence[Any], parameters: Collection[torch.nn.Parameter]):
+        """
+        Args:
+            stepped: those of the chained optimizers that have parameters.
+            parameters: of the model; the same on the ranks that share them, maybe none.
+        """
+        self._optimizer, models = optimizer, {id(parameter) for parameter in parameters}
+        pairs = [pair for one in stepped for groups in _model_and_main(one) for pair in zip(*groups, strict=True)]
+        self._apart = [main for model, main in pairs if id(model) in models]
+        self._others = [main for model, main in pairs if id(model) not in models]
+        self._grads: list[Any] = []
+        self._norm = 0.0
+
+    def begin(self) -> float:
+        """Set the gradients aside, and return the norm of the others, or the own norm if it is not finite."""
+        others = _take_grads(self._others)
+        self._norm = _grad_norm(self._optimizer)
+        _give_grads(self._others, others)
+        self._grads = _take_grads(self._apart)
+        norm = _grad_norm(self._optimizer)
+        return norm if math.isfinite(self._norm) else self._norm
+
+    def clip(self) -> None:
+        """Put the gradients back, clipped."""
+        _give_grads(self._apart, self._grads)
+        self._grads = []
+        limit = self._optimizer.config.clip_grad
+        if self._apart and limit > 0.0:
+            clip_grad_by_total_norm_fp32(self._apart, limit, self._norm)
+
+
+def _grad_norm(optimizer: ChainedOptimizer) -> float:
+    return float(type(optimizer).get_grad_norm(optimizer))
+
+
+def _take_grads(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    grads = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return grads
+
+
+def _give_grads(parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+
+
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return a key of a tensor's memory: its storage, whose address may change, and the offset in elements."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+
+
+def _first_layers_first(*kinds: Sequence[Any]) -> Iterator[Any]:
+    """Yield groups of buckets, first layers first; Megatron fills them from the last layer on, for each kind."""
+    found = [
+        (-(i + 1) / len(groups), kind, group) for kind, groups in enumerate(kinds) for i, group in enumerate(groups)
+    ]
+    return (group for _, _, group in sorted(found, key=lambda one: one[:2]))
+
+
+# Attributes of a distributed optimizer: groups of a model's parameters, and of the shards that it updates for them
+_GROUPS = (
+    ("model_float16_groups", "shard_fp32_from_float16_groups"),
+    ("model_fp32_groups", "shard_fp32_groups"),
+)
+
+
+def _model_and_main(optimizer: Any) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
+    """Yield groups of a model's parameters, each with the group of the shards that are updated for them."""
+    for of_model, of_main in _GROUPS:
+        yield from zip(getattr(optimizer, of_model), getattr(optimizer, of_main), strict=True)
+
+
+@contextmanager
+def _only(optimizer: Any, params: set[torch.nn.Parameter], counts: Sequence[Any]) -> Iterator[None]:
+    """Restrict a distributed optimizer to these model parameters.
+
+    Args:
+        counts: the step count of each group, where the optimizer counts by group.
+    """
+    kept: dict[str, list[list[Any]]] = {}
+    mains: set[int] = set()
+    for of_model, of_main in _GROUPS:
+        kept[of_model], kept[of_main] = getattr(optimizer, of_model), getattr(optimizer, of_main)
+        pairs = [
+            [(model, main) for model, main in zip(*groups, strict=True) if model in params]
+            for groups in zip(kept[of_model], kept[of_main], strict=True)
+        ]
+        mains |= {id(main) for group in pairs for _, main in group}
+        setattr(optimizer, of_model, [[model for model, _ in group] for group in pairs])
+        setattr(optimizer, of_main, [[main for _, main in group] for group in pairs])
+    try:
+        with only_groups(optimizer.optimizer, mains, counts):
+            yield
+    finally:
+        for name, groups in kept.items():
+            setattr(optimizer, name, groups)
+
+
+@contextmanager
+def only_groups(optimizer: torch.optim.Optimizer, mains: set[int], counts: Sequence[Any]) -> Iterator[None]:
+    """Restrict an optimizer to these parameters (by id); `counts` as for `_only`."""
+    kept = [group["params"] for group in optimizer.param_groups]
+    for group, count in zip(optimizer.param_groups, counts, strict=True):
+        group["params"] = [main for main in group["params"] if id(main) in mains]
+        if group["params"] and count is None:
+            group.pop("step", None)
+        elif group["params"]:  # fused optimizers count by group: all buckets of a step are the same step
+            group["step"] = _copied(count)
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, kept, strict=True):
+            group["params"] = params
+
+
+def _copied(count: Any) -> Any:
+    return count.clone() if isinstance(count, torch.Tensor) else count

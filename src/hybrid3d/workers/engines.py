@@ -1,0 +1,189 @@
+"""The engines of a run, as the first rank that trains sees them: which take part in syncs, and what they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from hybrid3d.config import Recipe
+from hybrid3d.generation.engine import Sampling
+from hybrid3d.generation.partial_rollout import Prompt
+from hybrid3d.generation.replicas import Advanced, Answers, Work
+from hybrid3d.run.logger import Record
+from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.sync.elastic import Members, tell_lost
+from hybrid3d.workers.channel import Connection, Disconnected
+from hybrid3d.workers.messages import Call, Leave
+from hybrid3d.workers.role_client import WorkerGroups
+from hybrid3d.workers.worker_group import WorkerGroup
+
+_EPOCHS = "sync/epochs"  # key of the store, with the number of the last one
+
+
+class Engines(WorkerGroups):
+    """Implements `Replicas` for all engines of a run: the groups of the ranks that generate.
+
+    An engine that was lost takes part again from the next sync on after it has been started.
+    """
+
+    activity = "generate"
+
+    def __init__(self, recipe: Recipe, store: Store, record: Record):
+        super().__init__(recipe, store, record, "generation")
+        assert recipe.rollout is not None, "checked when the recipe was read"
+        self._per_engine = recipe.rollout.dp
+        self._training = tuple(recipe.role_ranks["train"])
+        self._active = recipe.active_generation_ranks // self._size
+        self._epoch = 0
+        self._taking_part: list[WorkerGroup] = []  # in the last sync
+        self._had_sync = False
+        self._syncing: dict[Connection, tuple[WorkerGroup, int]] = {}
+
+    # Which engines take part
+
+    def _lose(self, group: WorkerGroup) -> None:
+        was_lost = group.lost
+        super()._lose(group)
+        if not was_lost and group in self._taking_part:
+            with suppress(dist.DistError):  # without the store the run ends
+                tell_lost(self._store, self._epoch)
+
+    def _record_lost(self, group: WorkerGroup, moment: float, ready: int) -> None:
+        message = (
+            f"{group} lost: {ready} of {self._active} engines can generate, and its ranks are started again, "
+            f"at most roles.generation.max_restarts times{group.lost_while}"
+        )
+        self._record.event("engine_lost", message, ranks=group.ranks, time=moment, phase=group.lost_in)
+
+    def _set_active(self, ranks: int) -> None:
+        """Let so many ranks generate: start engines once theirs have registered, or let the last engines go."""
+        left = []
+        with self._lock:
+            self._active = ranks // self._size
+            for place, engine in enumerate(self._groups):
+                if place < self._active:
+                    if engine is None:
+                        self._start_if_complete(place)
+                elif engine is not None and engine.ready:  # one that is starting goes once it has started
+                    engine.lost, self._groups[place] = True, None
+                    left.append(engine)
+                    for connection in engine.connections.values():
+                        with suppress(Disconnected):
+                            connection.send(Leave())
+        for engine in left:
+            message = f"{engine} stopped generating: roles.generation.active_ranks={ranks}"
+            self._record.event("engine_left", message, ranks=engine.ranks)
+
+    def members(self, active_ranks: int) -> Members:
+        """Return the members of the next sync, after waiting for an engine; before the first sync, for all engines.
+
+        Args:
+            active_ranks: so many ranks are to generate, from the first one on.
+        """
+        self._set_active(active_ranks)
+        count, event = (1, "no_engine") if self._had_sync else (self._active, "")
+        while True:
+            self._wait_for(count, event, "no rank can generate: waiting for one to come back")
+            with self._lock:  # from here on a loss is told to those that take part
+                ready = self._ready()
+                if len(ready) >= count:
+                    before, self._taking_part = self._taking_part, ready
+                    if ready != before:
+                        self._epoch = self._store.add(_EPOCHS, 1)
+                    break
+        for engine in self._taking_part:
+            if engine in before:
+                continue
+            if not self._had_sync and engine.kept:
+                self._record.event("engine_kept", f"{engine} stayed up", ranks=engine.ranks)
+            elif self._had_sync:
+                why = "; ".join(engine.failures)
+                reason = f" again after it was lost: {why}" if why else ""
+                self._record.event("engine_joined", f"{engine} generates{reason}", ranks=engine.ranks, why=why)
+        ranks = [rank for engine in self._taking_part for rank in engine.ranks]
+        return Members(self._epoch, (*self._training, *ranks), tuple(engine.number for engine in self._taking_part))
+
+    def unchanged(self, active_ranks: int) -> bool:
+        """Return whether the engines of the last sync are those of the next one, as far as is known."""
+        return active_ranks // self._size == self._active and self._refresh() == self._taking_part
+
+    # The sync
+
+    def begin_sync(self, members: Members, version: int, verify: bool) -> None:
+        """Have the engines that are left take part in a sync, which begins."""
+        arguments = {"members": members, "version": version, "verify": verify}
+        self._syncing = self._send({engine: Call("sync", arguments) for engine in self._generating()})
+
+    def finish_sync(self) -> StepMetrics | None:
+        """Return the metrics of all ranks of the engines; None if the sync failed on one that is not lost."""
+        metrics, intact = StepMetrics(), True
+        for shares in self._receive(self._syncing).values():
+            for share in shares:
+                intact &= share is not None
+                metrics.add_rank(share or StepMetrics())
+        self._had_sync |= intact
+        return metrics if intact else None
+
+    def fail_sync(self, why: str) -> None:
+        """Have the next sync begin with new process groups."""
+        with self._lock:
+            self._epoch = self._store.add(_EPOCHS, 1)
+        self._record.event("sync_failed", why=why, epoch=self._epoch)
+
+    # Generation
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The replicas of the engines that have weights. A replica that is lost never has its number again."""
+        return [engine.number * self._per_engine + i for engine in self._generating() for i in range(self._per_engine)]
+
+    def _generating(self) -> list[WorkerGroup]:
+        self._refresh()
+        return [engine for engine in self._taking_part if engine.ready]
+
+    def answer(
+        self, shares: Mapping[int, Sequence[Work]], version: int, sampling: Sampling, scored: bool
+    ) -> Mapping[int, Answers]:
+        arguments = {"version": version, "sampling": sampling, "scored": scored}
+        found: Mapping[int, Answers] = self._ask("answer", {"shares": shares}, arguments)
+        return found
+
+    def advance(
+        self,
+        prompts: Mapping[int, Sequence[Prompt]],
+        wanted: Mapping[int, int] | None,
+        version: int,
+        sampling: Sampling,
+        scored: bool,
+        stop: Callable[[], bool] | None = None,
+    ) -> Mapping[int, Advanced]:
+        arguments = {"version": version, "sampling": sampling, "scored": scored}
+        found: Mapping[int, Advanced] = self._ask("advance", {"prompts": prompts, "wanted": wanted}, arguments, stop)
+        return found
+
+    def _ask(
+        self,
+        method: str,
+        by_replica: Mapping[str, Mapping[int, Any] | None],
+        arguments: Mapping[str, Any],
+        stop: Callable[[], bool] | None = None,
+    ) -> dict[int, Any]:
+        """Call a method of all engines that have weights, and return what it returns, by replica.
+
+        Args:
+            by_replica: the arguments of which each engine gets those of its replicas, by their numbers in it.
+            arguments: the others.
+        """
+        k, calls = self._per_engine, {}
+        for engine in self._generating():
+            own = {
+                name: None if values is None else {n % k: v for n, v in values.items() if n // k == engine.number}
+                for name, values in by_replica.items()
+            }
+            calls[engine] = Call(method, {**own, **arguments}, stoppable=stop is not None)
+        replies = self._receive(self._send(calls), stop)
+        return {engine.number * k + i: value for engine, (first, *_) in replies.items() for i, value in first.items()}

@@ -1,0 +1,97 @@
+"""A rank that generates, where other ranks train: what it does for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from hybrid3d import distributed
+from hybrid3d.config import Recipe
+from hybrid3d.generation.replicas import EngineReplicas
+from hybrid3d.inputs.models import read_tokenizer
+from hybrid3d.process import new_engine_name, set_shared_memory_prefix
+from hybrid3d.rollout.engine import RolloutEngine
+from hybrid3d.run.memory import meter
+from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.sync import WeightSync, policy_sync
+from hybrid3d.sync.elastic import ElasticSync, Members
+from hybrid3d.watch.heartbeat import enter_phase
+from hybrid3d.watch.work_meter import record as work_record
+from hybrid3d.workers.channel import Connection
+from hybrid3d.workers.messages import Call, Reply
+
+ACTIVITIES = {"sync": "sync", "answer": "generate", "advance": "generate"}
+
+
+class GenerationRank:
+    """One rank of an engine.
+
+    An engine is the ranks of `rollout.tp` x `rollout.dp`, and what is lost together: its ranks have process groups of
+    their own, apart from those of the syncs.
+
+    Attributes:
+        start: number of the start of the engine.
+        ready: whether it has had weights.
+    """
+
+    def __init__(self, recipe: Recipe, store: Store, ranks: range, start: int):
+        """
+        Args:
+            ranks: those of its engine.
+            start: number of this start of the engine.
+        """
+        name = new_engine_name(distributed.run_id(), ranks.start, start)
+        set_shared_memory_prefix(name)
+        group = distributed.start_among(ranks, f"engine/{ranks.start}/{start}", store)
+        self.start, self._leads = start, group.rank() == 0
+        self._has_message: Callable[[], bool] | None = None
+        self._engine = RolloutEngine(recipe, group.rank(), name, range(len(ranks)))
+        work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
+        self._replicas = EngineReplicas(recipe, self._engine, read_tokenizer(recipe), group, receivers=[0])
+
+        def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> WeightSync:
+            return policy_sync(recipe, everyone, engine=self._engine, transport_group=weights, ranks=ranks)
+
+        self._sync = ElasticSync(store, make_sync)
+        self.ready = False
+
+    def begin(self, connection: Connection) -> None:
+        """Begin to serve a start of the ranks that train; what an earlier one has asked for is dropped."""
+        self._sync.leave()
+        self._replicas.reset()
+        self._has_message = connection.has_message
+
+    def interrupt(self) -> None:
+        """Let the sync in progress fail. Any thread may call it."""
+        self._sync.interrupt()
+
+    def sync(self, members: Members, version: int, verify: bool) -> StepMetrics | None:
+        """Sync the weights; return this rank's share of the metrics, or None if a member has been lost."""
+        work_record.begin_step(version)
+        self._sync.begin(members, version, verify)
+        self._sync.bucket_ready(0, last=True)
+        report = self._sync.finish()
+        self.ready |= report is not None
+        return None if report is None else report.metrics()
+
+    def call(self, call: Call) -> Reply:
+        """Call the method, and return what it returned if this rank reports it."""
+        enter_phase(call.method)
+        begin, result = time.time(), None
+        meter.start()
+        if call.method == "sync":
+            result = self.sync(**call.arguments)
+        else:
+            stop = {"stop": self._has_message} if call.stoppable else {}
+            found = getattr(self._replicas, call.method)(**call.arguments, **stop)
+            result = found if self._leads else None  # complete on this rank only
+        return Reply(result, [(ACTIVITIES[call.method], begin, time.time())], meter.stop())
+
+    def close(self) -> None:
+        """Shut the engine down."""
+        self._sync.leave()
+        self._replicas.close()
+        self._engine.close()  # destroys the groups

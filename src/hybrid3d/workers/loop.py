@@ -1,0 +1,195 @@
+"""A rank that does not train: it does what the first rank that trains tells it, until the end of the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn, Protocol
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from hybrid3d import distributed
+from hybrid3d.config import Recipe
+from hybrid3d.distributed import clone_store
+from hybrid3d.launch_environment import DISCONNECTED, State
+from hybrid3d.ledger import TrainingStarts
+from hybrid3d.scoring.code import sandbox
+from hybrid3d.watch.heartbeat import STARTING, enter_phase
+from hybrid3d.workers.channel import Connection, Disconnected, connect, has_ended
+from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 60.0  # within which a rank has shut down
+FAILED_SECONDS = 10.0  # within which it is known that a rank that trains is lost
+BUSY_SECONDS = 600.0  # within which this rank, after it has lost them, has finished what they had asked for
+
+
+class RoleRank(Protocol):
+    """What a rank serves with.
+
+    Attributes:
+        start: number of the start of its group.
+        ready: whether it has shown that it works, so that it is started again when it is lost.
+    """
+
+    start: int
+    ready: bool
+
+    def begin(self, connection: Connection) -> None:
+        """Begin to serve a start of the ranks that train; what an earlier one has asked for is dropped."""
+        ...
+
+    def interrupt(self) -> None:
+        """Let the collectives in progress fail that ranks that train take part in. Any thread may call it."""
+        ...
+
+    def call(self, call: Call) -> Reply:
+        """Call the method, and return what it returned if this rank reports it."""
+        ...
+
+    def close(self) -> None:
+        """Shut down."""
+        ...
+
+
+MakeRank = Callable[[Recipe, Store, range, int], RoleRank]
+"""Called with the ranks of its group and the number of the group's start."""
+
+
+class Progress(Protocol):
+    """Who is told what state this process has reached."""
+
+    @property
+    def failure(self) -> str:
+        """Why the process of this rank before this one ended; empty if this is the first."""
+        ...
+
+    def tell(self, state: State) -> None: ...
+
+
+class Service:
+    """What a rank that does not train does until the end of the run."""
+
+    def __init__(self, recipe: Recipe, store: Store, progress: Progress, make_rank: MakeRank):
+        self._recipe, self._store, self._progress, self._make_rank = recipe, store, progress, make_rank
+        self._role = recipe.role_of(distributed.rank())
+        self._outlives_training = recipe.run.max_restarts > 0
+        self._starts_store = clone_store(store)  # for threads, too
+        self._starts = TrainingStarts(store, distributed.world_size())
+        self._rank: RoleRank | None = None
+        self._asked_to_exit = False
+
+    def run(self) -> None:
+        """Start what this rank serves with once all ranks of its group have registered, and do what is asked for.
+
+        If the ranks that train are started again, it stays up, and is at the service of their next start.
+
+        Raises:
+            Disconnected: the first rank that trains does not answer.
+        """
+        start = self._starts.latest()
+        while not self._serve(start):
+            start += 1
+
+    def _serve(self, start: int) -> bool:
+        """Serve a start of the ranks that train; return False if there is another start."""
+        try:
+            connection = connect(self._store, start, lambda: self._has_failed(start, 0.0))
+        except Disconnected:
+            if self._has_failed(start):
+                return False
+            raise
+        if connection is None:
+            self._progress.tell(State.ENDING)
+            return True
+        noticed = threading.Event()
+        try:
+            self._answer(connection, start, noticed)
+        except Disconnected:
+            noticed.set()
+            connection.close()
+            if self._has_failed(start):
+                logger.info("a rank that trains was lost: waiting for their next start")
+                return False
+            self._exit_disconnected()
+        self._close(connection)
+        return True
+
+    def _has_failed(self, start: int, seconds: float = FAILED_SECONDS) -> bool:
+        """Return whether this start of the ranks that train has failed, or does within so many seconds."""
+        with suppress(dist.DistError):
+            ends = not self._outlives_training or has_ended(self._starts_store)
+            return not ends and self._starts.await_failure(start, seconds)
+        return False
+
+    def _answer(self, connection: Connection, start: int, noticed: threading.Event) -> None:
+        """Do what the first rank that trains asks for, until it asks this rank to exit.
+
+        Args:
+            noticed: set by the caller when it has noticed that the connection has ended.
+        """
+        self._register(connection)
+        connection.on_disconnect(lambda: self._on_disconnect(start, noticed))
+        enter_phase("wait")
+        while not isinstance(message := connection.receive(), Leave | End):
+            if isinstance(message, Call):
+                assert self._rank is not None, "calls come after Join"
+                was_ready = self._rank.ready
+                connection.send(self._rank.call(message))
+                enter_phase("wait")
+                if self._rank.ready and not was_ready:
+                    self._progress.tell(State.READY)
+            elif isinstance(message, Join):
+                self._join(message, connection)
+        self._asked_to_exit = True
+        self._progress.tell(State.LEAVING if isinstance(message, Leave) else State.ENDING)
+
+    def _register(self, connection: Connection) -> None:
+        runs_code = self._role == self._recipe.scoring_role and self._recipe.reward.name == "code"
+        confined_by = sandbox.protection() if runs_code else None
+        group_start = None if self._rank is None else self._rank.start
+        connection.send(Register(distributed.rank(), self._progress.failure, confined_by, group_start))
+        self._progress.tell(State.CONNECTED)
+
+    def _join(self, join: Join, connection: Connection) -> None:
+        """Start what this rank serves with, unless it is up."""
+        if self._rank is None:
+            enter_phase(STARTING)  # which takes long
+            size, of_role = self._recipe.worker_group_size(self._role), self._recipe.role_ranks[self._role]
+            place = of_role.index(distributed.rank()) // size
+            self._rank = self._make_rank(self._recipe, self._store, of_role[place * size :][:size], join.start)
+        self._rank.begin(connection)
+        enter_phase("wait")
+        connection.send(Joined())
+
+    def _on_disconnect(self, start: int, noticed: threading.Event) -> None:
+        """Exit, as the main thread may wait for a rank that is lost, unless it goes on with the next start."""
+        if self._asked_to_exit:
+            return
+        if self._has_failed(start):
+            with suppress(dist.DistError):
+                if self._rank is not None:
+                    self._rank.interrupt()
+            if noticed.wait(BUSY_SECONDS):
+                return
+        self._exit_disconnected()
+
+    def _exit_disconnected(self) -> NoReturn:
+        with suppress(dist.DistError):
+            if has_ended(self._starts_store):
+                self._progress.tell(State.ENDING)
+        os._exit(DISCONNECTED)
+
+    def _close(self, connection: Connection) -> None:
+        late = threading.Timer(CLOSE_SECONDS, os._exit, [1])  # where another rank of the group is lost meanwhile
+        late.daemon = True
+        late.start()
+        with suppress(Disconnected):
+            connection.send(Leaving())
+        if self._rank is not None:
+            self._rank.close()

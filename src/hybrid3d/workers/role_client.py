@@ -1,0 +1,254 @@
+"""The ranks of a role that serve those that train, as the first of these sees them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from hybrid3d.config import Recipe
+from hybrid3d.distributed import clone_store
+from hybrid3d.run.logger import Record
+from hybrid3d.run.memory import Peaks
+from hybrid3d.run.timeline import Span
+from hybrid3d.watch.heartbeat import read_phase
+from hybrid3d.workers.channel import Connection, Disconnected, wait
+from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop
+from hybrid3d.workers.worker_group import WorkerGroup
+
+POLL_SECONDS = 0.05
+CLOSE_SECONDS = 60  # within which ranks have shut down
+KEPT_SPANS = 100  # of each rank
+
+
+class WorkerGroups:
+    """All groups of a role. Only the first rank that trains has it.
+
+    A group that is lost is started again by what started its ranks. The threads of connections only change which groups
+    there are; all else is called by one thread at a time.
+
+    Attributes:
+        confined_by: what confines code that rewards run, on the rank that registered last; None if none is run.
+    """
+
+    activity: str  # what its ranks are busy with
+
+    def __init__(self, recipe: Recipe, store: Store, record: Record, role: str):
+        self._role, self._ranks, self._size = role, recipe.role_ranks[role], recipe.worker_group_size(role)
+        self._store, self._record = clone_store(store), record
+        places = len(self._ranks) // self._size
+        self._lock = threading.Lock()  # of all that follows, up to those that are lost
+        self._active, self._ended = places, False
+        self._registered: list[dict[int, tuple[Connection, Register]]] = [{} for _ in range(places)]
+        self._groups: list[WorkerGroup | None] = [None] * places
+        self._lost: list[tuple[WorkerGroup, float]] = []  # that was not recorded yet, and when
+        self._awaiting: dict[Connection, tuple[WorkerGroup, int]] = {}  # whose replies have not been received
+        self._spans: dict[int, list[Span]] = defaultdict(list)
+        self._peaks: dict[int, dict[str, int]] = {}  # since the last lap
+        self._busy_since = time.time()
+        self.confined_by: str | None = None
+
+    # Which groups there are
+
+    def register(self, connection: Connection, register: Register) -> None:
+        """Take in a rank that has started; when all of its group are there, start the group."""
+        place = (register.rank - self._ranks.start) // self._size
+        with self._lock:
+            if self._ended:
+                connection.close()
+                return
+            group = self._groups[place]
+            if group is not None:
+                self._lose(group)
+            self._registered[place][register.rank] = connection, register
+            self.confined_by = register.confined_by
+            self._start_if_complete(place)
+        connection.on_disconnect(lambda: self._disconnected(place, register.rank, connection))
+
+    def _start_if_complete(self, place: int) -> None:
+        """Start a group that is needed, once its ranks have registered."""
+        registered = self._registered[place]
+        if place >= self._active or len(registered) < self._size:
+            return
+        up = {register.group_start for _, register in registered.values()}
+        if len(up) > 1:  # a rank of it was lost: the others exit too, and register again
+            for rank, (connection, register) in list(registered.items()):
+                if register.group_start is not None:
+                    del registered[rank]
+                    with suppress(Disconnected):
+                        connection.send(Leave())
+            return
+        self._registered[place] = {}
+        start = up.pop()
+        if start is None:
+            start = self._store.add(f"{self._role}/{place}/starts", 1) - 1
+        group = WorkerGroup(place, start * len(self._groups) + place, registered)
+        self._groups[place] = group
+        for connection in group.connections.values():
+            with suppress(Disconnected):  # noticed when it is received from
+                connection.send(Join(start))
+
+    def _lose(self, group: WorkerGroup) -> None:
+        """Give a group up: those of its ranks that are alive exit, as they could only wait for the others."""
+        if group.lost:
+            return
+        group.lost = True
+        with suppress(dist.DistError):  # without the store the run ends
+            group.lost_in = ", ".join(sorted({read_phase(self._store, rank) for rank in group.ranks} - {""}))
+        group.awaited = any(one is group for one, _ in list(self._awaiting.values()))
+        self._groups[group.place] = None
+        self._lost.append((group, time.time()))
+        for connection in group.connections.values():
+            connection.disconnect()
+
+    def _disconnected(self, place: int, rank: int, connection: Connection) -> None:
+        """Give a group up of which a rank has exited; also while the first rank that trains waits for it."""
+        with self._lock:
+            group = self._groups[place]
+            if group is not None and connection in group.connections.values() and not self._ended:
+                self._lose(group)
+            if self._registered[place].get(rank, (None,))[0] is connection:
+                del self._registered[place][rank]
+
+    def _refresh(self) -> list[WorkerGroup]:
+        """Return the groups that are ready; record those that have been lost since the last call."""
+        for group in filter(None, self._groups):
+            starting = [one for one in group.connections.values() if one not in group.started]
+            for connection in wait(starting, 0.0):
+                with suppress(Disconnected):  # then its thread loses the group
+                    assert isinstance(connection.receive(), Joined), "all else is received by who asked for it"
+                    group.started.add(connection)
+        with self._lock:
+            ready = self._ready()
+            lost, self._lost = self._lost, []
+        for group, moment in lost:
+            self._record_lost(group, moment, len(ready))
+            for connection in group.connections.values():
+                connection.close()
+        return ready
+
+    def _ready(self) -> list[WorkerGroup]:
+        return [group for group in self._groups[: self._active] if group is not None and group.ready]
+
+    def _wait_for(self, count: int, event: str, message: str) -> list[WorkerGroup]:
+        """Return the groups that are ready, after waiting for so many.
+
+        Args:
+            event: recorded with the message if there are none at first; none is if it is empty.
+        """
+        while len(ready := self._refresh()) < count:
+            if event:
+                self._record.event(event, message)
+                event = ""
+            time.sleep(POLL_SECONDS)
+        return ready
+
+    def _record_lost(self, group: WorkerGroup, moment: float, ready: int) -> None:
+        """Record that a group has been lost.
+
+        Args:
+            ready: the number of groups that are left.
+        """
+        raise NotImplementedError
+
+    # Calls
+
+    def _send(self, calls: Mapping[WorkerGroup, Call]) -> dict[Connection, tuple[WorkerGroup, int]]:
+        """Send calls to all ranks of groups; return the connections that will reply, with their group and rank."""
+        sent = {}
+        for group, call in calls.items():
+            for rank, connection in group.connections.items():
+                sent[connection] = group, rank
+                with suppress(Disconnected):  # noticed when the reply is received
+                    connection.send(call)
+        return sent
+
+    def _receive(
+        self, sent: Mapping[Connection, tuple[WorkerGroup, int]], stop: Callable[[], bool] | None = None
+    ) -> dict[WorkerGroup, list[Any]]:
+        """Return the replies to a call of each group that is not lost, by rank; until `stop`, which ends the calls."""
+        waiting, results, stopped = dict(sent), dict[WorkerGroup, dict[int, Any]](), False
+        self._awaiting = waiting
+        while waiting:
+            if stop is not None and not stopped and stop():
+                stopped = True
+                for connection in waiting:
+                    with suppress(Disconnected):
+                        connection.send(Stop())
+            for connection in wait(list(waiting), None if stop is None or stopped else POLL_SECONDS):
+                group, rank = waiting[connection]
+                try:
+                    reply: Reply = connection.receive()
+                except Disconnected:
+                    with self._lock:
+                        self._lose(group)
+                    del waiting[connection]
+                    continue
+                del waiting[connection]
+                results.setdefault(group, {})[rank] = reply.result
+                self._spans[rank] = [*self._spans[rank], *reply.spans][-KEPT_SPANS:]
+                for activity, _, _ in reply.spans if reply.peak_memory else ():
+                    peaks = self._peaks.setdefault(rank, {})
+                    peaks[activity] = max(peaks.get(activity, 0), reply.peak_memory)
+        whole = {group: found for group, found in results.items() if len(found) == len(group.ranks)}
+        return {group: [found[rank] for rank in group.ranks] for group, found in whole.items()}
+
+    def awaited(self) -> tuple[str, Sequence[int]] | None:
+        """Return what this rank waits for, and the ranks that it comes from; any thread may call it."""
+        ranks = sorted(rank for _, rank in list(self._awaiting.values()))
+        return ("replies", ranks) if ranks else None
+
+    # What is seen, and the end
+
+    def spans(self, begin: float, end: float) -> dict[int, list[Span]]:
+        """Return what each rank did between two moments; it waited in the rest of the time."""
+        found: dict[int, list[Span]] = {}
+        for rank in self._ranks:
+            found[rank], last = [], begin
+            for activity, start, stop in self._spans[rank]:
+                start, stop = max(start, last), min(stop, end)
+                if start < stop:
+                    found[rank] += [("wait", last, start), (activity, start, stop)]
+                    last = stop
+            found[rank].append(("wait", last, end))
+        return found
+
+    def lap_busy_seconds(self) -> float:
+        """Return the longest time that a rank has been busy with the role's activity since the last call."""
+        since, self._busy_since = self._busy_since, time.time()
+        return max(
+            sum(stop - max(start, since) for name, start, stop in spans if name == self.activity and stop > since)
+            for spans in [*self._spans.values(), []]
+        )
+
+    def lap_peaks(self) -> dict[int, Peaks]:
+        """Return the most bytes of memory that each rank has used since the last call, by activity."""
+        peaks, self._peaks = self._peaks, {}
+        return dict(peaks)
+
+    def close(self) -> None:
+        """End the run on all ranks of the role; those that are being started exit by themselves."""
+        with self._lock:
+            self._ended = True
+            ready = [group for group in self._groups if group is not None and group.ready]  # also to leave
+            waiting = {one for group in ready for one in group.connections.values()}
+            groups = [group.connections for group in self._groups if group is not None and not group.ready]
+            registered = [{rank: one for rank, (one, _) in ranks.items()} for ranks in self._registered]
+            for connection in [one for ranks in (*groups, *registered) for one in ranks.values()]:
+                connection.disconnect()
+        for connection in waiting:
+            with suppress(Disconnected):
+                connection.send(End())
+        end = time.monotonic() + CLOSE_SECONDS
+        while waiting and time.monotonic() < end:
+            for connection in wait(list(waiting), POLL_SECONDS):
+                try:
+                    assert isinstance(connection.receive(), Leaving), "no call is waiting for its reply"
+                except Disconnected:
+                    waiting.remove(connection)
