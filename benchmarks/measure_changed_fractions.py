@@ -47,10 +47,9 @@ def measure(lr: str, out: Path) -> None:
     recipe = load_recipe(RECIPE, overrides)
     group = distributed.start()
     runtime.initialize(recipe.train, recipe.run.seed)
-    from hybrid3d.run.display import Display
     from hybrid3d.run.folder import RunFolder
     from hybrid3d.run.health import Guard
-    from hybrid3d.run.logger import Record
+    from hybrid3d.run.logger import Display, Record
     from hybrid3d.trainer.colocated import Colocated
 
     folder = RunFolder.for_recipe(recipe)
@@ -87,7 +86,7 @@ def changed_elements(policy: Any, before: dict[str, Any]) -> ByKind:
     """
     import torch
 
-    from hybrid3d.reshard.delta.bitmap import unpack_bits
+    from hybrid3d.reshard.delta.changes import unpack_bits
 
     counts, changes = [], policy.changes.changes(policy.weights.tensors)
     for name, tensor in policy.weights.tensors.items():

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = """# What the recipes' syncs move
 
 Printed by `python benchmarks/plans.py` ({today}, no GPU: everything is computed with the engines' own code). Bytes are
-exact; seconds are predicted for the recipe's machine (`planning/seconds.py`), not measured.
+exact; seconds are predicted for the recipe's machine (`planning/estimates.py`), not measured.
 
 ## Bytes, seconds, memory
 

@@ -25,7 +25,7 @@ if [[ ${NCCL_SOCKET_IFNAME:-} =~ ^=?([[:alnum:]._-]+)$ ]]; then
 fi
 
 # Not set on purpose:
-# CUDA_DEVICE_MAX_CONNECTIONS    hybrid3d chooses it by the recipe (src/hybrid3d/launch/device_connections.py)
+# CUDA_DEVICE_MAX_CONNECTIONS    hybrid3d chooses it by the recipe (src/hybrid3d/cli/starting.py)
 # NCCL_PROTO, NCCL_ALGO          NCCL chooses by size and topology; a fixed choice is slower for some messages
 # NCCL_CUMEM_ENABLE, NCCL_NVLS_ENABLE   neither Megatron-Core 0.16 nor vLLM 0.32 needs a value; NVLS takes GPU memory
 #                                for each communicator: set NCCL_NVLS_ENABLE=0 if memory is scarce

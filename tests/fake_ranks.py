@@ -8,8 +8,19 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hybrid3d.workers.channel import Connection, Disconnected, connect
-from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply
+from hybrid3d.workers.channel import (
+    Call,
+    Connection,
+    Disconnected,
+    End,
+    Join,
+    Joined,
+    Leave,
+    Leaving,
+    Register,
+    Reply,
+    connect,
+)
 
 
 def make_store(monkeypatch: pytest.MonkeyPatch, ranks: int) -> dist.Store:

@@ -21,9 +21,8 @@ from safetensors.torch import load_file
 from checkpoints import DENSE, FAMILIES, SPARSE
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
 from hybrid3d.reshard.move.executor import Executor, NamedTensors
-from hybrid3d.reshard.plan.classes import rank_groups
+from hybrid3d.reshard.plan.classes import layer_of, rank_groups
 from hybrid3d.reshard.plan.coverage import check_coverage, lower_bound, network_lower_bound
-from hybrid3d.reshard.plan.layers import layer_of
 from hybrid3d.reshard.plan.layout import Demand, Fill, Holdings
 from hybrid3d.reshard.plan.planner import Transfer, make_plan
 from hybrid3d.rollout.probe import model_of_rank, slot_demands

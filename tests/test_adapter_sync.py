@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from hybrid3d.config import load_recipe
 from hybrid3d.families import module_of
 from hybrid3d.inputs.models import read_config
-from hybrid3d.planning.adapters import predict_adapter_sync
+from hybrid3d.planning.estimates import predict_adapter_sync
 from hybrid3d.planning.hardware import hardware_of
 from reference import tensors_in
 from run_ranks import run_ranks

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from commands import ROOT
-from hybrid3d.generation.agents.calls import RefusedCall
-from hybrid3d.generation.agents.history import Branch, History, NoChatTemplate, PromptText, PromptTokens
+from hybrid3d.generation.agents.history import Branch, History, NoChatTemplate, PromptText, PromptTokens, RefusedCall
 from hybrid3d.generation.agents.requests import read_request
 from hybrid3d.generation.engine import Completion, Sampling
 

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from hybrid3d.config import load_recipe
-from hybrid3d.generation.agents.calls import Call, RefusedCall
-from hybrid3d.generation.agents.history import PromptTokens
-from hybrid3d.generation.agents.samples import samples_of
-from hybrid3d.generation.agents.sessions import Session, SessionPool
+from hybrid3d.generation.agents.history import Call, PromptTokens, RefusedCall
+from hybrid3d.generation.agents.sessions import Session, SessionPool, samples_of
 from hybrid3d.generation.engine import Completion, Sampling
 from hybrid3d.rl.data import Example
 from run_ranks import ROOT

@@ -18,8 +18,7 @@ from hybrid3d.bench.packed_broadcast import PackedBroadcast
 from hybrid3d.bench.trainer_gather import TrainerGather
 from hybrid3d.reshard.move.executor import NamedTensors
 from hybrid3d.reshard.plan.box import Box
-from hybrid3d.reshard.plan.classes import signature_of
-from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.classes import layer_of, signature_of
 from hybrid3d.reshard.plan.layout import Demand, Holdings, Piece, View, contiguous_stride
 from hybrid3d.reshard.plan.planner import make_plan
 

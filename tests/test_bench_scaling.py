@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from hybrid3d.bench.scaling import Scale, scale_recipe
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.inputs.models import read_config
-from hybrid3d.planning import machine_memory
+from hybrid3d.planning import hardware
 
 pytestmark = pytest.mark.engines
 
@@ -79,16 +79,16 @@ def test_what_was_scaled_is_said() -> None:
 
 
 def test_a_container_s_limit_counts_and_its_caches_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
     for name, content in (
         ("max", "1000\n"),
         ("current", "700\n"),
         ("stat", "anon 500\nactive_file 150\ninactive_file 50\n"),
     ):
         (tmp_path / f"memory.{name}").write_text(content)
-    assert machine_memory.available_memory() == 500
+    assert hardware.available_memory() == 500
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine_memory.available_memory() > 1000
+    assert hardware.available_memory() > 1000
 
 
 @pytest.mark.parametrize("layers", [2, 4, 8])

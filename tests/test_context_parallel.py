@@ -245,8 +245,7 @@ def test_attention_over_ranks_equals_torchs(ranks: int, dtype: torch.dtype) -> N
     limit = 2e-6 if dtype is torch.float32 else 4e-2
 
     def run(group: dist.ProcessGroup) -> None:
-        from hybrid3d.train.megatron.context import context_shard
-        from hybrid3d.train.megatron.context_attention import context_attention
+        from hybrid3d.train.megatron.context import context_attention, context_shard
 
         own = context_shard(torch.tensor(lengths), group).own
         shares = [tensor[own].requires_grad_() for tensor in given.values()]

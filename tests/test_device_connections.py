@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hybrid3d.cli.starting import VARIABLE, device_connections
 from hybrid3d.config import load_recipe
-from hybrid3d.launch.device_connections import VARIABLE, device_connections
 from run_ranks import ROOT, environment
 
 DEMO = ROOT / "recipes/demo-cpu.yaml"

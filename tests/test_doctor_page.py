@@ -18,10 +18,10 @@ import pytest
 
 from hybrid3d import cli
 from hybrid3d.config import load_recipe
-from hybrid3d.doctor import devices, files, groups, network, resources
+from hybrid3d.doctor import files, groups, network, resources
+from hybrid3d.doctor import resources as devices
 from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Context, Finding
-from hybrid3d.doctor.page import can_start, format_json, format_page
-from hybrid3d.doctor.table import EXAMINATIONS
+from hybrid3d.doctor.page import EXAMINATIONS, can_start, format_json, format_page
 from hybrid3d.run.folder import RunFolder
 from run_ranks import environment
 

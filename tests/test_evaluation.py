@@ -15,14 +15,12 @@ import pytest
 from commands import HELD_OUT
 from hybrid3d.config import Recipe, RecipeError, load_recipe, recipe_to_yaml
 from hybrid3d.generation.engine import Sampling
-from hybrid3d.generation.evaluation import HeldOutAnswer, majority, measure, pass_at_k
-from hybrid3d.generation.evaluation_page import format_result
+from hybrid3d.generation.evaluation import HeldOutAnswer, format_result, majority, measure, pass_at_k
 from hybrid3d.generation.replicas import Answers
 from hybrid3d.generation.rollouts import Rollouts
 from hybrid3d.generation.samples import Sample
 from hybrid3d.rl.data import Example
-from hybrid3d.scoring.final_answers import FINAL_ANSWERS
-from hybrid3d.scoring.functions import REWARDS
+from hybrid3d.scoring.functions import FINAL_ANSWERS, REWARDS
 from run_ranks import ROOT
 
 DEMO = ROOT / "recipes/demo-cpu.yaml"

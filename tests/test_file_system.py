@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid3d.storage.mounts import MOUNTS, file_system_type, file_system_warning
+from hybrid3d.storage.disk import MOUNTS, file_system_type, file_system_warning
 
 # As recorded on nodes of a cluster, shortened: fields as in proc(5), with optional ones (shared:1) and without
 RECORDED = r"""

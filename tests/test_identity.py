@@ -19,8 +19,7 @@ from hybrid3d.run import identity
 from hybrid3d.run.folder import RunFolder, checkpoint_folder, served_folder
 from hybrid3d.run.identity import RunIdentity, check_last, check_step, derived_key, input_digests
 from hybrid3d.storage import manifest
-from hybrid3d.storage.digests import PART, WHOLE, file_digest
-from hybrid3d.storage.manifest import BrokenCheckpoint, ForeignCheckpoint
+from hybrid3d.storage.manifest import PART, WHOLE, BrokenCheckpoint, ForeignCheckpoint, file_digest
 from run_ranks import ROOT
 
 FILES = {".metadata": b"m", "metadata.json": b"{}", "common.pt": b"c", "progress.json": b"{}", "__0_0.distcp": b"shard"}

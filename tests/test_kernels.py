@@ -19,7 +19,7 @@ LAYOUT = Train(tp=2, dp=2, ep=2, etp=2)
 
 
 def test_on_a_cpu_torch_computes_everything() -> None:
-    from hybrid3d.train.megatron.kernels import in_use
+    from hybrid3d.train.megatron.runtime import in_use
 
     torch_here = re.escape(f"torch {torch.__version__.partition('+')[0]}") + r"(\+\w+)?"
     assert re.fullmatch(rf"training kernels: {torch_here} \(CPU\); optimizer: {torch_here} AdamW", in_use())
@@ -35,13 +35,13 @@ def test_on_a_cpu_torch_computes_everything() -> None:
     ],
 )
 def test_what_a_gpu_would_say(te: bool, fused: bool, adam: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybrid3d.train.megatron import kernels
+    from hybrid3d.train.megatron import runtime
 
     optimizer = SimpleNamespace(Adam=type("FusedAdam", (), {"__module__": f"{adam}.optimizers"}))
     stated = dict(ON_CUDA=True, USE_TE=te, FUSE_GRADIENTS=fused, optimizer=optimizer, version=lambda name: "2")
     for name, value in stated.items():
-        monkeypatch.setattr(kernels, name, value)
-    assert kernels.in_use() == "training kernels: " + said.format(fused="weight gradients added up by Apex 2")
+        monkeypatch.setattr(runtime, name, value)
+    assert runtime.in_use() == "training kernels: " + said.format(fused="weight gradients added up by Apex 2")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 2), 3], ids=str)

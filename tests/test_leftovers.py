@@ -18,7 +18,7 @@ import pytest
 from hybrid3d import process
 from hybrid3d.launch import failures
 from hybrid3d.process import child_pids, engine_name, remove_shared_memory
-from hybrid3d.scoring.environment_runner import EnvironmentRunner
+from hybrid3d.scoring.environments import EnvironmentRunner
 from hybrid3d.scoring.pool_client import load_in_subprocess
 from hybrid3d.scoring.scorer import Scorer
 from run_ranks import MARK, ROOT, SHARED_MEMORY, kill_marked, marked

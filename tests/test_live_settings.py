@@ -17,7 +17,7 @@ import yaml
 
 from hybrid3d.config import OFFLOADS, Optimizer, Recipe, RecipeError, load_recipe, recipe_to_yaml
 from hybrid3d.launch.failures import failure_message, find_root_cause
-from hybrid3d.launch.worker import _is_lost_peer
+from hybrid3d.launch.rank import _is_lost_peer
 from hybrid3d.rl.kl import KlController
 from hybrid3d.run import live_settings
 from hybrid3d.run.folder import RunFolder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from hybrid3d.launch.worker import _is_lost_peer
+from hybrid3d.launch.rank import _is_lost_peer
 
 # As ProcessGroupNCCL and gloo of torch 2.13 write them
 LOST = [

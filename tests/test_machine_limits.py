@@ -10,7 +10,7 @@ import torch
 
 from hybrid3d.config import RecipeError, load_recipe
 from hybrid3d.launch import launcher
-from hybrid3d.planning.machine_memory import total_memory
+from hybrid3d.planning.hardware import total_memory
 
 DEMO = Path(__file__).parents[1] / "recipes/demo-cpu.yaml"  # 4 ranks with 0.25 GiB of KV cache each
 

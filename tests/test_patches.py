@@ -27,7 +27,7 @@ TARGETS = """
 from hybrid3d import patches
 from hybrid3d.rollout import patches as vllm
 from hybrid3d.train import writing
-from hybrid3d.train.megatron import build, kernels, patches as megatron
+from hybrid3d.train.megatron import build, patches as megatron, runtime
 for patch in (*patches.TORCH, *megatron.ALL, *vllm.ALL):
     patch.resolve()  # an error where it is missing
     print(patch.target, patch.package, patch.test, patch.reason.endswith("."), sep=" | ")

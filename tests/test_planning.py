@@ -17,9 +17,8 @@ import warm_python
 from commands import ROOT, python
 from hybrid3d.config import Machine, Recipe, Rollout, load_recipe, recipe_to_yaml
 from hybrid3d.planning import agreed_placement, engine_queries, traffic
+from hybrid3d.planning.estimates import gather_traffic, inter_node_bytes
 from hybrid3d.planning.page import group_traffic
-from hybrid3d.planning.peers import gather_traffic
-from hybrid3d.planning.seconds import inter_node_bytes
 from hybrid3d.reshard.plan.planner import PlanError
 from hybrid3d.rollout import probe
 from hybrid3d.rollout.engine import external_rank
@@ -128,7 +127,7 @@ def test_what_only_asks_leaves_no_trace_where_engines_will_run(
         + """
 from dataclasses import replace
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.planning.isolated import run_in_subprocess
+from hybrid3d.planning.engine_queries import run_in_subprocess
 from hybrid3d.launch.preflight import check_fit
 recipe = load_recipe("recipe.yaml")
 check_fit(replace(recipe, machine=replace(recipe.machine, memory_gb=8.0)))

@@ -18,7 +18,7 @@ from commands import ROOT
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.inputs.adapters import adapted_shapes
 from hybrid3d.inputs.models import read_config
-from hybrid3d.planning.adapters import predict_adapter_sync, query_adapters
+from hybrid3d.planning.estimates import predict_adapter_sync, query_adapters
 from hybrid3d.planning.hardware import hardware_of
 from hybrid3d.planning.page import format_page
 from hybrid3d.planning.report import make_report

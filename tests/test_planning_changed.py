@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hybrid3d.config import Recipe, load_recipe
-from hybrid3d.planning.changed import predict_changed_sync
+from hybrid3d.planning.estimates import predict_changed_sync
 from hybrid3d.planning.hardware import hardware_of
 from hybrid3d.reshard.delta.encoding_work import EncodingWork
 

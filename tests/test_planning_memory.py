@@ -92,7 +92,7 @@ def test_a_rank_of_every_stage_holds_what_the_layout_makes_of_the_parameters() -
     stage_ranks = recipe.world_size // train.pp
 
     def times(name: str) -> int:
-        from hybrid3d.reshard.plan.layers import layer_of
+        from hybrid3d.reshard.plan.classes import layer_of
 
         return standing.get(layer_of(name), 1)
 

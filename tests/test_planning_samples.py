@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from hybrid3d.config import load_recipe
-from hybrid3d.generation.router_replay import ExpertChoices
+from hybrid3d.generation.engine import ExpertChoices
 from hybrid3d.generation.samples import Sample, held_samples
 from hybrid3d.planning.samples import predict_samples
 

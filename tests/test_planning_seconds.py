@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hybrid3d.config import Machine
+from hybrid3d.planning.estimates import estimate_sync_time
 from hybrid3d.planning.hardware import GB, hardware_of
-from hybrid3d.planning.seconds import estimate_sync_time
 
 H100 = hardware_of(Machine(kind="h100-8x400g"))
 

@@ -16,11 +16,10 @@ from commands import ROOT
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.checks import check_model
 from hybrid3d.planning.engine_queries import query_engines
+from hybrid3d.planning.estimates import estimate_sync_time, gather_traffic, inter_node_bytes
 from hybrid3d.planning.fitting import MemoryEstimator
 from hybrid3d.planning.hardware import hardware_of
-from hybrid3d.planning.peers import gather_traffic
 from hybrid3d.planning.report import make_report
-from hybrid3d.planning.seconds import estimate_sync_time, inter_node_bytes
 from hybrid3d.planning.traffic import compute_sync_traffic
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]

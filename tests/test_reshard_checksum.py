@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.reshard.move.checksum import checksum
+from hybrid3d.reshard.move.verify import checksum
 
 DTYPES = [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64]
 SHAPES = [(), (1,), (7,), (3, 5), (64, 256), (100, 384), (2, 3, 128), (31, 1000)]

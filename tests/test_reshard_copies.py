@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid3d.reshard.move.copies import BatchedCopies, merge_copies, widen
+from hybrid3d.reshard.move.memory import BatchedCopies, merge_copies, widen
 
 Views = list[tuple[torch.Tensor, torch.Tensor]]
 

@@ -11,8 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.reshard.delta.bitmap import count_bits, pack_bits, set_bits, unpack_bits
-from hybrid3d.reshard.delta.changes import changed_positions, gather_elements, scatter_elements
+from hybrid3d.reshard.delta.changes import (
+    changed_positions,
+    count_bits,
+    gather_elements,
+    pack_bits,
+    scatter_elements,
+    set_bits,
+    unpack_bits,
+)
 from hybrid3d.reshard.delta.encoding import decode, encode, entropy_bytes, form_of
 from hybrid3d.reshard.delta.executor import DeltaExecutor, DeltaMessage, DeltaReport, delta_plan
 from hybrid3d.reshard.delta.runs import Elements, RunChanges

@@ -21,13 +21,12 @@ from hybrid3d import distributed
 from hybrid3d.reshard.move.executor import ExecutionReport, Executor, NamedTensors, run_local_plan
 from hybrid3d.reshard.move.transport import GlooTransport, Transport, make_transport
 from hybrid3d.reshard.plan.box import Box
-from hybrid3d.reshard.plan.classes import signature_of
+from hybrid3d.reshard.plan.classes import layer_of, signature_of
 from hybrid3d.reshard.plan.coverage import check_arrivals, check_coverage, lower_bound
-from hybrid3d.reshard.plan.layers import layer_of
 from hybrid3d.reshard.plan.layout import FILES, Fill, Holdings, LocalPieces, Piece, View
 from hybrid3d.reshard.plan.planner import Plan, RankPlan, Routes, local_plan, make_plan
 from hybrid3d.reshard.plan.ready import required_optimizer_buckets
-from hybrid3d.watch.wait_reasons import Wait, find_wait
+from hybrid3d.watch.stalls import Wait, find_wait
 from test_reshard_box import Shape, Side, World, addresses, index, worlds
 from worlds import LocalTransport, Mailbox, Strict, run_in_threads
 

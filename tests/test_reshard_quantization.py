@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid3d.families import is_quantized
-from hybrid3d.reshard.delta.bitmap import unpack_bits
+from hybrid3d.reshard.delta.changes import unpack_bits
 from hybrid3d.reshard.fp8 import (
     BLOCK,
     SCALE_SUFFIX,

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid3d import distributed
-from hybrid3d.reshard.delta.bitmap import pack_bits
+from hybrid3d.reshard.delta.changes import pack_bits
 from hybrid3d.reshard.delta.executor import DeltaExecutor
 from hybrid3d.reshard.move.executor import Executor, NamedTensors
 from hybrid3d.reshard.move.transport import Transport, make_transport
 from hybrid3d.reshard.plan.box import Box
+from hybrid3d.reshard.plan.classes import layer_of
 from hybrid3d.reshard.plan.coverage import check_coverage, lower_bound
-from hybrid3d.reshard.plan.layers import layer_of
 from hybrid3d.reshard.plan.planner import make_plan
 from test_reshard_box import Side, World
 from test_reshard_delta import Deltas, changed

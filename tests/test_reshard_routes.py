@@ -16,12 +16,13 @@ from hybrid3d.reshard.plan.classes import (
     Signature,
     classify_tensors,
     group_ranks,
+    layer_of,
     rank_groups,
+    replicate_layer,
     select_tensors,
     signature_of,
 )
 from hybrid3d.reshard.plan.coverage import check_routes, lower_bound
-from hybrid3d.reshard.plan.layers import layer_of, replicate_layer
 from hybrid3d.reshard.plan.layout import Demand, Holdings, LocalPieces, Piece, View
 from hybrid3d.reshard.plan.planner import PlanError, Routes, make_plan
 from hybrid3d.reshard.plan.relays import Relay

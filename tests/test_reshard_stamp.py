@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybrid3d.reshard.plan.box import Box
-from hybrid3d.reshard.plan.layers import layer_of, replicate_layer
+from hybrid3d.reshard.plan.classes import layer_of, replicate_layer
 from hybrid3d.reshard.plan.layout import Piece, View
 
 

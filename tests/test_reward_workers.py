@@ -19,8 +19,8 @@ from hybrid3d.generation.replicas import Advanced, Answers, ScoredReplicas
 from hybrid3d.generation.samples import Sample
 from hybrid3d.scoring.scorer import Scores
 from hybrid3d.workers import role_client
-from hybrid3d.workers.messages import Call, Register, Reply
-from hybrid3d.workers.reward_workers import RewardWorkers
+from hybrid3d.workers.channel import Call, Register, Reply
+from hybrid3d.workers.reward import RewardWorkers
 from hybrid3d.workers.roles import OtherRoles
 
 pytestmark = pytest.mark.engines

@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid3d.scoring.environment_runner import EnvironmentRunner, Reply, check_environment
-from hybrid3d.scoring.environments import calculate, calculator, ends_with_stop, stop_tokens
+from hybrid3d.scoring.environments import (
+    EnvironmentRunner,
+    Reply,
+    calculate,
+    calculator,
+    check_environment,
+    ends_with_stop,
+    stop_tokens,
+)
 
 pytestmark = pytest.mark.processes
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from hybrid3d.rl.advantages import Answers, Moments, answer_advantages, gae, returns_to_go, token_rewards
-from hybrid3d.rl.correction import correction_weights
+from hybrid3d.rl.correction import correction_weights, high_entropy
 from hybrid3d.rl.kl import KlController, token_kl
 from hybrid3d.rl.losses import answer_weights, value_loss
 from hybrid3d.rl.objective import KlSettings, PolicyObjective, TokenScores
 from hybrid3d.rl.policy_losses import LossSettings, policy_loss
-from hybrid3d.rl.selection import high_entropy
 
 NUMBERS = Path(__file__).resolve().parent / "numbers"
 TRL = json.loads((NUMBERS / "trl.json").read_text())

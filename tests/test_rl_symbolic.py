@@ -11,7 +11,7 @@ from latex2sympy2_extended import latex2sympy
 from hybrid3d.config import load_recipe
 from hybrid3d.launch.preflight import check_data_references
 from hybrid3d.rl.data import DataError, Example, PromptData
-from hybrid3d.scoring.final_answers import final_text, last_formula
+from hybrid3d.scoring.functions import final_text, last_formula
 from hybrid3d.scoring.math.answers import check_reference, math
 from hybrid3d.scoring.math.kinds import Expression
 from hybrid3d.scoring.math.values import read_values

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from hybrid3d.rl.advantages import Answers, Moments, answer_advantages, returns_to_go, token_rewards
-from hybrid3d.rl.correction import OffPolicy, correction_weights
+from hybrid3d.rl.correction import OffPolicy, correction_weights, covariances, high_covariance
 from hybrid3d.rl.kl import token_kl
 from hybrid3d.rl.losses import answer_weights
 from hybrid3d.rl.objective import PolicyObjective, TokenScores
 from hybrid3d.rl.policy_losses import LossSettings
-from hybrid3d.rl.selection import covariances, high_covariance
 
 NUMBERS = Path(__file__).resolve().parent / "numbers"
 VERL = json.loads((NUMBERS / "verl.json").read_text())

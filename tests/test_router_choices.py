@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid3d.generation.engine import Completion
-from hybrid3d.generation.router_replay import NO_CHOICES, ExpertChoices
-from hybrid3d.generation.samples import Sample, filled_up
-from hybrid3d.generation.tokens import AnswerTokens
+from hybrid3d.generation.engine import NO_CHOICES, Completion, ExpertChoices
+from hybrid3d.generation.samples import AnswerTokens, Sample, filled_up
 from hybrid3d.rl.batch import Batch
 
 LAYERS, PER_TOKEN, EXPERTS = 3, 2, 8

@@ -24,8 +24,8 @@ import torch.multiprocessing as mp
 
 from hybrid3d import distributed
 from hybrid3d.generation.delivery import Message, deliver
+from hybrid3d.generation.engine import ExpertChoices
 from hybrid3d.generation.exchange import AnswerExchange, deliver_choices
-from hybrid3d.generation.router_replay import ExpertChoices
 from hybrid3d.generation.samples import Sample, held_samples
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]

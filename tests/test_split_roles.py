@@ -31,9 +31,8 @@ from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.sync.elastic import Members
 from hybrid3d.trainer.ahead import GenerationAhead
 from hybrid3d.workers import loop, role_client
-from hybrid3d.workers.channel import Connection, Disconnected, Server, connect
+from hybrid3d.workers.channel import Call, Connection, Disconnected, End, Leave, Register, Reply, Server, connect
 from hybrid3d.workers.engines import Engines
-from hybrid3d.workers.messages import Call, End, Leave, Register, Reply
 from hybrid3d.workers.roles import OtherRoles
 
 pytestmark = pytest.mark.engines

@@ -15,8 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.generation.agents.calls import Call, CallResult
-from hybrid3d.generation.agents.history import History, PromptText
+from hybrid3d.generation.agents.history import Call, CallResult, History, PromptText
 from hybrid3d.generation.agents.requests import _logprobs
 from hybrid3d.generation.agents.sessions import SessionPool
 from hybrid3d.generation.agents.token_bytes import split_bytes
@@ -25,7 +24,7 @@ from hybrid3d.generation.stops import Stops, check_stops, find_stops, pause_toke
 from hybrid3d.generation.turns import Trajectory, Turns
 from hybrid3d.rl.data import Example, encode_pair, encode_prompt
 from hybrid3d.rl.token_texts import TokenTexts, decode_part, encode_part
-from hybrid3d.scoring.environment_runner import Reply
+from hybrid3d.scoring.environments import Reply
 
 MODEL = (
     Path(mistral_common.__file__).parent / "data" / "tokenizer.model.v1"

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 from hybrid3d import distributed
 from hybrid3d.reshard.move.transport import GlooTransport, as_bytes
-from hybrid3d.watch.wait_reasons import Wait, find_wait
+from hybrid3d.watch.stalls import Wait, find_wait
 
 RANKS = (5, 6)  # of the launcher, as of an engine in a larger run
 

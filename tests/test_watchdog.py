@@ -14,8 +14,7 @@ import pytest
 
 from commands import ROOT, demo_folder, hybrid3d
 from hybrid3d.watch import watchdog
-from hybrid3d.watch.stalls import Standstill, standstill_message, waits_for
-from hybrid3d.watch.wait_reasons import Wait, describe_frame
+from hybrid3d.watch.stalls import Standstill, Wait, describe_frame, standstill_message, waits_for
 from hybrid3d.watch.watchdog import StackSampler
 from run_ranks import run_ranks
 

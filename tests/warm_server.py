@@ -34,7 +34,7 @@ PRELOADED = (
     "hybrid3d.planning.report",
     "hybrid3d.trainer.colocated",
     "hybrid3d.trainer.rl",
-    "hybrid3d.trainer.sft",
+    "hybrid3d.trainer.data_loops",
     "matplotlib.pyplot",
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.worker.cpu_worker",

@@ -20,9 +20,9 @@ def check(options: answers.Options) -> answers.Answers:
             fake_transformer_engine.install(options.transformer_engine)
         from hybrid3d.config import Train
         from hybrid3d.inputs.models import read_config
-        from hybrid3d.train.megatron import kernels
+        from hybrid3d.train.megatron import runtime
 
-        assert options.cuda == kernels.USE_TE
+        assert options.cuda == runtime.USE_TE
         for family in options.families:
             config = read_config(str(options.models / family))
             for layout in cases.trains(family):

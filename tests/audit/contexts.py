@@ -28,7 +28,8 @@ def _megatron(options: answers.Options, gpus: fake_gpus.FakeGpus) -> answers.Ans
 
     from hybrid3d.config import Train
     from hybrid3d.inputs.models import read_config
-    from hybrid3d.train.megatron import kernels, runtime
+    from hybrid3d.train.megatron import runtime
+    from hybrid3d.train.megatron import runtime as kernels
     from hybrid3d.train.megatron.probe import expected_shapes, holdings_of
 
     def begin() -> None:

@@ -23,8 +23,7 @@ from hybrid3d.config.sections.algorithm import Preference
 from hybrid3d.inputs.models import read_config
 from hybrid3d.train.megatron import runtime
 from hybrid3d.train.megatron.policy import Policy
-from hybrid3d.trainer.dpo import DpoUpdates
-from hybrid3d.trainer.sft import SftUpdates
+from hybrid3d.trainer.data_loops import DpoUpdates, SftUpdates
 
 
 def recipe_for(spec: dict[str, Any], train: dict[str, Any], algorithm: dict[str, Any]) -> Recipe:

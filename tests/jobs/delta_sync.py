@@ -25,7 +25,7 @@ from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Machine, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
 from hybrid3d.families import family_of
 from hybrid3d.inputs.models import read_config
-from hybrid3d.reshard.delta.bitmap import unpack_bits
+from hybrid3d.reshard.delta.changes import unpack_bits
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import sft_loss

@@ -24,8 +24,7 @@ from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
 from hybrid3d.families import family_of
 from hybrid3d.generation.engine import GenerationRequest
-from hybrid3d.generation.samples import Sample
-from hybrid3d.generation.tokens import AnswerTokens
+from hybrid3d.generation.samples import AnswerTokens, Sample
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import Example

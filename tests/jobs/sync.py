@@ -38,7 +38,7 @@ from hybrid3d.config import (
 from hybrid3d.config.interval import is_due
 from hybrid3d.families import family_of
 from hybrid3d.reshard.files import load_files
-from hybrid3d.reshard.move.staging import place_messages
+from hybrid3d.reshard.move.lent_memory import place_messages
 from hybrid3d.reshard.plan.planner import Transfer
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rollout import engine as rollout_engine

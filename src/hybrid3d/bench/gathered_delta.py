@@ -23,7 +23,7 @@ from hybrid3d.reshard.ends import Sink, Source
 from hybrid3d.reshard.move.memory import DeviceBuffer, align_up
 from hybrid3d.reshard.move.transport import Pending, Transport
 from hybrid3d.reshard.plan.box import Box
-from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.classes import layer_of
 from hybrid3d.reshard.plan.layout import ITEMSIZE, Demand, Holdings, Piece, contiguous_stride, pieces_by_name
 
 ROOT = 0

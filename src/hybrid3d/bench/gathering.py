@@ -18,12 +18,10 @@ import torch.distributed as dist
 from hybrid3d.distributed import gather_objects
 from hybrid3d.families import is_expert
 from hybrid3d.reshard.ends import Sink, Source
-from hybrid3d.reshard.move.copies import BatchedCopies
-from hybrid3d.reshard.move.memory import DeviceBuffer, align_up, strided_view
+from hybrid3d.reshard.move.memory import BatchedCopies, DeviceBuffer, align_up, strided_view
 from hybrid3d.reshard.move.transport import Pending, Transport
 from hybrid3d.reshard.plan.box import Box
-from hybrid3d.reshard.plan.classes import Signature, natural_sort_key
-from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.classes import Signature, layer_of, natural_sort_key
 from hybrid3d.reshard.plan.layout import (
     ITEMSIZE,
     Demand,

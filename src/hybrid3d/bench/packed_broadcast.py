@@ -21,8 +21,7 @@ from hybrid3d.families import is_expert
 from hybrid3d.reshard.ends import Sink, Source
 from hybrid3d.reshard.move.executor import Executor
 from hybrid3d.reshard.move.transport import Transport
-from hybrid3d.reshard.plan.classes import Signature
-from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.classes import Signature, layer_of
 from hybrid3d.reshard.plan.layout import Demand, Holdings
 from hybrid3d.reshard.plan.planner import RankPlan, group_messages
 

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 
 from hybrid3d import distributed
-from hybrid3d.bench.changes import SyntheticChanges
 from hybrid3d.bench.gathered_delta import GatheredDelta
 from hybrid3d.bench.gathering import GatherBaseline, Peers
 from hybrid3d.bench.packed_broadcast import PackedBroadcast
 from hybrid3d.bench.trainer_gather import TrainerGather
-from hybrid3d.bench.values import SyntheticWeights, fill, wrong
+from hybrid3d.bench.values import SyntheticChanges, SyntheticWeights, fill, wrong
 from hybrid3d.bench.wire import Wire, bytes_by_peer
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
@@ -25,8 +24,7 @@ from hybrid3d.distributed import RoleGroups, wait_for_all
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.delta.executor import DeltaExecutor
 from hybrid3d.reshard.move.executor import Executor, NamedTensors
-from hybrid3d.reshard.plan.classes import Signature
-from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.classes import Signature, layer_of
 from hybrid3d.reshard.plan.layout import Demand
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.rollout.sink import RolloutWeights

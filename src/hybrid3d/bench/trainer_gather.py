@@ -23,8 +23,7 @@ from hybrid3d.reshard.move.executor import Executor, NamedTensors
 from hybrid3d.reshard.move.memory import align_up
 from hybrid3d.reshard.move.transport import Transport
 from hybrid3d.reshard.plan.box import Box
-from hybrid3d.reshard.plan.classes import signature_of
-from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.classes import layer_of, signature_of
 from hybrid3d.reshard.plan.layout import (
     ITEMSIZE,
     Demand,

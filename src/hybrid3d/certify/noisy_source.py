@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from hybrid3d.bench.values import SyntheticWeights
-from hybrid3d.reshard.delta.bitmap import pack_bits
-from hybrid3d.reshard.delta.changes import Changes
+from hybrid3d.reshard.delta.changes import Changes, pack_bits
 from hybrid3d.reshard.move.executor import NamedTensors
 from hybrid3d.train.megatron.source import MegatronWeights
 

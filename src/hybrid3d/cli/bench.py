@@ -7,11 +7,10 @@ import functools
 import os
 
 from hybrid3d import launch_environment
-from hybrid3d.cli.starting import check_world, launch_ranks, run_as_rank
+from hybrid3d.cli.starting import check_world, launch_ranks, run_as_rank, set_device_connections
 from hybrid3d.cli.terminal import Commands, add_recipe, make_console
 from hybrid3d.config import RecipeError, load_recipe
 from hybrid3d.config.messages import abbreviate
-from hybrid3d.launch.device_connections import set_device_connections
 from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.folder import RunFolder
 

@@ -10,11 +10,10 @@ import re
 from typing import TYPE_CHECKING
 
 from hybrid3d import launch_environment
-from hybrid3d.cli.starting import check_world, launch_ranks, lock_run, run_as_judging_rank
+from hybrid3d.cli.starting import check_world, launch_ranks, lock_run, run_as_judging_rank, set_device_connections
 from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console, path_argument
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, read_recipe
 from hybrid3d.config.schema import apply_overrides
-from hybrid3d.launch.device_connections import set_device_connections
 from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.folder import RunFolder
 
@@ -59,8 +58,7 @@ def _prepare(options: argparse.Namespace) -> tuple[Recipe, RunFolder, Subject]:
     if not 1 <= options.rounds <= MAX_ROUNDS:
         raise RecipeError("certify", [f"--rounds {options.rounds}: expected an integer from 1 to {MAX_ROUNDS:,}"])
     model = path_argument(options.model, "MODEL")
-    from hybrid3d.certify.shrinking import shrunk
-    from hybrid3d.certify.task import Subject, raw_recipe, with_model
+    from hybrid3d.certify.task import Subject, raw_recipe, shrunk, with_model
     from hybrid3d.certify.tiny_models import write_config
     from hybrid3d.inputs.checks import check_model
     from hybrid3d.inputs.models import read_config

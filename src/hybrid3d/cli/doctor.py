@@ -46,8 +46,7 @@ def _examine(options: argparse.Namespace) -> int:
     recipe = _read_recipe(options)
     if launch_environment.under_launcher():
         return _examine_as_rank(recipe, options)
-    from hybrid3d.doctor.page import can_start, format_json, format_page
-    from hybrid3d.doctor.table import EXAMINATIONS, examine
+    from hybrid3d.doctor.page import EXAMINATIONS, can_start, examine, format_json, format_page
 
     selected = _selected(options.only, {one.subject: one for one in EXAMINATIONS})
     console = make_console()
@@ -94,7 +93,7 @@ def _examine_as_rank(recipe: Recipe | None, options: argparse.Namespace) -> int:
         folder = RunFolder.for_recipe(recipe)
         return run_as_rank(recipe, folder, functools.partial(tasks.measure_groups, recipe, folder))
     from hybrid3d.doctor.nodes import NodesExamination
-    from hybrid3d.doctor.table import EXAMINATIONS
+    from hybrid3d.doctor.page import EXAMINATIONS
 
     selected = _selected(options.only, {one.subject: one for one in EXAMINATIONS})
     nodes = NodesExamination(recipe, selected, options.json is not None)

@@ -32,7 +32,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         if options.overrides:
             raise RecipeError("replay --against", [f"{options.overrides[0]}: nothing runs that has a layout"])
         return _compare(folder, _run_folder(options.against, "--against"), options.json)
-    from hybrid3d.replay.plan import find_start, training_recipe
+    from hybrid3d.replay.comparison import find_start, training_recipe
 
     recipe = training_recipe(load_recipe(folder.recipe), options.overrides)
     start = find_start(folder, options.step)
@@ -75,7 +75,7 @@ def _as_recorded(folder: RunFolder, step: int) -> bool:
 
 def _compare(folder: RunFolder, other: RunFolder, as_json: bool) -> int:
     from hybrid3d.replay.comparison import compare_runs
-    from hybrid3d.trainer.replay_page import print_comparison
+    from hybrid3d.trainer.replay import print_comparison
 
     comparison = compare_runs(folder, other)
     if as_json:

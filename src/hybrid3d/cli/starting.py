@@ -1,4 +1,16 @@
-"""Starting a command's ranks, or running as one of them."""
+"""Starting a command's ranks, or running as one of them.
+
+Chooses CUDA_DEVICE_MAX_CONNECTIONS, the number of hardware queues of a GPU, by what a recipe overlaps.
+
+With one queue, kernels of all streams start in the order in which they are launched. Under tensor parallelism,
+Megatron's and Transformer Engine's backward passes rely on it: they launch a collective first and the matrix product
+that hides it second (`megatron/core/tensor_parallel/layers.py`). An overlapped sync (`sync.overlap`) wants more queues,
+because with one the optimizer's kernels wait behind whatever the sync's stream waits for. Where a recipe has both, the
+collectives decide: there are several of them in each layer of each micro batch, and one sync a step.
+
+This has not been measured. Imports only the standard library and the recipe, as the variable must be set before CUDA
+is initialized.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch.distributed.distributed_c10d import Store
 
-    from hybrid3d.launch.worker import Task
+    from hybrid3d.launch.rank import Task
 
 
 def launch_ranks(
@@ -136,3 +148,18 @@ def check_origin(folder: RunFolder, step: int) -> None:
     warning = check_step(folder, step)
     if warning and (not launch_environment.under_launcher() or launch_environment.rank() == 0):
         make_console(stderr=True).print(warning, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def device_connections(recipe: Recipe) -> int | None:
+    """Return the number of hardware queues for training a recipe; None stands for CUDA's default, which is 8."""
+    return 1 if recipe.train.tp > 1 else None
+
+
+def set_device_connections(recipe: Recipe) -> None:
+    """Set the variable for this process and those that it starts, unless the user has set it."""
+    connections = device_connections(recipe)
+    if connections is not None:
+        os.environ.setdefault(VARIABLE, str(connections))

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid3d import launch_environment
-from hybrid3d.cli.starting import launch_ranks, lock_run, run_as_rank
+from hybrid3d.cli.starting import launch_ranks, lock_run, run_as_rank, set_device_connections
 from hybrid3d.cli.terminal import DONE, Commands, add_recipe, make_console
 from hybrid3d.config import Recipe, check_layout_early, load_recipe
 from hybrid3d.launch.data_checks import check_data_early
-from hybrid3d.launch.device_connections import set_device_connections
 from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.folder import RunFolder
 
@@ -55,7 +54,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         task = functools.partial(tasks.train, recipe, folder)
         return run_as_rank(recipe, folder, task, lock_run(folder) if must_lock else None, restarts=True)
     if options.ray is not None:
-        from hybrid3d.launch.ray_access import ray_access
+        from hybrid3d.launch.ray_cluster import ray_access
 
         with lock_run(folder), ray_access(options.ray, folder) as files:
             from hybrid3d.launch.ray_cluster import launch_on_ray

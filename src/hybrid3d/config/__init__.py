@@ -24,9 +24,7 @@ from hybrid3d.config.sections.engines import (
     Sync,
     Train,
 )
-from hybrid3d.config.sections.evaluation import Evaluation
-from hybrid3d.config.sections.learning import Critic, Data, Guard, Optimizer, Reward, Run
-from hybrid3d.config.sections.lora import Lora
+from hybrid3d.config.sections.learning import Critic, Data, Evaluation, Guard, Lora, Optimizer, Reward, Run
 
 __all__ = [
     "FP8_ALIGNMENT",

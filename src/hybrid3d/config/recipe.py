@@ -8,9 +8,7 @@ from typing import Any, Literal
 from hybrid3d.config.schema import Name, Schedule
 from hybrid3d.config.sections.algorithm import Algorithm
 from hybrid3d.config.sections.engines import Async, Machine, Model, RewardRole, RoleRanks, Rollout, Sync, Train
-from hybrid3d.config.sections.evaluation import Evaluation
-from hybrid3d.config.sections.learning import Critic, Data, Guard, Optimizer, Reward, Run
-from hybrid3d.config.sections.lora import Lora
+from hybrid3d.config.sections.learning import Critic, Data, Evaluation, Guard, Lora, Optimizer, Reward, Run
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
 

@@ -93,7 +93,7 @@ def _nccl() -> str | None:
 
 
 def _kernels() -> str:
-    from hybrid3d.train.megatron.kernels import in_use
+    from hybrid3d.train.megatron.runtime import in_use
 
     return in_use()
 

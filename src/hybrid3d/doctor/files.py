@@ -14,8 +14,7 @@ from pathlib import Path
 from hybrid3d.config import Recipe, Run
 from hybrid3d.doctor.finding import CANNOT_START, SLOW, Context, Finding
 from hybrid3d.run.folder import RunFolder, checkpoint_steps
-from hybrid3d.storage.disk import free_bytes, free_inodes
-from hybrid3d.storage.mounts import MOUNTS, file_system_type, file_system_warning
+from hybrid3d.storage.disk import MOUNTS, file_system_type, file_system_warning, free_bytes, free_inodes
 
 SECONDS = 20.0  # of another process, on a slow file system
 TEXT = "written by one process, read by another\n" * 512

@@ -14,8 +14,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.doctor import groups
 from hybrid3d.doctor.answers import SECONDS, ask
 from hybrid3d.doctor.finding import Context, Finding
-from hybrid3d.doctor.page import can_start, format_json, format_page
-from hybrid3d.doctor.table import Examination, Subject, examine
+from hybrid3d.doctor.page import Examination, Subject, can_start, examine, format_json, format_page
 from hybrid3d.run.folder import RunFolder
 
 if TYPE_CHECKING:

@@ -1,16 +1,74 @@
-"""The page of `hybrid3d doctor`: its findings as text, or as JSON."""
+"""The page of `hybrid3d doctor`: its findings as text, or as JSON.
+
+What is examined, in the order of the page; a new examination gets a line here.
+"""
 
 from __future__ import annotations
 
 import json
 import socket
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 from hybrid3d.config import Recipe
-from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Finding, Severity
-from hybrid3d.doctor.table import Subject
+from hybrid3d.doctor import files, groups, network, packages, resources
+from hybrid3d.doctor import packages as engines
+from hybrid3d.doctor import resources as devices
+from hybrid3d.doctor.answers import ask
+from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Context, Finding, Severity
+
+
+@dataclass(frozen=True)
+class Examination:
+    """One part of the page.
+
+    Attributes:
+        subject: its title, by which `--only` selects it.
+        check: returns what it finds; nothing where it does not apply.
+        questions: of `answers.questions`, those whose answers it uses.
+    """
+
+    subject: str
+    check: Callable[[Context], Iterable[Finding]]
+    questions: tuple[str, ...] = ()
+
+
+EXAMINATIONS = (
+    Examination("devices", devices.check_gpus, ("machine", "nccl")),
+    Examination("packages", packages.check_pins),
+    Examination("engines", engines.check_kernels, ("kernels",)),
+    Examination("start", engines.check_preflight, ("devices", "preflight")),
+    Examination("shared-memory", resources.check_shared_memory),
+    Examination("limits", resources.check_limits),
+    Examination("cores", resources.check_cores),
+    Examination("memory", resources.check_memory, ("machine", "needs")),
+    Examination("run-folder", files.check_run_folder),
+    Examination("checkpoints", files.check_free_space, ("needs",)),
+    Examination("model", files.check_model_files),
+    Examination("interfaces", network.check_interfaces),
+    Examination("host", network.check_host),
+    Examination("rendezvous", network.check_rendezvous),
+    Examination("groups", groups.check_groups, ("machine", "devices")),
+)
+
+Subject = tuple[str, tuple[Finding, ...]]
+"""What was examined, and what was found."""
+
+
+def examine(
+    recipe: Recipe | None,
+    examinations: Sequence[Examination] = EXAMINATIONS,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> Iterator[Subject]:
+    """Examine this machine and, if there is a recipe, whether its run can start here."""
+    on_progress("asking torch and the engines")
+    questions = {question for examination in examinations for question in examination.questions}
+    context = Context(recipe, ask(recipe, questions) if questions else {})
+    for examination in examinations:
+        on_progress(examination.subject)
+        yield examination.subject, tuple(examination.check(context))
+
 
 STYLES: dict[Severity, str] = {OK: "green", SLOW: "yellow", CANNOT_START: "bold red"}
 WIDTH = len(CANNOT_START)

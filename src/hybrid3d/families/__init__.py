@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from hybrid3d.families.adapters import PEFT_PREFIX, adapter_names, can_be_adapted, is_adapted, module_of
 from hybrid3d.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from hybrid3d.families.dense import LLAMA, QWEN2, QWEN3
 from hybrid3d.families.family import (
+    PEFT_PREFIX,
     VALUE_HEAD,
     Experts,
     Family,
     Latents,
     RowRange,
+    adapter_names,
+    can_be_adapted,
     head_dim,
+    is_adapted,
     is_quantized,
+    module_of,
     query_groups,
     with_value_head,
 )

@@ -13,7 +13,7 @@ from hybrid3d.config import Async
 from hybrid3d.generation.engine import Completion, Engine, Sampling
 from hybrid3d.generation.turns import Trajectory, TurnResult, Turns
 from hybrid3d.rl.data import Example
-from hybrid3d.scoring.environment_runner import Reply
+from hybrid3d.scoring.environments import Reply
 
 POLL_SECONDS = 0.05  # while all answers wait for replies
 

@@ -11,13 +11,11 @@ import torch.distributed as dist
 
 from hybrid3d.config import Recipe
 from hybrid3d.generation.agents.rollout import AgentRollout
-from hybrid3d.generation.agents.samples import last_answer, samples_of
-from hybrid3d.generation.agents.sessions import Session
-from hybrid3d.generation.engine import Engine, Sampling
+from hybrid3d.generation.agents.sessions import Session, last_answer, samples_of
+from hybrid3d.generation.engine import NO_CHOICES, Engine, Sampling
 from hybrid3d.generation.exchange import AnswerExchange
 from hybrid3d.generation.multi_turn import MultiTurnRollout
 from hybrid3d.generation.partial_rollout import PartialRollout, Place, Prompt
-from hybrid3d.generation.router_replay import NO_CHOICES
 from hybrid3d.generation.samples import Sample, held_samples
 from hybrid3d.generation.turns import Trajectory, Turns
 from hybrid3d.rl.data import Example

@@ -15,7 +15,7 @@ from hybrid3d.generation.partial_rollout import Place, Prompt
 from hybrid3d.generation.replicas import OF_AGENT, OF_ENVIRONMENT, Advanced, Answers, NoReplicas, Replicas, Work
 from hybrid3d.generation.samples import RolloutBatch, Sample, answers_of
 from hybrid3d.rl.data import PromptData
-from hybrid3d.scoring.final_answers import FINAL_ANSWERS
+from hybrid3d.scoring.functions import FINAL_ANSWERS
 
 
 class FailedRewards(RuntimeError):

@@ -9,8 +9,7 @@ from typing import Any
 
 from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.rl.token_texts import TokenTexts, encode_part, special_tokens
-from hybrid3d.scoring.environment_runner import check_environment
-from hybrid3d.scoring.environments import stop_tokens
+from hybrid3d.scoring.environments import check_environment, stop_tokens
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,18 @@ import torch.distributed as dist
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import broadcast_object
 from hybrid3d.generation.engine import Completion, Engine, GenerationRequest, Sampling
+from hybrid3d.generation.samples import AnswerTokens
 from hybrid3d.generation.stops import Stops, find_stops, pause_tokens
-from hybrid3d.generation.tokens import AnswerTokens
 from hybrid3d.rl.data import Example
 from hybrid3d.rl.token_texts import decode_part, encode_part
-from hybrid3d.scoring.environment_runner import (
+from hybrid3d.scoring.environments import (
     ConversationItem,
     EnvironmentRunner,
     Reply,
     check_environment,
     completed,
+    ends_with_stop,
 )
-from hybrid3d.scoring.environments import ends_with_stop
 
 
 @dataclass

@@ -17,7 +17,7 @@ from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.launch.failures import failure_message, find_root_cause
 from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch_environment import RUN, local_rank, local_world_size, rank
-from hybrid3d.planning.machine_memory import total_memory
+from hybrid3d.planning.hardware import total_memory
 from hybrid3d.process import SHARED_MEMORY, kill_descendants_on_exit, shared_memory_cleanup
 from hybrid3d.run.folder import RunFolder
 

@@ -8,7 +8,7 @@ from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.distributed import gather_objects
 from hybrid3d.launch_environment import local_world_size
 from hybrid3d.planning.checkpoint_memory import choose_sharding
-from hybrid3d.planning.machine_memory import total_memory
+from hybrid3d.planning.hardware import total_memory
 from hybrid3d.run.logger import Record
 from hybrid3d.train.megatron import checkpoint
 

@@ -1,24 +1,250 @@
-"""Runs one rank: in this process, or in a child process that is started again when it is lost."""
+"""Runs one rank: in this process, or in a child process that is started again when it is lost.
+
+Runs one rank from start to end: redirects its output to its log, runs its task, and reports its failure.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import functools
+import logging
+import os
+import signal
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
+from hybrid3d.errors import set_stream_errors
 from hybrid3d.launch import rendezvous
-from hybrid3d.launch.child import RunEnd, is_child, run_with_restarts
+from hybrid3d.launch.child import RunEnd, is_child, run_with_restarts, this_process
 from hybrid3d.launch.failures import failure_message, failure_record, print_error, write_failure
+from hybrid3d.launch.run_secret import adopt_secret, write_secret
 from hybrid3d.launch.supervisor import run_training_rank
-from hybrid3d.launch.worker import Task, run_process
-from hybrid3d.launch_environment import BEAT_SECONDS
+from hybrid3d.launch_environment import BEAT_SECONDS, DISCONNECTED
+from hybrid3d.ledger import TrainingStarts
+from hybrid3d.process import (
+    adopt_orphans,
+    kill_descendants,
+    kill_when_parent_exits,
+    remove_shared_memory,
+    set_shared_memory_prefix,
+)
 from hybrid3d.run import terminal
 from hybrid3d.run.folder import RunFolder
+from hybrid3d.run.oom_recovery import OutOfMemoryRestart, find_out_of_memory
+from hybrid3d.storage.disk import CheckpointWriteError
+from hybrid3d.watch.heartbeat import Heartbeat
+from hybrid3d.watch.watchdog import Watchdog
 from hybrid3d.workers.channel import has_ended
+
+logger = logging.getLogger(__name__)
+
+Task = Callable[[int, Store, "Console | None"], None]
+"""The work of a rank: a function of its rank, the rendezvous store, and a console on rank 0 (None on other ranks).
+
+It first builds the default process group with the store.
+"""
+
+
+def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, restarts: bool) -> int:
+    """Run a task as one rank, in this process.
+
+    The output of the rank and of all libraries goes to its log. The reason of a failure is written, in one line, to
+    a file for the launcher. A rank that is not the first to fail usually fails because it has lost its peer.
+
+    Args:
+        launched: whether hybrid3d's own launcher started the rank and reports failures; under torchrun and srun the
+            rank reports its own.
+        restarts: whether ranks that do not train are started again when they are lost, so that the others do not end.
+
+    Returns:
+        The exit code: 0 for success, 1 for a failure, 2 if the ranks were not started with the same settings.
+    """
+    kill_when_parent_exits(os.getppid())  # the launcher, which ranks must not outlive
+    adopt_orphans()  # processes that a reward started, after their pool was killed
+    child, rank = this_process(), distributed.rank()
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    folder.failure_path(rank).unlink(missing_ok=True)
+    # Where NCCL's flight recorder writes what each rank was doing when a collective hung; it appends the rank
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.logs / "nccl-rank-"))
+    stderr = terminal.duplicate_console(2)
+    console = _redirect(folder.log_path(rank), keep_console=rank == 0)
+    _log_as(rank)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # writes Python stacks to the log, whatever the rank is in
+    try:
+        store = _meet(recipe, folder, again=child.restart_count > 0)
+    except rendezvous.RendezvousError as error:
+        logger.error("%s", error)
+        if not error.reported_by_rank_0 and distributed.local_rank() == 0 and not child.restart_count:
+            print_error(stderr, f"{recipe.name}: {error}")
+        return error.code
+    set_shared_memory_prefix(distributed.run_id())
+
+    try:
+        adopt_secret(recipe, folder, store, rank)
+        on_seen = functools.partial(_report_seen, folder, stderr)
+        role_of = recipe.role_of if recipe.has_serving_ranks else lambda rank: ""
+        on_deadlock = functools.partial(_end_deadlock, folder, launched, stderr)
+        watchdog = Watchdog(store, rank, distributed.world_size(), on_seen, role_of, on_deadlock)
+        on_lost = functools.partial(_report_lost_rank, folder, launched, stderr, watchdog.describe_lost)
+        heartbeat = _start_heartbeat(recipe, folder, store, on_lost, restarts)
+        task(rank, store, console)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        watchdog.stop()
+        heartbeat.stop()
+        kill_descendants()
+        return 0
+    # The boundary of the process: every error is reported and ends it. SystemExit and PyTorch's checkpoint errors are
+    # not subclasses of Exception.
+    except BaseException as error:
+        on_all_ranks = getattr(error, "raised_on_all_ranks", False)
+        reason = failure_record(rank, _one_line(error), peer=_is_lost_peer(error))
+        if on_all_ranks:
+            reason |= {"peer": False, "on_all_ranks": True, "reason": str(error)}
+        if isinstance(error, OutOfMemoryRestart):
+            reason["kind"] = "out_of_memory"
+        reported = write_failure(folder.failure_path(rank), reason) and launched
+        if not reported and not reason["peer"] and (rank == 0 or not on_all_ranks):
+            print_error(stderr, failure_message(folder, rank, reason))
+        try:
+            with suppress(OSError):  # the disk of its log may be full
+                traceback.print_exception(error)
+                sys.stderr.flush()
+            kill_descendants()
+            remove_shared_memory(distributed.run_id(), engines=not is_child())
+        finally:
+            os._exit(1)  # communication threads may be waiting for ranks that have exited
+
+
+def _meet(recipe: Recipe, folder: RunFolder, again: bool) -> Store:
+    """Write the run's secret on rank 0, and meet the other ranks."""
+    if distributed.rank() == 0 and not again:
+        write_secret(folder)
+    return rendezvous.meet(rendezvous.describe_rank(recipe), again=again)
+
+
+def _start_heartbeat(
+    recipe: Recipe, folder: RunFolder, store: Store, on_lost: Callable[[int, str], None], restarts: bool
+) -> Heartbeat:
+    """Start the heartbeat of this rank.
+
+    Args:
+        on_lost: what is done about a lost rank of those that all end together.
+        restarts: as for `run_process`.
+    """
+    rank, trains, watched = distributed.rank(), distributed.world_size(), None
+    if restarts:
+        trains = len(recipe.role_ranks["train"])
+    if rank >= trains:  # its parent watches it, and starts it again
+        watched = 0
+        if recipe.run.max_restarts:  # it outlives those that train
+            on_lost = functools.partial(_fail_training, folder, store)
+            watched = rank if trains > 1 else 0
+        elif trains > 1:  # the next rank that trains reports rank 0
+            on_lost = _exit_disconnected
+    elif trains == 1 < distributed.world_size():
+        watched = 0  # itself, as only the ranks that do not train watch it
+    return Heartbeat(store, rank, trains, on_lost, watched)
+
+
+def _exit_disconnected(lost_rank: int, message: str) -> None:
+    """Exit as a rank that does not train, which is started again, and which does not know whether the run has ended."""
+    logger.error("rank %d: %s", lost_rank, message)
+    os._exit(DISCONNECTED)
+
+
+def _fail_training(folder: RunFolder, store: Store, lost_rank: int, message: str) -> None:
+    """Report the only rank that trains, which is started again, and exit as a rank that is, too."""
+    logger.error("rank %d: %s", lost_rank, message)
+    reason = failure_record(lost_rank, message)
+    with suppress(OSError):
+        write_failure(folder.failure_path(lost_rank), reason, exclusive=True)
+    with suppress(dist.DistError):
+        starts = TrainingStarts(store, distributed.world_size())
+        starts.fail(starts.latest())
+    os._exit(DISCONNECTED)
+
+
+def _report_lost_rank(
+    folder: RunFolder,
+    launched: bool,
+    stderr: Console,
+    describe_lost: Callable[[int], str],
+    lost_rank: int,
+    message: str,
+) -> None:
+    """Report a rank that does not answer, with those that wait for it, and clean up, as this process exits too."""
+    message += describe_lost(lost_rank)
+    with suppress(OSError):  # the disk of its log may be full
+        logger.error("rank %d: %s", lost_rank, message)
+    reason = failure_record(lost_rank, message)
+    try:
+        reported = write_failure(folder.failure_path(lost_rank), reason, exclusive=True) and launched
+    except FileExistsError:  # the lost rank has reported its own failure, or another rank has reported it
+        reported = True
+    if not reported:
+        print_error(stderr, failure_message(folder, lost_rank, reason))
+    remove_shared_memory(distributed.run_id(), engines=not is_child())
+
+
+def _end_deadlock(folder: RunFolder, launched: bool, stderr: Console, message: str) -> None:
+    """Report that all ranks wait for each other, and end this process, without which the others end, too."""
+    try:
+        _report_lost_rank(folder, launched, stderr, lambda rank: "", distributed.rank(), message)
+    finally:
+        os._exit(1)
+
+
+def _report_seen(folder: RunFolder, stderr: Console, event: str, message: str, fields: dict[str, object]) -> None:
+    """Print which ranks do not move or are slow, and write an event of it in the folder of a run that trains."""
+    with suppress(OSError, CheckpointWriteError):
+        if folder.logs.parent == folder.path:  # not those of another command, such as `eval`
+            folder.add_event(event, **fields)
+        print_error(stderr, message)
+
+
+def _log_as(rank: int) -> None:
+    """Make hybrid3d's loggers write to this rank's log, with the rank in each line."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
+    package = logging.getLogger("hybrid3d")
+    package.handlers, package.propagate = [handler], False
+    package.setLevel(logging.INFO)
+
+
+def _redirect(log: Path, keep_console: bool) -> Console | None:
+    """Redirect stdout and stderr, including those of C++ code, to the log; optionally keep a console on stdout."""
+    console = terminal.duplicate_console(1) if keep_console else None
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    os.close(log_fd)
+    set_stream_errors("utf-8")  # the log is a text file like others, whatever the locale is
+    return console
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error only says that another rank is lost, so that it is not the cause of the failure."""
+    if find_out_of_memory(error) is not None:
+        return False  # torch quotes NCCL's reason in the error about a communicator that it has aborted for it
+    return distributed.is_lost_peer(error)
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, restarts: bool = False) -> int:

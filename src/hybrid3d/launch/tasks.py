@@ -47,7 +47,7 @@ GROUPS = "groups.json"  # in the run's folder: what was measured
 
 def train(recipe: Recipe, folder: RunFolder, rank: int, store: Store, console: Console | None) -> None:
     """Train to the last step, resuming from the last checkpoint in the folder if there is one."""
-    from hybrid3d.run.display import Display
+    from hybrid3d.run.logger import Display
 
     if rank not in recipe.role_ranks["train"]:
         return _serve(recipe, store)
@@ -55,7 +55,7 @@ def train(recipe: Recipe, folder: RunFolder, rank: int, store: Store, console: C
     group = _start_training(recipe, store)
     from hybrid3d.run.live_settings import LiveSettings
     from hybrid3d.run.logger import Record
-    from hybrid3d.train.megatron.kernels import in_use
+    from hybrid3d.train.megatron.runtime import in_use
 
     if rank == 0:
         folder.create(recipe)
@@ -185,9 +185,7 @@ def _train_on_data(
     from hybrid3d.run.health import Guard
     from hybrid3d.train.megatron.policy import Policy
     from hybrid3d.trainer.checkpoints import Checkpoints
-    from hybrid3d.trainer.data_loops import DataUpdates, train_on_data
-    from hybrid3d.trainer.dpo import DpoUpdates
-    from hybrid3d.trainer.sft import SftUpdates
+    from hybrid3d.trainer.data_loops import DataUpdates, DpoUpdates, SftUpdates, train_on_data
 
     guard, recipe = Guard(record), live.recipe
     policy = Policy(read_config(recipe.model.path), recipe, group.rank())
@@ -218,12 +216,11 @@ def evaluate(
     """Print what an evaluation of a checkpoint measures, from vLLM's answers with the checkpoint's weights."""
     if rank not in recipe.role_ranks["train"]:
         return _serve(recipe, store)
-    from hybrid3d.run.display import Display
-    from hybrid3d.run.logger import Record
+    from hybrid3d.run.logger import Display, Record
 
     slots = () if recipe.is_split else choose_placement(recipe, store, folder)
     group = _start_training(recipe, store)
-    from hybrid3d.generation.evaluation_page import format_files, format_result
+    from hybrid3d.generation.evaluation import format_files, format_result
 
     messages = None if as_json else console
     record = Record(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
@@ -301,10 +298,9 @@ def replay(
         Whether the result is as recorded, on every rank.
     """
     group = _start_training(recipe, store)
-    from hybrid3d.run.display import Display
-    from hybrid3d.run.logger import Record
+    from hybrid3d.run.logger import Display, Record
+    from hybrid3d.trainer.replay import print_replay
     from hybrid3d.trainer.replay import replay as replay_steps
-    from hybrid3d.trainer.replay_page import print_replay
 
     enter_phase("replay")
     messages = None if as_json else console

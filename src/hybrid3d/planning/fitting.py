@@ -23,7 +23,7 @@ from hybrid3d.planning.memory import (
     gb,
     max_over_stages,
 )
-from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.classes import layer_of
 from hybrid3d.rollout.probe import SlotDemand, slot_demands
 from hybrid3d.train.megatron.probe import expected_shapes, holdings_of_all, mtp_holdings, representative_layer_counts
 

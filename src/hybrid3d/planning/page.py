@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hybrid3d.config import Recipe
+from hybrid3d.planning.estimates import SyncTime
 from hybrid3d.planning.memory import gb
 from hybrid3d.planning.report import PlanReport
-from hybrid3d.planning.seconds import SyncTime
 from hybrid3d.reshard.plan.placement import consecutive_slots
 
 SHADES = " ░▒▓█"

@@ -10,16 +10,24 @@ import numpy as np
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
 from hybrid3d.inputs.adapters import check_adapted_layers
-from hybrid3d.planning.adapters import AdapterSync, predict_adapter_sync
-from hybrid3d.planning.changed import ChangedSync, count_work, predict_changed_sync
 from hybrid3d.planning.checkpoint_memory import CheckpointMemory, estimate_checkpoint
 from hybrid3d.planning.engine_queries import ProgressCallback, query_engines
+from hybrid3d.planning.estimates import (
+    AdapterSync,
+    ChangedSync,
+    GatherTraffic,
+    SyncTime,
+    count_work,
+    estimate_sync_time,
+    gather_traffic,
+    inter_node_bytes,
+    predict_adapter_sync,
+    predict_changed_sync,
+)
 from hybrid3d.planning.fitting import check_memory
 from hybrid3d.planning.hardware import Hardware, hardware_of
 from hybrid3d.planning.memory import MemoryEstimate, max_over_stages
-from hybrid3d.planning.peers import GatherTraffic, gather_traffic
 from hybrid3d.planning.samples import SampleTraffic, predict_samples
-from hybrid3d.planning.seconds import SyncTime, estimate_sync_time, inter_node_bytes
 from hybrid3d.planning.traffic import SyncTraffic, compute_sync_traffic, without_collector
 from hybrid3d.reshard.plan.placement import consecutive_slots
 from hybrid3d.train.megatron.probe import expected_shapes

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save
 
 from hybrid3d.config import Recipe, load_recipe, recipe_to_yaml
 from hybrid3d.errors import UserMistake
-from hybrid3d.generation.router_replay import NO_CHOICES, ExpertChoices, joined
+from hybrid3d.generation.engine import NO_CHOICES, ExpertChoices, joined
 from hybrid3d.generation.samples import Sample
 from hybrid3d.storage import manifest
 from hybrid3d.storage.user_files import read_json_file

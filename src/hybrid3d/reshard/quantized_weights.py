@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from hybrid3d.reshard.delta.bitmap import num_bytes, pack_bits
-from hybrid3d.reshard.delta.changes import Changes
+from hybrid3d.reshard.delta.changes import Changes, num_bytes, pack_bits
 from hybrid3d.reshard.ends import ChangeSource
 from hybrid3d.reshard.fp8 import (
     BLOCK,

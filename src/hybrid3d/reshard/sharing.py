@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.classes import layer_of
 from hybrid3d.reshard.plan.layout import Demand, Piece
 from hybrid3d.reshard.plan.planner import Transfer
 

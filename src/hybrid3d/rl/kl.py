@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid3d.rl.ratio import bounded
+from hybrid3d.rl.losses import bounded
 
 
 def k3(log_ratio: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ The loss of a step is a mean over all response tokens of its *global* batch. Eac
 returns its sum and its number of tokens, and Megatron divides once, at the end (`calculate_per_token_loss`), so the
 loss does not depend on the split. (In a mean of means, a token's weight would depend on its micro batch.) Other means
 are obtained by weighting the losses first, see `answer_weights`. Tensors are [B, T], aligned as in `batch.py`.
+
+Bounds log-ratios of probabilities; every log-ratio is bounded here before it is exponentiated.
 """
 
 from __future__ import annotations
@@ -89,3 +91,16 @@ def value_loss(
         losses, clipped = torch.maximum(error, limited), limited > error
     stats = {"value_clip_fraction": clipped.sum(), "value": values.detach().sum(), "value_error": error.detach().sum()}
     return 0.5 * losses * mask, stats
+
+
+MAX_LOG_RATIO = 20.0
+"""exp(20) = 4.9e8 is beyond every clip, and finite when squared; float32 overflows at exp(88.8), and inf * 0 is NaN."""
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Bound log-ratios to +-`MAX_LOG_RATIO`, without gradient beyond the bound; NaN stays NaN.
+
+    `torch.where` is used because the gradient of `clamp` is zero at NaN, which would hide a NaN from the guard.
+    """
+    limited = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(log_ratio.abs() > MAX_LOG_RATIO, limited, log_ratio)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid3d.rl.kl import k3
-from hybrid3d.rl.ratio import bounded
+from hybrid3d.rl.losses import bounded
 
 Ratio = Literal["token", "sequence", "sequence_straight_through"]
 

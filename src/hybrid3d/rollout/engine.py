@@ -26,8 +26,14 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 
-from hybrid3d.generation.engine import Completion, GenerationRequest, StaleWeights, join_completions
-from hybrid3d.generation.router_replay import NO_CHOICES, ExpertChoices
+from hybrid3d.generation.engine import (
+    NO_CHOICES,
+    Completion,
+    ExpertChoices,
+    GenerationRequest,
+    StaleWeights,
+    join_completions,
+)
 from hybrid3d.patches import apply, set_existing
 from hybrid3d.reshard.file_index import read_shapes
 from hybrid3d.reshard.plan.layout import Shape
@@ -35,15 +41,6 @@ from hybrid3d.rollout import patches
 from hybrid3d.rollout.adapters import ADAPTER, RolloutAdapters, adapter_settings, manager_of, register_adapter
 from hybrid3d.rollout.finalize import unwrapped_layers
 from hybrid3d.rollout.fp8 import names_of, quantization_config
-from hybrid3d.rollout.patches import (
-    VLLM,
-    external_rank,
-    groups_over_slots,
-    keep_linear_weights,
-    keep_weights_while_asleep,
-    name_shared_memory,
-    noting_requantization,
-)
 from hybrid3d.rollout.router_replay import RoutedExperts
 from hybrid3d.rollout.sink import RolloutWeights
 from hybrid3d.rollout.sleep_allocator import load_sleep_allocator
@@ -122,7 +119,7 @@ def _override(config: Any, layers: int | None, quantization: dict[str, Any] | No
     if quantization is not None:
         config.quantization_config = quantization
     if layers is not None and not config.model_type.startswith(ASKED):
-        set_existing(VLLM, config, num_hidden_layers=layers)
+        set_existing(patches.VLLM, config, num_hidden_layers=layers)
     return config
 
 
@@ -160,14 +157,18 @@ class RolloutEngine:
         )
         self.discards_weights = self._sleeps and not recipe.keeps_rollout_weights
         if recipe.keeps_rollout_weights:
-            keep_weights_while_asleep()
+            patches.keep_weights_while_asleep()
         if current_platform.is_cpu():
-            name_shared_memory(run_id)
+            patches.name_shared_memory(run_id)
             if not rollout.pack_weights:
-                keep_linear_weights()
+                patches.keep_linear_weights()
         lora = recipe.lora if recipe.syncs_adapters else None
         returns_experts = recipe.train.router_replay == "rollout"
-        with external_rank(slots[rank], rollout), groups_over_slots(slots), noting_requantization() as noted:
+        with (
+            patches.external_rank(slots[rank], rollout),
+            patches.groups_over_slots(slots),
+            patches.noting_requantization() as noted,
+        ):
             self._llm = LLM(
                 **engine_settings(recipe),
                 gpu_memory_utilization=rollout.gpu_memory_utilization,

@@ -30,7 +30,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from hybrid3d.patches import set_existing
 from hybrid3d.reshard.move.memory import DeviceBuffer, align_up, strided_view
-from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.classes import layer_of
 from hybrid3d.reshard.plan.layout import Fill, Shape, View
 from hybrid3d.rollout.patches import VLLM, without_requantization
 

@@ -18,7 +18,7 @@ import torch
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import EXPERT, Config, family_of
-from hybrid3d.reshard.plan.layers import layer_of, replicate_layer
+from hybrid3d.reshard.plan.classes import layer_of, replicate_layer
 from hybrid3d.reshard.plan.layout import Demand, Piece, Shape
 from hybrid3d.rollout import engine
 from hybrid3d.rollout.adapters import RolloutAdapters, adapter_settings, wrap_on_meta

@@ -16,7 +16,7 @@ from vllm import LLM
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from hybrid3d.families import Config, family_of
-from hybrid3d.generation.router_replay import NO_CHOICES, ExpertChoices
+from hybrid3d.generation.engine import NO_CHOICES, ExpertChoices
 
 if TYPE_CHECKING:
     from vllm.distributed.aux_output_connector.worker import PendingAuxOutput

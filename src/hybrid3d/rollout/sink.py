@@ -15,8 +15,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 
 from hybrid3d.reshard.move.memory import DeviceBuffer, align_up
-from hybrid3d.reshard.plan.classes import natural_sort_key
-from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.classes import layer_of, natural_sort_key
 from hybrid3d.reshard.plan.layout import ITEMSIZE, Demand, Fill, Piece, Shape
 from hybrid3d.rollout.finalize import OpenUnit, allocate_on_meta, swap_back, swap_in_loader_layout, tensors_of, units_of
 from hybrid3d.rollout.loader_trace import Destination, UnsupportedLoader, record_demand

@@ -19,8 +19,14 @@ from hybrid3d.config import Recipe, RecipeError, read_recipe, recipe_to_yaml
 from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.inputs.files import input_files
 from hybrid3d.run.folder import RunFolder, checkpoint_folder, checkpoint_steps
-from hybrid3d.storage.digests import file_digest
-from hybrid3d.storage.manifest import BrokenCheckpoint, ForeignCheckpoint, Identity, content_digest, read_identity
+from hybrid3d.storage.manifest import (
+    BrokenCheckpoint,
+    ForeignCheckpoint,
+    Identity,
+    content_digest,
+    file_digest,
+    read_identity,
+)
 from hybrid3d.storage.user_files import UnreadableFile, parse_yaml, read_json_file
 
 # Settings that a resume may change, because they have no effect on results. `docs/run-folder.md` names them.

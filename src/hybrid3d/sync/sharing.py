@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid3d.reshard.move.transport import as_bytes
-from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.classes import layer_of
 from hybrid3d.reshard.plan.planner import Transfer
 from hybrid3d.reshard.sharing import find_storage_aliases
 

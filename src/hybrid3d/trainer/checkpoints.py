@@ -16,7 +16,7 @@ from hybrid3d.distributed import broadcast_object
 from hybrid3d.run.folder import checkpoint_folder, checkpoint_steps
 from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.logger import Record
-from hybrid3d.storage.disk import CheckpointWriteError, free_bytes, free_inodes
+from hybrid3d.storage.disk import MOUNTS, CheckpointWriteError, file_system_warning, free_bytes, free_inodes
 from hybrid3d.storage.manifest import (
     BrokenCheckpoint,
     ForeignCheckpoint,
@@ -24,7 +24,6 @@ from hybrid3d.storage.manifest import (
     list_files,
     total_bytes,
 )
-from hybrid3d.storage.mounts import MOUNTS, file_system_warning
 from hybrid3d.train.megatron import checkpoint
 from hybrid3d.train.writing import CheckpointWriter, remove, remove_unfinished
 

@@ -21,9 +21,8 @@ from hybrid3d.generation.exchange import deliver_choices
 from hybrid3d.generation.samples import NO_ANSWER, Sample, answer_numbers, filled_up
 from hybrid3d.rl.advantages import Answers, Moments, answer_advantages, gae, returns_to_go, token_rewards, whitened
 from hybrid3d.rl.batch import Batch
-from hybrid3d.rl.correction import OffPolicy
+from hybrid3d.rl.correction import OffPolicy, covariances, high_covariance, high_entropy, within
 from hybrid3d.rl.kl import token_kl
-from hybrid3d.rl.selection import covariances, high_covariance, high_entropy, within
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.scoring.functions import LARGEST_REWARD, overlong_penalty, unusable

@@ -28,8 +28,18 @@ from hybrid3d.launch_environment import heartbeat_seconds, wants_native_stacks
 from hybrid3d.watch import work_meter
 from hybrid3d.watch.heartbeat import OVER, STARTING, current_phase
 from hybrid3d.watch.native_stacks import write_native_stacks
-from hybrid3d.watch.stalls import Standstill, places, read_standstill, standstill_message, waits, waits_for
-from hybrid3d.watch.wait_reasons import Wait, describe_frame, find_wait, waits_for_others
+from hybrid3d.watch.stalls import (
+    Standstill,
+    Wait,
+    describe_frame,
+    find_wait,
+    places,
+    read_standstill,
+    standstill_message,
+    waits,
+    waits_for,
+    waits_for_others,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,8 @@ from hybrid3d.generation.replicas import Advanced, Answers, Work
 from hybrid3d.run.logger import Record
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.sync.elastic import Members, tell_lost
-from hybrid3d.workers.channel import Connection, Disconnected
-from hybrid3d.workers.messages import Call, Leave
-from hybrid3d.workers.role_client import WorkerGroups
-from hybrid3d.workers.worker_group import WorkerGroup
+from hybrid3d.workers.channel import Call, Connection, Disconnected, Leave
+from hybrid3d.workers.role_client import WorkerGroup, WorkerGroups
 
 _EPOCHS = "sync/epochs"  # key of the store, with the number of the last one
 

@@ -20,8 +20,7 @@ from hybrid3d.sync import WeightSync, policy_sync
 from hybrid3d.sync.elastic import ElasticSync, Members
 from hybrid3d.watch.heartbeat import enter_phase
 from hybrid3d.watch.work_meter import record as work_record
-from hybrid3d.workers.channel import Connection
-from hybrid3d.workers.messages import Call, Reply
+from hybrid3d.workers.channel import Call, Connection, Reply
 
 ACTIVITIES = {"sync": "sync", "answer": "generate", "advance": "generate"}
 

@@ -19,8 +19,20 @@ from hybrid3d.launch_environment import DISCONNECTED, State
 from hybrid3d.ledger import TrainingStarts
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import STARTING, enter_phase
-from hybrid3d.workers.channel import Connection, Disconnected, connect, has_ended
-from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply
+from hybrid3d.workers.channel import (
+    Call,
+    Connection,
+    Disconnected,
+    End,
+    Join,
+    Joined,
+    Leave,
+    Leaving,
+    Register,
+    Reply,
+    connect,
+    has_ended,
+)
 
 logger = logging.getLogger(__name__)
 

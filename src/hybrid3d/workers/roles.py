@@ -8,10 +8,9 @@ from hybrid3d.config import Recipe
 from hybrid3d.run.logger import Record
 from hybrid3d.run.memory import Peaks
 from hybrid3d.run.timeline import Span
-from hybrid3d.workers.channel import Connection, Disconnected, Server
+from hybrid3d.workers.channel import Connection, Disconnected, Register, Server
 from hybrid3d.workers.engines import Engines
-from hybrid3d.workers.messages import Register
-from hybrid3d.workers.reward_workers import RewardWorkers
+from hybrid3d.workers.reward import RewardWorkers
 from hybrid3d.workers.role_client import WorkerGroups
 
 

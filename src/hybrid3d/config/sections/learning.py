@@ -1,9 +1,14 @@
-"""Recipe sections about learning: data, reward, optimizer, critic, guard and the run itself."""
+"""Recipe sections about learning: data, reward, optimizer, critic, guard and the run itself.
+
+The recipe's section about evaluation on held-out problems.
+
+The recipe's section about low-rank adapters.
+"""
 
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from hybrid3d.config import schema
@@ -17,15 +22,19 @@ from hybrid3d.config.schema import (
     LearningRate,
     NonNegative,
     Positive,
+    PositiveFraction,
     Processes,
+    Repeats,
     RepeatsOrZero,
     Rule,
     Seconds,
     Seed,
     Steps,
     StepsOrZero,
+    TemperatureOrZero,
     Text,
     TokensOrZero,
+    within,
 )
 
 
@@ -228,3 +237,55 @@ class Run:
     max_restarts: RepeatsOrZero = 0
     seed: Seed = 1
     dir: FilePath = "runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """How held-out problems are answered: before, during (`run.eval_every`) and after training, and by `hybrid3d eval`.
+
+    Attributes:
+        samples: Answers per problem, n.
+        temperature: Temperature of these answers; with 0 they are greedy.
+        top_p: Of these answers, as `rollout.top_p`.
+        k: With n > 1, the numbers of answers for which `eval/pass@k` is estimated (arXiv 2107.03374, eq. 1), each at
+            most n; `[]`: n.
+        data: More files with held-out problems, by name, with the columns of `data.eval`; their metrics are
+            `eval/NAME/...`.
+    """
+
+    samples: Repeats = 1
+    temperature: TemperatureOrZero = 0.0
+    top_p: PositiveFraction = 1.0
+    k: tuple[Repeats, ...] = ()
+    data: dict[str, FilePath] = field(default_factory=dict, hash=False)
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Return the numbers of answers for which `pass@k` is estimated."""
+        return () if self.samples == 1 else self.k or (self.samples,)
+
+
+MAX_RANK = 512  # the largest that vLLM 0.32.0 has slots for (`rollout/adapters.py`)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters (LoRA, arXiv:2106.09685), which are trained instead of the policy's own weights.
+
+    A linear layer W computes W x + alpha / rank * B A x. Names and initial values are those of PEFT.
+
+    Attributes:
+        rank: Rank of each adapter (PEFT's `r`).
+        alpha: Its scale, divided by the rank (PEFT's `lora_alpha`).
+        target_modules: Last names of the layers with an adapter, such as `q_proj`; `null`: all linear layers of the
+            model's blocks, which does not include routers.
+        path: Folder of adapters in PEFT's format to begin with; `null`: A is random and B is 0.
+        sync: `adapter` sends the adapters alone to vLLM's own slots for them; `merged` adds them to the weights that
+            are sent, which is slower, and works for experts and latent attention too.
+    """
+
+    rank: Annotated[int, within(1, MAX_RANK)] = 16
+    alpha: Positive = 32.0
+    target_modules: tuple[Text, ...] | None = None
+    path: FilePath | None = None
+    sync: Literal["adapter", "merged"] = "adapter"

@@ -2,6 +2,8 @@
 
 Generated tokens are never tokenized again. A call that repeats the history of an earlier one continues its tokens, and
 only what was added is tokenized. A call with another history begins a new branch, whose whole prompt is tokenized.
+
+The calls of agents, and why some are refused.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybrid3d.generation.tokens import AnswerTokens
+from hybrid3d.config import Rollout
+from hybrid3d.generation.samples import AnswerTokens
 from hybrid3d.rl.chats import without_nulls
 from hybrid3d.rl.data import encode_prompt
 from hybrid3d.rl.token_texts import decode_part, encode_part
@@ -270,3 +273,74 @@ def _essence(message: Message) -> dict[str, Any]:
     if not found.get("content"):
         found.pop("content", None)
     return found
+
+
+class RefusedCall(ValueError):
+    """A call that cannot be made; `code` is OpenAI's for it."""
+
+    def __init__(self, message: str, code: str, param: str | None = None):
+        super().__init__(message)
+        self.code, self.param = code, param
+
+
+class NoSession(RefusedCall):
+    """There is no session of this id, or it has ended."""
+
+    def __init__(self) -> None:
+        super().__init__("there is no such session: it has ended, or its agent was silent too long", "no_session")
+
+
+class RunEnded(RuntimeError):
+    """The run has ended: there are no more sessions."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What an agent asks for.
+
+    Attributes:
+        max_tokens: of the reply at most; None: as many as there is room for.
+        stops: texts that end the reply.
+        include_stop: whether the reply has the stop that ended it.
+    """
+
+    prompt: Prompt
+    max_tokens: int | None = None
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether its prompt is messages."""
+        return isinstance(self.prompt, PromptText) and self.prompt.messages is not None
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """The answer to a call.
+
+    Attributes:
+        prompt_ids: the tokens that it was generated after.
+        tokens: that were generated, the one that ended it included.
+        logprobs: of these; empty where the session is greedy.
+        text: the reply.
+        finish_reason: `stop` or `length`.
+    """
+
+    prompt_ids: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: str
+
+
+def no_room(context: int, answer: int, rollout: Rollout, is_chat: bool) -> RefusedCall:
+    """Return why a prompt of so many tokens leaves no room for a reply; `answer` of them follow its branch's prompt."""
+    param = "messages" if is_chat else "prompt"
+    if not context:
+        return RefusedCall("the prompt has no tokens", "invalid_prompt", param)
+    problem = f"the prompt has {context} tokens, and rollout.max_model_len={rollout.max_model_len} leaves no room"
+    if context < rollout.max_model_len:
+        limit = f"rollout.max_new_tokens={rollout.max_new_tokens}"
+        problem = f"{answer} tokens follow the prompt of the branch, and {limit} leaves no room"
+    return RefusedCall(f"{problem} for a reply: end the session", "context_length_exceeded", param)

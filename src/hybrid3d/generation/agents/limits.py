@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hybrid3d.config import Rollout
-from hybrid3d.generation.agents.calls import Call, RefusedCall
-from hybrid3d.generation.agents.history import PromptTokens
+from hybrid3d.generation.agents.history import Call, PromptTokens, RefusedCall
 
 
 def check_length(call: Call, rollout: Rollout, longest: int) -> None:

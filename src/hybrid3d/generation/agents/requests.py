@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid3d.generation.agents.calls import Call, CallResult, RefusedCall
-from hybrid3d.generation.agents.history import History, Prompt, PromptText, PromptTokens
+from hybrid3d.generation.agents.history import Call, CallResult, History, Prompt, PromptText, PromptTokens, RefusedCall
 from hybrid3d.generation.agents.sessions import Session
 from hybrid3d.generation.agents.token_bytes import split_bytes
 

@@ -1,4 +1,7 @@
-"""The sessions of agents: a server's thread takes, uses and ends them, and the engine's thread answers their calls."""
+"""The sessions of agents: a server's thread takes, uses and ends them, and the engine's thread answers their calls.
+
+The samples of agents' sessions.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,19 @@ from functools import lru_cache
 from typing import Any
 
 from hybrid3d.config import Rollout
-from hybrid3d.generation.agents.calls import Call, CallResult, NoSession, RefusedCall, RunEnded, no_room
-from hybrid3d.generation.agents.history import Branch, History
+from hybrid3d.generation.agents.history import (
+    Branch,
+    Call,
+    CallResult,
+    History,
+    NoSession,
+    RefusedCall,
+    RunEnded,
+    no_room,
+)
 from hybrid3d.generation.agents.limits import check_length
 from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
+from hybrid3d.generation.samples import AnswerTokens, Sample
 from hybrid3d.generation.stops import Stops, find_stops, pause_tokens
 from hybrid3d.generation.turns import seed_of_request
 from hybrid3d.rl.data import Example
@@ -358,3 +370,26 @@ class SessionPool:
         if self._free and not self._by_id and now - self._reminded > REMIND_SECONDS:
             self._reminded = now
             logger.warning("%d sessions wait for agents", len(self._free))
+
+
+def samples_of(session: Session, tokenizer: Any) -> list[Sample]:
+    """Return a sample for each branch of a session that has ended, without rewards.
+
+    A session without a call has one that training learns nothing from.
+    """
+    example, branches = session.example, session.history.branches
+    if not branches:
+        nothing = AnswerTokens(tokens=[tokenizer.eos_token_id], loss_mask=[False], versions=[session.version])
+        return [nothing.sample(example, example.prompt_ids, "")]
+    return [
+        branch.sample(
+            example, branch.prompt_ids, decode_part(tokenizer, branch.tokens, branch.prompt_ids), branch=number
+        )
+        for number, branch in enumerate(branches)
+    ]
+
+
+def last_answer(session: Session, samples: list[Sample]) -> str:
+    """Return the text that a reward function scores: that of the branch in which the agent got its last reply."""
+    last = session.history.last
+    return "" if last is None else samples[session.history.branches.index(last)].answer

@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from hybrid3d.reshard.delta.bitmap import num_bytes, pack_bits, set_bits, unpack_bits
+from hybrid3d.reshard.delta.changes import num_bytes, pack_bits, set_bits, unpack_bits
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,9 @@ from hybrid3d.reshard.delta.changes import Changes
 from hybrid3d.reshard.delta.encoding import Form, decode, encode, entropy_bytes, form_of
 from hybrid3d.reshard.delta.runs import Elements, RunChanges, RunOrder, order_in_run, split_positions
 from hybrid3d.reshard.ends import Sink, Source
-from hybrid3d.reshard.move.copies import BatchedCopies
 from hybrid3d.reshard.move.executor import ExecutionReport, Executor, Step
-from hybrid3d.reshard.move.memory import DeviceBuffer
-from hybrid3d.reshard.move.staging import Place, PlacedMessage
+from hybrid3d.reshard.move.lent_memory import Place, PlacedMessage
+from hybrid3d.reshard.move.memory import BatchedCopies, DeviceBuffer
 from hybrid3d.reshard.move.transport import Pending, Transport, as_bytes
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import ITEMSIZE, Piece

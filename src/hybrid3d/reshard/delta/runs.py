@@ -12,9 +12,15 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from hybrid3d.reshard.delta.bitmap import count_bits, set_bits
-from hybrid3d.reshard.delta.changes import Changes, changed_positions, gather_elements, scatter_elements
-from hybrid3d.reshard.move.copies import BatchedCopies, merge_consecutive
+from hybrid3d.reshard.delta.changes import (
+    Changes,
+    changed_positions,
+    count_bits,
+    gather_elements,
+    scatter_elements,
+    set_bits,
+)
+from hybrid3d.reshard.move.memory import BatchedCopies, merge_consecutive
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.classes import natural_sort_key
 from hybrid3d.reshard.plan.layout import Piece, Shape

@@ -14,10 +14,15 @@ from functools import cached_property
 import torch
 
 from hybrid3d.reshard.ends import Sink, Source
-from hybrid3d.reshard.move.copies import BatchedCopies
-from hybrid3d.reshard.move.lent_memory import SharedBuffer, SharedMemory
-from hybrid3d.reshard.move.memory import DeviceBuffer, strided_view
-from hybrid3d.reshard.move.staging import Place, PlacedMessage, lent_bytes, place_messages
+from hybrid3d.reshard.move.lent_memory import (
+    Place,
+    PlacedMessage,
+    SharedBuffer,
+    SharedMemory,
+    lent_bytes,
+    place_messages,
+)
+from hybrid3d.reshard.move.memory import BatchedCopies, DeviceBuffer, strided_view
 from hybrid3d.reshard.move.transport import Pending, Transport, as_bytes
 from hybrid3d.reshard.move.verify import TransferChecksums
 from hybrid3d.reshard.plan.layout import Fill, Piece

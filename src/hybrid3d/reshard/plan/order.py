@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from hybrid3d.reshard.plan.classes import natural_sort_key
-from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.classes import layer_of, natural_sort_key
 
 _MAX_PARTS = 1 << 20  # parts of one tensor that one reader receives
 

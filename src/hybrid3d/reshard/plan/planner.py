@@ -19,8 +19,7 @@ import numpy as np
 
 from hybrid3d.errors import UserMistake
 from hybrid3d.reshard.plan.box import Box
-from hybrid3d.reshard.plan.classes import Group, classify_tensors, rank_groups
-from hybrid3d.reshard.plan.layers import layer_of
+from hybrid3d.reshard.plan.classes import Group, classify_tensors, layer_of, rank_groups
 from hybrid3d.reshard.plan.layout import FILES, ITEMSIZE, Demand, Holdings, LocalPieces, Piece
 from hybrid3d.reshard.plan.order import Order
 from hybrid3d.reshard.plan.relays import Relay

@@ -2,7 +2,7 @@ r"""Implements the reward `math`: 1 if answer and reference are equal as mathema
 
 from __future__ import annotations
 
-from hybrid3d.scoring.final_answers import final_text, last_formula
+from hybrid3d.scoring.functions import final_text, last_formula
 from hybrid3d.scoring.math.equality import are_equal
 from hybrid3d.scoring.math.kinds import Listing, Opaque, Value
 from hybrid3d.scoring.math.values import read_values

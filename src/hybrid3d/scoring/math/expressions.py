@@ -8,8 +8,7 @@ from typing import Any
 import sympy
 
 from hybrid3d.scoring.math import operations as operations
-from hybrid3d.scoring.math.latex_tokens import FUNCTIONS, GREEK, Malformed, Token, Unreadable, literal
-from hybrid3d.scoring.math.units import ORDINALS
+from hybrid3d.scoring.math.latex_tokens import FUNCTIONS, GREEK, ORDINALS, Malformed, Token, Unreadable, literal
 
 DEGREE, PERCENT = sympy.Symbol("°"), sympy.Symbol("%")
 """Factors that stand for the signs after a number."""

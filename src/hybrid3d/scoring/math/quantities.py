@@ -10,9 +10,18 @@ import sympy
 
 from hybrid3d.scoring.math.expressions import DEGREE, PERCENT, ExpressionReader
 from hybrid3d.scoring.math.kinds import Expression
-from hybrid3d.scoring.math.latex_tokens import Token, Unreadable, literal
+from hybrid3d.scoring.math.latex_tokens import (
+    FILLERS,
+    LETTER_UNITS,
+    NOT_UNITS,
+    NUMBER_WORDS,
+    ORDINALS,
+    Token,
+    Unreadable,
+    canonical_unit,
+    literal,
+)
 from hybrid3d.scoring.math.operations import checked
-from hybrid3d.scoring.math.units import FILLERS, LETTER_UNITS, NOT_UNITS, NUMBER_WORDS, ORDINALS, canonical_unit
 
 
 def read_quantity(tokens: list[Token]) -> Expression:

@@ -26,10 +26,9 @@ from hybrid3d.scoring.math.kinds import (
     Text,
     Value,
 )
-from hybrid3d.scoring.math.latex_tokens import GREEK, Malformed, Token, Unreadable, characters, literal, tokenize
+from hybrid3d.scoring.math.latex_tokens import BASES, GREEK, Malformed, Token, Unreadable, characters, literal, tokenize
 from hybrid3d.scoring.math.operations import checked
 from hybrid3d.scoring.math.quantities import read_quantity
-from hybrid3d.scoring.math.units import BASES
 
 INEQUALITIES = {"<": "<", ">": ">", "leq": "<=", "geq": ">=", "neq": "!="}
 _RELATIONS = {"=", "approx", "in", *INEQUALITIES}

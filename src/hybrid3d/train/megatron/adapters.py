@@ -33,10 +33,10 @@ from hybrid3d.config import Lora
 from hybrid3d.families import EXPERT, UnsupportedModel, adapter_names, is_adapted
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Piece, Shape, View, contiguous_stride, pieces_by_name
-from hybrid3d.train.megatron.kernels import USE_TE
+from hybrid3d.train.megatron.cpu import DuplicatedLinear
+from hybrid3d.train.megatron.runtime import USE_TE
 from hybrid3d.train.megatron.source import ADAPTERS, MegatronWeights
 from hybrid3d.train.megatron.stepping import place_of
-from hybrid3d.train.megatron.torch_layers import DuplicatedLinear
 
 # Linear layers whose weight TP shards by rows, by columns, and not at all
 _BY_ROWS: tuple[type[torch.nn.Module], ...] = (ColumnParallelLinear,)

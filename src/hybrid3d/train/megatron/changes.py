@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
-from hybrid3d.reshard.delta.bitmap import num_bytes, pack_bits, unpack_bits
-from hybrid3d.reshard.delta.changes import Changes
-from hybrid3d.reshard.move.checksum import checksum
+from hybrid3d.reshard.delta.changes import Changes, num_bytes, pack_bits, unpack_bits
+from hybrid3d.reshard.move.verify import checksum
 
 COMPARED_AT_ONCE = 1 << 22  # elements, which bounds the memory of a comparison
 

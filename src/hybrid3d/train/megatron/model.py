@@ -26,7 +26,6 @@ from hybrid3d.reshard.plan.layout import Demand
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.losses import masked_sum
 from hybrid3d.rl.objective import TokenLoss
-from hybrid3d.train.batching import micro_batches
 from hybrid3d.train.megatron.changes import ChangeTracker
 from hybrid3d.train.megatron.context import context_group
 from hybrid3d.train.megatron.router_replay import RouterReplay
@@ -34,7 +33,7 @@ from hybrid3d.train.megatron.runtime import device, on_device
 from hybrid3d.train.megatron.source import MegatronWeights, megatron_weights
 from hybrid3d.train.megatron.stepping import BucketedOptimizer, BucketHook, in_buckets, place_of
 from hybrid3d.train.megatron.versions import set_in_megatron
-from hybrid3d.train.micro_batches import MicroBatch
+from hybrid3d.train.micro_batches import MicroBatch, micro_batches
 from hybrid3d.train.offload import OffloadableMemory
 
 DDP = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": False}

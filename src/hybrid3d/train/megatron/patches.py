@@ -74,7 +74,7 @@ def count_tokens(apply_expert_bias: Callable[..., Any]) -> Callable[..., Any]:
 
 def duplicated_linear(original: Any) -> type[torch.nn.Module]:
     """Replace `multi_latent_attention.TELinear`, the linear that compresses keys and queries."""
-    from hybrid3d.train.megatron.torch_layers import DuplicatedLinear
+    from hybrid3d.train.megatron.cpu import DuplicatedLinear
 
     return DuplicatedLinear
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hybrid3d.bench.local_copies import copied_bytes, measure
+from hybrid3d.bench.wire import copied_bytes, measure
 from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Train
 from hybrid3d.doctor.gpu.check import Record, expect

@@ -7,7 +7,7 @@ import importlib
 import torch
 
 from hybrid3d.doctor.gpu.check import Record, expect
-from hybrid3d.train.megatron.kernels import FUSE_GRADIENTS, in_use
+from hybrid3d.train.megatron.runtime import FUSE_GRADIENTS, in_use
 
 
 def apex_gradients(record: Record, device: str) -> None:

@@ -15,8 +15,8 @@ from hybrid3d.doctor.gpu import one_rank
 from hybrid3d.doctor.gpu.check import Record, expect
 from hybrid3d.rl.objective import sft_loss
 from hybrid3d.train.megatron import checkpoint
-from hybrid3d.train.megatron.kernels import in_use
 from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.train.megatron.runtime import in_use
 
 STEPS = 3
 

@@ -25,8 +25,7 @@ from hybrid3d.doctor.gpu import one_rank
 from hybrid3d.doctor.gpu.check import Record, expect
 from hybrid3d.families import Config
 from hybrid3d.rl.objective import sft_loss
-from hybrid3d.train.megatron.kernels import USE_TE, in_use
-from hybrid3d.train.megatron.runtime import peak_memory, synchronize
+from hybrid3d.train.megatron.runtime import USE_TE, in_use, peak_memory, synchronize
 
 NUMBERS = Path(__file__).resolve().parent.parent / "training_numbers.json"
 FAMILIES = ("dense", "experts", "latent")

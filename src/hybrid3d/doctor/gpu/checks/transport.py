@@ -17,11 +17,10 @@ import torch.distributed as dist
 from hybrid3d.bench.values import SyntheticWeights, fill, wrong
 from hybrid3d.doctor.gpu import one_rank
 from hybrid3d.doctor.gpu.check import Record, expect
-from hybrid3d.reshard.move.checksum import checksum
-from hybrid3d.reshard.move.copies import BatchedCopies
 from hybrid3d.reshard.move.executor import ExecutionReport, Executor, NamedTensors
-from hybrid3d.reshard.move.memory import DeviceBuffer
+from hybrid3d.reshard.move.memory import BatchedCopies, DeviceBuffer
 from hybrid3d.reshard.move.transport import Pending, Transport, as_bytes, make_transport
+from hybrid3d.reshard.move.verify import checksum
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Demand, Holdings, Piece, View
 from hybrid3d.reshard.plan.planner import make_plan

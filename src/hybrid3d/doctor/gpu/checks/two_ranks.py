@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from hybrid3d import distributed
-from hybrid3d.bench.local_copies import allocate
 from hybrid3d.bench.values import SyntheticWeights, fill, wrong
+from hybrid3d.bench.wire import allocate
 from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Sync, Train
 from hybrid3d.doctor.gpu import one_rank
