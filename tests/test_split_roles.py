@@ -26,7 +26,8 @@ from hybrid3d.generation.engine import Sampling
 from hybrid3d.generation.replicas import Answers, NoReplicas
 from hybrid3d.generation.rollouts import FailedRewards
 from hybrid3d.generation.samples import RolloutBatch
-from hybrid3d.launch import tasks
+from hybrid3d.launch.child import this_process
+from hybrid3d.ledger import RankStart
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.sync.elastic import Members
 from hybrid3d.trainer.ahead import GenerationAhead
@@ -484,5 +485,6 @@ def test_a_rank_that_does_not_train_says_what_to_lower_where_memory_runs_out(
     monkeypatch.setattr(loop.Service, "run", serve)
     for rank, advice in ((4, "this rank only generates: lower rollout.gpu"), (6, "this rank only computes rewards: ")):
         monkeypatch.setenv("RANK", str(rank))
+        start = RankStart(rank, store, None, this_process())
         with pytest.raises(RuntimeError, match=f"CUDA out of memory. Tried to allocate 2 GiB.: {advice}"):
-            tasks._serve(recipe_of(0, 40, "roles.generation.ranks=2", "roles.reward.ranks=1"), store)
+            loop.run_worker(recipe_of(0, 40, "roles.generation.ranks=2", "roles.reward.ranks=1"), start)

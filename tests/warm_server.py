@@ -28,7 +28,7 @@ PRELOADED = (
     "hybrid3d.launch.launcher",
     "hybrid3d.launch.preflight",
     "hybrid3d.launch.rank",
-    "hybrid3d.launch.tasks",
+    "hybrid3d.trainer.start",
     "hybrid3d.planning.fitting",
     "hybrid3d.planning.page",
     "hybrid3d.planning.report",

@@ -1,4 +1,4 @@
-"""How often the ranks that train have been started, and how they ended: what ranks that outlive them read in the store.
+"""The start of a rank, and how often the ranks that train have been started and how they ended, by the store.
 
 Each start has a number, from 0. All of these ranks end when one of them is lost, and the next start has all of them.
 """
@@ -9,14 +9,52 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
+from rich.console import Console
 from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.distributed import RANKS_PER_POLL_SECOND, clone_store
+from hybrid3d.launch_environment import State
 
 POLL_SECONDS = 0.5
+
+
+class Progress(Protocol):
+    """Who is told what state this process has reached.
+
+    Attributes:
+        restart_count: how often the process of this rank was started again before this one.
+    """
+
+    @property
+    def restart_count(self) -> int: ...
+
+    @property
+    def failure(self) -> str:
+        """Why the process of this rank before this one ended; empty if this is the first."""
+        ...
+
+    def tell(self, state: State) -> None: ...
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """What the body of a command gets once the ranks have met.
+
+    Attributes:
+        store: the store of the rendezvous.
+        console: where rank 0 prints; None on the others.
+        progress: is told what state this process reaches.
+    """
+
+    rank: int
+    store: Store
+    console: Console | None
+    progress: Progress
 
 
 class TrainingStarts:

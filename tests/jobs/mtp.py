@@ -21,11 +21,11 @@ from train_layouts import built, forget, my_batch, recipe_for, report_of
 from hybrid3d import distributed
 from hybrid3d.config import Train
 from hybrid3d.inputs.models import read_config
-from hybrid3d.launch.exports import write_export
 from hybrid3d.rl.objective import sft_loss
 from hybrid3d.train.megatron import checkpoint, runtime
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.train.megatron.stepping import place_of
+from hybrid3d.trainer.export import write_export
 
 
 def export(policy: Any, source: str, out: Path) -> list[str]:

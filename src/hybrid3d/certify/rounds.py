@@ -18,7 +18,6 @@ from hybrid3d.config import Recipe
 from hybrid3d.families import family_of
 from hybrid3d.generation.engine import Completion, GenerationRequest
 from hybrid3d.inputs.models import read_config
-from hybrid3d.launch.exports import write_export
 from hybrid3d.reshard.file_index import read_index
 from hybrid3d.reshard.files import CheckpointReader, file_pieces, load_files
 from hybrid3d.reshard.move.executor import NamedTensors
@@ -28,6 +27,7 @@ from hybrid3d.rollout.inspection import FreshModel, Inspection
 from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH
 from hybrid3d.sync import CorruptSync, WeightSync
 from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.trainer.export import write_export
 
 CHANGED_FRACTION = 0.05  # of the elements in a round whose sync sends only those
 NEW_TOKENS = 8

@@ -11,15 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from torch.distributed.distributed_c10d import Store
-
+from hybrid3d.bench.start import start_groups
 from hybrid3d.certify.findings import format_page, summarize
 from hybrid3d.certify.tiny_models import write_checkpoint
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import wait_for_all
 from hybrid3d.families import Config, family_of
-from hybrid3d.launch import tasks
+from hybrid3d.ledger import RankStart
+from hybrid3d.planning.agreed_placement import choose_placement
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.watch.heartbeat import enter_phase
 
@@ -45,22 +44,21 @@ def certify(
     subject: Subject,
     rounds: int,
     as_json: bool,
-    rank: int,
-    store: Store,
-    console: Console | None,
+    start: RankStart,
 ) -> bool:
     """Run the rounds as one of the ranks, write the certificate and print it.
 
     Returns:
         Whether everything is proven, on every rank.
     """
+    rank, store, console = start.rank, start.store, start.console
     if rank == 0:
         if subject.tiny is not None:
             write_checkpoint(Path(recipe.model.path), subject.tiny)
         store.set("model", "written")
     store.wait(["model"])
-    slots = tasks.choose_placement(recipe, store, folder)
-    groups = tasks.start_groups(recipe, store)
+    slots = choose_placement(recipe, store, folder.path, start.progress.restart_count)
+    groups = start_groups(recipe, store)
     from hybrid3d.certify.rounds import Certification
 
     enter_phase("certify")

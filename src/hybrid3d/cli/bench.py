@@ -48,7 +48,6 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     set_device_connections(recipe)
     from hybrid3d.bench.scaling import Scale, scale_recipe
     from hybrid3d.inputs.models import read_config
-    from hybrid3d.launch import tasks
 
     scale = Scale(options.layers, options.hidden, options.experts)
     scaled_recipe, config = scale_recipe(recipe, scale, options.changed)
@@ -62,8 +61,10 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         launch_environment.check_vllm_variables()
         check_benchmark_memory(scaled_recipe, config, options.changed)
     if launch_environment.under_launcher():
+        from hybrid3d.bench.start import bench
+
         more = (options.repeats, options.changed, options.json)
         return run_as_rank(
-            scaled_recipe, folder, functools.partial(tasks.bench, scaled_recipe, config, scaling, folder, *more)
+            scaled_recipe, folder, functools.partial(bench, scaled_recipe, config, scaling, folder, *more)
         )
     return launch_ranks(arguments, scaled_recipe, folder, make_console(stderr=options.json))

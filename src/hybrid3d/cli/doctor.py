@@ -87,11 +87,11 @@ def _examine_as_rank(recipe: Recipe | None, options: argparse.Namespace) -> int:
     if recipe.roles.reward.ranks is not None:
         problem = f"roles.reward.ranks={recipe.roles.reward.ranks}: only ranks that train or generate are examined"
         raise UserMistake(f"{problem} under torchrun and srun: start those, with roles.reward.ranks=null")
-    from hybrid3d.launch import tasks
+    from hybrid3d.doctor.groups import measure_groups
 
     if CHECKED in os.environ:  # started by the examination of one machine
         folder = RunFolder.for_recipe(recipe)
-        return run_as_rank(recipe, folder, functools.partial(tasks.measure_groups, recipe, folder))
+        return run_as_rank(recipe, folder, functools.partial(measure_groups, recipe, folder))
     from hybrid3d.doctor.nodes import NodesExamination
     from hybrid3d.doctor.page import EXAMINATIONS
 

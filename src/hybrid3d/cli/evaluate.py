@@ -39,11 +39,11 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         check_evaluation(recipe, folder, step)
     if not launch_environment.under_launcher():
         return launch_ranks(arguments, recipe, folder, make_console(stderr=options.json), places=True)
-    from hybrid3d.launch import tasks
+    from hybrid3d.trainer import start
 
     recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, max_restarts=0))
     return run_as_rank(
-        recipe, folder, functools.partial(tasks.evaluate, recipe, folder, step, options.json), restarts=True
+        recipe, folder, functools.partial(start.evaluate, recipe, folder, step, options.json), restarts=True
     )
 
 

@@ -41,6 +41,6 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     if not launch_environment.under_launcher():
         with unfinished_folder(out) as unfinished, mock.patch.dict(os.environ, {UNFINISHED: str(unfinished)}):
             return launch_ranks(arguments, recipe, folder, make_console(), generates=False)
-    from hybrid3d.launch import tasks
+    from hybrid3d.trainer.export import export
 
-    return run_as_rank(recipe, folder, functools.partial(tasks.export, recipe, folder, step, out, options.merged))
+    return run_as_rank(recipe, folder, functools.partial(export, recipe, folder, step, out, options.merged))

@@ -61,10 +61,10 @@ def _run_folder(text: str, option: str) -> RunFolder:
 
 
 def _run_rank(recipe: Recipe, folder: RunFolder, options: argparse.Namespace, start: int) -> int:
-    from hybrid3d.launch import tasks
+    from hybrid3d.trainer.start import replay
 
     arguments = recipe, folder, options.overrides, start, options.step, options.json
-    return run_as_judging_rank(recipe, folder, functools.partial(tasks.replay, *arguments))
+    return run_as_judging_rank(recipe, folder, functools.partial(replay, *arguments))
 
 
 def _as_recorded(folder: RunFolder, step: int) -> bool:

@@ -31,9 +31,9 @@ from hybrid3d.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from torch.distributed.distributed_c10d import Store
 
     from hybrid3d.launch.rank import Task
+    from hybrid3d.ledger import RankStart
 
 
 def launch_ranks(
@@ -88,9 +88,9 @@ def run_as_judging_rank(recipe: Recipe, folder: RunFolder, judge: Callable[..., 
     """
     passed = True
 
-    def task(rank: int, store: Store, console: Console | None) -> None:
+    def task(start: RankStart) -> None:
         nonlocal passed
-        passed = judge(rank, store, console)
+        passed = judge(start)
 
     code = run_as_rank(recipe, folder, task)
     return code if code != DONE or passed or CHECKED in os.environ else FAILED

@@ -48,10 +48,10 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         check_schedule(recipe)
     console = make_console()
     if launch_environment.under_launcher():
-        from hybrid3d.launch import tasks
+        from hybrid3d.trainer import start
 
         must_lock = CHECKED not in os.environ and launch_environment.rank() == 0  # our own launcher holds the lock
-        task = functools.partial(tasks.train, recipe, folder)
+        task = functools.partial(start.train, recipe, folder)
         return run_as_rank(recipe, folder, task, lock_run(folder) if must_lock else None, restarts=True)
     if options.ray is not None:
         from hybrid3d.launch.ray_cluster import ray_access

@@ -6,15 +6,18 @@ import io
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from hybrid3d.config import Recipe, recipe_to_yaml
 from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Context, Finding, Severity
+from hybrid3d.launch.failures import failure_record, write_failure
 from hybrid3d.launch_environment import CHECKED, RENDEZVOUS_SECONDS
+from hybrid3d.ledger import RankStart
 from hybrid3d.planning.hardware import GB, hardware_of
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.terminal import plain_console
@@ -23,6 +26,8 @@ TOLERANCE = 0.2  # by which what is measured may differ from what is assumed
 SETTINGS = {"nvlink": "nvlink_gb_per_s", "network": "network_gb_per_s", "copies": "copies_gb_per_s"}
 PLANNED = ("sync", "copies")  # what `plan` predicts with these numbers
 MEETING_SECONDS = 60  # within which the ranks have started
+GROUPS_SECONDS = 90.0  # within which all groups of a recipe are measured
+GROUPS = "groups.json"  # in the run's folder: what was measured
 
 
 def check_groups(context: Context) -> Iterator[Finding]:
@@ -53,13 +58,39 @@ def _run_ranks(recipe: Recipe, folder: Path) -> tuple[list[dict[str, Any]] | Non
     quiet = {RENDEZVOUS_SECONDS: str(MEETING_SECONDS), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with mock.patch.dict(os.environ, {CHECKED: "1", **{key: os.environ.get(key, quiet[key]) for key in quiet}}):
         from hybrid3d.launch.launcher import launch  # torch reads its level of logging when it is imported
-        from hybrid3d.launch.tasks import GROUPS
 
         code = launch(["doctor", str(file)], recipe.world_size, run, plain_console(file=said))
     if code:
         lines = (line.strip() for line in said.getvalue().splitlines())
         return None, " ".join(line for line in lines if not line.startswith("its log:"))  # which is removed
     return json.loads((run.path / GROUPS).read_text(encoding="utf-8")), ""
+
+
+def measure_groups(recipe: Recipe, folder: RunFolder, start: RankStart) -> None:
+    """Measure bandwidth and latency of each process group of a recipe, and write them to the folder.
+
+    The process fails if it takes longer than `GROUPS_SECONDS`.
+    """
+
+    rank = start.rank
+
+    def give_up() -> None:
+        reason = f"the process groups were not measured within {GROUPS_SECONDS:g} s"
+        write_failure(folder.failure_path(rank), failure_record(rank, reason))
+        os._exit(1)
+
+    limit = threading.Timer(GROUPS_SECONDS, give_up)
+    limit.daemon = True
+    limit.start()
+    from hybrid3d.bench.groups import measure
+    from hybrid3d.bench.start import start_groups
+
+    groups = start_groups(recipe, start.store)
+
+    measured = measure(recipe, groups)
+    limit.cancel()
+    if rank == 0:
+        (folder.path / GROUPS).write_text(json.dumps([asdict(one) for one in measured]), encoding="utf-8")
 
 
 def describe(recipe: Recipe, measured: Sequence[dict[str, Any]], on_gpus: bool) -> Iterator[Finding]:

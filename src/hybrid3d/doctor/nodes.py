@@ -15,6 +15,7 @@ from hybrid3d.doctor import groups
 from hybrid3d.doctor.answers import SECONDS, ask
 from hybrid3d.doctor.finding import Context, Finding
 from hybrid3d.doctor.page import Examination, Subject, can_start, examine, format_json, format_page
+from hybrid3d.ledger import RankStart
 from hybrid3d.run.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -40,16 +41,15 @@ class NodesExamination:
             here = [one for one in examinations if one.subject not in ON_ALL_NODES]
             self._of_node = list(examine(recipe, here))
 
-    def run(self, folder: RunFolder, rank: int, store: Store, console: Console | None) -> None:
+    def run(self, folder: RunFolder, start: RankStart) -> None:
         """Measure, and print the page on rank 0. Every rank calls this together."""
+        rank, store, console = start.rank, start.store, start.console
         found = [[subject, [asdict(one) for one in findings]] for subject, findings in self._of_node]
         store.set(f"doctor/{rank}", json.dumps([socket.gethostname(), found]))
         subjects = self._gather(store) if rank == 0 else []
         self._share_verdict("nodes", subjects, rank, store)
         if self._measures and self.can_start:
-            from hybrid3d.launch import tasks
-
-            tasks.measure_groups(self._recipe, folder, rank, store, console)
+            groups.measure_groups(self._recipe, folder, start)
             subjects += [("groups", self._compare(folder))] if rank == 0 else []
             self._share_verdict("groups", subjects, rank, store)
         if rank == 0:
@@ -74,10 +74,8 @@ class NodesExamination:
         return subjects
 
     def _compare(self, folder: RunFolder) -> tuple[Finding, ...]:
-        from hybrid3d.launch.tasks import GROUPS
-
         machine = Context(self._recipe, ask(self._recipe, ["machine"])).answer("machine")
-        measured = json.loads((folder.path / GROUPS).read_text(encoding="utf-8"))
+        measured = json.loads((folder.path / groups.GROUPS).read_text(encoding="utf-8"))
         return tuple(groups.describe(self._recipe, measured, bool(machine and machine["gpus"])))
 
     def _print(self, subjects: Sequence[Subject], console: Console | None) -> None:

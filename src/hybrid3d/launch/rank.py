@@ -30,7 +30,7 @@ from hybrid3d.launch.failures import failure_message, failure_record, print_erro
 from hybrid3d.launch.run_secret import adopt_secret, write_secret
 from hybrid3d.launch.supervisor import run_training_rank
 from hybrid3d.launch_environment import BEAT_SECONDS, DISCONNECTED
-from hybrid3d.ledger import TrainingStarts
+from hybrid3d.ledger import RankStart, TrainingStarts
 from hybrid3d.process import (
     adopt_orphans,
     kill_descendants,
@@ -48,7 +48,7 @@ from hybrid3d.workers.channel import has_ended
 
 logger = logging.getLogger(__name__)
 
-Task = Callable[[int, Store, "Console | None"], None]
+Task = Callable[[RankStart], None]
 """The work of a rank: a function of its rank, the rendezvous store, and a console on rank 0 (None on other ranks).
 
 It first builds the default process group with the store.
@@ -97,7 +97,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
         watchdog = Watchdog(store, rank, distributed.world_size(), on_seen, role_of, on_deadlock)
         on_lost = functools.partial(_report_lost_rank, folder, launched, stderr, watchdog.describe_lost)
         heartbeat = _start_heartbeat(recipe, folder, store, on_lost, restarts)
-        task(rank, store, console)
+        task(RankStart(rank, store, console, child))
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe, load_recipe
@@ -52,6 +52,11 @@ def broadcast_placement(recipe: Recipe, store: Store, folder: Path) -> tuple[int
     if isinstance(slots_or_error, str):
         raise RuntimeError(f"the placement of ranks could not be computed: {slots_or_error}")
     return tuple(slots_or_error)
+
+
+def choose_placement(recipe: Recipe, store: Store, folder: Path, restart_count: int) -> tuple[int, ...]:
+    """Return the slot of each rank in the rollout layout; vLLM is imported only by ranks that generate."""
+    return broadcast_placement(recipe, PrefixStore(f"start/{restart_count}", store), folder)
 
 
 def compute_slots(recipe: Recipe) -> list[int]:

@@ -16,7 +16,8 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import clone_store
 from hybrid3d.launch_environment import DISCONNECTED, State
-from hybrid3d.ledger import TrainingStarts
+from hybrid3d.ledger import Progress, RankStart, TrainingStarts
+from hybrid3d.run.oom_recovery import find_out_of_memory
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import STARTING, enter_phase
 from hybrid3d.workers.channel import (
@@ -71,17 +72,6 @@ class RoleRank(Protocol):
 
 MakeRank = Callable[[Recipe, Store, range, int], RoleRank]
 """Called with the ranks of its group and the number of the group's start."""
-
-
-class Progress(Protocol):
-    """Who is told what state this process has reached."""
-
-    @property
-    def failure(self) -> str:
-        """Why the process of this rank before this one ended; empty if this is the first."""
-        ...
-
-    def tell(self, state: State) -> None: ...
 
 
 class Service:
@@ -205,3 +195,25 @@ class Service:
             connection.send(Leaving())
         if self._rank is not None:
             self._rank.close()
+
+
+def run_worker(recipe: Recipe, start: RankStart) -> None:
+    """Generate, or compute rewards, for the ranks that train, to the end of their run."""
+    make_rank: MakeRank
+    if distributed.rank() in recipe.role_ranks["generation"]:
+        from hybrid3d.workers.generation import GenerationRank
+
+        make_rank = GenerationRank
+        advice = "this rank only generates: lower rollout.gpu_memory_utilization"
+    else:
+        from hybrid3d.workers.reward import RewardRank
+
+        make_rank = RewardRank
+        advice = "this rank only computes rewards: raise roles.reward.tp or roles.reward.pp"
+    try:
+        Service(recipe, start.store, start.progress, make_rank).run()
+    except RuntimeError as error:
+        cause = find_out_of_memory(error)
+        if cause is None:
+            raise
+        raise RuntimeError(f"{cause}: {advice}") from error

@@ -1,9 +1,11 @@
-"""Writes a policy's weights or adapters as files that transformers and PEFT read."""
+"""The body of `hybrid3d export`: writes a policy's weights or adapters as files that transformers and PEFT read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +16,58 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.families import family_of
 from hybrid3d.inputs.adapters import ADAPTER_CONFIG, adapted_shapes, adapter_config, model_shapes
-from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries
+from hybrid3d.inputs.export import UNFINISHED, copy_config_and_tokenizer, export_entries, unfinished_folder
+from hybrid3d.inputs.models import read_config
+from hybrid3d.ledger import RankStart
 from hybrid3d.reshard.file_index import ADAPTER_FILE, TensorEntry
 from hybrid3d.reshard.files import copy_tensors, create_files, export_files
 from hybrid3d.reshard.plan.layout import Holdings
+from hybrid3d.run.folder import RunFolder, checkpoint_folder
+from hybrid3d.watch.heartbeat import enter_phase
 
 if TYPE_CHECKING:
     from hybrid3d.train.megatron.policy import Policy
+
+
+def export(
+    recipe: Recipe,
+    folder: RunFolder,
+    step: int,
+    out: Path,
+    merged: bool,
+    start: RankStart,
+) -> None:
+    """Write a checkpoint as a Hugging Face checkpoint; every rank writes the boxes that it holds.
+
+    Args:
+        merged: of a policy with adapters, write the model with them, and not the adapters in PEFT's format.
+    """
+    from hybrid3d.train.megatron import checkpoint, runtime
+    from hybrid3d.train.megatron.policy import Policy
+
+    rank, console = start.rank, start.console
+    group = distributed.start(start.store)
+    runtime.initialize(recipe.train, recipe.run.seed)
+    config, with_mtp = read_config(recipe.model.path), recipe.train.mtp_loss_coef > 0
+    policy = Policy(config, recipe, rank, trainable=False, with_mtp=with_mtp)
+    checkpoint.load_weights({"policy": policy}, checkpoint_folder(folder, step), group)
+    enter_phase("export")
+    from_launcher = os.environ.get(UNFINISHED)  # created by our own launcher, which removes it if a rank is killed
+    with unfinished_folder(out) if rank == 0 and not from_launcher else nullcontext(from_launcher) as created:
+        unfinished = Path(distributed.broadcast_object(str(created), group))
+        carried: Sequence[str] = ()
+        if recipe.lora is not None and not merged:
+            entries = write_adapters(policy, recipe, unfinished, group)
+        else:
+            with policy.merged():
+                entries, carried = write_export(policy, recipe.model.path, unfinished, group)
+        if rank == 0:
+            os.rename(unfinished, os.path.realpath(out))  # so that an interrupted export never looks like a checkpoint
+    if console is not None:
+        console.print(f"wrote {len(entries)} tensors to {out}", highlight=False, markup=False)
+        if carried:
+            message = f"{len(carried)} of them are untrained copies from {recipe.model.path}"
+            console.print(message, highlight=False, markup=False)
 
 
 def write_export(

@@ -1,0 +1,66 @@
+"""The body of `hybrid3d bench`: what a rank does once the ranks have met."""
+
+from __future__ import annotations
+
+import json
+
+from torch.distributed.distributed_c10d import Store
+
+from hybrid3d import distributed
+from hybrid3d.bench import report
+from hybrid3d.bench.scaling import write_model
+from hybrid3d.config import Recipe
+from hybrid3d.distributed import RoleGroups
+from hybrid3d.families import Config
+from hybrid3d.ledger import RankStart
+from hybrid3d.planning.agreed_placement import choose_placement
+from hybrid3d.run.folder import RunFolder
+
+
+def bench(
+    recipe: Recipe,
+    config: Config,
+    scaling: str,
+    folder: RunFolder,
+    repeats: int,
+    changed: float | None,
+    as_json: bool,
+    start: RankStart,
+) -> None:
+    """Measure the sync of a model of this config, the method of other trainers, and the network itself.
+
+    Args:
+        scaling: describes how the model was scaled down.
+        changed: also measure syncs of this fraction of all elements.
+    """
+    rank, store, console = start.rank, start.store, start.console
+    if rank == 0:
+        write_model(recipe, config)
+        store.set("model", "written")
+    store.wait(["model"])
+    slots = choose_placement(recipe, store, folder.path, start.progress.restart_count)
+    groups = start_groups(recipe, store)
+    from hybrid3d.bench.task import measure  # imports the engines
+
+    print_status = console.print if console is not None and not as_json else lambda message: None
+    measurements = measure(recipe, repeats, groups, slots, changed, print_status)
+    if rank == 0:
+        numbers = report.summarize(recipe, scaling, measurements, changed)
+        report.write_results(folder, numbers)
+        if console is not None:
+            text = json.dumps(numbers, indent=2) if as_json else report.format_table(numbers)
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def start_groups(recipe: Recipe, store: Store) -> RoleGroups:
+    """Create the process groups of a benchmark's rank, and Megatron's if it trains."""
+    from hybrid3d.train.megatron import runtime
+
+    if recipe.is_split:
+        groups = distributed.start_roles(store, recipe.role_ranks)
+    else:
+        group = distributed.start(store)
+        groups = RoleGroups(group, group, group, store)
+    if groups.everyone.rank() in recipe.role_ranks["train"]:
+        runtime.initialize(recipe.train, recipe.run.seed)
+    return groups

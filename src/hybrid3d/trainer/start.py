@@ -1,0 +1,222 @@
+"""The bodies of `hybrid3d train`, `eval` and `replay`: what a rank does once the ranks have met, and its roles."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from hybrid3d import distributed
+from hybrid3d.config import Recipe
+from hybrid3d.families import family_of
+from hybrid3d.inputs.models import read_config, read_tokenizer
+from hybrid3d.inputs.tokenizer_files import tokenizer_assumptions
+from hybrid3d.ledger import RankStart
+from hybrid3d.run.folder import RunFolder, checkpoint_folder, draw_curves
+from hybrid3d.run.identity import RunIdentity
+from hybrid3d.run.identity import begin as begin_run
+from hybrid3d.run.oom_recovery import OomRecovery, find_out_of_memory
+from hybrid3d.scoring.code import sandbox
+from hybrid3d.watch.heartbeat import enter_phase
+from hybrid3d.workers.loop import run_worker
+
+if TYPE_CHECKING:
+    from hybrid3d.run.health import Guard
+    from hybrid3d.run.live_settings import LiveSettings
+    from hybrid3d.run.logger import Record
+    from hybrid3d.trainer.colocated import Colocated
+    from hybrid3d.trainer.remote_generator import TrainingRank
+
+logger = logging.getLogger(__name__)
+
+
+def train(recipe: Recipe, folder: RunFolder, start: RankStart) -> None:
+    """Train to the last step, resuming from the last checkpoint in the folder if there is one."""
+    rank = start.rank
+    if rank not in recipe.role_ranks["train"]:
+        return run_worker(recipe, start)
+    slots = _slots(recipe, folder, start) if recipe.algorithm.generates and not recipe.is_split else ()
+    group = start_training(recipe, start)
+    from hybrid3d.run.live_settings import LiveSettings
+    from hybrid3d.run.logger import Display, Record
+    from hybrid3d.train.megatron.runtime import in_use
+
+    if rank == 0:
+        folder.create(recipe)
+        begin_run(folder)
+        folder.add_event("kernels", in_use=in_use())
+        logger.info("%s", in_use())
+    recovery = distributed.broadcast_object(OomRecovery.from_folder(folder), group)
+    with Display(recipe.name, recipe.run.steps, start.console) as display:
+        record = Record(folder, rank, display)
+        if recipe.reward.name == "code" and recipe.scoring_role == "generation" and not recipe.is_split:
+            confined_by = sandbox.protection() if rank == 0 else ""
+            record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
+        if rank == 0:
+            for sentence in tokenizer_assumptions(Path(recipe.model.path), read_tokenizer(recipe)):
+                record.event("tokenizer_assumed", f"{recipe.model.path}: {sentence}", what=sentence)
+        live = LiveSettings(recipe, record, recovery.settings, group)
+        loop = _train_rl if recipe.algorithm.generates else _train_on_data
+        try:
+            with record.tracking(recipe):
+                loop(live, record, start, group, slots)
+        except RuntimeError as error:
+            cause = find_out_of_memory(error)
+            if cause is None:
+                raise
+            raise recovery.prepare_restart(cause, live.recipe, folder, rank) from error
+    if rank == 0:
+        draw_curves(folder)
+        folder.add_event("end", step=live.recipe.run.steps)
+
+
+def evaluate(recipe: Recipe, folder: RunFolder, step: int, as_json: bool, start: RankStart) -> None:
+    """Print what an evaluation of a checkpoint measures, from vLLM's answers with the checkpoint's weights."""
+    rank, console = start.rank, start.console
+    if rank not in recipe.role_ranks["train"]:
+        return run_worker(recipe, start)
+    from hybrid3d.run.logger import Display, Record
+
+    slots = () if recipe.is_split else _slots(recipe, folder, start)
+    group = start_training(recipe, start)
+    from hybrid3d.generation.evaluation import format_files, format_result
+
+    messages = None if as_json else console
+    record = Record(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
+    roles = _make_roles(recipe, start, group, slots, record, weights_of=checkpoint_folder(folder, step))
+    enter_phase("eval")
+    roles.sync(step, recipe)
+    if messages is not None:
+        for line in format_files(roles.held_out):
+            messages.print(line, highlight=False, markup=False, soft_wrap=True)
+    result = roles.evaluate(step, recipe)
+    if console is not None:
+        for line in format_result(result, step, as_json):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    roles.close(recipe)
+
+
+def replay(
+    recipe: Recipe,
+    folder: RunFolder,
+    overrides: Sequence[str],
+    start: int,
+    step: int,
+    as_json: bool,
+    this: RankStart,
+) -> bool:
+    """Do the recorded steps from `start` to `step` again, write and print the result.
+
+    Returns:
+        Whether the result is as recorded, on every rank.
+    """
+    rank, console = this.rank, this.console
+    group = start_training(recipe, this)
+    from hybrid3d.run.logger import Display, Record
+    from hybrid3d.trainer.replay import print_replay
+    from hybrid3d.trainer.replay import replay as replay_steps
+
+    enter_phase("replay")
+    messages = None if as_json else console
+    record = Record(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
+    start = distributed.broadcast_object(start, group)  # a run that goes on may have written a checkpoint meanwhile
+    report = replay_steps(recipe, overrides, start, step, record, group)
+    if report is not None:
+        result = report.as_json()
+        folder.write_replay(step, result)
+        if console is not None and as_json:
+            console.print(json.dumps(result, indent=2), highlight=False, markup=False, soft_wrap=True)
+        elif console is not None:
+            print_replay(result, console)
+    return bool(distributed.broadcast_object(report is None or report.as_recorded, group))
+
+
+def _slots(recipe: Recipe, folder: RunFolder, start: RankStart) -> Sequence[int]:
+    from hybrid3d.planning.agreed_placement import choose_placement
+
+    return choose_placement(recipe, start.store, folder.path, start.progress.restart_count)
+
+
+def start_training(recipe: Recipe, start: RankStart) -> dist.ProcessGroup:
+    """Create the default process group of the ranks that train, and Megatron's, with the memory that they take."""
+    from hybrid3d.train.megatron import runtime
+
+    group = distributed.start_among(recipe.role_ranks["train"], f"train/{start.progress.restart_count}", start.store)
+    runtime.initialize(recipe.train, recipe.run.seed)
+    config = read_config(recipe.model.path)
+    runtime.use_groups(recipe.train, family_of(config).experts(config) is not None)
+    return group
+
+
+def _make_roles(
+    recipe: Recipe,
+    start: RankStart,
+    group: dist.ProcessGroup,
+    slots: Sequence[int],
+    record: Record,
+    guard: Guard | None = None,
+    weights_of: Path | None = None,
+) -> Colocated | TrainingRank:
+    """Build the engines of a rank that trains. Arguments are as for `Colocated` and `TrainingRank`."""
+    store, attempt = start.store, start.progress.restart_count
+    if recipe.is_split:
+        from hybrid3d.trainer.remote_generator import TrainingRank
+
+        return TrainingRank(recipe, store, group, record, guard, weights_of, attempt)
+    from hybrid3d.trainer.colocated import Colocated
+
+    others = None
+    if recipe.has_serving_ranks and group.rank() == 0:
+        from hybrid3d.workers.roles import OtherRoles
+
+        others = OtherRoles(recipe, store, record, attempt)
+    return Colocated(recipe, group, slots, guard, weights_of, others, attempt)
+
+
+def _train_rl(
+    live: LiveSettings, record: Record, start: RankStart, group: dist.ProcessGroup, slots: Sequence[int]
+) -> None:
+    from hybrid3d.run.health import Guard
+    from hybrid3d.trainer.checkpoints import Checkpoints
+    from hybrid3d.trainer.optimizer_sharding import decide_sharding
+    from hybrid3d.trainer.rl import train_rl
+    from hybrid3d.trainer.step_recorder import StepRecorder
+
+    guard, recipe = Guard(record), live.recipe
+    roles = _make_roles(recipe, start, group, slots, record, guard)
+    models = roles.models
+    assert models is not None, "with a guard the roles train"
+    record.data({"train": roles.train, **roles.held_out})
+    identity = _identity(live, record, group)
+    sharding = decide_sharding(recipe, models.trained, record, group)
+    checkpoints = Checkpoints(models.trained, recipe.train.dp * recipe.train.cp, record, group, identity, sharding)
+    recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group, identity)
+    train_rl(roles, live, guard, checkpoints, recorder, record, group)
+
+
+def _train_on_data(
+    live: LiveSettings, record: Record, start: RankStart, group: dist.ProcessGroup, slots: Sequence[int]
+) -> None:
+    from hybrid3d.run.health import Guard
+    from hybrid3d.train.megatron.policy import Policy
+    from hybrid3d.trainer.checkpoints import Checkpoints
+    from hybrid3d.trainer.data_loops import DataUpdates, DpoUpdates, SftUpdates, train_on_data
+    from hybrid3d.trainer.optimizer_sharding import decide_sharding
+
+    guard, recipe = Guard(record), live.recipe
+    policy = Policy(read_config(recipe.model.path), recipe, group.rank())
+    pairs = recipe.algorithm.uses_pairs
+    updates: DataUpdates = DpoUpdates(recipe, policy, group.rank()) if pairs else SftUpdates(recipe, policy)
+    replicas, identity = recipe.train.dp * recipe.train.cp, _identity(live, record, group)
+    sharding = decide_sharding(recipe, {"policy": policy}, record, group)
+    checkpoints = Checkpoints({"policy": policy}, replicas, record, group, identity, sharding)
+    train_on_data(updates, policy, live, guard, checkpoints, record, group)
+
+
+def _identity(live: LiveSettings, record: Record, group: dist.ProcessGroup) -> RunIdentity | None:
+    """Return the identity of a run on the first rank, which writes it, and None on the others."""
+    return RunIdentity.of_run(record.folder, live.initial_recipe) if group.rank() == 0 else None
