@@ -47,9 +47,10 @@ def measure(lr: str, out: Path) -> None:
     recipe = load_recipe(RECIPE, overrides)
     group = distributed.start()
     runtime.initialize(recipe.train, recipe.run.seed)
+    from hybrid3d.run.display import Display
     from hybrid3d.run.folder import RunFolder
     from hybrid3d.run.health import Guard
-    from hybrid3d.run.logger import Display, Record
+    from hybrid3d.run.logger import Record
     from hybrid3d.trainer.colocated import Colocated
 
     folder = RunFolder.for_recipe(recipe)

@@ -37,9 +37,10 @@ def measure(model: str, out: Path) -> dict[bool, list[float]]:
     from hybrid3d.config import Algorithm, Data, Kl, Model, Optimizer, Recipe, Rollout, Run, Train
     from hybrid3d.generation.samples import Sample
     from hybrid3d.inputs.models import read_config
+    from hybrid3d.run.display import Display
     from hybrid3d.run.folder import RunFolder
     from hybrid3d.run.health import Guard
-    from hybrid3d.run.logger import Display, Record
+    from hybrid3d.run.logger import Record
     from hybrid3d.train.megatron import runtime
     from hybrid3d.train.megatron.policy import Policy
     from hybrid3d.trainer import experience

@@ -38,9 +38,10 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, float]:
     from hybrid3d.config import Algorithm, Data, Kl, Model, Optimizer, Recipe, Rollout, Run, Train
     from hybrid3d.generation.samples import Sample
     from hybrid3d.inputs.models import read_config
+    from hybrid3d.run.display import Display
     from hybrid3d.run.folder import RunFolder, recorded_folder
     from hybrid3d.run.health import Guard
-    from hybrid3d.run.logger import Display, Record
+    from hybrid3d.run.logger import Record
     from hybrid3d.run.metrics import PhaseTimer
     from hybrid3d.train.megatron import runtime
     from hybrid3d.train.megatron.policy import Policy

@@ -22,7 +22,8 @@ import pytest
 from commands import ROOT
 from hybrid3d.config import Agents, load_recipe
 from hybrid3d.generation.agents import history
-from hybrid3d.generation.agents.server import AgentProgram, EndpointServer
+from hybrid3d.generation.agents.program import AgentProgram
+from hybrid3d.generation.agents.server import EndpointServer
 from hybrid3d.generation.agents.sessions import SessionPool
 from hybrid3d.generation.engine import Completion, Sampling
 from hybrid3d.rl.data import Example

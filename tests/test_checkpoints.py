@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from hybrid3d.config import Run
+from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
-from hybrid3d.run.logger import Display, Record
+from hybrid3d.run.logger import Record
 from hybrid3d.storage.disk import CheckpointWriteError
 from hybrid3d.storage.manifest import UnusableCheckpoint
 from hybrid3d.trainer import checkpoints as trainer_checkpoints

@@ -13,7 +13,7 @@ import yaml
 
 import hybrid3d
 from hybrid3d.config import Agents, Kl, Machine, Recipe, RecipeError, Rollout, Train, load_recipe, recipe_to_yaml
-from hybrid3d.generation.agents.server import find_agent_problems
+from hybrid3d.generation.agents.program import find_agent_problems
 
 # The recipe of the design's contracts, letter by letter.
 NAMES = (

@@ -15,8 +15,9 @@ from rich.console import Console
 
 from hybrid3d.cli import main
 from hybrid3d.rl.data import DataError, PromptData
+from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.run.logger import Display, Record
+from hybrid3d.run.logger import Record
 from test_rl_data import make_tokenizer, read
 
 Write = Callable[..., Path]

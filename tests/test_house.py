@@ -75,8 +75,8 @@ MAY_IMPORT = {
         *("config", "generation", "train", "rollout", "run", "planning", "sync", "bench", "launch", "certify"),
     },
     "cli": {
-        *("errors", "launch_environment", "families", "ledger", "config", "inputs", "run", "replay", "report"),
-        *("planning", "bench", "trainer", "launch", "certify", "doctor"),
+        *("errors", "launch_environment", "ledger", "config", "inputs", "run", "replay", "report", "planning"),
+        *("bench", "trainer", "launch", "certify", "doctor"),
     },
     "__main__": {"cli"},
 }

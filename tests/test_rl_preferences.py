@@ -26,10 +26,10 @@ NUMBERS = Path(__file__).resolve().parent / "numbers"
 BATCHES = json.loads((NUMBERS / "trl.json").read_text())["batches"]
 CASES = json.loads((NUMBERS / "trl_dpo.json").read_text())["losses"]
 METRICS = {
-    "scoring/chosen": "chosen_reward",
-    "scoring/rejected": "rejected_reward",
-    "scoring/margins": "margin",
-    "scoring/accuracies": "accuracy",
+    "rewards/chosen": "chosen_reward",
+    "rewards/rejected": "rejected_reward",
+    "rewards/margins": "margin",
+    "rewards/accuracies": "accuracy",
     "logps/chosen": "chosen_logprob",
     "logps/rejected": "rejected_logprob",
 }

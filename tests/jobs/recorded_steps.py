@@ -26,10 +26,11 @@ from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
-from hybrid3d.run.logger import Display, Record
+from hybrid3d.run.logger import Record
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
 from hybrid3d.train.megatron import checkpoint, runtime
 from hybrid3d.train.megatron.policy import Policy

@@ -92,10 +92,10 @@ def cpo_case(name: str, settings: dict[str, Any], batch_name: str) -> dict[str, 
     loss = losses.mean()
     (gradient,) = torch.autograd.grad(loss, logprobs)
     means = {
-        "scoring/chosen": chosen,
-        "scoring/rejected": rejected,
-        "scoring/margins": chosen - rejected,
-        "scoring/accuracies": (chosen > rejected).double(),
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (chosen > rejected).double(),
         "logps/chosen": sums.chunk(2)[0],
         "logps/rejected": sums.chunk(2)[1],
     }

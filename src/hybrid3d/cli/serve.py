@@ -1,14 +1,8 @@
-"""`hybrid3d serve`: answer requests of OpenAI clients with a run's checkpoint, by vLLM's own server.
-
-The command line of vLLM's OpenAI-compatible server, with the settings with which a run generates.
-
-This module does not import vLLM: the server is a program of its own.
-"""
+"""`hybrid3d serve`: answer requests of OpenAI clients with a run's checkpoint, by vLLM's own server."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import socket
@@ -16,67 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
 from hybrid3d import launch_environment
 from hybrid3d.cli.starting import check_origin
 from hybrid3d.cli.terminal import DONE, Commands, make_console, path_argument
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
 from hybrid3d.config.schema import MAX_PORT
-from hybrid3d.families import Config, UnsupportedModel, family_of
 from hybrid3d.launch_environment import is_loopback
 from hybrid3d.run.folder import RunFolder, find_checkpoint_step, served_folder
-
-LATENT_ATTENTION = "CPU_MLA"  # the backend that works on a CPU for every dtype, also where there are AMX instructions
-
-# Set for the server unless they are set: no usage statistics are sent, and threads are not bound to single cores.
-SERVER_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-
-
-def server_command(checkpoint: Path, name: str, host: str, port: int, recipe: Recipe | None) -> list[str]:
-    """Return the command that serves a Hugging Face checkpoint.
-
-    Args:
-        name: the model's name in requests.
-        recipe: its rollout layout and settings are used; with None vLLM's defaults.
-    """
-    # The program behind `vllm serve`, which asks for a package named vllm: that of the build for CPUs has another name.
-    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(checkpoint)]
-    command += ["--served-model-name", name, "--host", host, "--port", str(port)]
-    # Log-probabilities are those of the distribution that is sampled, as in a run.
-    command += ["--logprobs-mode", "processed_logprobs"]
-    on_cpu = not torch.cuda.is_available()
-    if on_cpu:
-        command += _cpu_options(checkpoint)
-    return command + (_recipe_options(recipe, on_cpu) if recipe is not None else [])
-
-
-def _recipe_options(recipe: Recipe, on_cpu: bool) -> list[str]:
-    rollout = recipe.rollout
-    assert rollout is not None, "checked by the command"
-    options = ["--dtype", recipe.model.dtype, "--seed", str(recipe.run.seed)]
-    options += ["--max-model-len", str(rollout.max_model_len), "--tensor-parallel-size", str(rollout.tp)]
-    if rollout.dp > 1:
-        options += ["--data-parallel-size", str(rollout.dp)]
-    if rollout.expert_parallel:
-        options += ["--enable-expert-parallel"]
-    if on_cpu:
-        return [*options, "--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * 2**30))]
-    return (
-        options  # not rollout.gpu_memory_utilization: it leaves room for training, which does not run beside a server
-    )
-
-
-def _cpu_options(checkpoint: Path) -> list[str]:
-    """Return what vLLM 0.32 needs on CPU, as in a run (`rollout/engine.py`)."""
-    options = ["--enforce-eager", "--no-enable-chunked-prefill"]
-    options += ["--compilation-config", json.dumps({"custom_ops": ["-rotary_embedding"]})]
-    config: Config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    try:
-        latents = family_of(config).latents(config)
-    except UnsupportedModel:  # vLLM serves more models than can be trained
-        latents = None
-    return options if latents is None else [*options, "--attention-backend", LATENT_ATTENTION]
 
 
 def add_parser(commands: Commands) -> None:
@@ -95,7 +35,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         raise RecipeError("serve", ["it starts all processes itself: call it without torchrun, once on the machine"])
     _check_address(options.host, options.port)
     checkpoint, name, recipe = _find_model(options)
-    from hybrid3d.cli.serve import SERVER_ENVIRONMENT, server_command
+    from hybrid3d.launch.server import SERVER_ENVIRONMENT, server_command
 
     command = [*server_command(checkpoint, name, options.host, options.port, recipe), *options.passed_on]
     console = make_console(stderr=True)

@@ -10,17 +10,18 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from hybrid3d.config import Recipe, recipe_to_yaml
 from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Context, Finding, Severity
-from hybrid3d.launch.failures import failure_record, write_failure
 from hybrid3d.launch_environment import CHECKED, RENDEZVOUS_SECONDS
-from hybrid3d.ledger import RankStart
 from hybrid3d.planning.hardware import GB, hardware_of
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.terminal import plain_console
+
+if TYPE_CHECKING:
+    from hybrid3d.ledger import RankStart
 
 TOLERANCE = 0.2  # by which what is measured may differ from what is assumed
 SETTINGS = {"nvlink": "nvlink_gb_per_s", "network": "network_gb_per_s", "copies": "copies_gb_per_s"}
@@ -71,6 +72,8 @@ def measure_groups(recipe: Recipe, folder: RunFolder, start: RankStart) -> None:
 
     The process fails if it takes longer than `GROUPS_SECONDS`.
     """
+
+    from hybrid3d.launch.failures import failure_record, write_failure
 
     rank = start.rank
 

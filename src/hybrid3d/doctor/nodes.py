@@ -15,12 +15,13 @@ from hybrid3d.doctor import groups
 from hybrid3d.doctor.answers import SECONDS, ask
 from hybrid3d.doctor.finding import Context, Finding
 from hybrid3d.doctor.page import Examination, Subject, can_start, examine, format_json, format_page
-from hybrid3d.ledger import RankStart
 from hybrid3d.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch.distributed.distributed_c10d import Store
+
+    from hybrid3d.ledger import RankStart
 
 ON_ALL_NODES = ("rendezvous", "groups")  # subjects about all nodes together: the ranks themselves try both
 

@@ -18,7 +18,7 @@ from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_
 from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.errors import UserMistake
 from hybrid3d.families import VALUE_HEAD, Config, family_of
-from hybrid3d.generation.agents.server import find_agent_problems
+from hybrid3d.generation.agents.program import find_agent_problems
 from hybrid3d.generation.stops import check_stops
 from hybrid3d.inputs.adapters import check_adapters
 from hybrid3d.inputs.chat_template import check_chat_template
@@ -308,8 +308,8 @@ def check_fit(recipe: Recipe) -> None:
     Raises:
         RecipeError: it does not fit; with the numbers, and the nearest layouts that do.
     """
-    from hybrid3d.planning.engine_queries import run_in_subprocess
     from hybrid3d.planning.hardware import hardware_of
+    from hybrid3d.planning.isolated import run_in_subprocess
 
     weights = sum(math.prod(entry.shape) for entry in read_index(recipe.model.path).values()) * 4
     is_small = 100 * weights <= hardware_of(recipe.machine).memory_bytes

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
-from hybrid3d.generation.agents.server import KEY_VARIABLE
+from hybrid3d.generation.agents.program import KEY_VARIABLE
 from hybrid3d.launch.rendezvous import RendezvousError
 from hybrid3d.launch_environment import derived_key, secret, set_secret
 from hybrid3d.run.folder import RunFolder

@@ -19,7 +19,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from hybrid3d import distributed
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.models import read_config
-from hybrid3d.planning.engine_queries import EngineQueryFailed, query_engines
+from hybrid3d.planning.engine_queries import query_engines
+from hybrid3d.planning.isolated import EngineQueryFailed
 from hybrid3d.planning.kept_placement import find_placement, is_computed
 from hybrid3d.reshard.plan.classes import TensorClass, classify_tensors, rank_groups, signature_of
 from hybrid3d.reshard.plan.layout import Demand, Holdings

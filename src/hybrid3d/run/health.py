@@ -1,7 +1,4 @@
-"""Watches the health of a run: reports metrics that are out of bounds and intervenes when training diverges.
-
-The bounds that `guard` sets on metrics.
-"""
+"""Watches the health of a run: reports metrics that are out of bounds and intervenes when training diverges."""
 
 from __future__ import annotations
 
@@ -9,43 +6,12 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from hybrid3d.config import Recipe
 from hybrid3d.rl.kl import KlController
+from hybrid3d.run.bounds import BOUNDS
 from hybrid3d.run.logger import Record
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A bound on a metric.
-
-    Attributes:
-        setting: name of the setting in the section `guard`.
-        metric: the metric that it bounds.
-        advice: what a user can do when the bound is violated.
-    """
-
-    setting: str
-    metric: str
-    advice: str
-
-    def is_violated(self, value: float, bound: float) -> bool:
-        return not (value >= bound if self.setting.startswith("min_") else value <= bound)  # true for NaN
-
-
-BOUNDS = (
-    Bound("max_kl", "train/answer_kl", "raise algorithm.kl.coef, or lower optimizer.lr"),
-    Bound("max_clip_fraction", "train/clip_fraction", "lower optimizer.lr, or algorithm.epochs x minibatches"),
-    Bound("max_grad_norm", "train/grad_norm", "lower optimizer.lr or optimizer.clip_grad"),
-    Bound("min_entropy", "train/entropy", "raise algorithm.entropy_coef or algorithm.clip_high"),
-    Bound("max_mismatch_kl", "mismatch/kl", "set algorithm.correction.kind, or a model.dtype of higher precision"),
-    Bound("max_sync_share", "sync share", "raise sync.bucket_mib, set sync.overlap=true, or sync.verify=never"),
-    Bound("max_memory_gb", "memory", "set train.recompute=full, or lower train.micro_batch_size"),
-    Bound("min_tokens_per_second", "tokens_per_second", "look at time/* for the phase that has grown"),
-)
-
 
 GRAD_NORM_HISTORY = 20  # recent gradient norms whose median a spike is compared with
 MIN_GRAD_NORMS = 5  # norms in the history before spikes are detected

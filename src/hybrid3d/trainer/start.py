@@ -41,8 +41,9 @@ def train(recipe: Recipe, folder: RunFolder, start: RankStart) -> None:
         return run_worker(recipe, start)
     slots = _slots(recipe, folder, start) if recipe.algorithm.generates and not recipe.is_split else ()
     group = start_training(recipe, start)
+    from hybrid3d.run.display import Display
     from hybrid3d.run.live_settings import LiveSettings
-    from hybrid3d.run.logger import Display, Record
+    from hybrid3d.run.logger import Record
     from hybrid3d.train.megatron.runtime import in_use
 
     if rank == 0:
@@ -79,7 +80,8 @@ def evaluate(recipe: Recipe, folder: RunFolder, step: int, as_json: bool, start:
     rank, console = start.rank, start.console
     if rank not in recipe.role_ranks["train"]:
         return run_worker(recipe, start)
-    from hybrid3d.run.logger import Display, Record
+    from hybrid3d.run.display import Display
+    from hybrid3d.run.logger import Record
 
     slots = () if recipe.is_split else _slots(recipe, folder, start)
     group = start_training(recipe, start)
@@ -116,7 +118,8 @@ def replay(
     """
     rank, console = this.rank, this.console
     group = start_training(recipe, this)
-    from hybrid3d.run.logger import Display, Record
+    from hybrid3d.run.display import Display
+    from hybrid3d.run.logger import Record
     from hybrid3d.trainer.replay import print_replay
     from hybrid3d.trainer.replay import replay as replay_steps
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
-from hybrid3d.generation.agents.server import AgentProgram, EndpointServer
+from hybrid3d.generation.agents.program import AgentProgram
+from hybrid3d.generation.agents.server import EndpointServer
 from hybrid3d.generation.agents.sessions import Session, SessionPool
 from hybrid3d.generation.engine import Engine, Sampling
 from hybrid3d.rl.data import Example
