@@ -21,7 +21,7 @@ from hybrid3d.planning.estimates import gather_traffic, inter_node_bytes
 from hybrid3d.planning.page import group_traffic
 from hybrid3d.reshard.plan.planner import PlanError
 from hybrid3d.rollout import probe
-from hybrid3d.rollout.engine import external_rank
+from hybrid3d.rollout.patches import external_rank
 from hybrid3d.train.megatron.probe import expected_shapes
 
 pytestmark = pytest.mark.engines
@@ -127,7 +127,7 @@ def test_what_only_asks_leaves_no_trace_where_engines_will_run(
         + """
 from dataclasses import replace
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.planning.engine_queries import run_in_subprocess
+from hybrid3d.planning.isolated import run_in_subprocess
 from hybrid3d.launch.preflight import check_fit
 recipe = load_recipe("recipe.yaml")
 check_fit(replace(recipe, machine=replace(recipe.machine, memory_gb=8.0)))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid3d.launch.ray_cluster import MAX_FOLDER_BYTES, find_token, ray_access
+from hybrid3d.launch.ray_access import MAX_FOLDER_BYTES, find_token, ray_access
 from hybrid3d.run.folder import RunFolder
 
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USAGE_STATS_ENABLED")

@@ -298,7 +298,7 @@ def test_nothing_of_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_sandbox_goes_with_its_parent(tmp_path: Path) -> None:
     """Its parent, a worker of the pool, is killed where the time limit is shorter than the sandbox's own."""
-    script = "from hybrid3d.scoring import sandbox\nsandbox.run('import time; time.sleep(60)', seconds=60)"
+    script = "from hybrid3d.scoring.code import sandbox\nsandbox.run('import time; time.sleep(60)', seconds=60)"
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", script], dict(os.environ))
     children = Path(f"/proc/{pid}/task/{pid}/children")
     deadline = time.monotonic() + 20

@@ -94,7 +94,7 @@ FORGERIES = {
     "calls of what it was not given": SENDS + "for n in range(3, 32):\n    try:\n        for m in range(100):\n"
     "            os.write(n, message(b'[\"?\",%d,[\"t\"],{}]' % m))\n    except OSError: pass\n",
     "values of unknown types": "import json\n"
-    "from hybrid3d.scoring import code_program, remote_values\n"
+    "from hybrid3d.scoring.code import program as code_program, remote_values\n"
     "remote_values.Encoder.encode = lambda *_: ['v', 'system', 'true']\ndef area(radius): return 0",
     "messages that are too long": SENDS + "for n in range(3, 32):\n    try: os.write(n, b'\\xff' * 4096)\n"
     "    except OSError: pass",
@@ -161,7 +161,7 @@ def test_the_honest_answer_is_paid(reference: str) -> None:
 def test_forgeries_reach_the_code_that_they_replace() -> None:
     """Otherwise they would end with an ImportError or an AttributeError, and prove nothing."""
     reach = (
-        "from hybrid3d.scoring import code_program, remote_values\n"
+        "from hybrid3d.scoring.code import program as code_program, remote_values\n"
         "assert code_program.Answerer.take_printed and remote_values.Encoder.encode\n"
     )
     assert code(reach + HONEST, ASSERTS, seconds=SECONDS) == 1.0
@@ -269,7 +269,7 @@ PARTICULAR = {
     "an error that is made of no reply": (
         "try:\n    half(1)\n    assert False\nexcept NameError:\n    pass",
         "def half(x): return undefined",
-        "from hybrid3d.scoring import code_program\n"
+        "from hybrid3d.scoring.code import program as code_program\n"
         "code_program.Answerer.take_printed = lambda self: 3 if self._numbers else ''\ndef half(x): return 0",
     ),
     "an object that cannot be compared, in a function that it calls": (

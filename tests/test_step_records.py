@@ -18,7 +18,8 @@ from hybrid3d.config import RecipeError, load_recipe
 from hybrid3d.config.interval import is_due
 from hybrid3d.generation.engine import NO_CHOICES, ExpertChoices
 from hybrid3d.generation.samples import Sample
-from hybrid3d.replay.comparison import NotRecorded, compare_runs, find_start, first_difference, training_recipe
+from hybrid3d.replay.comparison import compare_runs, first_difference
+from hybrid3d.replay.plan import NotRecorded, find_start, training_recipe
 from hybrid3d.replay.step_record import (
     BrokenRecord,
     StepRecord,

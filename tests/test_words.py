@@ -32,7 +32,7 @@ routes.route files.NAMES files.DTYPES
 """.split()
 MODULES = """
 trained critic relief control guard sync scoring_server scoring_worker sandboxed pooled room sides placing apart
-experience measure resuming trainer.loops mistakes ranks lifetime
+measure resuming trainer.loops mistakes ranks lifetime
 """.split()
 SETTINGS_AND_METRICS = """
 sync.hidden rollout.memory_fraction algorithm.aggregation data.max_broken guard.acts dull_groups longest_share old_kl

@@ -32,7 +32,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         if options.overrides:
             raise RecipeError("replay --against", [f"{options.overrides[0]}: nothing runs that has a layout"])
         return _compare(folder, _run_folder(options.against, "--against"), options.json)
-    from hybrid3d.replay.comparison import find_start, training_recipe
+    from hybrid3d.replay.plan import find_start, training_recipe
 
     recipe = training_recipe(load_recipe(folder.recipe), options.overrides)
     start = find_start(folder, options.step)

@@ -54,7 +54,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         task = functools.partial(start.train, recipe, folder)
         return run_as_rank(recipe, folder, task, lock_run(folder) if must_lock else None, restarts=True)
     if options.ray is not None:
-        from hybrid3d.launch.ray_cluster import ray_access
+        from hybrid3d.launch.ray_access import ray_access
 
         with lock_run(folder), ray_access(options.ray, folder) as files:
             from hybrid3d.launch.ray_cluster import launch_on_ray

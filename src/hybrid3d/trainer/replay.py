@@ -17,7 +17,8 @@ from rich.table import Table
 
 from hybrid3d.config import Recipe
 from hybrid3d.inputs.models import read_config, read_tokenizer
-from hybrid3d.replay.comparison import INPUTS, Comparison, Difference, first_difference, training_recipe
+from hybrid3d.replay.comparison import INPUTS, Comparison, Difference, first_difference
+from hybrid3d.replay.plan import training_recipe
 from hybrid3d.replay.step_record import StepRecord, read_step
 from hybrid3d.run.folder import checkpoint_folder, recorded_folder
 from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, Guard
