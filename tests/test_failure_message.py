@@ -24,7 +24,7 @@ from hybrid3d.launch.rank import run_rank
 
 recipe, raised = load_recipe(sys.argv[2]), eval(sys.argv[1])
 for number, error in enumerate(raised):
-    def task(rank, store, console):
+    def task(start):
         raise error
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -7,6 +7,7 @@ from pathlib import Path
 from hybrid3d import distributed
 from hybrid3d.config import load_recipe
 from hybrid3d.launch.rank import run_rank
+from hybrid3d.ledger import RankStart
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.scoring.scorer import Scorer
 from hybrid3d.watch.heartbeat import enter_phase
@@ -14,7 +15,8 @@ from hybrid3d.watch.heartbeat import enter_phase
 recipe, folder, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 
 
-def task(rank: int, *_: object) -> None:
+def task(start: RankStart) -> None:
+    rank = start.rank
     """Of rank 0: to go on for so many seconds after rank 1 has ended."""
     enter_phase("train")
 
