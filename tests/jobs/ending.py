@@ -16,8 +16,8 @@ recipe, folder, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 
 
 def task(start: RankStart) -> None:
-    rank = start.rank
     """Of rank 0: to go on for so many seconds after rank 1 has ended."""
+    rank = start.rank
     enter_phase("train")
 
     def work() -> None:  # a call of its own each time: a rank that stays in one call is named
