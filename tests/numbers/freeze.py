@@ -1,6 +1,6 @@
 """Writes what the commands print today to `frozen/`, and compares: a rebuilding changes none of it unasked.
 
-    python tests/numbers/freeze.py               # write, at the commit before a rebuilding: 25 minutes
+    python tests/numbers/freeze.py               # write, at the commit before a rebuilding: 40 minutes
     python tests/numbers/freeze.py --check       # run all of it again, and print each number that differs
     python tests/numbers/freeze.py --check plan  # a part: plan, bench, runs (or one run's name), tests
 

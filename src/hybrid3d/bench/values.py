@@ -2,8 +2,7 @@
 
 Each rank computes the values that it must have after a sync from this function alone, without a plan or other ranks.
 Weights of which only a fraction has changed are the values of one number in most places and of another in the others.
-
-The changed elements of a benchmark's weights: as many as asked for, known without an optimizer.
+This also tells which elements have changed, as many as asked for, without an optimizer.
 """
 
 from __future__ import annotations

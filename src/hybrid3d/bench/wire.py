@@ -1,6 +1,6 @@
 """The baseline of pure transport: the bytes of a plan between contiguous buffers, and one copy of the local bytes.
 
-Measures the local part of a sync (packing, unpacking and local copies) without sending anything.
+`LocalCopies` measures the local part of a sync (packing, unpacking and local copies) without sending anything.
 """
 
 from __future__ import annotations

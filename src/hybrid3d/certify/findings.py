@@ -1,7 +1,4 @@
-"""What a certification compares, and what it finds.
-
-The page of a certification: what was proven, what was not and why, and of which versions.
-"""
+"""The findings of a certification, and its page: what was proven, what was not and why, and of which versions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The task of a rank in a certification, and the recipe that it runs.
+"""The body of `hybrid3d certify`: the task of a rank, the recipe that it runs, and the config of a tiny model.
 
-The config of a tiny model of the same family and kinds of layers as a real one.
+A tiny model is of the same family as a real one, and has the same kinds of layers.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""Starting a command's ranks, or running as one of them.
+"""Starts a command's ranks, or runs as one of them, with the number of hardware queues that a recipe needs.
 
-Chooses CUDA_DEVICE_MAX_CONNECTIONS, the number of hardware queues of a GPU, by what a recipe overlaps.
+CUDA_DEVICE_MAX_CONNECTIONS is the number of hardware queues of a GPU. With one queue, kernels of all streams start in
+the order in which they are launched. Under tensor parallelism, Megatron's and Transformer Engine's backward passes rely
+on it: they launch a collective first and the matrix product that hides it second
+(`megatron/core/tensor_parallel/layers.py`). An overlapped sync (`sync.overlap`) wants more queues, because with one the
+optimizer's kernels wait behind whatever the sync's stream waits for. Where a recipe has both, the collectives decide:
+there are several of them in each layer of each micro batch, and one sync a step.
 
-With one queue, kernels of all streams start in the order in which they are launched. Under tensor parallelism,
-Megatron's and Transformer Engine's backward passes rely on it: they launch a collective first and the matrix product
-that hides it second (`megatron/core/tensor_parallel/layers.py`). An overlapped sync (`sync.overlap`) wants more queues,
-because with one the optimizer's kernels wait behind whatever the sync's stream waits for. Where a recipe has both, the
-collectives decide: there are several of them in each layer of each micro batch, and one sync a step.
-
-This has not been measured. Imports only the standard library and the recipe, as the variable must be set before CUDA
-is initialized.
+This has not been measured. The variable must be set before CUDA is initialized: this module imports no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Packages: what is installed, against the versions that hybrid3d pins.
-
-The engines: which kernels will train, and what the checks before a start say.
-"""
+"""Packages and engines: installed versions against the pinned ones, which kernels will train, and preflight checks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The page of `hybrid3d doctor`: its findings as text, or as JSON.
 
-What is examined, in the order of the page; a new examination gets a line here.
+`EXAMINATIONS` is the list of checks, in the order of the page. Register new checks there.
 """
 
 from __future__ import annotations

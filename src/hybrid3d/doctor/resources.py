@@ -1,6 +1,6 @@
-"""What the machine gives to processes: shared memory, limits, cores and memory.
+"""The resources of a machine: shared memory, limits, cores, memory and GPUs.
 
-GPUs: drivers and CUDA against torch's build, clocks, ECC, persistence mode, NVLink and NCCL.
+Of GPUs: drivers and CUDA against torch's build, clocks, ECC, persistence mode, NVLink and NCCL.
 """
 
 from __future__ import annotations

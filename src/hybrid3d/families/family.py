@@ -1,9 +1,7 @@
 """Model families: how Megatron's global tensors are made of the checkpoint's tensors, and Megatron's settings.
 
 This is pure data and arithmetic on rows, without torch or an engine. Sharding is not described here: the engines report
-their own.
-
-Which layers of a model can have low-rank adapters, and how PEFT names them.
+their own. A family also says which layers can have low-rank adapters, and how PEFT names them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The interface of the engine that generates, which vLLM implements.
 
-The experts that vLLM's routers chose for the tokens of a sequence, for router replay (`train.router_replay`).
+Its completions may have the experts that vLLM's routers chose, for router replay (`train.router_replay`).
 """
 
 from __future__ import annotations

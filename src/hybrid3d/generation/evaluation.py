@@ -1,6 +1,5 @@
-"""What an evaluation on held-out problems measures, from several answers to each problem.
-
-What `hybrid3d eval` prints.
+"""What an evaluation on held-out problems measures, from several answers to each problem,
+and what `hybrid3d eval` prints.
 """
 
 from __future__ import annotations

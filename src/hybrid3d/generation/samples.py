@@ -1,7 +1,4 @@
-"""The results of generation: samples, and a step's batch of them. Data only.
-
-The tokens of an answer that is being generated.
-"""
+"""The results of generation: samples, a step's batch of them, and the tokens of an unfinished answer."""
 
 from __future__ import annotations
 

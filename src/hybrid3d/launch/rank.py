@@ -1,6 +1,6 @@
 """Runs one rank: in this process, or in a child process that is started again when it is lost.
 
-Runs one rank from start to end: redirects its output to its log, runs its task, and reports its failure.
+The process redirects its output to the rank's log, runs the task, and reports its failure.
 """
 
 from __future__ import annotations

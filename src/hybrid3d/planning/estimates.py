@@ -1,19 +1,17 @@
-"""Predicts a sync that sends only changed elements, from the plan of a full one: see `reshard/delta/executor.py`.
+"""Predicts traffic and seconds of syncs, and of the method of other trainers, from plans.
 
-The changed elements are taken to be spread evenly over all tensors; with `rollout.quantization` all are taken for FP8.
+A sync of changed elements (`reshard/delta/executor.py`) is predicted from the plan of a full one: the changed elements
+are taken to be spread evenly over all tensors; with `rollout.quantization` all are taken for FP8. Where vLLM gets a
+policy's adapters alone (`lora.sync=adapter`), the syncs after the first one are predicted.
 
-Predicts the syncs after the first one where vLLM gets a policy's adapters alone (`lora.sync=adapter`).
+The method of other trainers gathers every tensor on every rank. Each stage broadcasts what it holds to the ranks at the
+same position of the other stages. All-gathers over TP, and over EP for experts, then complete the tensors on each rank.
+Groups within a node use NVLink. Ranks that only generate receive every tensor by a broadcast, which enters each of
+their nodes once, while the others still gather.
 
-Estimates the traffic of the method of other trainers, for comparison: every tensor is gathered on every rank.
-
-Each stage broadcasts what it holds to the ranks at the same position of the other stages. All-gathers over TP, and over
-EP for experts, then complete the tensors on each rank. Groups within a node use NVLink. Ranks that only
-generate receive every tensor by a broadcast, which enters each of their nodes once, while the others still gather.
-
-Predicts the time of a sync with every link and every memory at its full bandwidth.
-
-Packing, sending and unpacking overlap, and so do the two directions of a link. The time is therefore that of the
-busiest resource of the slowest rank. Latencies are ignored: buckets are large, and two of them are in flight.
+Seconds are those of every link and every memory at its full bandwidth. Packing, sending and unpacking overlap, and so
+do the two directions of a link. The time is therefore that of the busiest resource of the slowest rank. Latencies are
+ignored: buckets are large, and two of them are in flight.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Memory and bandwidths of GPUs: the named machines, and the numbers of a recipe that replace theirs.
 
-The memory of this machine, or of this container. Imports only the standard library.
+`total_memory` is the memory of this machine, or of this container.
 """
 
 from __future__ import annotations

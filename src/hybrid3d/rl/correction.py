@@ -3,7 +3,7 @@
 Two implementations of one model give a token slightly different probabilities, so even fresh samples are slightly
 off-policy. `ratio` below is train / rollout, for the policy before the update.
 
-Selects tokens of a step by a value that each has. Every rank passes the tokens of all, so that layouts agree.
+Tokens are selected among those of all ranks, so that layouts agree.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def correction_weights(
 ) -> Tensor:
     """Return the weight of each token's loss, [B, T], without gradient; zero where `mask` is zero.
 
-    Log-ratios of tokens and of whole answers are bounded (`ratio.py`).
+    Log-ratios of tokens and of whole answers are bounded (`losses.py`).
 
     Args:
         name: a key of `CORRECTIONS`.

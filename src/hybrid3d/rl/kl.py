@@ -21,7 +21,7 @@ from hybrid3d.rl.losses import bounded
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Estimate KL at each token by `(r - 1) - log r`: unbiased, never negative. The log-ratio is bounded (`ratio.py`).
+    """Estimate KL at each token by `(r - 1) - log r`: unbiased, never negative. The log-ratio is bounded (`losses.py`).
 
     DeepSeekMath (arXiv 2402.03300), equation 4. `expm1` is used because r - 1 loses precision close to r = 1.
     """

@@ -5,7 +5,7 @@ returns its sum and its number of tokens, and Megatron divides once, at the end 
 loss does not depend on the split. (In a mean of means, a token's weight would depend on its micro batch.) Other means
 are obtained by weighting the losses first, see `answer_weights`. Tensors are [B, T], aligned as in `batch.py`.
 
-Bounds log-ratios of probabilities; every log-ratio is bounded here before it is exponentiated.
+Every log-ratio of probabilities is bounded here before it is exponentiated.
 """
 
 from __future__ import annotations

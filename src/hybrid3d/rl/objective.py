@@ -49,7 +49,7 @@ class PolicyObjective:
 
     Attributes:
         answer_weights: weight of each answer's losses, [B] (`losses.answer_weights`).
-        weights: weight of each token's policy loss (`correction.py`, `selection.high_entropy`), or None.
+        weights: weight of each token's policy loss (`correction.py`, `high_entropy`), or None.
         fill: is first called with the log-probabilities of rows, without gradient, if they are those of the policy
             before the update: it fills in `old_logprobs` and `weights`.
         ref_logprobs: log-probabilities of the reference policy if the KL to it is in the loss, else None.

@@ -84,7 +84,7 @@ Objective = tuple[Tensor, dict[str, Tensor]]
 
 
 def log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Ratio) -> Tensor:
-    """Return log(policy / old policy) at each token, [B, T], bounded (`ratio.py`), zero where `mask` is zero.
+    """Return log(policy / old policy) at each token, [B, T], bounded (`losses.py`), zero where `mask` is zero.
 
     At level `sequence` the value at every token is the mean over its answer (GSPO, arXiv 2507.18071, equation 7), with
     the gradient of that mean. At level `sequence_straight_through` the gradient is with respect to the token's own
@@ -214,7 +214,7 @@ def policy_loss(
         old_logprobs: [B, T], of the policy before the step.
         advantages: [B, T].
         mask: [B, T], 1 at the tokens in the loss.
-        selected: [B, T], the tokens that `clip_cov` or `kl_cov` treats apart (`selection.py`).
+        selected: [B, T], the tokens that `clip_cov` or `kl_cov` treats apart (`correction.py`).
 
     Returns:
         The loss at each token, [B, T], zero where `mask` is zero; each token's own ratio, [B, T], whatever

@@ -3,7 +3,7 @@
 An environment is a function of the conversation so far and keeps no state. So it may run in any process and may be
 killed at its time limit, and a repeated run gets the same replies.
 
-Runs an environment on batches of conversations, with a time limit per reply.
+`EnvironmentRunner` runs an environment on batches of conversations, with a time limit for each reply.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 r"""Defines rewards: functions of the model's answer, the data set's reference and the prompt, all of them text.
 
-Extracts the final answer of a text: the number after `####`, or the content of the last `\boxed{}`.
+The final answer of a text is the number after `####`, or the content of the last `\boxed{}`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measures free disk space, and describes errors of writing, in particular those of a full disk.
 
-Finds the file system of a run's folder, and warns where a rename is not atomic.
+It also finds the file system of a run's folder, and warns where a rename is not atomic.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Megatron's format unpickles files of a checkpoint. The checks here run before anything is unpickled.
 
-Digests of files, by which a run recognizes what it has read before.
+A run recognizes by digests of files what it has read before.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Micro batches as inputs of the model: rows padded to one width, or sequences packed into one row.
 
-Divides a data-parallel rank's batch into micro batches by rows or by tokens, equally many on every rank.
+A data-parallel rank's batch is divided by rows or by tokens, into as many micro batches on every rank.
 """
 
 from __future__ import annotations

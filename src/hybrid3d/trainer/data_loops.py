@@ -1,8 +1,7 @@
 """The training loop of what learns from answers in the data, `sft` and `dpo`; imports no rollout engine.
 
-Supervised updates, with the negative log-likelihood of the answers; imports no rollout engine.
-
-Updates from preference pairs, with the losses of `rl/preferences.py`; imports no rollout engine.
+Supervised updates minimize the negative log-likelihood of the answers; updates from preference pairs have the losses
+of `rl/preferences.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The models of a run in the train layout: the policy, its reference, the critic and the reward model.
 
-A teacher that a server computes: the log-probabilities of a batch's tokens, on the ranks that use them.
+A server may compute a teacher's log-probabilities of a batch's tokens; they arrive on the ranks that use them.
 """
 
 from __future__ import annotations

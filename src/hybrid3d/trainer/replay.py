@@ -1,6 +1,6 @@
 """Does recorded training steps again, without a rollout engine, and compares the results with those recorded.
 
-Shows a replay as a table, and comparisons of runs as sentences.
+A replay is shown as a table, and a comparison of runs as sentences.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Ranks that do not move: what a rank tells of it, for whom others wait, and the message that names them.
+"""Stalled ranks: what such a rank tells of itself, for whom others wait, and the message that names them.
 
-Where a thread is, whether it waits for other ranks there, and for which: read from its stack, by another thread.
-
-What is waited for is in the stack already: the process group of a collective, the stages of a pipeline, the message of
-a sync. Objects of hybrid3d that wait tell it by a method `awaited`, which returns what they wait for and the ranks that
-it comes from; an executor of a sync tells its bucket by `awaited_bucket`. Nothing is recorded before somebody asks.
+Another thread reads from a thread's stack where it is, and whether and for which ranks it waits. What is waited for is
+in the stack already: the process group of a collective, the stages of a pipeline, the message of a sync. Objects of
+hybrid3d that wait tell it by a method `awaited`, which returns what they wait for and the ranks that it comes from; an
+executor of a sync tells its bucket by `awaited_bucket`. Nothing is recorded before somebody asks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Connections between the first rank that trains and the ranks that do not train: messages are pickled objects.
+"""Connections between the first rank that trains and the ranks that do not train, and their messages: pickled objects.
 
 Both ends prove that they know the run's secret before either of them reads a message. The secret is handed over in a
 file (`launch/run_secret.py`); the store has only the address, which anybody may read.
-
-The messages between the first rank that trains and the ranks that do not train.
 """
 
 from __future__ import annotations

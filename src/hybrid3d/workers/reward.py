@@ -1,6 +1,6 @@
 """A rank that only computes rewards: with the reward function, or with a shard of the reward model.
 
-The ranks that only compute rewards, as the first rank that trains sees them.
+`RewardWorkers` is what the first rank that trains sees of such ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The ranks of a role that serve those that train, as the first of these sees them.
-
-Ranks that compute results together, as the first rank that trains sees them.
-"""
+"""The ranks of a role as the first rank that trains sees them: groups of ranks that compute results together."""
 
 from __future__ import annotations
 

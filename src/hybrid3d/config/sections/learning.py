@@ -1,9 +1,4 @@
-"""Recipe sections about learning: data, reward, optimizer, critic, guard and the run itself.
-
-The recipe's section about evaluation on held-out problems.
-
-The recipe's section about low-rank adapters.
-"""
+"""Recipe sections about learning: data, reward, optimizer, adapters, critic, guard, evaluation and the run itself."""
 
 from __future__ import annotations
 

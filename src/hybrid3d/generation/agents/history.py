@@ -3,7 +3,7 @@
 Generated tokens are never tokenized again. A call that repeats the history of an earlier one continues its tokens, and
 only what was added is tokenized. A call with another history begins a new branch, whose whole prompt is tokenized.
 
-The calls of agents, and why some are refused.
+`RefusedCall` says why a call is refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sessions of agents: a server's thread takes, uses and ends them, and the engine's thread answers their calls.
 
-The samples of agents' sessions.
+A session ends as samples that share a reward.
 """
 
 from __future__ import annotations

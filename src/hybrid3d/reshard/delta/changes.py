@@ -1,6 +1,6 @@
 """The changed elements of a rank's weights: one bit an element, and where a box has them.
 
-Packs booleans into bits and back, eight to a byte, the first in the lowest bit.
+Bits are packed eight to a byte, the first in the lowest bit.
 """
 
 from __future__ import annotations

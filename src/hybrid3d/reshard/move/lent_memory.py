@@ -1,6 +1,6 @@
 """Memory in which ranks of one machine read messages, instead of receiving them through a socket.
 
-Where the messages of a rank lie: in its two staging buffers, or in the memory that it lends to other ranks.
+A message of a rank lies in one of its two staging buffers, or in the memory that it lends to other ranks.
 """
 
 from __future__ import annotations

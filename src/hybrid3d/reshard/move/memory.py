@@ -1,6 +1,6 @@
-"""Device memory that is allocated only while it is used, with views that stay valid.
+"""Device memory that is allocated only while it is used, with views that stay valid; and copies.
 
-Copies between strided views that run together, with as few launches as possible.
+Copies between strided views run together, with as few launches as possible.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Verification of a sync: checksums of every box at both ends of its transfer.
 
-A checksum of the contents of a box that does not depend on the strides or the address of the box in memory.
+A checksum depends on the contents of a box, and not on its strides or its address in memory.
 """
 
 from __future__ import annotations

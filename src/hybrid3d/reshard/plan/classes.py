@@ -3,7 +3,7 @@
 A model of 61 layers with 256 experts has 45,000 tensors but only a few hundred classes. Planning and counting work on
 one class at a time, and on groups of ranks that hold or want the same.
 
-Replicates the pieces of one layer for all layers of the same kind, so that engines are queried once per kind.
+The pieces of one layer stand for all layers of the same kind, so that engines are queried once for each kind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the reference's tests, in a sandboxed process separate from the program's (`code_program.py`).
+"""Runs the reference's tests, in a sandboxed process separate from the program's (`program.py`).
 
 The functions and objects that the answer defines are `Remote` proxies here: calling one sends a message, and the result
 is rebuilt from this process's own types. So every comparison happens here, in code that the answer cannot reach. An

@@ -1,4 +1,4 @@
-"""Runs the answer's program in its sandboxed process, and then serves the judge's requests (`code_judge.py`).
+"""Runs the answer's program in its sandboxed process, and then serves the judge's requests (`judge.py`).
 
 The program can reach and change everything in this process. This is safe, because the judge accepts only plain values
 from it.

@@ -1,7 +1,7 @@
 """The process inside the sandbox: `python -I -S sandbox_child.py ORDERS`.
 
 It gives up every right that a computation does not need, and then follows the orders in the file at the descriptor
-ORDERS: it runs a program, or one side of a judgement (`code_program.py`, `code_judge.py`). A program can still compute,
+ORDERS: it runs a program, or one side of a judgement (`program.py`, `judge.py`). A program can still compute,
 read its input and Python's library, and write to descriptors that are already open.
 """
 

@@ -2,7 +2,7 @@
 
 What a reader of tokens does not know it must refuse: everything that is visible in the formula is a token.
 
-Units and other words beside numbers: which are the same, and which change a number's meaning.
+Of units and other words beside numbers, tables say which are the same, and which change a number's meaning.
 """
 
 from __future__ import annotations

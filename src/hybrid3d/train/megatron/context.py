@@ -4,12 +4,11 @@ With CP ranks every sequence is cut into 2 x CP chunks of equal length. Rank r h
 under a causal mask, where later tokens attend to more, all ranks have the same work. Megatron's rotary embeddings and
 Transformer Engine's attention expect this order.
 
-Causal attention of context-parallel ranks on CPU: each rank has the queries of two chunks of every sequence.
-
-Keys and values are gathered over the ranks; only this rank's share of them is kept for the backward pass, which gathers
-them once more and scatters the sums of their gradients. No mask and no matrix of scores is made: a chunk attends to all
-keys before it and, causally, to its own, and the two results are merged by the logarithms of their sums of weights,
-as in ring attention (Liu, Zaharia and Abbeel 2023, https://arxiv.org/abs/2310.01889).
+On CPUs the causal attention is implemented here: each rank has the queries of two chunks of every sequence. Keys and
+values are gathered over the ranks; only this rank's share of them is kept for the backward pass, which gathers them
+once more and scatters the sums of their gradients. No mask and no matrix of scores is made: a chunk attends to all keys
+before it and, causally, to its own, and the two results are merged by the logarithms of their sums of weights, as in
+ring attention (Liu, Zaharia and Abbeel 2023, https://arxiv.org/abs/2310.01889).
 """
 
 from __future__ import annotations

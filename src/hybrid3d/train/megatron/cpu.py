@@ -3,7 +3,7 @@
 Megatron-Core writes `device="cuda"`, asks for CUDA streams and keeps CUDA random states. On a CPU `cuda_means(CPU)`
 redirects tensor placement, and `install()` replaces the functions of `torch.cuda` that Megatron calls.
 
-Layers of plain PyTorch with the constructors of Megatron's, used where there is no Transformer Engine.
+Where there is no Transformer Engine, layers of plain PyTorch have the constructors of Megatron's.
 """
 
 from __future__ import annotations

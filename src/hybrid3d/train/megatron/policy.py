@@ -1,6 +1,6 @@
 """The policy: a language model whose log-probabilities are those of the distribution that vLLM samples.
 
-The entropy of a distribution over a vocabulary that is sharded over tensor-parallel ranks.
+Its entropy is that of a distribution over a vocabulary that is sharded over tensor-parallel ranks.
 """
 
 from __future__ import annotations

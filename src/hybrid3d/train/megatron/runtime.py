@@ -1,6 +1,6 @@
 """Sets up Megatron's runtime: device, process groups and random states, or those of a rank that is only queried.
 
-Which kernels are used in training: Transformer Engine's and Apex's on a GPU with them installed, else PyTorch's.
+The kernels of training are Transformer Engine's and Apex's on a GPU with them installed, else PyTorch's.
 """
 
 from __future__ import annotations
