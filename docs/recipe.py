@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import NoneType
@@ -21,6 +21,20 @@ from hybrid3d.config.schema import describe_type, key_of, section_type
 from hybrid3d.run.live_settings import MUTABLE_SETTINGS
 
 PAGE = Path(__file__).with_suffix(".md")
+MARK = "†"
+# By section, the settings that a first run needs: those without a default, and what most recipes set
+FIRST_RUN: Mapping[str, Sequence[str]] = {
+    "model": ("path", "dtype"),
+    "train": ("tp", "pp", "ep", "dp", "micro_batch_size", "recompute"),
+    "rollout": ("tp", "dp", "expert_parallel", "max_model_len", "max_new_tokens", "gpu_memory_utilization"),
+    "data": ("train", "eval", "prompt", "answer", "chat_template"),
+    "reward": ("name",),
+    "algorithm": ("name", "prompts_per_step", "samples_per_prompt"),
+    "algorithm.kl": ("where", "coef"),
+    "optimizer": ("lr",),
+    "run": ("steps", "eval_every", "checkpoint_every"),
+    "machine": ("gpus_per_node", "kind"),
+}
 HEADER = f"""\
 <!-- Made by `python docs/{PAGE.stem}.py`: edit the docstrings in `src/hybrid3d/config/sections/` instead. -->
 # Every setting of a recipe
@@ -28,6 +42,9 @@ HEADER = f"""\
 A recipe is a YAML file with a `name` and the sections below. Settings can also be given on the command line, as in
 `hybrid3d train recipes/demo-cpu.yaml train.tp=1 name=demo-tp1`. A setting without a default is required. Settings with
 a star can change during a run: by the section `schedule`, or by a file in the run's folder (`docs/run-folder.md`).
+
+**A first run** needs the settings with {MARK}: a model, data, both layouts, lengths, batch sizes, a learning rate and a
+number of steps. The recipes in `recipes/` set them for models of 7B to 1T. All others can stay as they are.
 
 `tracking: [tensorboard, wandb, mlflow, prometheus]`, or some of these, sends the metrics there (`docs/tracking.md`).
 """
@@ -61,7 +78,13 @@ def section_lines(name: str, kind: type[Any]) -> Iterator[str]:
         if not is_row(hints[field.name]):
             continue
         star = r"\*" if any(fnmatchcase(f"{name}.{field.name}", pattern) for pattern in MUTABLE_SETTINGS) else ""
-        cells = f"`{field.name}`{star}", format_values(hints[field.name]), format_default(field), meanings[field.name]
+        mark = f" {MARK}" if field.name in FIRST_RUN.get(name, ()) else ""
+        cells = (
+            f"`{field.name}`{star}{mark}",
+            format_values(hints[field.name]),
+            format_default(field),
+            meanings[field.name],
+        )
         yield f"| {' | '.join(cells)} |"
     yield ""
 
