@@ -117,6 +117,21 @@ def test_readme_names_something_of_each_kind() -> None:
     assert help_of("no-such-command").returncode != 0  # so that success below means something
 
 
+def test_readme_is_short_and_has_one_table_of_numbers_that_other_pages_have() -> None:
+    text = README.read_text()
+    assert len(text.split()) <= 650
+    assert len(re.findall(r"^\|---", text, re.MULTILINE)) == 1
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
+    header, _, *rows = rows
+    assert header == ["what", "number", "printed by", "hardware, date"]
+    pages = [ROOT / "docs/demos.md", ROOT / "docs/plans.md", *sorted((ROOT / "benchmarks/results").glob("*.md"))]
+    printed = set(re.findall(r"[\d,]*\d(?:\.\d+)?", " ".join(page.read_text() for page in pages)))
+    for _, number, command, when in rows:
+        assert set(re.findall(r"[\d,]*\d(?:\.\d+)?", number)) <= printed
+        assert "`" in command or command == "the same"
+        assert re.search(r"\d{4}-\d\d-\d\d$", when) or when == "the same"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_paths_exist(page: Path) -> None:
     named = paths(page.read_text())
